@@ -54,7 +54,7 @@ LAYERS = (
     ("formats",),
     ("move",),
     ("tensors", "weights", "replicas", "adapters", "identity", "hooks"),
-    ("proof",),
+    ("checks",),
     ("html",),
     ("commands", "dcp"),
     ("api",),
@@ -169,7 +169,7 @@ def test_no_two_modules_import_each_other():
         ("pickles", {"formats", "manifest", "files", "box"}),
         ("errors", {"dtypes", "box", "manifest"}),
         ("move", {"formats", "tensors", "commands"}),
-        ("html", {"formats", "move", "proof", "tensors", "weights"}),
+        ("html", {"checks", "formats", "move", "tensors", "weights"}),
     ],
 )
 def test_a_layer_never_imports(importer, forbidden):
@@ -251,7 +251,7 @@ def test_only_one_module_makes_a_path_of_text():
         "reshard.move.outputs",
         "reshard.replicas",
         "reshard.move.upload",
-        "reshard.proof.control",
+        "reshard.checks.control",
         "reshard.commands.resume_check.command",
         "reshard.commands.resume_check.program",
     }

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import dtypes, formats, keys, units
 from reshard.box import index_of
+from reshard.checks import train
+from reshard.checks.compare import Difference, Tolerance, differences
+from reshard.checks.pairs import COPY, WEIGHT, Key, Pair, Paired, pair
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.options import ReadOptions
@@ -20,9 +23,6 @@ from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.manifest import Manifest
 from reshard.options import option
-from reshard.proof import train
-from reshard.proof.compare import Difference, Tolerance, differences
-from reshard.proof.pairs import COPY, WEIGHT, Key, Pair, Paired, pair
 from reshard.training.copied_files import TENSOR, own_tensors
 
 if TYPE_CHECKING:

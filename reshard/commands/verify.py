@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, keys, units
+from reshard.checks import deep, hashes, names, quick, result, scan
+from reshard.checks.opening import opened
+from reshard.checks.result import Check, not_applicable, not_run
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.options import ReadOptions
@@ -24,9 +27,6 @@ from reshard.options import option
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path
-from reshard.proof import checks, deep, hashes, quick, scan
-from reshard.proof.checks import Check, not_applicable, not_run
-from reshard.proof.opening import opened
 from reshard.training.companion_files import config_beside
 from reshard.units import counted
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _checked = partial(option, group="Checks")
 _MARKS = {
-    checks.PASSED: "ok",
-    checks.FAILED: "FAILED",
-    checks.WARNED: "warning",
-    checks.NOT_APPLICABLE: "-",
-    checks.NOT_RUN: "not run",
+    result.PASSED: "ok",
+    result.FAILED: "FAILED",
+    result.WARNED: "warning",
+    result.NOT_APPLICABLE: "-",
+    result.NOT_RUN: "not run",
 }
 
 
@@ -91,12 +91,12 @@ class VerifyReport:
     @property
     def passed(self) -> bool:
         """Whether no check failed; a warning is not a failure."""
-        return all(check.status != checks.FAILED for check in self.checks)
+        return all(check.status != result.FAILED for check in self.checks)
 
     @property
     def exit_code(self) -> int:
         """0, or the highest code of the checks that failed: 1 different, 3 corrupt, 5 unsafe."""
-        failed = (check for check in self.checks if check.status == checks.FAILED)
+        failed = (check for check in self.checks if check.status == result.FAILED)
         return max((check.exit_code for check in failed), default=0)
 
     def check(self, name: str) -> Check:
@@ -140,10 +140,10 @@ class VerifyReport:
         yield f"{'time':<12}{self.seconds:.2f} s{read}" + (f", {rate}/s" if read else "")
 
     def _verdict(self) -> str:
-        failed = [check.name for check in self.checks if check.status == checks.FAILED]
+        failed = [check.name for check in self.checks if check.status == result.FAILED]
         if failed:
             return f"FAILED {', '.join(failed)}"
-        warned = sum(check.status == checks.WARNED for check in self.checks)
+        warned = sum(check.status == result.WARNED for check in self.checks)
         warnings = f", {counted(warned, 'warning')}" if warned else ""
         return f"passed the {self.mode} checks{warnings}"
 
@@ -179,8 +179,8 @@ def verify(
         report.notes = [*manifest.warnings, *engines.describe_defects(engines.form_of(manifest))]
         shapes = ModelHint(options.model, options.wrap).shapes() if options.model else None
         report.checks = _run_quick_checks(manifest, sources, options, shapes)
-        if options.reads_all and report.check(checks.SAFE).failures:
-            report.checks += [not_run(name, "the source is not safe") for name in checks.DEEP]
+        if options.reads_all and report.check(names.SAFE).failures:
+            report.checks += [not_run(name, "the source is not safe") for name in names.DEEP]
         elif options.reads_all:
             _run_deep_checks(manifest, report, options, shapes, listed, meter)
     report.seconds = time.perf_counter() - began
@@ -194,7 +194,7 @@ def _build_page(report: VerifyReport, manifest: Manifest | None) -> Page:
     """Build the page, with a map of the shards if their coverage was proved."""
     from reshard.html import proof_pages
 
-    if manifest is None or report.check(checks.COVERAGE).status != checks.PASSED:
+    if manifest is None or report.check(names.COVERAGE).status != result.PASSED:
         return proof_pages.verified(report.to_json())
     return proof_pages.verified(report.to_json(), Inspection(manifest).to_json(), manifest)
 
@@ -217,9 +217,9 @@ def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:
 
 def _list_checks_without_source(failed: Check, options: VerifyOptions) -> list[Check]:
     """Return all checks of a source that cannot be read: one has failed, the others did not run."""
-    names = checks.QUICK + (checks.DEEP if options.reads_all else ())
+    listed = names.QUICK + (names.DEEP if options.reads_all else ())
     reason = f"the source cannot be read: see {failed.name}"
-    return [failed if name == failed.name else not_run(name, reason) for name in names]
+    return [failed if name == failed.name else not_run(name, reason) for name in listed]
 
 
 def _run_quick_checks(
@@ -284,7 +284,7 @@ def _run_deep_checks(
         deep.zeros(manifest, seen, ignored),
         hashes.against(manifest, listed, seen.digests)
         if listed
-        else not_applicable(checks.AGAINST, "no --against"),
+        else not_applicable(names.AGAINST, "no --against"),
     ]
     if options.write_manifest:
         _write_manifest(hashes.contents(manifest, seen.digests), report, options)

@@ -16,8 +16,8 @@ import torch
 
 from reshard import formats
 from reshard.box import index_of
+from reshard.checks.scan import chunk_at
 from reshard.manifest import Entry, Manifest, Record
-from reshard.proof.scan import chunk_at
 
 
 @dataclass(frozen=True)

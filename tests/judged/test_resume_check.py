@@ -106,7 +106,7 @@ def test_the_unbroken_run_goes_on_from_the_source_as_the_training_did(trained, l
     command = launch("{world_size}", script, OPTIONS)
     report = reshard.resume_check(place / "run" / f"global_step{STEP}", command=command)
     assert levels(report) == {"deepspeed stage 2, 2 ranks": ALL}
-    log = reshard.proof.trajectory.read(place / "log.jsonl").between(STEP, STEP + MORE)
+    log = reshard.checks.trajectory.read(place / "log.jsonl").between(STEP, STEP + MORE)
     assert report.unbroken.points == log.points
 
 

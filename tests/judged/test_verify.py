@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard import keys
+from reshard.checks import names
 from reshard.errors import IncompleteError
-from reshard.proof import checks
 from tests.judges import deepspeed_judge, library_judge, torch_judge
 
 TARGETS = ("deepspeed", "ds-universal", "dcp", "accelerate", "fsdp2", "torch")
@@ -101,7 +101,7 @@ def test_an_index_that_states_another_size_is_warned_of(torch_made, tmp_path, mo
     size = sum(t.nbytes for p in source.glob("*.bin") for t in torch.load(p).values())
     about["metadata"] = {"total_size": size + more}
     path.write_text(json.dumps(about))
-    (check,) = [c for c in reshard.verify(source).checks if c.name == checks.INDEX]
+    (check,) = [c for c in reshard.verify(source).checks if c.name == names.INDEX]
     text = f"{path.name} says that its files hold {size + more} bytes; they hold {size}"
     assert check.warnings == ([text] if more else [])
 
@@ -158,11 +158,11 @@ def test_the_command_line(made, tmp_path):
     source = made / "z2_bf16/run"
     done = run(source)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:-1]] == list(checks.QUICK)
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:-1]] == list(names.QUICK)
     document = json.loads(run(source, "--deep", "--json").stdout)
     assert document["passed"]
     assert document["mode"] == "deep"
-    assert [check["name"] for check in document["checks"]] == [*checks.QUICK, *checks.DEEP]
+    assert [check["name"] for check in document["checks"]] == [*names.QUICK, *names.DEEP]
     assert run(source, "-q").stdout == ""
     assert run(tmp_path / "nowhere").returncode == 2
     assert run(source, "--against", tmp_path / "nowhere").returncode == 2

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats
+from reshard.checks import control, trajectory
+from reshard.checks.trajectory import Series
 from reshard.commands import diff as comparison
 from reshard.commands import programs
 from reshard.commands.diff import DiffOptions
@@ -46,8 +48,6 @@ from reshard.manifest import Manifest
 from reshard.output.destination import check_destination
 from reshard.output.temporary import temporary
 from reshard.paths import as_path, is_remote
-from reshard.proof import control, trajectory
-from reshard.proof.trajectory import Series
 
 if TYPE_CHECKING:
     from reshard.html.page import Page

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from reshard.checks.trajectory import Distance, Number, Point, Series, Trajectory
 from reshard.commands.diff import DiffReport
 from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.split.report import SplitReport
 from reshard.errors import NotRunError
-from reshard.proof.trajectory import Distance, Number, Point, Series, Trajectory
 
 SCHEMA = 1
 Level = Literal["state", "trajectory", "bitwise"]

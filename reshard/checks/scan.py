@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box, contiguous_cuts, flat_span
+from reshard.checks.compare import Difference, Tolerance, difference
+from reshard.checks.values import Facts, look
 from reshard.chunks import Chunk
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
@@ -24,8 +26,6 @@ from reshard.move.fill import fill
 from reshard.move.records import compute_record_crc
 from reshard.move.spans import Spans
 from reshard.plan.copies import CopyPlanner, Window
-from reshard.proof.compare import Difference, Tolerance, difference
-from reshard.proof.values import Facts, look
 from reshard.threads import parallel_for
 
 _EXACT = Tolerance()

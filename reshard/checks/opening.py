@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reshard import formats
+from reshard.checks import names
+from reshard.checks.result import Check
 from reshard.errors import (
     CorruptError,
     IncompleteError,
@@ -15,8 +17,6 @@ from reshard.errors import (
 )
 from reshard.manifest import Manifest, check
 from reshard.paths import as_path
-from reshard.proof import checks
-from reshard.proof.checks import Check
 
 _INDEXES = (".index.json", ".metadata", ".distcp")  # a .distcp file is read through .metadata alone
 
@@ -37,7 +37,7 @@ def opened(read: Callable[[], Manifest]) -> Manifest | Check:
     try:
         check(manifest)
     except CorruptError as error:
-        return _failed(checks.COVERAGE, error)
+        return _failed(names.COVERAGE, error)
     return manifest
 
 
@@ -49,14 +49,14 @@ def _failed(name: str, error: ReshardError) -> Check:
 def _name(error: ReshardError) -> str:
     """Which check a reader's error fails."""
     if isinstance(error, UnsafeError):
-        return checks.SAFE
+        return names.SAFE
     if isinstance(error, StaleError):
-        return checks.STALE
+        return names.STALE
     if error.where.endswith(_INDEXES):
-        return checks.INDEX
+        return names.INDEX
     if isinstance(error, IncompleteError):
-        return checks.COMPLETE
-    return checks.AGREEMENT if _opens(as_path(error.where)) else checks.HEADERS
+        return names.COMPLETE
+    return names.AGREEMENT if _opens(as_path(error.where)) else names.HEADERS
 
 
 def _opens(path: Path) -> bool:

@@ -16,6 +16,8 @@ from statistics import median
 
 from reshard import units
 from reshard.box import Index
+from reshard.checks import names
+from reshard.checks.result import Check, not_applicable
 from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError
 from reshard.formats import placeholders, registry, run
@@ -26,8 +28,6 @@ from reshard.location import Location
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelShapes
 from reshard.paths import as_path
-from reshard.proof import checks
-from reshard.proof.checks import Check, not_applicable
 from reshard.training import optimizers
 from reshard.units import counted, some
 
@@ -41,13 +41,13 @@ _RATES = ("lr", "initial_lr", "weight_decay")  # in which groups of one optimize
 def headers(manifest: Manifest) -> Check:
     """The readers have opened every file."""
     sizes = units.show_bytes(sum(file.nbytes for file in manifest.files.values()))
-    return Check(checks.HEADERS, f"{counted(len(manifest.files), 'file')}, {sizes}")
+    return Check(names.HEADERS, f"{counted(len(manifest.files), 'file')}, {sizes}")
 
 
 def safe(manifest: Manifest, allowed: Sequence[str]) -> Check:
     """No pickle names a class that nobody knows."""
     refused = [name for name in manifest.unknown_globals if name not in allowed]
-    found = Check(checks.SAFE, "the classes that the files name", exit_code=5)
+    found = Check(names.SAFE, "the classes that the files name", exit_code=5)
     if refused:
         allow = " ".join(f"--allow-pickle {name}" for name in refused)
         found.failures.append(
@@ -60,7 +60,7 @@ def complete(manifest: Manifest) -> Check:
     """Every rank's files were found; every announced tensor has a value."""
     world = manifest.origin.world
     found = Check(
-        checks.COMPLETE,
+        names.COMPLETE,
         f"{counted(world, 'rank')}, {counted(len(manifest.entries), 'tensor')}",
     )
     found.failures += [f"{fqn} is announced, and no rank holds it" for fqn in manifest.absent]
@@ -76,8 +76,8 @@ def agreement(manifest: Manifest) -> Check:
     step = "" if manifest.train.step is None else f"step {manifest.train.step}"
     what = ", ".join(filter(None, (step, versions, "names, shapes, groups")))
     if len(manifest.files) == 1:
-        return not_applicable(checks.AGREEMENT, "one file")
-    return Check(checks.AGREEMENT, what, exit_code=3)
+        return not_applicable(names.AGREEMENT, "one file")
+    return Check(names.AGREEMENT, what, exit_code=3)
 
 
 def index(manifest: Manifest) -> Check:
@@ -87,9 +87,9 @@ def index(manifest: Manifest) -> Check:
     found = [path for place in places for path in place.glob("*.index.json") if is_model]
     metadata = [path for place in places for path in place.glob("*.metadata")]
     if not found and not metadata:
-        return not_applicable(checks.INDEX, "no index")
+        return not_applicable(names.INDEX, "no index")
     shown = some(sorted(path.name for path in (*found, *metadata)))
-    check = Check(checks.INDEX, f"{shown}: each file and tensor, both ways", exit_code=3)
+    check = Check(names.INDEX, f"{shown}: each file and tensor, both ways", exit_code=3)
     held = sum(entry.nbytes for entry in manifest.of_kind(PARAM, BUFFER))
     for path in found:
         check.warnings += _total(path, held)
@@ -110,15 +110,15 @@ def coverage(manifest: Manifest) -> Check:
     numel = sum(entry.numel for entry in manifest.entries.values())
     chunks = sum(len(entry.chunks) for entry in manifest.entries.values())
     text = f"{units.show_count(numel)} elements in {counted(chunks, 'stored block')}"
-    return Check(checks.COVERAGE, text, exit_code=3)
+    return Check(names.COVERAGE, text, exit_code=3)
 
 
 def ranks(manifest: Manifest) -> Check:
     """Check that no file states another rank, step or save than the place where it lies."""
     compared = compare_claims(manifest.files)
     if not compared.evidence:
-        return not_applicable(checks.RANKS, "no files that say which rank or save they belong to")
-    found = Check(checks.RANKS, ", ".join(compared.evidence), exit_code=3)
+        return not_applicable(names.RANKS, "no files that say which rank or save they belong to")
+    found = Check(names.RANKS, ", ".join(compared.evidence), exit_code=3)
     found.failures += [f"{each.file}: {each.problem}" for each in compared.conflicts]
     return found
 
@@ -126,10 +126,10 @@ def ranks(manifest: Manifest) -> Check:
 def stale(manifest: Manifest, sources: Sequence[Path]) -> Check:
     """Nothing of another save, or of one that was interrupted, lies beside the files."""
     if len(sources) == 1 and sources[0].is_file() and len(manifest.files) == 1:
-        return not_applicable(checks.STALE, "one file by itself")
+        return not_applicable(names.STALE, "one file by itself")
     places = sorted({as_path(path).parent for path in manifest.files})
     beside = [path for place in places for path in sorted(place.iterdir()) if path.is_file()]
-    found = Check(checks.STALE, f"{counted(len(beside), 'file')} in its directories", exit_code=3)
+    found = Check(names.STALE, f"{counted(len(beside), 'file')} in its directories", exit_code=3)
     found.failures += _unread_siblings(manifest, beside)
     found.failures += _extra_random_states(manifest)
     found.warnings += [
@@ -198,12 +198,12 @@ def steps(manifest: Manifest) -> Check:
     counted_steps = {fqn: train.optimizer_step.get(fqn) for fqn in _slots(manifest)}
     applied = {step for step in counted_steps.values() if step is not None}
     if train.step is None and not applied:
-        return not_applicable(checks.STEPS, "no counter")
+        return not_applicable(names.STEPS, "no counter")
     shown = "/".join(f"{step:g}" for step in sorted(applied)[:4])
     what = [f"run: {train.step}" if train.step is not None else ""]
     what.append(f"skipped: {train.skipped_steps}" if train.skipped_steps else "")
     what.append(f"optimizer: {shown}" if applied else "")
-    found = Check(checks.STEPS, ", ".join(filter(None, what)))
+    found = Check(names.STEPS, ", ".join(filter(None, what)))
     odd = [f"{step:g}" for step in applied if step < 0 or step != int(step)]
     if odd:
         found.failures.append(f"an optimizer step of {odd[0]}")
@@ -239,10 +239,10 @@ def slots(manifest: Manifest) -> Check:
         if entry.kind not in WEIGHT_KINDS:
             held[entry.fqn][entry.kind] = entry
     if not held:
-        return not_applicable(checks.SLOTS, "no optimizer")
+        return not_applicable(names.SLOTS, "no optimizer")
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
-    names = list(dict.fromkeys(kind for kinds in held.values() for kind in kinds))
-    found = Check(checks.SLOTS, f"{', '.join(names)} of {counted(len(held), 'parameter')}")
+    slot_names = list(dict.fromkeys(kind for kinds in held.values() for kind in kinds))
+    found = Check(names.SLOTS, f"{', '.join(slot_names)} of {counted(len(held), 'parameter')}")
     for members in _alike(manifest, list(held)):
         signs = {fqn: _sign(held[fqn], shapes.get(fqn)) for fqn in members}
         first = {sign: fqn for fqn, sign in reversed(signs.items())}
@@ -279,7 +279,7 @@ def _alike(manifest: Manifest, fqns: Sequence[str]) -> Iterator[list[str]]:
 def model(manifest: Manifest, told: ModelShapes | None) -> Check:
     """Names and shapes are those of the model."""
     if told is None:
-        return not_applicable(checks.MODEL, "no --model")
+        return not_applicable(names.MODEL, "no --model")
     wanted = {**told.parameters, **told.buffers}
     held = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     aliases: dict[str, set[str]] = defaultdict(set)
@@ -289,7 +289,7 @@ def model(manifest: Manifest, told: ModelShapes | None) -> Check:
     missing = [fqn for fqn in wanted if not {fqn, *aliases[fqn]} & held.keys()]
     known = wanted.keys() | told.tied.keys()
     extra = [fqn for fqn in held if not {fqn, *aliases[fqn]} & known]
-    found = Check(checks.MODEL, f"{told.source}: {counted(len(wanted), 'tensor')}")
+    found = Check(names.MODEL, f"{told.source}: {counted(len(wanted), 'tensor')}")
     found.failures += [f"missing: {fqn}{_near(fqn, extra)}" for fqn in missing]
     found.failures += [f"unexpected: {fqn}{_near(fqn, missing)}" for fqn in extra]
     found.failures += [

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from reshard import dtypes
 from reshard.box import index_of, whole
+from reshard.checks.gaps import count_other, gaps
+from reshard.checks.scan import Rival, Task, chunk_at, replicas, scan
 from reshard.chunks import contiguous
 from reshard.files import SourceFiles
 from reshard.layout.partition import run_chunks
 from reshard.manifest import Entry, Record, SourceFile
-from reshard.proof.gaps import count_other, gaps
-from reshard.proof.scan import Rival, Task, chunk_at, replicas, scan
 from tests.support import random_checkpoints
 
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from reshard.checks import trajectory
 from reshard.errors import CorruptError, IncompleteError
-from reshard.proof import trajectory
 
 
 def series(tmp_path, *lines, name="log"):

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard.box import Index, as_index
+from reshard.checks import names, pairs, train
+from reshard.checks.result import Check
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError, UsageError
 from reshard.files import read_small_file
 from reshard.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
-from reshard.proof import checks, pairs, train
-from reshard.proof.checks import Check
 from reshard.units import counted, some
 from reshard.version import __version__
 
@@ -206,7 +206,7 @@ def against(
     Weights alone are no failure where one side has no optimizer and no train state at all.
     """
     matched = list(_matched(manifest, listed))
-    found = Check(checks.AGAINST, "")
+    found = Check(names.AGAINST, "")
     both = manifest.has_optimizer and listed.has_optimizer
     narrow = []
     for name, content, entry in matched:
@@ -232,10 +232,10 @@ def _matched(manifest: Manifest, listed: Contents) -> Iterator[tuple[str, Conten
     """What both have, a tied weight under any of its names."""
     held = pairs.tensors(manifest)
     for (kind, fqn), content in listed.tensors.items():
-        names = [fqn]
+        aliases = [fqn]
         if kind == pairs.WEIGHT:
-            names += sorted(_names(fqn, listed.tied) | _names(fqn, manifest.tied))
-        entry = next((held[kind, name] for name in names if (kind, name) in held), None)
+            aliases += sorted(_names(fqn, listed.tied) | _names(fqn, manifest.tied))
+        entry = next((held[kind, name] for name in aliases if (kind, name) in held), None)
         if entry is not None:
             yield fqn, content, entry
 
@@ -260,8 +260,8 @@ def _unmatched(
     ]
     extra = []
     for key, entry in held.items():
-        names = _names(key[1], manifest.tied) | _names(key[1], listed.tied) | {key[1]}
-        known = any((key[0], name) in listed.tensors for name in names)
+        aliases = _names(key[1], manifest.tied) | _names(key[1], listed.tied) | {key[1]}
+        known = any((key[0], name) in listed.tensors for name in aliases)
         if not known and (key[0] == pairs.WEIGHT or entry.numel):
             extra.append(key)
     return missing, extra

@@ -9,17 +9,17 @@ from typing import Any
 
 from reshard import escaped, units, weights
 from reshard.box import index_of
+from reshard.checks import names
+from reshard.checks.gaps import count_other, gaps
+from reshard.checks.result import Check, not_applicable
+from reshard.checks.scan import Rival, Scan, Task, Unequal, cast_into, chunk_at, replicas
+from reshard.checks.values import Facts
 from reshard.dtypes import FLOAT32, DType
 from reshard.files import SourceFiles
 from reshard.identity.crosscheck import are_comparable
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.model import ModelShapes
 from reshard.paths import as_path
-from reshard.proof import checks
-from reshard.proof.checks import Check, not_applicable
-from reshard.proof.gaps import count_other, gaps
-from reshard.proof.scan import Rival, Scan, Task, Unequal, cast_into, chunk_at, replicas
-from reshard.proof.values import Facts
 from reshard.training.optimizers import NEVER_NEGATIVE
 from reshard.units import counted, some
 
@@ -52,12 +52,12 @@ def tasks(
     for entry in manifest.entries.values():
         if entry.kind == PARAM and entry.fqn in copies and _fits(entry, manifest):
             continue  # read beside its master
-        rivals = [Rival(checks.REPLICAS, other) for other in replicas(entry)]
+        rivals = [Rival(names.REPLICAS, other) for other in replicas(entry)]
         copy = copies.get(entry.fqn) if entry.kind == MASTER else None
         if copy is not None and _fits(copy, manifest):
-            rivals.append(Rival(checks.MASTERS, copy, looked_at=True))
-            rivals += [Rival(checks.REPLICAS, other) for other in replicas(copy)]
-        rivals += [Rival(checks.TIED, other) for kept, other in ties if kept == entry.key]
+            rivals.append(Rival(names.MASTERS, copy, looked_at=True))
+            rivals += [Rival(names.REPLICAS, other) for other in replicas(copy)]
+        rivals += [Rival(names.TIED, other) for kept, other in ties if kept == entry.key]
         signs = entry.kind in NEVER_NEGATIVE
         made.append(Task(entry, tuple(rivals), digests.get(entry.key, ()), signs))
     return made
@@ -112,8 +112,8 @@ def weights_of(manifest: Manifest) -> dict[str, Entry]:
 def crc(manifest: Manifest, scan: Scan) -> Check:
     """Stored checksums are those of the bytes."""
     if not scan.records:
-        return not_applicable(checks.CRC, "the files store no checksums")
-    found = Check(checks.CRC, counted(scan.records, "stored checksum"), exit_code=3)
+        return not_applicable(names.CRC, "the files store no checksums")
+    found = Check(names.CRC, counted(scan.records, "stored checksum"), exit_code=3)
     for path, record in scan.altered:
         stop = record.byte_offset + record.nbytes
         held = [
@@ -135,11 +135,11 @@ def crc(manifest: Manifest, scan: Scan) -> Check:
 
 def replicas_equal(tasks: Sequence[Task], scan: Scan) -> Check:
     """Blocks that several ranks store are the same on all of them."""
-    held = [task for task in tasks if any(r.check == checks.REPLICAS for r in task.rivals)]
+    held = [task for task in tasks if any(r.check == names.REPLICAS for r in task.rivals)]
     if not held:
-        return not_applicable(checks.REPLICAS, "nothing is stored twice")
-    found = Check(checks.REPLICAS, f"{counted(len(held), 'tensor')} that several ranks store")
-    for each in _of(scan, checks.REPLICAS):
+        return not_applicable(names.REPLICAS, "nothing is stored twice")
+    found = Check(names.REPLICAS, f"{counted(len(held), 'tensor')} that several ranks store")
+    for each in _of(scan, names.REPLICAS):
         to = found.warnings if each.entry.kind == BUFFER else found.failures
         to.append(_unequal(each, f"other values {_where(each.rival.entry, each.difference.first)}"))
     return found
@@ -147,12 +147,12 @@ def replicas_equal(tasks: Sequence[Task], scan: Scan) -> Check:
 
 def masters(manifest: Manifest, tasks: Sequence[Task], scan: Scan) -> Check:
     """The weights of the module are the cast of their masters, bit for bit."""
-    held = [r.entry for task in tasks for r in task.rivals if r.check == checks.MASTERS]
+    held = [r.entry for task in tasks for r in task.rivals if r.check == names.MASTERS]
     if not held:
-        return not_applicable(checks.MASTERS, "no weight beside a master")
+        return not_applicable(names.MASTERS, "no weight beside a master")
     dtypes = some(sorted({str(entry.dtype) for entry in held}))
-    found = Check(checks.MASTERS, f"{counted(len(held), 'weight')} in {dtypes}")
-    for each in _of(scan, checks.MASTERS):
+    found = Check(names.MASTERS, f"{counted(len(held), 'weight')} in {dtypes}")
+    for each in _of(scan, names.MASTERS):
         place = _where(each.rival.entry, each.difference.first)
         found.failures.append(_unequal(each, f"not the cast of its master, {place}"))
     strange = [
@@ -173,14 +173,14 @@ def tied(
     told: ModelShapes | None,
 ) -> Check:
     """Names of one weight hold one value."""
-    compared = sum(r.check == checks.TIED for task in tasks for r in task.rivals)
+    compared = sum(r.check == names.TIED for task in tasks for r in task.rivals)
     if not compared and not manifest.tied:
-        return not_applicable(checks.TIED, "no tied names")
+        return not_applicable(names.TIED, "no tied names")
     shared = len(manifest.tied) - len(manifest.tied_copies)
     what = [f"{counted(shared, 'name')} of a shared storage"] if shared else []
     what += [f"{counted(compared, 'name')} stored again"] if compared else []
-    found = Check(checks.TIED, ", ".join(what))
-    for each in _of(scan, checks.TIED):
+    found = Check(names.TIED, ", ".join(what))
+    for each in _of(scan, names.TIED):
         name = each.rival.entry.fqn
         said = name in manifest.tied or (told is not None and name in told.tied)
         said = said or bool(config and config.get("tie_word_embeddings") is True)
@@ -220,9 +220,9 @@ def padding(manifest: Manifest, block_bytes: int) -> Check:
     stored = (*manifest.entries.values(), *manifest.tied_copies, *manifest.unused_copies)
     found = gaps(stored, manifest.files)
     if not found:
-        return not_applicable(checks.PADDING, "no padding")
+        return not_applicable(names.PADDING, "no padding")
     nbytes = sum(gap.nbytes for gap in found)
-    check = Check(checks.PADDING, f"{units.show_bytes(nbytes)} in {counted(len(found), 'place')}")
+    check = Check(names.PADDING, f"{units.show_bytes(nbytes)} in {counted(len(found), 'place')}")
     expected, is_zero = manifest.origin.padding, manifest.origin.zero_stage is not None
     with SourceFiles() as pool:
         counts = [
@@ -233,7 +233,7 @@ def padding(manifest: Manifest, block_bytes: int) -> Check:
     if expected == "uninitialized":
         total = sum(count for _, count in held)
         not_zero = f"{counted(total, 'element')} not zero, as the framework allocated them"
-        return not_applicable(checks.PADDING, f"{check.looked_at}; {not_zero}")
+        return not_applicable(names.PADDING, f"{check.looked_at}; {not_zero}")
     lines = [
         f"{gap.file}: {counted(count, 'element')} of padding by {gap.fqn} not zero (byte"
         f" {gap.byte_offset})"
@@ -260,9 +260,9 @@ def _padding(dtype: DType, *, fsdp: bool) -> frozenset[bytes]:
 def finite(manifest: Manifest, scan: Scan, ignored: Ignored) -> Check:
     """No NaN and no infinity; in a buffer they may be meant (masks)."""
     looked = _floats(manifest, scan, ignored)
-    found = Check(checks.FINITE, counted(len(looked), "tensor"))
+    found = Check(names.FINITE, counted(len(looked), "tensor"))
     if not looked:
-        return not_applicable(checks.FINITE, "no floats")
+        return not_applicable(names.FINITE, "no floats")
     for entry, facts in looked:
         if facts.first_strange is None:
             continue
@@ -280,9 +280,9 @@ def moments(manifest: Manifest, scan: Scan, ignored: Ignored) -> Check:
     """Sums and means of squares are not negative."""
     looked = [each for each in _floats(manifest, scan, ignored) if each[0].kind in NEVER_NEGATIVE]
     if not looked:
-        return not_applicable(checks.MOMENTS, "no slot that cannot be negative")
+        return not_applicable(names.MOMENTS, "no slot that cannot be negative")
     kinds = list(dict.fromkeys(entry.kind for entry, _ in looked))
-    found = Check(checks.MOMENTS, f"{', '.join(kinds)} of {counted(len(looked), 'tensor')}")
+    found = Check(names.MOMENTS, f"{', '.join(kinds)} of {counted(len(looked), 'tensor')}")
     found.failures = [
         f"{_first(entry, facts.first_negative)}: {facts.negative} negative of {entry.numel}"
         for entry, facts in looked
@@ -295,8 +295,8 @@ def zeros(manifest: Manifest, scan: Scan, ignored: Ignored) -> Check:
     """Matrices of nothing but zeros, and moments that never saw a gradient."""
     looked = _floats(manifest, scan, ignored)
     if not looked:
-        return not_applicable(checks.ZEROS, "no floats")
-    found = Check(checks.ZEROS, counted(len(looked), "tensor"))
+        return not_applicable(names.ZEROS, "no floats")
+    found = Check(names.ZEROS, counted(len(looked), "tensor"))
     empty: dict[str, list[str]] = {}
     for entry, facts in looked:
         if not facts.is_zero or not entry.numel:

@@ -101,8 +101,8 @@ def _is_known(key: Key, has: Manifest, other: Manifest, others: Mapping[Key, Ent
     if kind != WEIGHT:
         entry = has.entries.get(key)
         return entry is not None and not entry.numel
-    names = _names_of(fqn, has) | _names_of(fqn, other)
-    return any((WEIGHT, name) in others for name in names)
+    aliases = _names_of(fqn, has) | _names_of(fqn, other)
+    return any((WEIGHT, name) in others for name in aliases)
 
 
 def _names_of(fqn: str, manifest: Manifest) -> set[str]:

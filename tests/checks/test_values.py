@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard import dtypes
-from reshard.proof import values
+from reshard.checks import values
 
 FLOATS = [d for d in dtypes.ALL if d.family in ("float", "float8", "complex")]
 OTHERS = [d for d in dtypes.ALL if d.family in ("int", "bool")]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard
-from reshard.proof.compare import Tolerance, differences
+from reshard.checks.compare import Tolerance, differences
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 OTHERS = ("float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8", "bool", "complex64")
