@@ -51,7 +51,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
             continue
         opened = {kind: torch_reader.read(path) for kind, path in held.items()}
         values = {kind: to_plain(tree.convert_file(file)) for kind, file in opened.items()}
-        train = manifest.train
+        train, before = manifest.train, batch_before(near)
         unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
         found = replace(
             manifest,
@@ -61,6 +61,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
                 rng=train.rng or values.get("rng"),
                 rng_files=random_files(near),
                 trainer_state=trainer or None,
+                opaque={**train.opaque, **({BATCH_BEFORE: before} if before else {})},
             ),
             unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
         )

@@ -29,28 +29,28 @@ class Rebalanced(NamedTuple):
     warnings: list[str]
 
 
-def rebalanced(manifest: Manifest, world_size: int) -> Rebalanced:
-    """Return the run with the accumulation that keeps the global batch, and what to say.
+def rebalance_batch(manifest: Manifest, world_size: int) -> Rebalanced:
+    """Return the run with the accumulation that keeps the global batch, and notes on it.
 
-    DeepSpeed keeps its configuration in the checkpoint (``ds_config``), HF Trainer no more than the
-    batch of a rank (``trainer_state.json``), and our trainer derives the accumulation from the
-    global batch when it resumes; for others the rule is said.
+    DeepSpeed saves its configuration in the checkpoint (``ds_config``), and HF Trainer only the
+    batch of a rank (``trainer_state.json``). Our trainer derives the accumulation from the global
+    batch when it resumes. For others the note states the rule.
     """
     config, origin = manifest.train.config, manifest.origin
     before = origin.world // parse_mesh(origin.mesh).model
     run = trainer_run.read(manifest.train.trainer_state, origin.path)
-    if run is not None and (problem := _problem_of_our_trainer(run, world_size)):
+    if run is not None and (problem := _find_problem_of_our_trainer(run, world_size)):
         return Rebalanced(manifest, [], [problem])
     if before == world_size:
         return Rebalanced(manifest, [], [])
     if isinstance(config, dict) and isinstance(config.get(_MICRO), int):
-        return _of_deepspeed(manifest, config, before, world_size)
+        return _rebalance_deepspeed(manifest, config, before, world_size)
     if run is not None:
         return Rebalanced(manifest, [], [])
     progress = manifest.train.trainer_state
     if progress is not None and type(progress.get(BATCH)) is int:
-        return _of_trainer(manifest, progress[BATCH], before, world_size)
-    return Rebalanced(manifest, [_rule(before, world_size)], [])
+        return _rebalance_hf_trainer(manifest, progress[BATCH], before, world_size)
+    return Rebalanced(manifest, [_describe_rule(before, world_size)], [])
 
 
 def advice(total: int, micro: int, ranks: int) -> str:
@@ -71,7 +71,7 @@ def advice(total: int, micro: int, ranks: int) -> str:
     return f"a global batch of {total} is not divisible by {factors}; use {ways}"
 
 
-def _rule(before: int, ranks: int) -> str:
+def _describe_rule(before: int, ranks: int) -> str:
     """Return how to keep the global batch where nothing says what it is."""
     changed = f"{before} ranks become {ranks}"
     if before % ranks == 0:
@@ -83,65 +83,85 @@ def _rule(before: int, ranks: int) -> str:
     )
 
 
-def _problem_of_our_trainer(run: Run, ranks: int) -> str:
+def _find_problem_of_our_trainer(run: Run, ranks: int) -> str:
     """Return why a resume on so many data-parallel ranks would refuse the run's global batch."""
     total, micro = (int(run.settings[name]) for name in ("global_batch", "micro_batch"))
     return advice(total, micro, ranks) if micro and total % (micro * ranks) else ""
 
 
-def _of_deepspeed(
+def _rebalance_deepspeed(
     manifest: Manifest, config: dict[str, Any], before: int, world_size: int
 ) -> Rebalanced:
+    """Return the run with another micro batch and accumulation in DeepSpeed's configuration."""
     micro, steps = config[_MICRO], int(config.get(_STEPS, 1))
     total = micro * steps * before
-    smaller = _micro(micro, total, world_size)
+    chosen = _choose_own_micro_batch(manifest, total, world_size)
+    chosen = chosen or _find_micro_batch(micro, total, world_size)
     warnings = []
-    if smaller is None:
+    if chosen is None:
         new = max(1, round(total / (micro * world_size)))
-        reached, smaller = micro * world_size * new, micro
-        held = f"the configuration written has a global batch of {reached}"
-        warnings = [f"{advice(total, micro, world_size)}; {held}"]
+        reached, chosen = micro * world_size * new, micro
+        written = f"the configuration written has a global batch of {reached}"
+        warnings = [f"{advice(total, micro, world_size)}; {written}"]
     else:
-        new, reached = total // (smaller * world_size), total
-    changed = {**config, _MICRO: smaller, _STEPS: new, _TOTAL: reached}
-    pairs = ((_MICRO, micro, smaller), (_STEPS, steps, new))
-    said = ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
-    ends = "" if warnings else f": the global batch stays {total}"
-    manifest = _with_progress(_configured(manifest, changed), smaller)
-    return Rebalanced(manifest, [f"{said}{ends}"] if said else [], warnings)
+        new, reached = total // (chosen * world_size), total
+    changed = {**config, _MICRO: chosen, _STEPS: new, _TOTAL: reached}
+    pairs = ((_MICRO, micro, chosen), (_STEPS, steps, new))
+    changes = ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
+    ending = "" if warnings else f": the global batch stays {total}"
+    own = manifest.train.opaque.get(BATCH_BEFORE, {WORLD: before, BATCH: micro})
+    manifest = _record_own(manifest, None if own[WORLD] == world_size else own)
+    train = replace(manifest.train, config=changed)
+    manifest = _with_progress(replace(manifest, train=train), chosen)
+    return Rebalanced(manifest, [f"{changes}{ending}"] if changes else [], warnings)
 
 
-def _of_trainer(manifest: Manifest, micro: int, before: int, world_size: int) -> Rebalanced:
-    """Return notes about our trainer's accumulation, which is an argument of the run alone."""
+def _choose_own_micro_batch(manifest: Manifest, total: int, world_size: int) -> int | None:
+    """Return the batch that the run itself had at this number of ranks, if it fits; else None."""
+    own = manifest.train.opaque.get(BATCH_BEFORE)
+    if own is None or own[WORLD] != world_size or total % (own[BATCH] * world_size):
+        return None
+    batch: int = own[BATCH]
+    return batch
+
+
+def _rebalance_hf_trainer(
+    manifest: Manifest, micro: int, before: int, world_size: int
+) -> Rebalanced:
+    """Return the run with another batch of a rank, and a note on its accumulation.
+
+    The accumulation is an argument of the program, so it can only be described.
+    """
     own = manifest.train.opaque.get(BATCH_BEFORE, {WORLD: before, BATCH: micro})
     if own[WORLD] == world_size:
         text = f"{BATCH} {micro} -> {own[BATCH]}, which the run had at {world_size} ranks"
-        return Rebalanced(_recorded(_with_progress(manifest, own[BATCH]), None), [text], [])
-    manifest = _recorded(manifest, own)
-    smaller = _micro(micro, micro * before, world_size)
+        return Rebalanced(_record_own(_with_progress(manifest, own[BATCH]), None), [text], [])
+    manifest = _record_own(manifest, own)
+    smaller = _find_micro_batch(micro, micro * before, world_size)
     if smaller is None:
-        return Rebalanced(manifest, [_rule(before, world_size)], [])
+        return Rebalanced(manifest, [_describe_rule(before, world_size)], [])
     factor = micro * before // (smaller * world_size)
-    said = [f"per_device_train_batch_size {micro} -> {smaller}"] if smaller < micro else []
-    said += [f"multiply {_STEPS} by {factor}"] if factor > 1 else []
-    derived = [", ".join(said) + ": the global batch stays"]
+    changes = [f"per_device_train_batch_size {micro} -> {smaller}"] if smaller < micro else []
+    changes += [f"multiply {_STEPS} by {factor}"] if factor > 1 else []
+    derived = [", ".join(changes) + ": the global batch stays"]
     return Rebalanced(_with_progress(manifest, smaller), derived, [])
 
 
-def _micro(most: int, total: int, ranks: int) -> int | None:
+def _find_micro_batch(most: int, total: int, ranks: int) -> int | None:
     """Return the largest batch of a rank, up to ``most``, of which whole steps make the total."""
     return next((n for n in range(most, 0, -1) if total % (n * ranks) == 0), None)
 
 
-def _recorded(manifest: Manifest, own: Any) -> Manifest:
-    """Record the run's own size and batch for the way back, or drop them there."""
-    held = {key: value for key, value in manifest.train.opaque.items() if key != BATCH_BEFORE}
-    kept = {**held, BATCH_BEFORE: own} if own else held
-    return replace(manifest, train=replace(manifest.train, opaque=kept))
+def _record_own(manifest: Manifest, own: Any) -> Manifest:
+    """Return the run with a record of its own size and batch for the way back, or without one.
 
-
-def _configured(manifest: Manifest, config: dict[str, Any]) -> Manifest:
-    return replace(manifest, train=replace(manifest.train, config=config))
+    Only HF Trainer's directory has a place for the record.
+    """
+    opaque = {key: value for key, value in manifest.train.opaque.items() if key != BATCH_BEFORE}
+    progress = manifest.train.trainer_state
+    if own and progress is not None and not trainer_run.is_document(progress):
+        opaque[BATCH_BEFORE] = own
+    return replace(manifest, train=replace(manifest.train, opaque=opaque))
 
 
 def _with_progress(manifest: Manifest, micro: int) -> Manifest:

@@ -15,6 +15,7 @@ from reshard.errors import UsageError
 from reshard.files import read_small_file
 from reshard.location import directory_of
 from reshard.manifest import Entry, Manifest, OutputFile, Skeleton
+from reshard.training.batch import BATCH_BEFORE
 
 _COMPANIONS = re.compile(
     r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
@@ -126,10 +127,14 @@ def with_companions(
         for path in _beside(folder):
             name = f"{below}/{path.name}" if below else path.name
             if name not in taken and name not in added:
-                data = (
-                    _progress(path, manifest) if path.name == _PROGRESS else read_small_file(path)
-                )
+                is_progress = path.name == _PROGRESS
+                data = _progress(path, manifest) if is_progress else read_small_file(path)
                 added[name] = OutputFile(name, len(data), ((0, data),))
+                batch = manifest.train.opaque.get(BATCH_BEFORE) if is_progress else None
+                name = f"{below}/{BATCH_BEFORE}" if below else BATCH_BEFORE
+                if batch and name not in taken:
+                    data = format_json(batch)
+                    added[name] = OutputFile(name, len(data), ((0, data),))
         if added and not beside:
             break
     return Skeleton((*skeleton.files, *added.values()), skeleton.entries, skeleton.checksums)

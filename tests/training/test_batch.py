@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.manifest import Manifest, Origin, TrainState
-from reshard.training.batch import advice, rebalanced
+from reshard.training.batch import advice, rebalance_batch
 
 
 def manifest(ranks, **train):
@@ -35,20 +35,34 @@ def test_the_advice_can_be_followed(batch, ways):
 
 
 def test_deepspeeds_configuration_keeps_the_batch_or_takes_the_nearest():
-    kept = rebalanced(configured(2, 1, 6), 3)
+    kept = rebalance_batch(configured(2, 1, 6), 3)
     assert kept.manifest.train.config["gradient_accumulation_steps"] == 4
     assert kept.derived == ["gradient_accumulation_steps 6 -> 4: the global batch stays 12"]
     assert kept.warnings == []
-    changed = rebalanced(configured(2, 1, 6), 5)
+    changed = rebalance_batch(configured(2, 1, 6), 5)
     assert changed.manifest.train.config["train_batch_size"] == 10
     (warning,) = changed.warnings
     assert warning.startswith(advice(12, 1, 5))
     assert "has a global batch of 10" in warning
 
 
+def test_hf_trainer_under_deepspeed_gets_its_own_batch_back():
+    """Six of a rank at 2 ranks are four at 3, and six again at 2."""
+    source = configured(2, 6, 1)
+    source = replace(source, train=replace(source.train, trainer_state={"train_batch_size": 6}))
+    there = rebalance_batch(source, 3).manifest
+    there = replace(there, origin=replace(there.origin, mesh={"world": 3}))
+    assert there.train.trainer_state["train_batch_size"] == 4
+    back = rebalance_batch(there, 2).manifest
+    assert back.train.trainer_state["train_batch_size"] == 6
+    assert back.train.config["train_micro_batch_size_per_gpu"] == 6
+    assert back.train.config["gradient_accumulation_steps"] == 1
+    assert back.train.opaque == {}
+
+
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 5), (3, 2)])
 def test_an_unknown_batch_gets_a_rule_without_fractions(before, after):
-    (said,) = rebalanced(manifest(before), after).derived
+    (said,) = rebalance_batch(manifest(before), after).derived
     assert f"{before}/{after}" not in said
     if before % after == 0:
         assert f"by {before // after}" in said

@@ -27,8 +27,8 @@ from reshard.model_parallel.sizes import Sizes
 from reshard.naming.options import NameOptions
 from reshard.paths import as_path
 from reshard.stamps import Save
+from reshard.training import batch as batches
 from reshard.training import fresh_adam, param_groups, rng
-from reshard.training.batch import rebalanced
 from reshard.training.companion_files import is_model_config
 from reshard.training.state import Training, build_training, refuse_without_optimizer
 
@@ -146,7 +146,7 @@ def rebalance_batch(conversion: Conversion) -> Conversion:
     """Return the conversion with the accumulation steps that keep the global batch."""
     if conversion.source.weights_only:
         return conversion
-    batch = rebalanced(conversion.manifest, conversion.request.data_parallel)
+    batch = batches.rebalance_batch(conversion.manifest, conversion.request.data_parallel)
     conversion.notes.derived += batch.derived
     conversion.notes.warnings += batch.warnings
     return conversion.with_manifest(batch.manifest)

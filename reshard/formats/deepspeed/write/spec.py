@@ -19,6 +19,7 @@ from reshard.stamps import Stamp
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import is_plain
 from reshard.training import loss_scale
+from reshard.training.batch import BATCH_BEFORE
 from reshard.training.state import (
     TrainedGroup,
     TrainedParameter,
@@ -327,7 +328,7 @@ def select_extra_state(state: Training) -> tuple[dict[str, Any], list[str]]:
                 lost += objects.left_out(name, value, kept[name])
             elif name in fits and is_plain(value):
                 kept[name] = value
-            else:
+            elif name != BATCH_BEFORE:  # which is written beside trainer_state.json
                 lost.append(name)
     if train.scheduler is not None and find_scheduler(train) is None:
         lost.append("lr_scheduler")
