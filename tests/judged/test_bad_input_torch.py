@@ -767,7 +767,7 @@ def test_code_beside_a_config_never_runs(copied, right):
 @pytest.mark.parametrize(
     ("told", "error", "words"),
     [
-        ({}, UnsupportedError, ("nothing", "--model", "--wrap")),
+        ({}, UnsupportedError, ("the flat parameter of", "--model", "--wrap")),
         ({"model": MODEL}, UnsupportedError, ("--wrap",)),
         ({"model": MODEL, "wrap": "none"}, CorruptError, ("4222 elements", "have 18942")),
         ({"model": MODEL, "wrap": "LlamaMLP"}, CorruptError, ("4222 elements",)),
