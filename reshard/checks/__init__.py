@@ -1,16 +1,16 @@
 """Comparisons of two checkpoints or two runs, and the named checks of one checkpoint.
 
 pairs     which tensors of two checkpoints must be equal
-compare   two tensors, element by element
-train     everything of two training states that is no tensor
+compare   compares two tensors element by element
+train     compares two training states apart from their tensors: steps, groups, scheduler
 trajectory
-          two runs step by step; control: one of them without its optimizer
+          compares the logs of two runs step by step; control: wipes the optimizer of a copy
 
 names     the names of all checks; result: what one check found
-opening   reading a source that may be damaged
-quick     what can be checked without reading a tensor
-scan      every byte, read once where that is possible; values: what elements are; gaps: the bytes
-          that are no tensor's
-deep      the checks that follow from what was seen
-hashes    manifests of contents
+opening   opens a source that may be damaged
+quick     the checks that read no tensor data
+scan      reads every byte, once if possible; values: examines elements (NaN, signs, zeros);
+          gaps: finds bytes between tensors
+deep      the checks that use the results of the scan
+hashes    manifests of contents: SHA-256 digests of every tensor
 """

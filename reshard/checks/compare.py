@@ -1,6 +1,6 @@
-"""Two tensors, element by element, in blocks: are they equal, and if not, where and by how much.
+"""Comparison of two tensors in blocks: where, and by how much, they differ.
 
-Equal bytes are found by comparing memory; numbers are looked at only in blocks that differ.
+Blocks are first compared as raw memory; numbers are computed only for blocks that differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reshard.threads import parallel_for
 class Tolerance:
     """How far two elements may be apart: ``|a - b| <= atol + rtol |b|``, or ``ulp`` steps.
 
-    With none of them only equal bits are equal (two NaN of other bits are not).
+    If all are zero, only equal bits are equal: two NaNs with different bits differ.
     """
 
     atol: float = 0.0
@@ -31,21 +31,21 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is allowed."""
+        """Whether elements must have equal bits."""
         return not (self.atol or self.rtol or self.ulp)
 
 
 @dataclass(slots=True)
-class Difference:
-    """What is unequal in a tensor, or a block of it.
+class TensorDifference:
+    """The unequal elements of a tensor, or of a block of it.
 
     Args:
         first: the flat index of the first unequal element, with both values there.
         count: how many elements are unequal under the tolerance.
-        max_abs, max_rel: the largest distance, absolute and relative to the larger of the two;
-            of finite elements.
-        max_ulp: the same in representable numbers of the dtype; 0 for what is no float.
-        not_finite: unequal elements of which one is NaN or infinite.
+        max_abs, max_rel: the largest distance between finite elements, absolute and relative to
+            the larger of the two.
+        max_ulp: the largest distance in units in the last place; 0 if the dtype is not a float.
+        not_finite: the number of unequal elements of which one is NaN or infinite.
     """
 
     first: int
@@ -56,8 +56,8 @@ class Difference:
     max_ulp: int
     not_finite: int
 
-    def add(self, other: Difference) -> None:
-        """Take over what another block of the same tensor has."""
+    def add(self, other: TensorDifference) -> None:
+        """Add the unequal elements of another block of the same tensor."""
         if other.first < self.first:
             self.first, self.first_values = other.first, other.first_values
         self.count += other.count
@@ -67,23 +67,27 @@ class Difference:
         self.max_ulp = max(self.max_ulp, other.max_ulp)
 
 
-def differences(
+def find_differences(
     pairs: Sequence[tuple[Entry, Entry, DType]],
     tolerance: Tolerance,
     *,
     workers: int,
     window_bytes: int,
     progress: Callable[[int], None],
-) -> dict[int, Difference]:
+) -> dict[int, TensorDifference]:
     """Compare pairs of equal shape, each as if cast to its dtype, streaming both sides.
 
     Args:
-        progress: called with the bytes that were read of both.
+        pairs: two tensors of equal shape, and the dtype to compare them in.
+        tolerance: how far elements may be apart.
+        workers: the number of threads.
+        window_bytes: the size of a block of one side.
+        progress: called with the number of bytes read from both sides.
 
     Returns:
-        What differs, by the pair's number; nothing for those that are equal.
+        The differences by position in ``pairs``; equal pairs have no item.
     """
-    found: dict[int, Difference] = {}
+    result: dict[int, TensorDifference] = {}
     lock = threading.Lock()
 
     def items() -> Iterator[tuple[int, Box]]:
@@ -94,13 +98,13 @@ def differences(
 
     def compare(item: tuple[int, Box]) -> None:
         number, box = item
-        block = _block_difference(pool, *pairs[number], box, tolerance)
+        block = _compare_block(pool, *pairs[number], box, tolerance)
         if block is not None:
             with lock:
-                if number in found:
-                    found[number].add(block)
+                if number in result:
+                    result[number].add(block)
                 else:
-                    found[number] = block
+                    result[number] = block
 
     def done(item: tuple[int, Box]) -> None:
         number, box = item
@@ -109,42 +113,44 @@ def differences(
 
     with SourceFiles() as pool:
         parallel_for(items(), lambda: compare, workers, done)
-    return found
+    return result
 
 
-def _block_difference(
+def _compare_block(
     pool: SourceFiles, a: Entry, b: Entry, dtype: DType, box: Box, tolerance: Tolerance
-) -> Difference | None:
-    """What differs in one block, both sides as if cast to ``dtype``; None where nothing does.
+) -> TensorDifference | None:
+    """Compare one block of two tensors as if cast to ``dtype``; return None if they are equal.
 
-    Args:
-        box: contiguous in the tensor, as `box.contiguous_cuts` makes them.
+    ``box`` must be contiguous in the tensor, like the boxes of `box.contiguous_cuts`.
     """
     left, right = read_block(pool, a, box, dtype), read_block(pool, b, box, dtype)
     if left == right:
         return None
-    return difference(left, right, dtype, tolerance, flat_span(box, a.shape)[0])
+    return compare_blocks(left, right, dtype, tolerance, flat_span(box, a.shape)[0])
 
 
-def difference(
+def compare_blocks(
     left: bytearray, right: bytearray, dtype: DType, tolerance: Tolerance, start: int
-) -> Difference | None:
-    """What differs in two blocks of unequal bytes; None where the tolerance allows it.
+) -> TensorDifference | None:
+    """Compare two blocks with unequal bytes; return None if the tolerance allows all differences.
 
     Args:
-        start: the flat index of their first element.
+        left, right: contiguous elements of ``dtype``.
+        dtype: the dtype of both sides.
+        tolerance: how far elements may be apart.
+        start: the flat index of the first element.
     """
     import numpy as np
 
     bits = np.dtype(f"<u{min(dtype.itemsize, 8)}")
-    words = dtype.itemsize // bits.itemsize
-    raw = [np.frombuffer(side, bits).reshape(-1, words) for side in (left, right)]
+    word_count = dtype.itemsize // bits.itemsize
+    raw = [np.frombuffer(side, bits).reshape(-1, word_count) for side in (left, right)]
     unequal = (raw[0] != raw[1]).any(axis=1).nonzero()[0]
-    one, two = (_numbers(side, unequal, dtype) for side in (left, right))
+    one, two = (_to_numbers(side, unequal, dtype) for side in (left, right))
     with np.errstate(all="ignore"):
         apart = np.abs(one - two)
         larger = np.maximum(np.abs(one), np.abs(two))
-        ulps = _ulps(raw, unequal, dtype)
+        ulps = _count_ulps(raw, unequal, dtype)
         finite = np.isfinite(apart)
         if not tolerance.is_exact:
             near = (apart <= tolerance.atol + tolerance.rtol * np.abs(two)) & finite
@@ -155,7 +161,7 @@ def difference(
         if not unequal.size:
             return None
         relative = np.where(larger > 0, apart / larger, 0.0)
-    return Difference(
+    return TensorDifference(
         first=start + int(unequal[0]),
         first_values=(one[0].item(), two[0].item()),
         count=int(unequal.size),
@@ -166,14 +172,14 @@ def difference(
     )
 
 
-def _numbers(side: bytearray, at: Any, dtype: DType) -> Any:
-    """Those elements as numbers wide enough for their distance."""
+def _to_numbers(side: bytearray, at: Any, dtype: DType) -> Any:
+    """Return the elements at positions ``at`` as float64 or complex128."""
     import numpy as np
 
     from reshard.move import cast
 
     if dtype.family == "float8":
-        import torch  # numpy has none
+        import torch  # numpy has no float8
 
         eighths = torch.frombuffer(side, dtype=getattr(torch, dtype.name))
         return eighths[torch.from_numpy(at)].to(torch.float64).numpy()
@@ -183,11 +189,11 @@ def _numbers(side: bytearray, at: Any, dtype: DType) -> Any:
     values: Any = np.frombuffer(side, np.dtype(dtype.name))[at]
     if dtype.family == "complex":
         return values.astype(np.complex128)
-    return values.astype(np.float64)  # near enough to say how far two integers are apart
+    return values.astype(np.float64)  # precise enough for the distance of two integers
 
 
-def _ulps(raw: list[Any], at: Any, dtype: DType) -> Any:
-    """How many representable numbers lie between; zeros for what is no float."""
+def _count_ulps(raw: list[Any], at: Any, dtype: DType) -> Any:
+    """Return the distances of the elements at ``at`` in ulp; zeros if the dtype is not a float."""
     import numpy as np
 
     if dtype.family not in ("float", "float8"):

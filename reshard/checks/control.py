@@ -1,4 +1,4 @@
-"""A checkpoint spoilt on purpose: a check of training must see that its optimizer is gone."""
+"""The control run of `resume-check`: a copy without its optimizer, so that losses must differ."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from reshard.manifest import WEIGHT_KINDS, Manifest
 _BLOCK = 1 << 20
 
 
-def forget_optimizer(manifest: Manifest) -> int:
-    """Write zeros over every optimizer tensor, in place; steps and groups stay.
+def wipe_optimizer(manifest: Manifest) -> int:
+    """Overwrite every optimizer tensor with zeros, in place; steps and param groups stay.
 
-    The checkpoint must be a copy that nobody needs.
+    The checkpoint must be a temporary copy.
 
     Returns:
-        How many tensors.
+        The number of tensors wiped.
 
     Raises:
-        IncompleteError: there are none.
-        UnsupportedError: one does not lie by itself.
+        IncompleteError: the checkpoint has no optimizer tensors.
+        UnsupportedError: the bytes of an optimizer tensor include those of another tensor.
     """
     slots = [e for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS and e.numel]
     if not slots:
-        raise IncompleteError(manifest.origin.path, "holds no optimizer tensor that could be lost")
+        raise IncompleteError(manifest.origin.path, "has no optimizer tensors to wipe")
     for entry in slots:
         for chunk in entry.chunks:
             _wipe(chunk)
@@ -36,7 +36,7 @@ def _wipe(chunk: Chunk) -> None:
     start, stop = chunk.byte_span
     if stop - start != chunk.box.volume * chunk.dtype.itemsize:
         raise UnsupportedError(
-            chunk.file, f"bytes {start} to {stop} are not of one tensor alone", "leave --control"
+            chunk.file, f"bytes {start} to {stop} belong to more than one tensor", "omit --control"
         )
     with Path(chunk.file).open("r+b") as file:
         file.seek(start)

@@ -1,4 +1,4 @@
-"""What is read of each tensor, and the checks that follow from what was seen."""
+"""The deep checks: which tensors the scan reads and compares, and what its results mean."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from typing import Any
 from reshard import escaped, units, weights
 from reshard.box import index_of
 from reshard.checks import names
-from reshard.checks.gaps import count_other, gaps
+from reshard.checks.gaps import count_unexpected, find_gaps
 from reshard.checks.result import Check, not_applicable
-from reshard.checks.scan import Rival, Scan, Task, Unequal, cast_into, chunk_at, replicas
-from reshard.checks.values import Facts
+from reshard.checks.scan import (
+    Counterpart,
+    Mismatch,
+    ScanResult,
+    Task,
+    cast_into,
+    find_chunk,
+    split_replicas,
+)
+from reshard.checks.values import ElementFacts
 from reshard.dtypes import FLOAT32, DType
 from reshard.files import SourceFiles
 from reshard.identity.crosscheck import are_comparable
@@ -24,72 +32,75 @@ from reshard.training.optimizers import NEVER_NEGATIVE
 from reshard.units import counted, some
 
 _RANK = re.compile(r"(?<!mp_)(?<!expp_)rank[-_]?(\d+)|^__(\d+)_\d+\.distcp$|^shard-(\d+)-")
-# torch 2.13 ``distributed/fsdp/_flat_param.py`` (``_FLAT_PARAM_PADDING_VALUE``) aligns parameters
-# with this number; it cuts flat parameters, and FSDP 2 its rows, with zeros.
+# torch 2.13 ``distributed/fsdp/_flat_param.py`` (``_FLAT_PARAM_PADDING_VALUE``) fills the padding
+# between parameters with this number. The padding of shards, also of FSDP 2's rows, is zero.
 _FSDP_PADDING = 42.0
 
 Ignored = Callable[[str], bool]
 
 
-def tasks(
+def plan_tasks(
     manifest: Manifest,
     *,
     config: Mapping[str, Any] | None,
-    told: ModelShapes | None,
+    shapes: ModelShapes | None,
     digests: Mapping[Key, tuple[DType, ...]],
 ) -> list[Task]:
-    """Every tensor with what must be equal to it.
+    """Return a task for every tensor, with the counterparts that must be equal to it.
 
     Args:
-        config: a transformers config beside the checkpoint, for what it says of tied weights.
-        told: the model that the user named.
-        digests: in which dtypes tensors are hashed.
+        manifest: the checkpoint.
+        config: the transformers config beside the checkpoint, which may declare tied weights.
+        shapes: the model given by ``--model``.
+        digests: the dtypes in which tensors are hashed, by key.
     """
     masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
     copies = {e.fqn: e for e in manifest.of_kind(PARAM) if e.fqn in masters}
-    ties = list(_ties(manifest, config, told))
-    made = []
+    ties = list(_find_ties(manifest, config, shapes))
+    planned = []
     for entry in manifest.entries.values():
-        if entry.kind == PARAM and entry.fqn in copies and _fits(entry, manifest):
-            continue  # read beside its master
-        rivals = [Rival(names.REPLICAS, other) for other in replicas(entry)]
+        if entry.kind == PARAM and entry.fqn in copies and _is_comparable(entry, manifest):
+            continue  # it is read as the counterpart of its master weight
+        counterparts = [Counterpart(names.REPLICAS, other) for other in split_replicas(entry)]
         copy = copies.get(entry.fqn) if entry.kind == MASTER else None
-        if copy is not None and _fits(copy, manifest):
-            rivals.append(Rival(names.MASTERS, copy, looked_at=True))
-            rivals += [Rival(names.REPLICAS, other) for other in replicas(copy)]
-        rivals += [Rival(names.TIED, other) for kept, other in ties if kept == entry.key]
+        if copy is not None and _is_comparable(copy, manifest):
+            counterparts.append(Counterpart(names.MASTERS, copy, examine=True))
+            counterparts += [Counterpart(names.REPLICAS, other) for other in split_replicas(copy)]
+        counterparts += [
+            Counterpart(names.TIED, other) for kept, other in ties if kept == entry.key
+        ]
         signs = entry.kind in NEVER_NEGATIVE
-        made.append(Task(entry, tuple(rivals), digests.get(entry.key, ()), signs))
-    return made
+        planned.append(Task(entry, tuple(counterparts), digests.get(entry.key, ()), signs))
+    return planned
 
 
-def _fits(copy: Entry, manifest: Manifest) -> bool:
-    """Whether a weight can be compared with the cast of its master."""
+def _is_comparable(copy: Entry, manifest: Manifest) -> bool:
+    """Return whether a weight can be compared with the cast of its master weight."""
     return are_comparable(manifest.entries[MASTER, copy.fqn], copy)
 
 
-def _ties(
-    manifest: Manifest, config: Mapping[str, Any] | None, told: ModelShapes | None
+def _find_ties(
+    manifest: Manifest, config: Mapping[str, Any] | None, shapes: ModelShapes | None
 ) -> Iterator[tuple[Key, Entry]]:
-    """(kept, other) of every two stored tensors that are said to be one weight."""
-    best = weights_of(manifest)
+    """Yield (key of the kept tensor, other tensor) of every two stored tensors that are tied."""
+    best = select_weights(manifest)
     for again in manifest.tied_copies:
-        yield from _tie(best.get(manifest.kept_name(again.fqn)), again)
-    for head, kept in _declared(manifest, config, told):
-        yield from _tie(best.get(kept), best.get(head))
+        yield from _pair_tied(best.get(manifest.kept_name(again.fqn)), again)
+    for head, kept in _list_declared_ties(manifest, config, shapes):
+        yield from _pair_tied(best.get(kept), best.get(head))
 
 
-def _tie(kept: Entry | None, other: Entry | None) -> Iterator[tuple[Key, Entry]]:
+def _pair_tied(kept: Entry | None, other: Entry | None) -> Iterator[tuple[Key, Entry]]:
     if kept is not None and other is not None and are_comparable(kept, other):
         yield kept.key, other
 
 
-def _declared(
-    manifest: Manifest, config: Mapping[str, Any] | None, told: ModelShapes | None
+def _list_declared_ties(
+    manifest: Manifest, config: Mapping[str, Any] | None, shapes: ModelShapes | None
 ) -> Iterator[tuple[str, str]]:
-    """Names of which a config, the model or the optimizer says that they are one weight."""
-    best = weights_of(manifest)
-    pairs = dict(told.tied) if told else {}
+    """Yield the (head, embedding) names that are tied by a config, the model or the optimizer."""
+    best = select_weights(manifest)
+    pairs = dict(shapes.tied) if shapes else {}
     declared = config.get("tie_word_embeddings") if config else None
     for head, embedding in weights.find_heads(best):
         if declared is True or (
@@ -99,8 +110,8 @@ def _declared(
     yield from pairs.items()
 
 
-def weights_of(manifest: Manifest) -> dict[str, Entry]:
-    """The most precise value of each weight: its fp32 master, else the module's."""
+def select_weights(manifest: Manifest) -> dict[str, Entry]:
+    """Return the most precise value of each weight: its fp32 master weight, else the module's."""
     found = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
     found.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
     return found
@@ -109,14 +120,14 @@ def weights_of(manifest: Manifest) -> dict[str, Entry]:
 # The checks
 
 
-def crc(manifest: Manifest, scan: Scan) -> Check:
-    """Stored checksums are those of the bytes."""
+def check_crc(manifest: Manifest, scan: ScanResult) -> Check:
+    """Check that stored checksums match the bytes."""
     if not scan.records:
         return not_applicable(names.CRC, "the files store no checksums")
-    found = Check(names.CRC, counted(scan.records, "stored checksum"), exit_code=3)
+    check = Check(names.CRC, counted(scan.records, "stored checksum"), exit_code=3)
     for path, record in scan.altered:
         stop = record.byte_offset + record.nbytes
-        held = [
+        tensors = [
             f"{entry.kind} {entry.fqn}"
             for entry in manifest.entries.values()
             if any(
@@ -126,118 +137,131 @@ def crc(manifest: Manifest, scan: Scan) -> Check:
                 for chunk in entry.chunks
             )
         ]
-        holds = f", which holds {some(held)}" if held else ""
-        found.failures.append(
-            f"{path}: {record.name} (bytes {record.byte_offset} to {stop}){holds}: not its CRC-32"
+        holds = f", {some(tensors)}" if tensors else ""
+        check.failures.append(
+            f"{path}: {record.name} (bytes {record.byte_offset} to {stop}{holds}) does not match"
+            " its CRC-32"
         )
-    return found
+    return check
 
 
-def replicas_equal(tasks: Sequence[Task], scan: Scan) -> Check:
-    """Blocks that several ranks store are the same on all of them."""
-    held = [task for task in tasks if any(r.check == names.REPLICAS for r in task.rivals)]
-    if not held:
+def check_replicas(tasks: Sequence[Task], scan: ScanResult) -> Check:
+    """Check that blocks stored by several ranks are equal; unequal buffers are only a warning."""
+    replicated = [
+        task for task in tasks if any(r.check == names.REPLICAS for r in task.counterparts)
+    ]
+    if not replicated:
         return not_applicable(names.REPLICAS, "nothing is stored twice")
-    found = Check(names.REPLICAS, f"{counted(len(held), 'tensor')} that several ranks store")
-    for each in _of(scan, names.REPLICAS):
-        to = found.warnings if each.entry.kind == BUFFER else found.failures
-        to.append(_unequal(each, f"other values {_where(each.rival.entry, each.difference.first)}"))
-    return found
+    check = Check(names.REPLICAS, f"{counted(len(replicated), 'tensor')} that several ranks store")
+    for each in _select_mismatches(scan, names.REPLICAS):
+        to = check.warnings if each.entry.kind == BUFFER else check.failures
+        to.append(
+            _describe_mismatch(
+                each,
+                f"other values {_describe_location(each.counterpart.entry, each.difference.first)}",
+            )
+        )
+    return check
 
 
-def masters(manifest: Manifest, tasks: Sequence[Task], scan: Scan) -> Check:
-    """The weights of the module are the cast of their masters, bit for bit."""
-    held = [r.entry for task in tasks for r in task.rivals if r.check == names.MASTERS]
-    if not held:
+def check_masters(manifest: Manifest, tasks: Sequence[Task], scan: ScanResult) -> Check:
+    """Check that the module's weights are the cast of their master weights, bit for bit."""
+    copies = [r.entry for task in tasks for r in task.counterparts if r.check == names.MASTERS]
+    if not copies:
         return not_applicable(names.MASTERS, "no weight beside a master")
-    dtypes = some(sorted({str(entry.dtype) for entry in held}))
-    found = Check(names.MASTERS, f"{counted(len(held), 'weight')} in {dtypes}")
-    for each in _of(scan, names.MASTERS):
-        place = _where(each.rival.entry, each.difference.first)
-        found.failures.append(_unequal(each, f"not the cast of its master, {place}"))
-    strange = [
+    dtypes = some(sorted({str(entry.dtype) for entry in copies}))
+    check = Check(names.MASTERS, f"{counted(len(copies), 'weight')} in {dtypes}")
+    for each in _select_mismatches(scan, names.MASTERS):
+        where = _describe_location(each.counterpart.entry, each.difference.first)
+        check.failures.append(_describe_mismatch(each, f"not the cast of its master, {where}"))
+    reshaped = [
         entry.fqn
         for entry in manifest.of_kind(PARAM)
-        if (MASTER, entry.fqn) in manifest.entries and not _fits(entry, manifest)
+        if (MASTER, entry.fqn) in manifest.entries and not _is_comparable(entry, manifest)
     ]
-    found.failures += [f"{fqn} has another shape than its master" for fqn in strange]
-    return found
+    check.failures += [f"{fqn} has another shape than its master" for fqn in reshaped]
+    return check
 
 
-def tied(
+def check_tied(
     manifest: Manifest,
     tasks: Sequence[Task],
-    scan: Scan,
+    scan: ScanResult,
     *,
     config: Mapping[str, Any] | None,
-    told: ModelShapes | None,
+    shapes: ModelShapes | None,
 ) -> Check:
-    """Names of one weight hold one value."""
-    compared = sum(r.check == names.TIED for task in tasks for r in task.rivals)
+    """Check that tied names have equal values."""
+    compared = sum(r.check == names.TIED for task in tasks for r in task.counterparts)
     if not compared and not manifest.tied:
         return not_applicable(names.TIED, "no tied names")
     shared = len(manifest.tied) - len(manifest.tied_copies)
     what = [f"{counted(shared, 'name')} of a shared storage"] if shared else []
     what += [f"{counted(compared, 'name')} stored again"] if compared else []
-    found = Check(names.TIED, ", ".join(what))
-    for each in _of(scan, names.TIED):
-        name = each.rival.entry.fqn
-        said = name in manifest.tied or (told is not None and name in told.tied)
-        said = said or bool(config and config.get("tie_word_embeddings") is True)
-        if said:
-            found.failures.append(_unequal(each, f"{name} is tied to it and differs"))
+    check = Check(names.TIED, ", ".join(what))
+    for each in _select_mismatches(scan, names.TIED):
+        name = each.counterpart.entry.fqn
+        is_declared = name in manifest.tied or (shapes is not None and name in shapes.tied)
+        is_declared = is_declared or bool(config and config.get("tie_word_embeddings") is True)
+        if is_declared:
+            check.failures.append(_describe_mismatch(each, f"{name} is tied to it and differs"))
         else:
-            found.warnings.append(
-                _unequal(each, f"{name} is not trained as if tied to it, and differs")
+            check.warnings.append(
+                _describe_mismatch(each, f"{name} is not trained as if tied to it, and differs")
             )
-    return found
+    return check
 
 
-def _of(scan: Scan, name: str) -> list[Unequal]:
-    return [each for each in scan.unequal if each.rival.check == name]
+def _select_mismatches(scan: ScanResult, name: str) -> list[Mismatch]:
+    return [each for each in scan.unequal if each.counterpart.check == name]
 
 
-def _unequal(each: Unequal, what: str) -> str:
-    found, entry = each.difference, each.entry
-    left, right = (f"{value:.9g}" for value in found.first_values)
-    at = list(index_of(found.first, entry.shape))
+def _describe_mismatch(each: Mismatch, what: str) -> str:
+    difference, entry = each.difference, each.entry
+    left, right = (f"{value:.9g}" for value in difference.first_values)
+    at = list(index_of(difference.first, entry.shape))
     return (
-        f"{entry.fqn}: {what}: {found.count} of {entry.numel} elements, first at {at}: {left} and"
-        f" {right}, up to {found.max_abs:.3g} apart"
+        f"{entry.fqn}: {what}: {difference.count} of {entry.numel} elements, first at {at}:"
+        f" {left} and {right}, up to {difference.max_abs:.3g} apart"
     )
 
 
-def _where(entry: Entry, flat: int) -> str:
-    """The file and rank that hold an element."""
-    path = as_path(escaped.real(chunk_at(entry, index_of(flat, entry.shape)).file))
+def _describe_location(entry: Entry, flat: int) -> str:
+    """Return the file, and the rank if its name has one, that store an element."""
+    path = as_path(escaped.real(find_chunk(entry, index_of(flat, entry.shape)).file))
     match = _RANK.search(path.name) or _RANK.search(path.parent.name)
     rank = next((number for number in match.groups() if number), "") if match else ""
     return f"in {path}" + (f" (rank {int(rank)})" if rank else "")
 
 
-def padding(manifest: Manifest, block_bytes: int) -> Check:
-    """What lies between the tensors of a flat partition is zero, where the format keeps it so."""
+def check_padding(manifest: Manifest, block_bytes: int) -> Check:
+    """Check that the padding of flat partitions is zero, if the format zeroes it."""
     stored = (*manifest.entries.values(), *manifest.tied_copies, *manifest.unused_copies)
-    found = gaps(stored, manifest.files)
-    if not found:
+    gaps = find_gaps(stored, manifest.files)
+    if not gaps:
         return not_applicable(names.PADDING, "no padding")
-    nbytes = sum(gap.nbytes for gap in found)
-    check = Check(names.PADDING, f"{units.show_bytes(nbytes)} in {counted(len(found), 'place')}")
+    nbytes = sum(gap.nbytes for gap in gaps)
+    check = Check(names.PADDING, f"{units.show_bytes(nbytes)} in {counted(len(gaps), 'place')}")
     expected, is_zero = manifest.origin.padding, manifest.origin.zero_stage is not None
     with SourceFiles() as pool:
         counts = [
-            (gap, count_other(pool, gap, _padding(gap.dtype, fsdp=not is_zero), block_bytes))
-            for gap in found
+            (
+                gap,
+                count_unexpected(
+                    pool, gap, _list_padding_values(gap.dtype, fsdp=not is_zero), block_bytes
+                ),
+            )
+            for gap in gaps
         ]
-    held = [(gap, count) for gap, count in counts if count]
+    nonzero = [(gap, count) for gap, count in counts if count]
     if expected == "uninitialized":
-        total = sum(count for _, count in held)
+        total = sum(count for _, count in nonzero)
         not_zero = f"{counted(total, 'element')} not zero, as the framework allocated them"
         return not_applicable(names.PADDING, f"{check.looked_at}; {not_zero}")
     lines = [
-        f"{gap.file}: {counted(count, 'element')} of padding by {gap.fqn} not zero (byte"
+        f"{gap.file}: {counted(count, 'element')} of padding near {gap.fqn} not zero (byte"
         f" {gap.byte_offset})"
-        for gap, count in held
+        for gap, count in nonzero
     ]
     if expected == "zero":
         check.failures = lines
@@ -246,8 +270,8 @@ def padding(manifest: Manifest, block_bytes: int) -> Check:
     return check
 
 
-def _padding(dtype: DType, *, fsdp: bool) -> frozenset[bytes]:
-    """The bytes of an element of padding."""
+def _list_padding_values(dtype: DType, *, fsdp: bool) -> frozenset[bytes]:
+    """Return the values, as bytes, that an element of padding may have."""
     zero = bytes(dtype.itemsize)
     if dtype.family != "float":
         return frozenset((zero,))
@@ -257,63 +281,68 @@ def _padding(dtype: DType, *, fsdp: bool) -> frozenset[bytes]:
     return frozenset((zero, negative, *([bytes(number)] * fsdp)))
 
 
-def finite(manifest: Manifest, scan: Scan, ignored: Ignored) -> Check:
-    """No NaN and no infinity; in a buffer they may be meant (masks)."""
-    looked = _floats(manifest, scan, ignored)
-    found = Check(names.FINITE, counted(len(looked), "tensor"))
-    if not looked:
+def check_finite(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Check:
+    """Check for NaN and infinity; in a buffer, such as a mask, they are only a warning."""
+    examined = _select_floats(manifest, scan, ignored)
+    check = Check(names.FINITE, counted(len(examined), "tensor"))
+    if not examined:
         return not_applicable(names.FINITE, "no floats")
-    for entry, facts in looked:
-        if facts.first_strange is None:
+    for entry, facts in examined:
+        if facts.first_nonfinite is None:
             continue
         what = " and ".join(
             f"{count} {name}"
             for count, name in ((facts.nan, "NaN"), (facts.infinite, "infinite"))
             if count
         )
-        to = found.warnings if entry.kind == BUFFER else found.failures
-        to.append(f"{_first(entry, facts.first_strange)}: {what} of {entry.numel}")
-    return found
+        to = check.warnings if entry.kind == BUFFER else check.failures
+        to.append(f"{_describe_element(entry, facts.first_nonfinite)}: {what} of {entry.numel}")
+    return check
 
 
-def moments(manifest: Manifest, scan: Scan, ignored: Ignored) -> Check:
-    """Sums and means of squares are not negative."""
-    looked = [each for each in _floats(manifest, scan, ignored) if each[0].kind in NEVER_NEGATIVE]
-    if not looked:
+def check_moments(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Check:
+    """Check that sums and means of squares are not negative."""
+    examined = [
+        each for each in _select_floats(manifest, scan, ignored) if each[0].kind in NEVER_NEGATIVE
+    ]
+    if not examined:
         return not_applicable(names.MOMENTS, "no slot that cannot be negative")
-    kinds = list(dict.fromkeys(entry.kind for entry, _ in looked))
-    found = Check(names.MOMENTS, f"{', '.join(kinds)} of {counted(len(looked), 'tensor')}")
-    found.failures = [
-        f"{_first(entry, facts.first_negative)}: {facts.negative} negative of {entry.numel}"
-        for entry, facts in looked
+    kinds = list(dict.fromkeys(entry.kind for entry, _ in examined))
+    check = Check(names.MOMENTS, f"{', '.join(kinds)} of {counted(len(examined), 'tensor')}")
+    check.failures = [
+        f"{_describe_element(entry, facts.first_negative)}: {facts.negative} negative of"
+        f" {entry.numel}"
+        for entry, facts in examined
         if facts.first_negative is not None
     ]
-    return found
+    return check
 
 
-def zeros(manifest: Manifest, scan: Scan, ignored: Ignored) -> Check:
-    """Matrices of nothing but zeros, and moments that never saw a gradient."""
-    looked = _floats(manifest, scan, ignored)
-    if not looked:
+def check_zeros(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Check:
+    """Check for weights that are all zeros, and for moments that never received a gradient."""
+    examined = _select_floats(manifest, scan, ignored)
+    if not examined:
         return not_applicable(names.ZEROS, "no floats")
-    found = Check(names.ZEROS, counted(len(looked), "tensor"))
+    check = Check(names.ZEROS, counted(len(examined), "tensor"))
     empty: dict[str, list[str]] = {}
-    for entry, facts in looked:
+    for entry, facts in examined:
         if not facts.is_zero or not entry.numel:
             continue
         if entry.kind not in WEIGHT_KINDS:
             if manifest.train.optimizer_step.get(entry.fqn, 0) > 0:
                 empty.setdefault(entry.fqn, []).append(entry.kind)
         elif entry.kind != BUFFER and len(entry.shape) > 1 and entry.numel > 1:
-            found.warnings.append(f"{entry.kind} {entry.fqn}: all {entry.numel} elements are zero")
+            check.warnings.append(f"{entry.kind} {entry.fqn}: all {entry.numel} elements are zero")
     for fqn, kinds in empty.items():
         steps = manifest.train.optimizer_step[fqn]
-        found.warnings.append(f"{', '.join(kinds)} of {fqn}: zero after {steps:g} steps")
-    return found
+        check.warnings.append(f"{', '.join(kinds)} of {fqn}: zero after {steps:g} steps")
+    return check
 
 
-def _floats(manifest: Manifest, scan: Scan, ignored: Ignored) -> list[tuple[Entry, Facts]]:
-    """Tensors of floats that have elements, with what was seen of them."""
+def _select_floats(
+    manifest: Manifest, scan: ScanResult, ignored: Ignored
+) -> list[tuple[Entry, ElementFacts]]:
+    """Return the scanned tensors of floats that are not ignored, with their facts."""
     return [
         (entry, scan.facts[key])
         for key, entry in manifest.entries.items()
@@ -323,6 +352,6 @@ def _floats(manifest: Manifest, scan: Scan, ignored: Ignored) -> list[tuple[Entr
     ]
 
 
-def _first(entry: Entry, flat: int) -> str:
+def _describe_element(entry: Entry, flat: int) -> str:
     at = list(index_of(flat, entry.shape))
-    return f"{entry.kind} {entry.fqn} {at} {_where(entry, flat)}"
+    return f"{entry.kind} {entry.fqn} {at} {_describe_location(entry, flat)}"

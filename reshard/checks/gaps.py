@@ -1,4 +1,4 @@
-"""Stored bytes that belong to no tensor: padding, and what should be none."""
+"""Stored bytes that belong to no tensor: padding, and bytes that should not be there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from reshard.manifest import Entry, Record, SourceFile, find_source_file
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Bytes of a stored tensor that belong to no tensor of the checkpoint.
+    """A range of bytes in a record that belongs to no tensor of the checkpoint.
 
     Args:
-        fqn: the tensor before it in the record, or the first after it; ``dtype``: its dtype.
+        fqn: the tensor before the gap in the record, or the first one after it.
+        dtype: the dtype of that tensor.
     """
 
     file: str
@@ -30,26 +31,26 @@ class Gap:
 _Span = tuple[int, int, str, DType]  # first byte, one past the last, fqn, dtype
 
 
-def gaps(entries: Iterable[Entry], files: Mapping[str, SourceFile]) -> list[Gap]:
-    """What lies before, between and behind the tensors of each record that holds any."""
+def find_gaps(entries: Iterable[Entry], files: Mapping[str, SourceFile]) -> list[Gap]:
+    """Return the gaps before, between and after the tensors of each record that has tensors."""
     spans: dict[str, list[_Span]] = defaultdict(list)
     for entry in entries:
         for chunk in entry.chunks:
             if chunk.box.volume:
                 spans[chunk.file].append((*chunk.byte_span, entry.fqn, chunk.dtype))
     found: list[Gap] = []
-    for path, held in spans.items():
-        held.sort(key=lambda span: span[:2])
-        starts = [span[0] for span in held]
+    for path, ordered in spans.items():
+        ordered.sort(key=lambda span: span[:2])
+        starts = [span[0] for span in ordered]
         for record in find_source_file(files, path).records:
             first = bisect_left(starts, record.byte_offset)
             last = bisect_left(starts, record.byte_offset + record.nbytes)
             if first < last:
-                found += _gaps_of(path, record, held[first:last])
+                found += _find_record_gaps(path, record, ordered[first:last])
     return found
 
 
-def _gaps_of(path: str, record: Record, spans: Sequence[_Span]) -> Iterator[Gap]:
+def _find_record_gaps(path: str, record: Record, spans: Sequence[_Span]) -> Iterator[Gap]:
     at = record.byte_offset
     before = spans[0]
     for span in spans:
@@ -61,8 +62,10 @@ def _gaps_of(path: str, record: Record, spans: Sequence[_Span]) -> Iterator[Gap]
         yield Gap(path, at, end - at, *before[2:])
 
 
-def count_other(pool: SourceFiles, gap: Gap, allowed: Collection[bytes], block_bytes: int) -> int:
-    """How many elements of a gap are none of those allowed."""
+def count_unexpected(
+    pool: SourceFiles, gap: Gap, allowed: Collection[bytes], block_bytes: int
+) -> int:
+    """Count the elements of a gap whose bytes are not in ``allowed``."""
     size = gap.dtype.itemsize
     step = max(block_bytes // size, 1) * size
     found = 0

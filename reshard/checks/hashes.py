@@ -1,8 +1,8 @@
-"""A manifest of contents: what each tensor holds, whatever layout it is stored in.
+"""Manifests of contents: the digest of each tensor, independent of the layout of the checkpoint.
 
-A tensor's digest is the SHA-256 of its elements, row-major, little-endian. A weight is its most
-precise value, and has the digests of its casts to narrower dtypes besides, so that a file that was
-merged in any of them is checked against the manifest of the sharded run that it came from.
+A tensor's digest is the SHA-256 of its elements, row-major, little-endian. A weight is listed at
+its highest precision, also with the digests of its casts to narrower dtypes, so that a file merged
+in any of these dtypes can be compared with the manifest of the sharded run that it came from.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from reshard.version import __version__
 
 SCHEMA = 1
 _KIND = "reshard-manifest"
-_MERGED = (FLOAT32, BFLOAT16, FLOAT16)  # what merge writes weights as
-_LOOSE = ("rng", "client")  # of one rank, of one script
-# What not every layout has a place for.
-_PLACELESS = ("samples", "skipped_steps", "optimizer state")
+_MERGED = (FLOAT32, BFLOAT16, FLOAT16)  # the dtypes that merge can write weights in
+_LOCAL = ("rng", "client")  # they belong to one rank or one script
+# Values that not every layout can store.
+_OPTIONAL = ("samples", "skipped_steps", "optimizer state")
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One tensor: ``kind`` is ``weight`` or the optimizer's slot; digests by dtype."""
+    """One tensor; ``kind`` is ``weight`` or the optimizer's slot, ``sha256`` is by dtype."""
 
     kind: str
     fqn: str
@@ -45,7 +45,7 @@ class Content:
 
 @dataclass(slots=True)
 class Contents:
-    """What a manifest file says."""
+    """The contents of a manifest file."""
 
     tensors: dict[Key, Content] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -54,75 +54,83 @@ class Contents:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it lists any slot."""
+        """Whether the manifest lists optimizer slots."""
         return any(kind != pairs.WEIGHT for kind, _ in self.tensors)
 
 
-def wanted(manifest: Manifest) -> dict[Key, tuple[DType, ...]]:
-    """In which dtypes each tensor is hashed for a new manifest, by the key of its entry."""
+def choose_dtypes(manifest: Manifest) -> dict[Key, tuple[DType, ...]]:
+    """Return the dtypes in which each tensor is hashed for a new manifest, by the entry's key."""
     return {
-        entry.key: (entry.dtype, *(_others(entry.dtype) if kind == pairs.WEIGHT else ()))
-        for (kind, _), entry in pairs.tensors(manifest).items()
+        entry.key: (
+            entry.dtype,
+            *(_list_narrower_dtypes(entry.dtype) if kind == pairs.WEIGHT else ()),
+        )
+        for (kind, _), entry in pairs.collect_tensors(manifest).items()
         if entry.numel
     }
 
 
-def wanted_for(manifest: Manifest, contents: Contents) -> dict[Key, tuple[DType, ...]]:
-    """In which dtypes each tensor is hashed to be compared with a manifest."""
-    found: dict[Key, tuple[DType, ...]] = {}
-    for _, content, entry in _matched(manifest, contents):
-        dtype = _common(entry, content)
+def choose_dtypes_to_compare(
+    manifest: Manifest, contents: Contents
+) -> dict[Key, tuple[DType, ...]]:
+    """Return the dtypes in which each tensor is hashed to be compared with a manifest."""
+    chosen: dict[Key, tuple[DType, ...]] = {}
+    for _, content, entry in _match(manifest, contents):
+        dtype = _choose_common_dtype(entry, content)
         if dtype is not None and entry.numel:
-            found[entry.key] = (*found.get(entry.key, ()), dtype)
-    return {key: tuple(dict.fromkeys(held)) for key, held in found.items()}
+            chosen[entry.key] = (*chosen.get(entry.key, ()), dtype)
+    return {key: tuple(dict.fromkeys(dtypes)) for key, dtypes in chosen.items()}
 
 
-def _others(dtype: DType) -> Iterator[DType]:
-    """The further dtypes in which a weight is hashed: what merge may write, but for wider ones.
+def _list_narrower_dtypes(dtype: DType) -> Iterator[DType]:
+    """Yield the further dtypes in which a weight is hashed: those of merge that are not wider.
 
-    A wider file is cast back to be compared, which loses nothing.
+    A wider file is cast back to be compared, which is lossless.
     """
     if dtype.family == "float":
         yield from (o for o in _MERGED if o != dtype and o.itemsize <= dtype.itemsize)
 
 
-def _common(entry: Entry, content: Content) -> DType | None:
-    """The dtype in which a tensor is compared with what a manifest says; None where there is none.
+def _choose_common_dtype(entry: Entry, content: Content) -> DType | None:
+    """Return the dtype in which a tensor is compared with a manifest; None if there is none.
 
-    A wider weight as the manifest's dtype, else its own, which the manifest must have a digest of.
+    A wider weight is compared in the manifest's dtype, others in their own if the manifest has a
+    digest for it.
     """
-    narrower = {o.name: o for o in _others(entry.dtype) if o.itemsize < entry.dtype.itemsize}
+    narrower = {
+        o.name: o for o in _list_narrower_dtypes(entry.dtype) if o.itemsize < entry.dtype.itemsize
+    }
     if content.kind == pairs.WEIGHT and content.dtype in narrower:
         return narrower[content.dtype]
     return entry.dtype if entry.dtype.name in content.sha256 else None
 
 
-def contents(manifest: Manifest, digests: Mapping[Key, Mapping[str, str]]) -> Contents:
-    """What a checkpoint holds, from what was hashed."""
-    nothing = hashlib.sha256().hexdigest()
-    made = Contents(tied=dict(manifest.tied), train=_plain(manifest.train))
-    for (kind, fqn), entry in pairs.tensors(manifest).items():
-        held = digests.get(entry.key) or {entry.dtype.name: nothing}
-        made.tensors[kind, fqn] = Content(kind, fqn, entry.dtype.name, entry.shape, held)
+def build_contents(manifest: Manifest, digests: Mapping[Key, Mapping[str, str]]) -> Contents:
+    """Build the contents of a checkpoint from its digests."""
+    empty = hashlib.sha256().hexdigest()
+    contents = Contents(tied=dict(manifest.tied), train=_round_trip(manifest.train))
+    for (kind, fqn), entry in pairs.collect_tensors(manifest).items():
+        sha256 = digests.get(entry.key) or {entry.dtype.name: empty}
+        contents.tensors[kind, fqn] = Content(kind, fqn, entry.dtype.name, entry.shape, sha256)
     origin = manifest.origin
-    made.source = {"format": origin.format, "detail": origin.detail, "mesh": dict(origin.mesh)}
-    return made
+    contents.source = {"format": origin.format, "detail": origin.detail, "mesh": dict(origin.mesh)}
+    return contents
 
 
 # The file
 
 
-def to_bytes(made: Contents) -> bytes:
-    """The manifest as JSON; its ``digest`` tells whether the list of tensors was altered."""
-    tensors = [asdict(made.tensors[key]) for key in sorted(made.tensors)]
+def to_bytes(contents: Contents) -> bytes:
+    """Return the manifest as JSON; its ``digest`` shows whether the list of tensors was altered."""
+    tensors = [asdict(contents.tensors[key]) for key in sorted(contents.tensors)]
     head = {
         "schema": SCHEMA,
         "kind": _KIND,
         "made_by": f"reshard {__version__}",
-        "source": made.source,
-        "digest": _digest(tensors),
-        "tied": made.tied,
-        "train": _train_to_json(made.train),
+        "source": contents.source,
+        "digest": _compute_digest(tensors),
+        "tied": contents.tied,
+        "train": _train_to_json(contents.train),
     }
     lines = [f'"{key}": {json.dumps(value)}' for key, value in head.items()]
     listed = ",\n".join(map(json.dumps, tensors))
@@ -130,47 +138,47 @@ def to_bytes(made: Contents) -> bytes:
 
 
 def read(path: Path) -> Contents:
-    """A manifest file.
+    """Read a manifest file.
 
     Raises:
-        UsageError: there is no such file.
-        CorruptError: it is none, or was altered.
+        UsageError: the file does not exist.
+        CorruptError: the file is not a manifest, or was altered.
     """
     if not path.is_file():
-        raise UsageError(path, "there is no such manifest")
+        raise UsageError(path, "the manifest does not exist")
     try:
         document = json.loads(read_small_file(path))
         if document["kind"] != _KIND or document["schema"] != SCHEMA:
             raise CorruptError(
                 path,
-                f"is no {_KIND} of schema {SCHEMA}",
-                "make one with reshard verify SOURCE --write-manifest FILE",
+                f"is not a {_KIND} with schema {SCHEMA}",
+                "create one with reshard verify SOURCE --write-manifest FILE",
             )
         tensors = document["tensors"]
-        if _digest(tensors) != document["digest"]:
-            raise CorruptError(path, "was altered: its digest is not that of its tensors")
-        held = [
+        if _compute_digest(tensors) != document["digest"]:
+            raise CorruptError(path, "was altered: its digest does not match its list of tensors")
+        listed = [
             Content(t["kind"], t["fqn"], t["dtype"], as_index(t["shape"]), dict(t["sha256"]))
             for t in tensors
         ]
         return Contents(
-            tensors={(each.kind, each.fqn): each for each in held},
+            tensors={(each.kind, each.fqn): each for each in listed},
             tied=dict(document["tied"]),
-            train=_train_of_json(document["train"]),
+            train=_train_from_json(document["train"]),
             source=dict(document["source"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(path, f"is no manifest of reshard ({error})") from error
+        raise CorruptError(path, f"is not a manifest of reshard ({error})") from error
 
 
-def _digest(tensors: Any) -> str:
+def _compute_digest(tensors: Any) -> str:
     text = json.dumps(tensors, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _plain(state: TrainState) -> TrainState:
-    """A train state as a manifest file gives it back."""
-    return _train_of_json(json.loads(json.dumps(_train_to_json(state), default=str)))
+def _round_trip(state: TrainState) -> TrainState:
+    """Return a train state as it is after it was written to a manifest file and read back."""
+    return _train_from_json(json.loads(json.dumps(_train_to_json(state), default=str)))
 
 
 def _train_to_json(state: TrainState) -> dict[str, Any]:
@@ -190,95 +198,101 @@ def _train_to_json(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _train_of_json(held: Mapping[str, Any]) -> TrainState:
-    groups = tuple(ParamGroup(g["hyper"], tuple(g["fqns"])) for g in held["param_groups"])
-    return replace(TrainState(**{**held, "param_groups": ()}), param_groups=groups)
+def _train_from_json(document: Mapping[str, Any]) -> TrainState:
+    groups = tuple(ParamGroup(g["hyper"], tuple(g["fqns"])) for g in document["param_groups"])
+    return replace(TrainState(**{**document, "param_groups": ()}), param_groups=groups)
 
 
 # The check
 
 
-def against(
+def check_against(
     manifest: Manifest, listed: Contents, digests: Mapping[Key, Mapping[str, str]]
 ) -> Check:
-    """Whether a checkpoint holds what a manifest lists.
+    """Check that a checkpoint has the contents that a manifest lists.
 
-    Weights alone are no failure where one side has no optimizer and no train state at all.
+    If one side has no optimizer, only weights are compared, which is not a failure.
     """
-    matched = list(_matched(manifest, listed))
-    found = Check(names.AGAINST, "")
+    matched = list(_match(manifest, listed))
+    check = Check(names.AGAINST, "")
     both = manifest.has_optimizer and listed.has_optimizer
     narrow = []
     for name, content, entry in matched:
-        problem = _unequal(content, entry, digests.get(entry.key, {}))
+        problem = _describe_difference(content, entry, digests.get(entry.key, {}))
         if problem:
-            found.failures.append(f"{content.kind} {name}: {problem}")
+            check.failures.append(f"{content.kind} {name}: {problem}")
         elif entry.dtype.name != content.dtype:
             narrow.append(name)
-    missing, extra = _unmatched(manifest, listed, {(c.kind, c.fqn) for _, c, _ in matched})
-    found.failures += [f"{kind} {fqn} is missing" for kind, fqn in _asked(missing, both=both)]
-    found.failures += [f"{kind} {fqn} is not listed" for kind, fqn in _asked(extra, both=both)]
-    found.looked_at = f"{counted(len(matched), 'tensor')} of {len(listed.tensors)}"
+    missing, extra = _find_unmatched(manifest, listed, {(c.kind, c.fqn) for _, c, _ in matched})
+    check.failures += [
+        f"{kind} {fqn} is missing" for kind, fqn in _select_compared(missing, both=both)
+    ]
+    check.failures += [
+        f"{kind} {fqn} is not listed" for kind, fqn in _select_compared(extra, both=both)
+    ]
+    check.looked_at = f"{counted(len(matched), 'tensor')} of {len(listed.tensors)}"
     if narrow:
-        found.looked_at += f", {len(narrow)} as cast"
+        check.looked_at += f", {len(narrow)} as cast"
     if both:
-        _compare_train(manifest, listed, found)
+        _compare_train(manifest, listed, check)
     elif listed.has_optimizer or manifest.has_optimizer:
-        found.looked_at += "; weights alone, as one side has no optimizer"
-    return found
+        check.looked_at += "; weights alone, as one side has no optimizer"
+    return check
 
 
-def _matched(manifest: Manifest, listed: Contents) -> Iterator[tuple[str, Content, Entry]]:
-    """What both have, a tied weight under any of its names."""
-    held = pairs.tensors(manifest)
+def _match(manifest: Manifest, listed: Contents) -> Iterator[tuple[str, Content, Entry]]:
+    """Yield the tensors that both sides have, a tied weight under any of its names."""
+    stored = pairs.collect_tensors(manifest)
     for (kind, fqn), content in listed.tensors.items():
         aliases = [fqn]
         if kind == pairs.WEIGHT:
-            aliases += sorted(_names(fqn, listed.tied) | _names(fqn, manifest.tied))
-        entry = next((held[kind, name] for name in aliases if (kind, name) in held), None)
+            aliases += sorted(_find_aliases(fqn, listed.tied) | _find_aliases(fqn, manifest.tied))
+        entry = next((stored[kind, name] for name in aliases if (kind, name) in stored), None)
         if entry is not None:
             yield fqn, content, entry
 
 
-def _names(fqn: str, tied: Mapping[str, str]) -> set[str]:
+def _find_aliases(fqn: str, tied: Mapping[str, str]) -> set[str]:
     kept = tied.get(fqn, fqn)
     return {kept, *(alias for alias, first in tied.items() if first == kept)}
 
 
-def _unmatched(
+def _find_unmatched(
     manifest: Manifest, listed: Contents, matched: set[Key]
 ) -> tuple[list[Key], list[Key]]:
-    """What the checkpoint lacks, and what the manifest does not list; slots without elements not.
+    """Return the listed tensors that the checkpoint lacks, and its tensors that are not listed.
 
-    A tied name is known where any name of the weight is.
+    Slots without elements are left out. A tied name is known if any name of the weight is.
     """
-    held = pairs.tensors(manifest)
+    stored = pairs.collect_tensors(manifest)
     missing = [
         key
         for key, content in listed.tensors.items()
         if key not in matched and (key[0] == pairs.WEIGHT or 0 not in content.shape)
     ]
     extra = []
-    for key, entry in held.items():
-        aliases = _names(key[1], manifest.tied) | _names(key[1], listed.tied) | {key[1]}
+    for key, entry in stored.items():
+        aliases = (
+            _find_aliases(key[1], manifest.tied) | _find_aliases(key[1], listed.tied) | {key[1]}
+        )
         known = any((key[0], name) in listed.tensors for name in aliases)
         if not known and (key[0] == pairs.WEIGHT or entry.numel):
             extra.append(key)
     return missing, extra
 
 
-def _asked(keys: Iterable[Key], *, both: bool) -> list[Key]:
-    """Without the slots, where one side has no optimizer."""
+def _select_compared(keys: Iterable[Key], *, both: bool) -> list[Key]:
+    """Return the keys to compare: without slots if one side has no optimizer."""
     return [key for key in keys if both or key[0] == pairs.WEIGHT]
 
 
-def _unequal(content: Content, entry: Entry, digests: Mapping[str, str]) -> str:
-    """What is wrong with one tensor; nothing where it is what the manifest says."""
+def _describe_difference(content: Content, entry: Entry, digests: Mapping[str, str]) -> str:
+    """Describe how one tensor differs from the manifest; return an empty text if it does not."""
     if entry.shape != content.shape:
         return f"shape {list(entry.shape)}, {list(content.shape)} in the manifest"
     if not entry.numel:
         return ""
-    dtype = _common(entry, content)
+    dtype = _choose_common_dtype(entry, content)
     if dtype is None:
         return f"{entry.dtype}, {content.dtype} in the manifest"
     if digests[dtype.name] != content.sha256[dtype.name]:
@@ -286,20 +300,20 @@ def _unequal(content: Content, entry: Entry, digests: Mapping[str, str]) -> str:
     return ""
 
 
-def _compare_train(manifest: Manifest, listed: Contents, found: Check) -> None:
-    here = replace(manifest, train=_plain(manifest.train))
+def _compare_train(manifest: Manifest, listed: Contents, check: Check) -> None:
+    here = replace(manifest, train=_round_trip(manifest.train))
     there = Manifest(Origin("manifest", ""), {}, {}, train=listed.train, ordered=False)
-    for value in train.differences(here, there):
+    for value in train.find_differences(here, there):
         name = value.name.split(":")[0]
-        loose = name in _LOOSE or (name in _PLACELESS and bool(value.only))
+        is_minor = name in _LOCAL or (name in _OPTIONAL and bool(value.only))
         shown = (
-            f"{value.name}: {_short(value.a)}, {_short(value.b)} in the manifest"
+            f"{value.name}: {_shorten(value.a)}, {_shorten(value.b)} in the manifest"
             if not value.only
             else f"{value.name} is only {'here' if value.only == 'a' else 'in the manifest'}"
         )
-        (found.warnings if loose else found.failures).append(shown)
-    found.looked_at += ", steps, groups, scheduler, scaler"
+        (check.warnings if is_minor else check.failures).append(shown)
+    check.looked_at += ", steps, groups, scheduler, scaler"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return some([str(value)[:60]])

@@ -1,29 +1,29 @@
-"""The names of the checks. They are a promise to users, as the options are."""
+"""The names of all checks, which are part of the stable interface, like the options."""
 
 from __future__ import annotations
 
-# Quick: headers and names alone.
-HEADERS = "headers"  # every file opens by itself
-SAFE = "safe"  # no pickle asks for code, no index leaves its directory
-COMPLETE = "complete"  # every rank's file, every tensor that is announced
+# Quick checks: they read only headers and names.
+HEADERS = "headers"  # every file opens on its own
+SAFE = "safe"  # no pickle runs code, no index refers outside its directory
+COMPLETE = "complete"  # every rank's file and every listed tensor is present
 AGREEMENT = "agreement"  # one step, one world size, one version, the same names and shapes
 INDEX = "index"  # an index and its files, both ways
 COVERAGE = "coverage"  # every element stored exactly once, inside its file
-RANKS = "ranks"  # every file is the rank's whose name it has
-STALE = "stale"  # nothing of another save
-STEPS = "steps"  # counters that fit together
+RANKS = "ranks"  # every file belongs to the rank in its name
+STALE = "stale"  # no files from another save
+STEPS = "steps"  # counters are consistent
 SLOTS = "slots"  # every trained parameter has every slot of the optimizer
-MODEL = "model"  # names and shapes are those of the model
-# Deep: every byte.
-CRC = "crc"  # stored checksums
-REPLICAS = "replicas"  # copies of one block, equal
-MASTERS = "masters"  # 16-bit weights, the cast of their fp32 masters
-TIED = "tied"  # names of one weight, equal
-PADDING = "padding"  # zero
+MODEL = "model"  # names and shapes match the model
+# Deep checks: they read every byte.
+CRC = "crc"  # stored checksums match
+REPLICAS = "replicas"  # copies of one block are equal
+MASTERS = "masters"  # 16-bit weights are the cast of their fp32 master weights
+TIED = "tied"  # tied names have equal values
+PADDING = "padding"  # padding is zero
 FINITE = "finite"  # no NaN, no infinity
-MOMENTS = "moments"  # what cannot be negative is not
-ZEROS = "zeros"  # no weight and no moment of nothing but zeros
-AGAINST = "against"  # the contents of a manifest
+MOMENTS = "moments"  # sums and means of squares are not negative
+ZEROS = "zeros"  # no weight and no moment is all zeros
+AGAINST = "against"  # contents match a manifest
 
 QUICK = (
     *(HEADERS, SAFE, COMPLETE, AGREEMENT, INDEX, COVERAGE),

@@ -1,4 +1,4 @@
-"""Reading a source that may be damaged: its manifest, or the check that says why there is none."""
+"""Opening of a source that may be damaged: its manifest, or the check that failed."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from reshard.errors import (
 from reshard.manifest import Manifest, check
 from reshard.paths import as_path
 
-_INDEXES = (".index.json", ".metadata", ".distcp")  # a .distcp file is read through .metadata alone
+_INDEXES = (".index.json", ".metadata", ".distcp")  # .distcp files are read only through .metadata
 
 
-def opened(read: Callable[[], Manifest]) -> Manifest | Check:
-    """The manifest with its coverage proved, or the check that failed.
+def open_manifest(read: Callable[[], Manifest]) -> Manifest | Check:
+    """Return the manifest with its coverage proved, or the check that failed.
 
     Args:
-        read: reads the source, without proving its coverage.
+        read: reads the source without proving its coverage.
 
     Raises:
-        ReshardError: what says nothing of the checkpoint: no such path, an unsupported form.
+        ReshardError: the path does not exist, or the format is not supported; this says nothing
+            about the state of the checkpoint.
     """
     try:
         manifest = read()
     except (IncompleteError, CorruptError, UnsafeError) as error:
-        return _failed(_name(error), error)
+        return _report_failure(_choose_check(error), error)
     try:
         check(manifest)
     except CorruptError as error:
-        return _failed(names.COVERAGE, error)
+        return _report_failure(names.COVERAGE, error)
     return manifest
 
 
-def _failed(name: str, error: ReshardError) -> Check:
+def _report_failure(name: str, error: ReshardError) -> Check:
     text = f"{error.where}: {error.problem}" + (f" ({error.remedy})" if error.remedy else "")
     return Check(name, "the source cannot be read", [text], exit_code=error.exit_code)
 
 
-def _name(error: ReshardError) -> str:
-    """Which check a reader's error fails."""
+def _choose_check(error: ReshardError) -> str:
+    """Return the name of the check that fails with an error of a reader."""
     if isinstance(error, UnsafeError):
         return names.SAFE
     if isinstance(error, StaleError):
@@ -56,11 +57,11 @@ def _name(error: ReshardError) -> str:
         return names.INDEX
     if isinstance(error, IncompleteError):
         return names.COMPLETE
-    return names.AGREEMENT if _opens(as_path(error.where)) else names.HEADERS
+    return names.AGREEMENT if _can_open(as_path(error.where)) else names.HEADERS
 
 
-def _opens(path: Path) -> bool:
-    """Whether a file is whole by itself, so that it contradicts others."""
+def _can_open(path: Path) -> bool:
+    """Return whether a file opens on its own, so that the fault is in its relation to others."""
     try:
         formats.open_alone(path)
     except ReshardError:

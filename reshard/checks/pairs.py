@@ -1,4 +1,4 @@
-"""Which tensors of two checkpoints must be equal, whatever layout each has."""
+"""Pairing of the tensors of two checkpoints that must be equal, whatever their layouts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
 
 WEIGHT = "weight"
-COPY = "copy"  # the module's own, where both sides have masters beside it
+COPY = "copy"  # the module's weight, if both sides also have a master weight
 
-Key = tuple[str, str]  # (kind, fqn): a weight, a copy, or an optimizer slot
+PairKey = tuple[str, str]  # (kind, fqn): a weight, a copy, or an optimizer slot
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One tensor as both sides have it."""
+    """One tensor, as stored on both sides."""
 
     kind: str
     fqn: str
@@ -24,31 +24,32 @@ class Pair:
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is no slot of the optimizer."""
+        """Whether the tensor is a weight, not an optimizer slot."""
         return self.kind in (WEIGHT, COPY)
 
 
 @dataclass(slots=True)
 class Paired:
-    """All tensors of both sides.
+    """The tensors of both sides, paired or on one side only.
 
     Args:
-        unnamed: names of tied weights that one side does not know, whose value it has.
+        unnamed: tied names that one side lacks, although it has the value of the weight.
     """
 
     pairs: list[Pair] = field(default_factory=list)
-    only_a: list[Key] = field(default_factory=list)
-    only_b: list[Key] = field(default_factory=list)
+    only_a: list[PairKey] = field(default_factory=list)
+    only_b: list[PairKey] = field(default_factory=list)
     unnamed: list[str] = field(default_factory=list)
 
 
 def pair(a: Manifest, b: Manifest) -> Paired:
-    """Pair by name.
+    """Pair the tensors of two checkpoints by name.
 
-    A weight is its most precise value: the fp32 master, else the module's. Tensors without elements
-    count as there. A tied weight is compared under each name that both sides have.
+    The value of a weight is the most precise one: the fp32 master weight, else the module's. A
+    missing slot without elements is not reported. A tied weight is compared under each name that
+    both sides have.
     """
-    left, right = _with_copies(a), _with_copies(b)
+    left, right = _collect_with_copies(a), _collect_with_copies(b)
     paired = Paired()
     for key, entry in left.items():
         if key in right:
@@ -67,8 +68,8 @@ def pair(a: Manifest, b: Manifest) -> Paired:
     return paired
 
 
-def tensors(manifest: Manifest) -> dict[Key, Entry]:
-    """Weights, each as its most precise value and under each of its names, and slots."""
+def collect_tensors(manifest: Manifest) -> dict[PairKey, Entry]:
+    """Collect the weights, at their highest precision and under all tied names, and the slots."""
     found = {(WEIGHT, entry.fqn): entry for entry in manifest.of_kind(PARAM, BUFFER)}
     found.update(((WEIGHT, entry.fqn), entry) for entry in manifest.of_kind(MASTER))
     for alias, kept in manifest.tied.items():
@@ -82,18 +83,20 @@ def tensors(manifest: Manifest) -> dict[Key, Entry]:
     return found
 
 
-def _with_copies(manifest: Manifest) -> dict[Key, Entry]:
-    """The same, and the module's own values of weights that have masters."""
+def _collect_with_copies(manifest: Manifest) -> dict[PairKey, Entry]:
+    """Collect the same tensors, and the module's copies of weights that have master weights."""
     masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
     copies = (e for e in manifest.of_kind(PARAM, BUFFER) if e.fqn in masters)
-    return {**tensors(manifest), **{(COPY, entry.fqn): entry for entry in copies}}
+    return {**collect_tensors(manifest), **{(COPY, entry.fqn): entry for entry in copies}}
 
 
-def _is_known(key: Key, has: Manifest, other: Manifest, others: Mapping[Key, Entry]) -> bool:
-    """Whether nothing is missing on the side that lacks a key.
+def _is_known(
+    key: PairKey, has: Manifest, other: Manifest, others: Mapping[PairKey, Entry]
+) -> bool:
+    """Return whether the side that lacks a key loses no information.
 
-    The module's copy is the cast of its master; a tied name is that of a value which is there; a
-    slot without elements (FSDP writes one, DeepSpeed none) holds nothing.
+    The module's copy is the cast of its master weight; the value of a tied name is stored under
+    another name; a slot without elements (FSDP writes one, DeepSpeed none) has no values.
     """
     kind, fqn = key
     if kind == COPY:

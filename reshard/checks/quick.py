@@ -1,7 +1,7 @@
-"""What can be checked of a checkpoint without reading a tensor.
+"""The quick checks, which read no tensor data.
 
-The readers have refused what cannot be read: a missing rank, mixed steps, a hole. Here is what they
-let pass, because it is no reason not to convert.
+The readers already refuse a checkpoint that cannot be read: a missing rank, mixed steps, a hole.
+These checks also report problems that do not prevent a conversion.
 """
 
 from __future__ import annotations
@@ -32,46 +32,52 @@ from reshard.training import optimizers
 from reshard.units import counted, some
 
 _DIGITS = re.compile(r"\d+")
-_NEAR = 200  # names among which the nearest is looked for
+_SUGGESTED = 200  # names that are searched for a similar one
 _LONG_APART = timedelta(days=1)
 _UNFINISHED = re.compile(r"\.(tmp|temp|part|partial|incomplete)$|\.partial-[0-9a-f]+$")
-_RATES = ("lr", "initial_lr", "weight_decay")  # in which groups of one optimizer differ
+_RATES = (
+    "lr",
+    "initial_lr",
+    "weight_decay",
+)  # settings that differ between groups of one optimizer
 
 
-def headers(manifest: Manifest) -> Check:
-    """The readers have opened every file."""
+def check_headers(manifest: Manifest) -> Check:
+    """Report the number and size of the files, all of which the readers have opened."""
     sizes = units.show_bytes(sum(file.nbytes for file in manifest.files.values()))
     return Check(names.HEADERS, f"{counted(len(manifest.files), 'file')}, {sizes}")
 
 
-def safe(manifest: Manifest, allowed: Sequence[str]) -> Check:
-    """No pickle names a class that nobody knows."""
+def check_safe(manifest: Manifest, allowed: Sequence[str]) -> Check:
+    """Check that pickles name only known or allowed classes."""
     refused = [name for name in manifest.unknown_globals if name not in allowed]
-    found = Check(names.SAFE, "the classes that the files name", exit_code=5)
+    check = Check(names.SAFE, "the classes that the files name", exit_code=5)
     if refused:
         allow = " ".join(f"--allow-pickle {name}" for name in refused)
-        found.failures.append(
-            f"{', '.join(refused)}: no known framework writes that; if it is yours: {allow}"
+        check.failures.append(
+            f"{', '.join(refused)}: no known framework writes this; if it is your own class, pass"
+            f" {allow}"
         )
-    return found
+    return check
 
 
-def complete(manifest: Manifest) -> Check:
-    """Every rank's files were found; every announced tensor has a value."""
+def check_complete(manifest: Manifest) -> Check:
+    """Check that every listed tensor has a value; the readers have found every rank's files."""
     world = manifest.origin.world
-    found = Check(
+    check = Check(
         names.COMPLETE,
         f"{counted(world, 'rank')}, {counted(len(manifest.entries), 'tensor')}",
     )
-    found.failures += [f"{fqn} is announced, and no rank holds it" for fqn in manifest.absent]
-    found.failures += [
-        f"{fqn} has no elements: a placeholder of ZeRO 3" for fqn in placeholders.find(manifest)
+    check.failures += [f"{fqn} is listed, but no rank stores it" for fqn in manifest.absent]
+    check.failures += [
+        f"{fqn} has no elements: it is a placeholder of ZeRO 3"
+        for fqn in placeholders.find(manifest)
     ]
-    return found
+    return check
 
 
-def agreement(manifest: Manifest) -> Check:
-    """The files of all ranks say the same."""
+def check_agreement(manifest: Manifest) -> Check:
+    """Report what the files of all ranks agree on, which the readers have compared."""
     versions = ", ".join(f"{name} {number}" for name, number in manifest.origin.versions.items())
     step = "" if manifest.train.step is None else f"step {manifest.train.step}"
     what = ", ".join(filter(None, (step, versions, "names, shapes, groups")))
@@ -80,107 +86,109 @@ def agreement(manifest: Manifest) -> Check:
     return Check(names.AGREEMENT, what, exit_code=3)
 
 
-def index(manifest: Manifest) -> Check:
-    """An index lists what its files hold, both ways; and says how much that is."""
-    places = {as_path(path).parent for path in manifest.files}
+def check_index(manifest: Manifest) -> Check:
+    """Check the total size in an index; the readers have compared its files and tensors."""
+    folders = {as_path(path).parent for path in manifest.files}
     is_model = registry.describe_source(manifest).weights_only
-    found = [path for place in places for path in place.glob("*.index.json") if is_model]
-    metadata = [path for place in places for path in place.glob("*.metadata")]
-    if not found and not metadata:
+    indexes = [path for folder in folders for path in folder.glob("*.index.json") if is_model]
+    metadata = [path for folder in folders for path in folder.glob("*.metadata")]
+    if not indexes and not metadata:
         return not_applicable(names.INDEX, "no index")
-    shown = some(sorted(path.name for path in (*found, *metadata)))
+    shown = some(sorted(path.name for path in (*indexes, *metadata)))
     check = Check(names.INDEX, f"{shown}: each file and tensor, both ways", exit_code=3)
-    held = sum(entry.nbytes for entry in manifest.of_kind(PARAM, BUFFER))
-    for path in found:
-        check.warnings += _total(path, held)
+    nbytes = sum(entry.nbytes for entry in manifest.of_kind(PARAM, BUFFER))
+    for path in indexes:
+        check.warnings += _check_total_size(path, nbytes)
     return check
 
 
-def _total(path: Path, held: int) -> Iterator[str]:
+def _check_total_size(path: Path, nbytes: int) -> Iterator[str]:
     try:
         stated = read_json_object(path).get("metadata", {}).get("total_size")
-    except (CorruptError, AttributeError):  # the reader took another file, or it says nothing
+    except (
+        CorruptError,
+        AttributeError,
+    ):  # the reader used another file, or this one states no size
         return
-    if isinstance(stated, int) and stated != held:
-        yield f"{path.name} says that its files hold {stated} bytes; they hold {held}"
+    if isinstance(stated, int) and stated != nbytes:
+        yield f"{path.name} says that its files hold {stated} bytes; they hold {nbytes}"
 
 
-def coverage(manifest: Manifest) -> Check:
-    """Proved by `manifest.check`, or there would be no manifest to look at."""
+def check_coverage(manifest: Manifest) -> Check:
+    """Report the numbers of elements and blocks; `manifest.check` has proved their coverage."""
     numel = sum(entry.numel for entry in manifest.entries.values())
     chunks = sum(len(entry.chunks) for entry in manifest.entries.values())
     text = f"{units.show_count(numel)} elements in {counted(chunks, 'stored block')}"
     return Check(names.COVERAGE, text, exit_code=3)
 
 
-def ranks(manifest: Manifest) -> Check:
-    """Check that no file states another rank, step or save than the place where it lies."""
+def check_ranks(manifest: Manifest) -> Check:
+    """Check that no file states another rank, step or save than its name and directory."""
     compared = compare_claims(manifest.files)
     if not compared.evidence:
         return not_applicable(names.RANKS, "no files that say which rank or save they belong to")
-    found = Check(names.RANKS, ", ".join(compared.evidence), exit_code=3)
-    found.failures += [f"{each.file}: {each.problem}" for each in compared.conflicts]
-    return found
+    check = Check(names.RANKS, ", ".join(compared.evidence), exit_code=3)
+    check.failures += [f"{each.file}: {each.problem}" for each in compared.conflicts]
+    return check
 
 
-def stale(manifest: Manifest, sources: Sequence[Path]) -> Check:
-    """Nothing of another save, or of one that was interrupted, lies beside the files."""
+def check_stale(manifest: Manifest, sources: Sequence[Path]) -> Check:
+    """Check that no files of another save, or of an interrupted one, are beside the files."""
     if len(sources) == 1 and sources[0].is_file() and len(manifest.files) == 1:
         return not_applicable(names.STALE, "one file by itself")
-    places = sorted({as_path(path).parent for path in manifest.files})
-    beside = [path for place in places for path in sorted(place.iterdir()) if path.is_file()]
-    found = Check(names.STALE, f"{counted(len(beside), 'file')} in its directories", exit_code=3)
-    found.failures += _unread_siblings(manifest, beside)
-    found.failures += _extra_random_states(manifest)
-    found.warnings += [
-        f"{path} is left from a write that did not end"
+    folders = sorted({as_path(path).parent for path in manifest.files})
+    beside = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    check = Check(names.STALE, f"{counted(len(beside), 'file')} in its directories", exit_code=3)
+    check.failures += _find_unread_siblings(manifest, beside)
+    check.failures += _find_extra_random_states(manifest)
+    check.warnings += [
+        f"{path} is left over from an unfinished write"
         for path in beside
         if _UNFINISHED.search(path.name)
     ]
-    found.warnings += _passed_over(manifest, sources)
-    found.warnings += _ages(manifest)
-    return found
+    check.warnings += _find_newer_checkpoint(manifest, sources)
+    check.warnings += _find_distant_times(manifest)
+    return check
 
 
-def _unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterator[str]:
-    """Files named as those that were read, with other numbers, to which nothing refers.
+def _find_unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterator[str]:
+    """Yield files whose names differ from those read only in numbers, and that nothing refers to.
 
-    An empty one is no trace of another save: DCP opens a file for each rank, also for one that has
-    nothing to write.
+    Empty files are not reported: DCP opens a file for each rank, even if it has nothing to write.
     """
     read = {(str(as_path(p).parent), mask_digits(Path(p).name)) for p in manifest.files}
     known = {str(as_path(path)) for path in (*manifest.files, *manifest.train.rng_files)}
     for path in beside:
         numbered = _DIGITS.search(path.name) is not None
-        alike = numbered and (str(path.parent), mask_digits(path.name)) in read
-        if alike and str(path) not in known and path.stat().st_size:
-            yield f"{path} is of another save: nothing refers to it"
+        is_sibling = numbered and (str(path.parent), mask_digits(path.name)) in read
+        if is_sibling and str(path) not in known and path.stat().st_size:
+            yield f"{path} belongs to another save: nothing refers to it"
 
 
-def _extra_random_states(manifest: Manifest) -> Iterator[str]:
+def _find_extra_random_states(manifest: Manifest) -> Iterator[str]:
     world, files = manifest.origin.world, manifest.train.rng_files
     if len(files) > max(world, 1):
-        yield f"{files[-1]} is of a run of {len(files)} ranks; this one had {world}"
+        yield f"{files[-1]} belongs to a run with {len(files)} ranks; this run had {world}"
 
 
-def _passed_over(manifest: Manifest, sources: Sequence[Path]) -> Iterator[str]:
-    """A pointer that names an older checkpoint than the newest one there is."""
+def _find_newer_checkpoint(manifest: Manifest, sources: Sequence[Path]) -> Iterator[str]:
+    """Yield the newest checkpoint of the run, if an older one was read."""
     if len(sources) != 1 or not sources[0].is_dir():
         return
     numbers = run.numbered(Location([sources[0]]))
     read = {as_path(path).parent.resolve() for path in manifest.files}
-    used = [n for n, place in numbers.items() if any(_is_in(r, place.path) for r in read)]
+    used = [n for n, each in numbers.items() if any(_is_inside(r, each.path) for r in read)]
     if used and max(numbers) > max(used):
         newest = numbers[max(numbers)].path
-        yield f"{newest} is newer than the checkpoint that is meant, number {max(used)}"
+        yield f"{newest} is newer than the checkpoint that was read, number {max(used)}"
 
 
-def _is_in(path: Path, directory: Path) -> bool:
+def _is_inside(path: Path, directory: Path) -> bool:
     return directory.resolve() in (path, *path.parents)
 
 
-def _ages(manifest: Manifest) -> Iterator[str]:
-    """Files written long before or after the others."""
+def _find_distant_times(manifest: Manifest) -> Iterator[str]:
+    """Yield files that were written long before or after the others."""
     times = {path: as_path(path).stat().st_mtime for path in manifest.files}
     if len(times) < 3:
         return
@@ -192,10 +200,10 @@ def _ages(manifest: Manifest) -> Iterator[str]:
             yield f"{path} was written {apart.days} d {word} the others"
 
 
-def steps(manifest: Manifest) -> Check:
-    """The counters of the run and of the optimizer fit together."""
+def check_steps(manifest: Manifest) -> Check:
+    """Check that the step counters of the run and of the optimizer are consistent."""
     train = manifest.train
-    counted_steps = {fqn: train.optimizer_step.get(fqn) for fqn in _slots(manifest)}
+    counted_steps = {fqn: train.optimizer_step.get(fqn) for fqn in _list_slots(manifest)}
     applied = {step for step in counted_steps.values() if step is not None}
     if train.step is None and not applied:
         return not_applicable(names.STEPS, "no counter")
@@ -203,23 +211,23 @@ def steps(manifest: Manifest) -> Check:
     what = [f"run: {train.step}" if train.step is not None else ""]
     what.append(f"skipped: {train.skipped_steps}" if train.skipped_steps else "")
     what.append(f"optimizer: {shown}" if applied else "")
-    found = Check(names.STEPS, ", ".join(filter(None, what)))
+    check = Check(names.STEPS, ", ".join(filter(None, what)))
     odd = [f"{step:g}" for step in applied if step < 0 or step != int(step)]
     if odd:
-        found.failures.append(f"an optimizer step of {odd[0]}")
-    slots = _slots(manifest)
+        check.failures.append(f"{odd[0]} is not a valid optimizer step")
+    slots = _list_slots(manifest)
     lacking = [
         fqn
         for fqn, step in counted_steps.items()
         if step is None and optimizers.needs_count(slots[fqn])
     ]
     if applied and lacking:
-        found.failures.append(f"{some(lacking)}: optimizer state without a step")
-    found.warnings += find_counter_conflicts(manifest)
-    return found
+        check.failures.append(f"{some(lacking)}: optimizer state without a step")
+    check.warnings += find_counter_conflicts(manifest)
+    return check
 
 
-def _slots(manifest: Manifest) -> dict[str, list[str]]:
+def _list_slots(manifest: Manifest) -> dict[str, list[str]]:
     """Return the slots of each parameter with optimizer state."""
     found: dict[str, list[str]] = {}
     for entry in manifest.entries.values():
@@ -228,43 +236,45 @@ def _slots(manifest: Manifest) -> dict[str, list[str]]:
     return found
 
 
-def slots(manifest: Manifest) -> Check:
-    """Every trained parameter has each slot that the others of its group have.
+def check_slots(manifest: Manifest) -> Check:
+    """Check that every trained parameter has each slot that the others of its group have.
 
-    A parameter without any was never stepped. Where an optimizer keeps other slots for other
-    shapes (Adafactor, 8-bit states), a parameter lacks one only if it has no other instead.
+    A parameter without slots was never updated. Some optimizers keep different slots for different
+    shapes (Adafactor, 8-bit states): there a parameter lacks a slot only if it has none instead.
     """
-    held: dict[str, dict[str, Entry]] = defaultdict(dict)
+    states: dict[str, dict[str, Entry]] = defaultdict(dict)
     for entry in manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS:
-            held[entry.fqn][entry.kind] = entry
-    if not held:
+            states[entry.fqn][entry.kind] = entry
+    if not states:
         return not_applicable(names.SLOTS, "no optimizer")
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
-    slot_names = list(dict.fromkeys(kind for kinds in held.values() for kind in kinds))
-    found = Check(names.SLOTS, f"{', '.join(slot_names)} of {counted(len(held), 'parameter')}")
-    for members in _alike(manifest, list(held)):
-        signs = {fqn: _sign(held[fqn], shapes.get(fqn)) for fqn in members}
-        first = {sign: fqn for fqn, sign in reversed(signs.items())}
-        for fqn, (every, full) in signs.items():
-            more = [sign for sign in first if every < sign[0] and full < sign[1]]
+    slot_names = list(dict.fromkeys(kind for kinds in states.values() for kind in kinds))
+    check = Check(names.SLOTS, f"{', '.join(slot_names)} of {counted(len(states), 'parameter')}")
+    for members in _group_by_settings(manifest, list(states)):
+        slots = {fqn: _classify_slots(states[fqn], shapes.get(fqn)) for fqn in members}
+        first = {kinds: fqn for fqn, kinds in reversed(slots.items())}
+        for fqn, (every, full) in slots.items():
+            more = [kinds for kinds in first if every < kinds[0] and full < kinds[1]]
             if more:
                 lacks = ", ".join(sorted(more[0][1] - full))
-                found.failures.append(f"{fqn} has no {lacks}, {first[more[0]]} has")
-    return found
+                check.failures.append(f"{fqn} has no {lacks}, but {first[more[0]]} has")
+    return check
 
 
-def _sign(own: Mapping[str, Entry], shape: Index | None) -> tuple[frozenset[str], frozenset[str]]:
-    """Return all slots of a parameter, and those that are per element.
+def _classify_slots(
+    own: Mapping[str, Entry], shape: Index | None
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return all slots of a parameter, and those with one value per element.
 
-    A matrix of a square parameter (Shampoo) has its shape by chance.
+    A matrix of a square parameter (Shampoo) has the parameter's shape by coincidence.
     """
     full = (k for k, entry in own.items() if entry.shape == shape and k not in optimizers.MATRICES)
     return frozenset(own), frozenset(full)
 
 
-def _alike(manifest: Manifest, fqns: Sequence[str]) -> Iterator[list[str]]:
-    """Parameters whose groups have one optimizer's settings, rates aside."""
+def _group_by_settings(manifest: Manifest, fqns: Sequence[str]) -> Iterator[list[str]]:
+    """Yield lists of parameters whose groups have the same settings, apart from rates."""
     settings = {
         fqn: repr(sorted((k, repr(v)) for k, v in group.hyper.items() if k not in _RATES))
         for group in manifest.train.param_groups
@@ -276,30 +286,30 @@ def _alike(manifest: Manifest, fqns: Sequence[str]) -> Iterator[list[str]]:
     yield from alike.values()
 
 
-def model(manifest: Manifest, told: ModelShapes | None) -> Check:
-    """Names and shapes are those of the model."""
-    if told is None:
+def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
+    """Check that names and shapes match the model."""
+    if shapes is None:
         return not_applicable(names.MODEL, "no --model")
-    wanted = {**told.parameters, **told.buffers}
-    held = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    expected = {**shapes.parameters, **shapes.buffers}
+    stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     aliases: dict[str, set[str]] = defaultdict(set)
-    for alias, kept in (*told.tied.items(), *manifest.tied.items()):
+    for alias, kept in (*shapes.tied.items(), *manifest.tied.items()):
         aliases[kept].add(alias)
         aliases[alias].add(kept)
-    missing = [fqn for fqn in wanted if not {fqn, *aliases[fqn]} & held.keys()]
-    known = wanted.keys() | told.tied.keys()
-    extra = [fqn for fqn in held if not {fqn, *aliases[fqn]} & known]
-    found = Check(names.MODEL, f"{told.source}: {counted(len(wanted), 'tensor')}")
-    found.failures += [f"missing: {fqn}{_near(fqn, extra)}" for fqn in missing]
-    found.failures += [f"unexpected: {fqn}{_near(fqn, missing)}" for fqn in extra]
-    found.failures += [
-        f"{fqn}: shape {list(held[fqn])}, {list(wanted[fqn])} in the model"
-        for fqn in wanted
-        if fqn in held and held[fqn] != wanted[fqn]
+    missing = [fqn for fqn in expected if not {fqn, *aliases[fqn]} & stored.keys()]
+    known = expected.keys() | shapes.tied.keys()
+    extra = [fqn for fqn in stored if not {fqn, *aliases[fqn]} & known]
+    check = Check(names.MODEL, f"{shapes.source}: {counted(len(expected), 'tensor')}")
+    check.failures += [f"missing: {fqn}{_suggest(fqn, extra)}" for fqn in missing]
+    check.failures += [f"unexpected: {fqn}{_suggest(fqn, missing)}" for fqn in extra]
+    check.failures += [
+        f"{fqn}: shape {list(stored[fqn])}, {list(expected[fqn])} in the model"
+        for fqn in expected
+        if fqn in stored and stored[fqn] != expected[fqn]
     ]
-    return found
+    return check
 
 
-def _near(fqn: str, others: Sequence[str]) -> str:
-    close = get_close_matches(fqn, others[:_NEAR], n=1)
+def _suggest(fqn: str, others: Sequence[str]) -> str:
+    close = get_close_matches(fqn, others[:_SUGGESTED], n=1)
     return f" (is it {close[0]}?)" if close else ""

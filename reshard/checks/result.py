@@ -1,4 +1,4 @@
-"""The result of one check of a checkpoint: its status, what it looked at, and what it found."""
+"""The result of one check of a checkpoint: its status, what it covered, and its findings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ class Check:
     """The result of one check.
 
     Args:
-        looked_at: what was looked at, or why nothing was.
-        failures, warnings: a line each.
-        applies: whether there was anything to look at.
-        ran: whether it was looked at; a source that cannot be read stops at the first failure.
-        exit_code: of the command, where it failed: 1 incomplete or different, 3 corrupt, 5 unsafe.
+        name: one of `names`.
+        looked_at: what the check covered, or why it covered nothing.
+        failures, warnings: one line for each finding.
+        applies: whether the checkpoint has anything that the check covers.
+        ran: whether the check ran; a source that cannot be read stops at the first failure.
+        exit_code: exit code of the command if this check fails: 1 incomplete or different,
+            3 corrupt, 5 unsafe.
     """
 
     name: str
@@ -31,7 +33,7 @@ class Check:
 
     @property
     def status(self) -> str:
-        """One word."""
+        """The outcome as one word, the value of ``status`` in the JSON report."""
         if not self.ran:
             return NOT_RUN
         if self.failures:
@@ -41,15 +43,15 @@ class Check:
         return PASSED if self.applies else NOT_APPLICABLE
 
     def to_json(self) -> dict[str, Any]:
-        """With its status."""
+        """Return all fields and the status."""
         return {"status": self.status, **asdict(self)}
 
 
 def not_applicable(name: str, reason: str) -> Check:
-    """A check that has nothing to look at."""
+    """Return the result of a check that does not apply to this checkpoint."""
     return Check(name, reason, applies=False)
 
 
 def not_run(name: str, reason: str) -> Check:
-    """A check that was not made."""
+    """Return the result of a check that did not run."""
     return Check(name, reason, ran=False)

@@ -1,9 +1,9 @@
-"""Every byte of a checkpoint, read once where that is possible, in bounded memory.
+"""Reading of every byte of a checkpoint, once if possible, in bounded memory.
 
-Each tensor is streamed block by block. While a block is in the cache its elements are looked at,
-its checksum is taken, other stored values of the same tensor (replicas, 16-bit copies, tied names)
-are compared with it, and it is hashed where that is asked for. Stored checksums of whole records
-are joined from those of the blocks afterwards; only what no tensor covers is read for them.
+Each tensor is streamed block by block. While a block is in the CPU's cache, its elements are
+examined, its checksum is computed, its counterparts (replicas, 16-bit copies, tied names) are
+compared with it, and it is hashed if digests were requested. The checksums of whole records are
+then combined from those of their blocks; only bytes that no tensor covers are read for them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box, contiguous_cuts, flat_span
-from reshard.checks.compare import Difference, Tolerance, difference
-from reshard.checks.values import Facts, look
+from reshard.checks.compare import TensorDifference, Tolerance, compare_blocks
+from reshard.checks.values import ElementFacts, examine
 from reshard.chunks import Chunk
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
@@ -29,77 +29,84 @@ from reshard.plan.copies import CopyPlanner, Window
 from reshard.threads import parallel_for
 
 _EXACT = Tolerance()
-_BUFFERS = 4  # a worker holds a block, one to compare with, a cast of the first, and what is read
+_BUFFERS = 4  # of a worker: a block, its counterpart, the cast of the block, and the bytes read
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
-    """Another stored value of a tensor, equal to it or to its cast.
+class Counterpart:
+    """Another stored value of a tensor, which must be equal to it or to its cast.
 
     Args:
-        check: the name of the check that holds this.
-        looked_at: whether its elements are looked at too; those of a copy of the same bits are not.
+        check: the name of the check that requires this.
+        examine: whether to examine its elements too; a copy of the same bits needs no examination.
     """
 
     check: str
     entry: Entry
-    looked_at: bool = False
+    examine: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One tensor to be read.
+    """One tensor to read.
 
     Args:
-        digests: in which dtypes its content is hashed.
-        signs: whether negative elements are counted.
+        counterparts: the stored values to compare with it.
+        digests: the dtypes in which its content is hashed.
+        signs: whether to count negative elements.
     """
 
     entry: Entry
-    rivals: tuple[Rival, ...] = ()
+    counterparts: tuple[Counterpart, ...] = ()
     digests: tuple[DType, ...] = ()
     signs: bool = False
 
     @property
     def nbytes(self) -> int:
-        """What is read for it."""
-        return sum(entry.nbytes for entry in (self.entry, *(each.entry for each in self.rivals)))
+        """The number of bytes to read, with all counterparts."""
+        return sum(
+            entry.nbytes for entry in (self.entry, *(each.entry for each in self.counterparts))
+        )
 
 
 @dataclass(slots=True)
-class Unequal:
-    """A rival that is not what it must be."""
+class Mismatch:
+    """A counterpart that differs from the value that it must have."""
 
     entry: Entry
-    rival: Rival
-    difference: Difference
+    counterpart: Counterpart
+    difference: TensorDifference
 
 
 @dataclass(slots=True)
-class Scan:
-    """What was seen."""
+class ScanResult:
+    """The results of a scan."""
 
-    facts: dict[Key, Facts] = field(default_factory=dict)
-    unequal: list[Unequal] = field(default_factory=list)
-    digests: dict[Key, dict[str, str]] = field(default_factory=dict)  # -> dtype -> SHA-256
-    altered: list[tuple[str, Record]] = field(default_factory=list)  # not what their CRC says
-    records: int = 0  # with a stored CRC
+    facts: dict[Key, ElementFacts] = field(default_factory=dict)
+    unequal: list[Mismatch] = field(default_factory=list)
+    digests: dict[Key, dict[str, str]] = field(default_factory=dict)  # by key and dtype: SHA-256
+    altered: list[tuple[str, Record]] = field(
+        default_factory=list
+    )  # records that do not match their CRC
+    records: int = 0  # number of records with a stored CRC
     bytes_read: int = 0
 
 
-def replicas(entry: Entry) -> Iterator[Entry]:
-    """The tensor as every further rank has it, where blocks are stored more than once."""
-    held: dict[Box, list[Chunk]] = defaultdict(list)
+def split_replicas(entry: Entry) -> Iterator[Entry]:
+    """Yield the tensor as each further rank stores it, if blocks are stored more than once."""
+    copies: dict[Box, list[Chunk]] = defaultdict(list)
     for chunk in entry.chunks:
         if chunk.box.volume:
-            held[chunk.box].append(chunk)
-    for number in range(1, max(map(len, held.values()), default=0)):
-        chunks = (chunks[number] if number < len(chunks) else chunks[0] for chunks in held.values())
+            copies[chunk.box].append(chunk)
+    for number in range(1, max(map(len, copies.values()), default=0)):
+        chunks = (
+            chunks[number] if number < len(chunks) else chunks[0] for chunks in copies.values()
+        )
         yield replace(entry, chunks=tuple(chunks))
 
 
-def chunk_at(entry: Entry, index: Sequence[int]) -> Chunk:
-    """The first stored block that holds an element."""
+def find_chunk(entry: Entry, index: Sequence[int]) -> Chunk:
+    """Return the first stored block that has an element."""
     inside = (
         chunk
         for chunk in entry.chunks
@@ -108,7 +115,7 @@ def chunk_at(entry: Entry, index: Sequence[int]) -> Chunk:
             for at, start, extent in zip(index, chunk.box.origin, chunk.box.shape, strict=True)
         )
     )
-    return next(inside)  # coverage has been proved
+    return next(inside)  # the coverage proof guarantees one
 
 
 def scan(
@@ -118,12 +125,15 @@ def scan(
     workers: int,
     window_bytes: int,
     progress: Callable[[int], None],
-) -> Scan:
-    """Read every tensor, then what stored checksums cover beside them.
+) -> ScanResult:
+    """Read every tensor, then the other bytes that stored checksums cover.
 
     Args:
-        window_bytes: half of what a worker may hold.
-        progress: called with the bytes that were read.
+        tasks: the tensors to read.
+        files: the source files by path.
+        workers: the number of threads.
+        window_bytes: half of the memory that a worker may use.
+        progress: called with the number of bytes read.
     """
     with SourceFiles() as pool:
         reader = _Reader(pool, files, block_bytes=2 * window_bytes // _BUFFERS)
@@ -133,31 +143,31 @@ def scan(
             workers,
             lambda item: progress(item.nbytes),
         )
-        found = reader.found
+        found = reader.result
         found.bytes_read = sum(task.nbytes for task in tasks)
         _check_records(found, files, pool, reader.reads, workers)
-    found.unequal = _by_tensor(found.unequal)
+    found.unequal = _join_blocks(found.unequal)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """CopyPlanner of one tensor that one worker reads, in order."""
+    """Blocks of one tensor that one worker reads in order, with the planners of their copies."""
 
     task: Task
     blocks: CopyPlanner
-    rivals: tuple[CopyPlanner, ...]
+    counterparts: tuple[CopyPlanner, ...]
     boxes: Iterable[Box]
     nbytes: int
 
 
 class _Reader:
-    """What the workers share."""
+    """The state that the workers share: open files, results, checksums of the ranges read."""
 
     def __init__(
         self, pool: SourceFiles, files: Mapping[str, SourceFile], *, block_bytes: int
     ) -> None:
-        self.found = Scan()
+        self.result = ScanResult()
         self.reads = Spans()
         self._pool = pool
         self._block_bytes = block_bytes
@@ -165,7 +175,7 @@ class _Reader:
         self.lock = threading.Lock()
 
     def fill(self, window: Window, buffer: bytearray) -> None:
-        """Read a window, with checksums where its files store any."""
+        """Read a window, and compute checksums if its files store any."""
         reads = Spans() if any(c.file in self._summed for c in window.copies) else None
         fill(
             self._pool,
@@ -179,24 +189,26 @@ class _Reader:
                 self.reads.update(reads)
 
     def items(self, tasks: Iterable[Task]) -> Iterator[_Item]:
-        """Single blocks in any order; a tensor that is hashed is one item."""
+        """Yield single blocks, to read in any order, or all blocks of a tensor that is hashed."""
         for task in tasks:
             widest = max(
-                task.entry.dtype.itemsize, *(r.entry.dtype.itemsize for r in task.rivals), 1
+                task.entry.dtype.itemsize, *(r.entry.dtype.itemsize for r in task.counterparts), 1
             )
             cuts = contiguous_cuts(task.entry.shape, max(self._block_bytes // widest, 1))
             blocks = CopyPlanner(task.entry)
-            rivals = tuple(CopyPlanner(rival.entry) for rival in task.rivals)
+            counterparts = tuple(
+                CopyPlanner(counterpart.entry) for counterpart in task.counterparts
+            )
             if task.digests:
-                yield _Item(task, blocks, rivals, cuts, task.nbytes)
+                yield _Item(task, blocks, counterparts, cuts, task.nbytes)
                 continue
             per_element = task.nbytes // max(task.entry.numel, 1)
             for box in cuts:
-                yield _Item(task, blocks, rivals, (box,), box.volume * per_element)
+                yield _Item(task, blocks, counterparts, (box,), box.volume * per_element)
 
 
 class _Worker:
-    """One thread, with buffers that it fills again and again."""
+    """One thread, with buffers that it reuses."""
 
     def __init__(self, reader: _Reader) -> None:
         self._reader = reader
@@ -204,99 +216,107 @@ class _Worker:
 
     def __call__(self, item: _Item) -> None:
         """Read all blocks of an item."""
-        task, found = item.task, self._reader.found
+        task, found = item.task, self._reader.result
         hashes = {dtype: hashlib.sha256() for dtype in task.digests}
-        facts = Facts()
+        facts = ElementFacts()
         for box in item.boxes:
             start = flat_span(box, task.entry.shape)[0]
-            block = self._block("block", item.blocks, task.entry, box)
-            seen = look(block, task.entry.dtype, start, signs=task.signs)
+            block = self._read_block("block", item.blocks, task.entry, box)
+            seen = examine(block, task.entry.dtype, start, signs=task.signs)
             facts.add(seen)
-            for rival, places in zip(task.rivals, item.rivals, strict=True):
-                other = self._block("other", places, rival.entry, box)
-                self._compare(task.entry, rival, block, other, start, seen)
-            for dtype, made in hashes.items():
-                made.update(self._cast(block, task.entry.dtype, dtype)[0])
+            for counterpart, planner in zip(task.counterparts, item.counterparts, strict=True):
+                other = self._read_block("other", planner, counterpart.entry, box)
+                self._compare(task.entry, counterpart, block, other, start, seen)
+            for dtype, digest in hashes.items():
+                digest.update(self._cast(block, task.entry.dtype, dtype)[0])
         with self._reader.lock:
-            found.facts.setdefault(task.entry.key, Facts()).add(facts)
+            found.facts.setdefault(task.entry.key, ElementFacts()).add(facts)
             if hashes:
                 found.digests[task.entry.key] = {
-                    dtype.name: made.hexdigest() for dtype, made in hashes.items()
+                    dtype.name: digest.hexdigest() for dtype, digest in hashes.items()
                 }
 
-    def _buffer(self, name: str, nbytes: int) -> bytearray:
-        """Of exactly that size; nearly all blocks have one size."""
+    def _get_buffer(self, name: str, nbytes: int) -> bytearray:
+        """Return a buffer of exactly ``nbytes``, reused while the size stays the same."""
         if len(self._buffers.get(name, b"")) != nbytes:
             self._buffers[name] = bytearray(nbytes)
         return self._buffers[name]
 
-    def _block(self, name: str, blocks: CopyPlanner, entry: Entry, box: Box) -> bytearray:
+    def _read_block(self, name: str, blocks: CopyPlanner, entry: Entry, box: Box) -> bytearray:
         window = blocks.plan_block(box, entry.dtype)
-        buffer = self._buffer(name, window.nbytes)
+        buffer = self._get_buffer(name, window.nbytes)
         self._reader.fill(window, buffer)
         return buffer
 
     def _cast(self, block: bytearray, dtype: DType, target: DType) -> tuple[bytearray, int]:
-        """The block in another dtype, and how many finite elements became infinite."""
+        """Return the block in another dtype, and how many finite elements became infinite."""
         if dtype == target:
             return block, 0
-        made = self._buffer("cast", len(block) // dtype.itemsize * target.itemsize)
-        return made, cast_into(made, block, dtype, target)
+        buffer = self._get_buffer("cast", len(block) // dtype.itemsize * target.itemsize)
+        return buffer, cast_into(buffer, block, dtype, target)
 
     def _compare(
         self,
         entry: Entry,
-        rival: Rival,
+        counterpart: Counterpart,
         block: bytearray,
         other: bytearray,
         start: int,
-        seen: Facts,
+        seen: ElementFacts,
     ) -> None:
-        """Compare a rival's block, and look at it where it is not known from the first."""
-        found, dtype = self._reader.found, rival.entry.dtype
-        wanted, overflowed = self._cast(block, entry.dtype, dtype)
-        equal = wanted == other
-        if rival.looked_at:
-            known = equal and not overflowed and seen.first_strange is None
-            facts = Facts(is_zero=seen.is_zero) if known else look(other, dtype, start, signs=False)
+        """Compare a counterpart's block; examine it unless its facts follow from the tensor's."""
+        found, dtype = self._reader.result, counterpart.entry.dtype
+        expected, overflowed = self._cast(block, entry.dtype, dtype)
+        equal = expected == other
+        if counterpart.examine:
+            known = equal and not overflowed and seen.first_nonfinite is None
+            facts = (
+                ElementFacts(is_zero=seen.is_zero)
+                if known
+                else examine(other, dtype, start, signs=False)
+            )
             with self._reader.lock:
-                found.facts.setdefault(rival.entry.key, Facts()).add(facts)
-        unequal = None if equal else difference(wanted, other, dtype, _EXACT, start)
+                found.facts.setdefault(counterpart.entry.key, ElementFacts()).add(facts)
+        unequal = None if equal else compare_blocks(expected, other, dtype, _EXACT, start)
         if unequal is not None:
             with self._reader.lock:
-                found.unequal.append(Unequal(entry, rival, unequal))
+                found.unequal.append(Mismatch(entry, counterpart, unequal))
 
 
-def cast_into(made: bytearray, block: bytearray, dtype: DType, target: DType) -> int:
-    """Fill a buffer with a block in another float dtype, rounded once, to nearest even.
+def cast_into(buffer: bytearray, block: bytearray, dtype: DType, target: DType) -> int:
+    """Fill a buffer with a block cast to another float dtype, rounded once, to nearest even.
 
     Returns:
-        How many finite elements became infinite.
+        The number of finite elements that became infinite.
     """
     import numpy as np
 
     from reshard.move import cast
 
     source: Any = np.frombuffer(block, cast.numpy_dtype(dtype, casting=True))
-    filled: Any = np.frombuffer(made, cast.numpy_dtype(target, casting=True))
+    filled: Any = np.frombuffer(buffer, cast.numpy_dtype(target, casting=True))
     return cast.cast(source, filled, dtype, target, clamp=False)[0]
 
 
-def _by_tensor(found: Iterable[Unequal]) -> list[Unequal]:
-    """One difference a rival, of those of its blocks; in the order of places."""
-    joined: dict[int, Unequal] = {}
+def _join_blocks(found: Iterable[Mismatch]) -> list[Mismatch]:
+    """Join the differences of each counterpart's blocks, in the order of their positions."""
+    joined: dict[int, Mismatch] = {}
     for each in sorted(found, key=lambda unequal: unequal.difference.first):
-        if id(each.rival) in joined:
-            joined[id(each.rival)].difference.add(each.difference)
+        if id(each.counterpart) in joined:
+            joined[id(each.counterpart)].difference.add(each.difference)
         else:
-            joined[id(each.rival)] = each
+            joined[id(each.counterpart)] = each
     return list(joined.values())
 
 
 def _check_records(
-    found: Scan, files: Mapping[str, SourceFile], pool: SourceFiles, reads: Spans, workers: int
+    found: ScanResult,
+    files: Mapping[str, SourceFile],
+    pool: SourceFiles,
+    reads: Spans,
+    workers: int,
 ) -> None:
-    """Compare every stored checksum with the bytes."""
+    """Compare every stored checksum with that of the bytes read."""
     summed = [
         (path, record)
         for path, file in files.items()

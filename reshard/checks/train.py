@@ -1,4 +1,4 @@
-"""Everything of two training states that is no tensor: steps, groups, scheduler, scaler ..."""
+"""Comparison of two training states apart from their tensors: steps, groups, scheduler, scaler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """Something that is not the same on both sides; None where a side has nothing."""
+class StateDifference:
+    """A value that differs between the two sides; None if a side lacks it."""
 
     name: str
     a: Any
@@ -24,109 +24,119 @@ class Value:
 
     @property
     def only(self) -> str:
-        """``a`` or ``b`` where one side alone has it; empty where they differ."""
+        """``a`` or ``b`` if only that side has the value; empty if both have one."""
         return "b" if self.a is None else "a" if self.b is None else ""
 
 
-def differences(a: Manifest, b: Manifest) -> Iterator[Value]:
-    """What differs, by name.
+def find_differences(a: Manifest, b: Manifest) -> Iterator[StateDifference]:
+    """Yield the values that differ, by name.
 
-    Hyper-parameters are compared parameter by parameter, so that groups may be cut and ordered as
-    each framework does it; of a group's keys those that both sides have (``foreach``, ``fused``
-    and the like are of one library). A loss scaler is compared in torch's form.
+    Hyper-parameters are compared parameter by parameter, as frameworks split and order groups
+    differently. Only keys that both groups have are compared: ``foreach``, ``fused`` and others
+    exist in one library only. Loss scalers are converted to torch's form first.
     """
     one, two = a.train, b.train
-    yield from _unequal("step", _step(one), _step(two))
-    yield from _unequal("skipped_steps", one.skipped_steps or None, two.skipped_steps or None)
+    yield from _compare_values("step", _get_step(one), _get_step(two))
+    yield from _compare_values(
+        "skipped_steps", one.skipped_steps or None, two.skipped_steps or None
+    )
     for name in ("samples", "scheduler", "rng"):
-        yield from _unequal(name, getattr(one, name), getattr(two, name))
-    if one.clip is not None and two.clip is not None:  # few layouts have a place for it
-        yield from _unequal("gradient clipping", one.clip, two.clip)
-    yield from _unequal("scaler", _scaler(one), _scaler(two))
-    yield from _mapped("client", one.client, two.client)
+        yield from _compare_values(name, getattr(one, name), getattr(two, name))
+    if one.clip is not None and two.clip is not None:  # few layouts store it
+        yield from _compare_values("gradient clipping", one.clip, two.clip)
+    yield from _compare_values("scaler", _normalize_scaler(one), _normalize_scaler(two))
+    yield from _compare_mappings("client", one.client, two.client)
     if one.trainer_state is not None and two.trainer_state is not None:
-        yield from _mapped(
-            "trainer_state", _account(one.trainer_state), _account(two.trainer_state)
+        yield from _compare_mappings(
+            "trainer_state",
+            _select_run_state(one.trainer_state),
+            _select_run_state(two.trainer_state),
         )
-    yield from _steps(one.optimizer_step, two.optimizer_step)
-    yield from _loose(one.non_tensor_state, two.non_tensor_state)
-    yield from _hypers(one, two)
+    yield from _compare_optimizer_steps(one.optimizer_step, two.optimizer_step)
+    yield from _compare_non_tensor_state(one.non_tensor_state, two.non_tensor_state)
+    yield from _compare_hyperparameters(one, two)
 
 
-def _account(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a trainer's account says of the training, and not of the ranks of one start."""
+def _select_run_state(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a trainer's state that is about the training, not about single ranks."""
     return Run(document).state() if is_document(document) else document
 
 
-def _step(train: TrainState) -> float | None:
-    """The run's counter, else the optimizer's, as a target derives it."""
+def _get_step(train: TrainState) -> float | None:
+    """Return the run's step counter, else the optimizer's, like the writers do."""
     return (
         train.step if train.step is not None else max(train.optimizer_step.values(), default=None)
     )
 
 
-def _unequal(name: str, a: Any, b: Any) -> Iterator[Value]:
-    if _plain(a) != _plain(b):
-        yield Value(name, a, b)
+def _compare_values(name: str, a: Any, b: Any) -> Iterator[StateDifference]:
+    if _normalize(a) != _normalize(b):
+        yield StateDifference(name, a, b)
 
 
-def _plain(value: Any) -> Any:
-    """Without the differences that a file format makes: tuples and lists, texts for numbers."""
+def _normalize(value: Any) -> Any:
+    """Remove the differences that file formats cause: tuples or lists, str or int keys."""
     if isinstance(value, Mapping):
-        plain = {str(key): _plain(item) for key, item in value.items()}
+        plain = {str(key): _normalize(item) for key, item in value.items()}
         return {key: item for key, item in plain.items() if not _is_empty(item)}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_normalize(item) for item in value]
     return value
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether it holds nothing: DCP loses empty dicts."""
+    """Return whether a container has no values: DCP does not keep empty dicts."""
     return isinstance(value, (dict, list)) and all(map(_is_empty, value))
 
 
-def _scaler(train: TrainState) -> Any:
+def _normalize_scaler(train: TrainState) -> Any:
     if loss_scale.is_idle(train.scaler):
         return None
     return loss_scale.convert_to_torch(train.scaler) or train.scaler
 
 
-def _mapped(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Value]:
+def _compare_mappings(
+    name: str, a: Mapping[str, Any], b: Mapping[str, Any]
+) -> Iterator[StateDifference]:
     for key in dict.fromkeys((*a, *b)):
-        yield from _unequal(f"{name}: {key}", a.get(key), b.get(key))
+        yield from _compare_values(f"{name}: {key}", a.get(key), b.get(key))
 
 
-def _loose(
+def _compare_non_tensor_state(
     a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str, Any]]
-) -> Iterator[Value]:
-    """What optimizers keep beside tensors and steps; one value for all with the same difference."""
+) -> Iterator[StateDifference]:
+    """Compare other state of optimizers; yield one item per distinct difference."""
     found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
     for fqn in dict.fromkeys((*a, *b)):
         left, right = a.get(fqn, {}), b.get(fqn, {})
         for key in dict.fromkeys((*left, *right)):
             one, two = left.get(key), right.get(key)
-            if _plain(one) != _plain(two):
+            if _normalize(one) != _normalize(two):
                 same = key, repr(one), repr(two)
                 found.setdefault(same, (one, two, []))[-1].append(fqn)
     for (key, _, _), (one, two, fqns) in found.items():
-        yield Value(f"optimizer state: {key} of {some(fqns, 1)}", one, two)
+        yield StateDifference(f"optimizer state: {key} of {some(fqns, 1)}", one, two)
 
 
-def _steps(a: Mapping[str, float], b: Mapping[str, float]) -> Iterator[Value]:
-    """One value for all parameters with the same difference."""
+def _compare_optimizer_steps(
+    a: Mapping[str, float], b: Mapping[str, float]
+) -> Iterator[StateDifference]:
+    """Compare the optimizer's steps; yield one item per distinct difference."""
     found: dict[tuple[float | None, float | None], list[str]] = {}
     for fqn in dict.fromkeys((*a, *b)):
         if a.get(fqn) != b.get(fqn):
             found.setdefault((a.get(fqn), b.get(fqn)), []).append(fqn)
     for (left, right), fqns in found.items():
-        yield Value(f"optimizer step of {some(fqns, 1)}", left, right)
+        yield StateDifference(f"optimizer step of {some(fqns, 1)}", left, right)
 
 
-def _hypers(a: TrainState, b: TrainState) -> Iterator[Value]:
-    """One value for all parameters with the same difference."""
-    one, two = _by_parameter(a), _by_parameter(b)
+def _compare_hyperparameters(a: TrainState, b: TrainState) -> Iterator[StateDifference]:
+    """Compare hyper-parameters; yield one item per distinct difference."""
+    one, two = _index_by_parameter(a), _index_by_parameter(b)
     if bool(one) != bool(two):
-        yield Value("param groups", len(a.param_groups) or None, len(b.param_groups) or None)
+        yield StateDifference(
+            "param groups", len(a.param_groups) or None, len(b.param_groups) or None
+        )
         return
     found: dict[tuple[str, str, str], list[str]] = {}
     for fqn in dict.fromkeys((*one, *two)):
@@ -135,11 +145,11 @@ def _hypers(a: TrainState, b: TrainState) -> Iterator[Value]:
             continue
         left, right = one[fqn], two[fqn]
         for key in left:
-            if key in right and _plain(left[key]) != _plain(right[key]):
+            if key in right and _normalize(left[key]) != _normalize(right[key]):
                 found.setdefault((key, repr(left[key]), repr(right[key])), []).append(fqn)
     for (key, left_text, right_text), fqns in found.items():
-        yield Value(f"{key} of {some(fqns, 1)}", left_text, right_text)
+        yield StateDifference(f"{key} of {some(fqns, 1)}", left_text, right_text)
 
 
-def _by_parameter(train: TrainState) -> dict[str, Mapping[str, Any]]:
+def _index_by_parameter(train: TrainState) -> dict[str, Mapping[str, Any]]:
     return {fqn: group.hyper for group in train.param_groups for fqn in group.fqns}

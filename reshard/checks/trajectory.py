@@ -1,17 +1,17 @@
-"""Two runs step by step: what their logs say, and how far one is from the other.
+"""Comparison of two runs step by step, from their logs.
 
-A log has a JSON object a line. A line with ``step`` and ``loss`` is an optimizer step:
+Each line of a log is a JSON object. A line with ``step`` and ``loss`` is an optimizer step:
 
 ==================  ================================================================================
-``step``            steps that were done, this one and those before the checkpoint included
-``loss``            a number, or null where it is not finite
-``loss_hex``        the same as ``float.hex`` writes it: without it nothing is said about its bits
-``grad_norm``       the gradient norm; may be left out
-``grad_norm_hex``   the same as ``float.hex`` writes it
+``step``            number of steps done, this one and those before the checkpoint included
+``loss``            a number, or null if it is not finite
+``loss_hex``        the loss as written by ``float.hex``; without it bits cannot be compared
+``grad_norm``       the gradient norm; optional
+``grad_norm_hex``   the gradient norm as written by ``float.hex``; optional
 ==================  ================================================================================
 
-A line with ``parameter_hash`` names the parameters at the end; other lines and keys are free. It is
-what ``python -m trainer --log`` writes.
+A line with ``parameter_hash`` identifies the final parameters; other lines and keys are ignored.
+``python -m trainer --log`` writes this format.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from reshard.errors import CorruptError, IncompleteError
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A value of a log; ``exact`` where it was written as hex, which no decimals have rounded."""
+    """A number from a log; ``exact`` if it was logged as hex, so that it was not rounded."""
 
     value: float
     exact: bool
 
     def hex(self) -> str | None:
-        """As the log has it; None where it has decimals only."""
+        """Return the number as hex; None if the log has only decimals."""
         return self.value.hex() if self.exact else None
 
 
@@ -47,26 +47,26 @@ class Point:
     grad_norm: Number | None = None  # None: not in the log
 
     def to_json(self) -> dict[str, Any]:
-        """As the log has it; numbers that are not finite are null, as there."""
+        """Return the step as in the log; numbers that are not finite are null."""
         norm = self.grad_norm
         return {
             "step": self.step,
-            "loss": _finite(self.loss),
+            "loss": _finite_or_none(self.loss),
             "loss_hex": self.loss.hex(),
-            "grad_norm": _finite(norm),
+            "grad_norm": _finite_or_none(norm),
             "grad_norm_hex": norm.hex() if norm else None,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The steps of a run, in order, and what its parameters were in the end."""
+    """The steps of a run, in order, and the hash of its final parameters."""
 
     points: tuple[Point, ...]
     parameter_hash: str | None = None
 
     def between(self, after: int, until: int) -> Series:
-        """The steps in ``(after, until]``; the final parameters only where that was the end."""
+        """Return the steps in ``(after, until]``; the hash is kept only if the run ended there."""
         points = tuple(p for p in self.points if after < p.step <= until)
         ended = self.points[-1].step == until
         return Series(points, self.parameter_hash if ended else None)
@@ -77,11 +77,12 @@ class Distance:
     """How far two series of numbers are apart.
 
     Args:
-        max_rel: the largest difference, relative to the larger of the two; infinite where one of
-            them alone is finite.
-        at: the step of that.
-        not_finite: steps at which neither is finite, which no number tells apart.
-        equal: every pair has the same bits; ``exact``: both were written as hex at every step.
+        max_rel: the largest difference, relative to the larger of the two; infinite if only one of
+            them is finite.
+        at: the step of the largest difference.
+        not_finite: steps at which neither number is finite, so that they cannot be compared.
+        equal: whether every pair has the same bits.
+        exact: whether both series were logged as hex at every step.
     """
 
     max_rel: float
@@ -91,7 +92,7 @@ class Distance:
     exact: bool
 
     def to_json(self) -> dict[str, Any]:
-        """A distance that has no number is null."""
+        """Return the fields; an infinite distance is null."""
         return {
             "max_rel": self.max_rel if math.isfinite(self.max_rel) else None,
             "at": self.at,
@@ -102,11 +103,12 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What two logs show of each other; a part that one of them lacks is None.
+    """The comparison of two logs; a part that one of them lacks is None.
 
     Args:
-        steps: those in both logs.
-        alone: those in one of them.
+        steps: steps in both logs.
+        alone: steps in only one of them.
+        loss, grad_norm: distances of the losses and of the gradient norms.
         parameters: whether the final parameters have the same hash.
     """
 
@@ -116,21 +118,21 @@ class Trajectory:
     grad_norm: Distance | None
     parameters: bool | None
 
-    def within(self, rtol: float) -> bool:
-        """Whether both logged the same steps, with finite losses as near as that."""
+    def is_within(self, rtol: float) -> bool:
+        """Return whether both logged the same steps, with finite losses within ``rtol``."""
         return not (self.alone or self.loss.not_finite) and self.loss.max_rel <= rtol
 
     @property
     def bitwise(self) -> bool:
-        """Whether every loss is known to have the same bits, and nothing else that is seen differs.
+        """Whether every loss is known to have the same bits, and nothing else in the logs differs.
 
-        Gradient norms and final parameters deny it where both logs have them.
+        Gradient norms and final parameters count if both logs have them.
         """
         denied = self.parameters is False or (self.grad_norm and not self.grad_norm.equal)
-        return self.within(0.0) and self.loss.exact and self.loss.equal and not denied
+        return self.is_within(0.0) and self.loss.exact and self.loss.equal and not denied
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that was compared."""
+        """Return everything that was compared."""
         return {
             "steps": list(self.steps),
             "alone": list(self.alone),
@@ -141,45 +143,46 @@ class Trajectory:
 
 
 def read(path: Path) -> Series:
-    """The steps of a log.
+    """Read the steps of a log.
 
     Raises:
-        IncompleteError: there is none, or it holds no step.
-        CorruptError: a line is no JSON object, a number none, or steps are not in order.
+        IncompleteError: the log does not exist, or has no step.
+        CorruptError: a line is not a JSON object, a value is not a number, or steps are not in
+            order.
     """
     if not path.is_file():
         raise IncompleteError(path, "the program wrote no log", _FORMAT)
     points: list[Point] = []
     parameter_hash = None
-    for where, line in _lines(path):
+    for where, line in _read_lines(path):
         if "step" in line and "loss" in line:
-            points.append(_point(where, line))
+            points.append(_parse_point(where, line))
             if len(points) > 1 and points[-1].step <= points[-2].step:
                 raise CorruptError(
                     where,
-                    f"is of step {points[-1].step}, after one of step {points[-2].step}",
+                    f"has step {points[-1].step} after a line with step {points[-2].step}",
                     "let one rank write the log, into a new file",
                 )
         if line.get("parameter_hash") is not None:
             parameter_hash = str(line["parameter_hash"])
     if not points:
-        raise IncompleteError(path, "holds no line with step and loss", _FORMAT)
+        raise IncompleteError(path, "has no line with step and loss", _FORMAT)
     return Series(tuple(points), parameter_hash)
 
 
 def compare(unbroken: Series, resumed: Series) -> Trajectory:
-    """What two runs have in common.
+    """Compare two runs at the steps that both logged.
 
     Raises:
-        IncompleteError: no step is in both.
+        IncompleteError: the logs have no step in common.
     """
     one, two = ({p.step: p for p in each.points} for each in (unbroken, resumed))
     steps = sorted(one.keys() & two.keys())
     if not steps:
         raise IncompleteError(
             "the logs",
-            f"have no step in common: {_span(one)} of the unbroken run, {_span(two)} of the"
-            " resumed one",
+            f"have no step in common: {_describe_steps(one)} of the unbroken run,"
+            f" {_describe_steps(two)} of the resumed one",
             "log the number of steps done, those before the checkpoint included",
         )
     pairs = {step: (one[step].loss, two[step].loss) for step in steps}
@@ -189,25 +192,25 @@ def compare(unbroken: Series, resumed: Series) -> Trajectory:
     return Trajectory(
         steps=tuple(steps),
         alone=tuple(sorted(one.keys() ^ two.keys())),
-        loss=_distance(pairs),
-        grad_norm=_distance(seen) if seen else None,
+        loss=_measure_distance(pairs),
+        grad_norm=_measure_distance(seen) if seen else None,
         parameters=None if None in hashes else hashes[0] == hashes[1],
     )
 
 
-def relative(a: float, b: float) -> float:
-    """How far two numbers are apart, relative to the larger; NaN where neither is finite."""
+def compute_relative_difference(a: float, b: float) -> float:
+    """Return ``|a - b|`` relative to the larger of the two; NaN if neither is finite."""
     finite = math.isfinite(a) + math.isfinite(b)
     if finite < 2:
         return math.nan if not finite else math.inf
     return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
 
 
-_FORMAT = 'expected a JSON line a step: {"step": 5, "loss": 4.5, "loss_hex": "0x1.2p+2", ...}'
+_FORMAT = 'expected one JSON line per step: {"step": 5, "loss": 4.5, "loss_hex": "0x1.2p+2", ...}'
 
 
-def _distance(pairs: Mapping[int, tuple[Number, Number]]) -> Distance:
-    apart = {step: relative(a.value, b.value) for step, (a, b) in pairs.items()}
+def _measure_distance(pairs: Mapping[int, tuple[Number, Number]]) -> Distance:
+    apart = {step: compute_relative_difference(a.value, b.value) for step, (a, b) in pairs.items()}
     known = {step: far for step, far in apart.items() if not math.isnan(far)}
     at = max(known, key=lambda step: known[step]) if known else min(apart)
     return Distance(
@@ -219,12 +222,12 @@ def _distance(pairs: Mapping[int, tuple[Number, Number]]) -> Distance:
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each line stands, and what it says."""
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the location of each line, for errors, and its parsed JSON object."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise CorruptError(path, f"is no text: {error}", _FORMAT) from error
+        raise CorruptError(path, f"is not UTF-8 text: {error}", _FORMAT) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -232,32 +235,36 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            raise CorruptError(where, f"is no JSON: {error}", _FORMAT) from error
+            raise CorruptError(where, f"is not JSON: {error}", _FORMAT) from error
         if not isinstance(value, dict):
-            raise CorruptError(where, "is no JSON object", _FORMAT)
+            raise CorruptError(where, "is not a JSON object", _FORMAT)
         yield where, value
 
 
-def _point(where: str, line: Mapping[str, Any]) -> Point:
+def _parse_point(where: str, line: Mapping[str, Any]) -> Point:
     step = line["step"]
     if type(step) is not int:
         raise CorruptError(where, f"step is {step!r}, expected a whole number", _FORMAT)
-    loss = _number(where, line, "loss")
-    return Point(step, loss, _number(where, line, "grad_norm") if "grad_norm" in line else None)
+    loss = _parse_number(where, line, "loss")
+    return Point(
+        step, loss, _parse_number(where, line, "grad_norm") if "grad_norm" in line else None
+    )
 
 
-def _number(where: str, line: Mapping[str, Any], name: str) -> Number:
-    """A number of a line, from its hex where it has that.
+def _parse_number(where: str, line: Mapping[str, Any], name: str) -> Number:
+    """Parse a number of a line, from its hex if it has one.
 
     Raises:
-        CorruptError: it is none.
+        CorruptError: the value is not a number.
     """
     value, text = line[name], line.get(f"{name}_hex")
     if text is not None:
         try:
             return Number(float.fromhex(text), exact=True)
         except (TypeError, ValueError) as error:
-            raise CorruptError(where, f"{name}_hex is {text!r}, no hex float", _FORMAT) from error
+            raise CorruptError(
+                where, f"{name}_hex is {text!r}, not a hex float", _FORMAT
+            ) from error
     if value is None:
         return Number(math.nan, exact=False)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -265,9 +272,9 @@ def _number(where: str, line: Mapping[str, Any], name: str) -> Number:
     return Number(float(value), exact=False)
 
 
-def _finite(number: Number | None) -> float | None:
+def _finite_or_none(number: Number | None) -> float | None:
     return number.value if number and math.isfinite(number.value) else None
 
 
-def _span(points: Mapping[int, Any]) -> str:
+def _describe_steps(points: Mapping[int, Any]) -> str:
     return f"steps {min(points)} to {max(points)}" if points else "none"

@@ -1,6 +1,6 @@
-"""What the elements of a tensor are: finite, negative, all zero. Told block by block.
+"""Facts about the elements of a tensor: NaN, infinite, negative, all zero.
 
-Blocks stay in the cache between the passes; a block without anything strange costs two.
+Elements are examined in blocks that stay in the CPU's cache; an ordinary block costs two passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 
 _BLOCK = 1 << 18  # elements
-_INFINITY = {BFLOAT16: 0x7F80, FLOAT16: 0x7C00}  # the bits; what lies above is NaN
+_INFINITY = {BFLOAT16: 0x7F80, FLOAT16: 0x7C00}  # the bits of infinity; larger magnitudes are NaN
 # float8 by name: the bits of infinity, and whether bits are NaN (torch 2.13
 # ``torch/headeronly/util/Float8_*.h``). The fnuz forms have one NaN, where -0 would be.
 _FLOAT8: dict[str, tuple[int | None, Callable[[int], bool]]] = {
@@ -26,89 +26,90 @@ _WITHOUT_ZERO = "float8_e8m0fnu"  # an exponent alone
 
 
 @dataclass(slots=True)
-class Facts:
-    """What was seen of a tensor, or of a block of it.
+class ElementFacts:
+    """Facts about the elements of a tensor, or of a block of it.
 
     Args:
-        nan, infinite, negative: how many elements; -0 is not negative.
-        first_strange: the flat index of the first that is NaN or infinite.
-        first_negative: of the first negative one.
+        nan, infinite, negative: numbers of such elements; -0 is not negative.
+        first_nonfinite: the flat index of the first element that is NaN or infinite.
+        first_negative: the flat index of the first negative element.
         is_zero: whether every element is zero.
     """
 
     nan: int = 0
     infinite: int = 0
     negative: int = 0
-    first_strange: int | None = None
+    first_nonfinite: int | None = None
     first_negative: int | None = None
     is_zero: bool = True
 
-    def add(self, other: Facts) -> None:
-        """Take over what another block of the same tensor has."""
+    def add(self, other: ElementFacts) -> None:
+        """Add the facts about another block of the same tensor."""
         self.nan += other.nan
         self.infinite += other.infinite
         self.negative += other.negative
         self.is_zero = self.is_zero and other.is_zero
-        self.first_strange = _earlier(self.first_strange, other.first_strange)
-        self.first_negative = _earlier(self.first_negative, other.first_negative)
+        self.first_nonfinite = _find_earlier(self.first_nonfinite, other.first_nonfinite)
+        self.first_negative = _find_earlier(self.first_negative, other.first_negative)
 
 
-def _earlier(a: int | None, b: int | None) -> int | None:
+def _find_earlier(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def look(block: bytearray, dtype: DType, start: int, *, signs: bool) -> Facts:
-    """What the elements of a block are.
+def examine(block: bytearray, dtype: DType, start: int, *, signs: bool) -> ElementFacts:
+    """Examine the elements of a block.
 
     Args:
-        block: contiguous elements.
-        start: the flat index of the first.
-        signs: whether negative elements are counted.
+        block: contiguous elements of ``dtype``.
+        dtype: the dtype of the block.
+        start: the flat index of the first element.
+        signs: whether to count negative elements.
     """
     import numpy as np
 
     from reshard.move import cast
 
     step: str
-    see: Callable[[Any, DType, bool], tuple[Any, ...]]
+    examine_block: Callable[[Any, DType, bool], tuple[Any, ...]]
     if dtype in _INFINITY:
-        step, see = "<u2", _see_half
+        step, examine_block = "<u2", _examine_half
     elif dtype.family == "float":
-        step, see = cast.numpy_dtype(dtype, casting=True), _see_float
+        step, examine_block = cast.numpy_dtype(dtype, casting=True), _examine_float
     elif dtype.family == "complex":
-        step, see = f"<f{dtype.itemsize // 2}", _see_float
+        step, examine_block = f"<f{dtype.itemsize // 2}", _examine_float
     else:
-        step, see = "u1", _see_float8 if dtype.family == "float8" else _see_bits
+        step, examine_block = "u1", _examine_float8 if dtype.family == "float8" else _examine_bytes
     parts = 2 if dtype.family == "complex" else 1
-    parts = dtype.itemsize if see is _see_bits else parts
-    held: Any = np.frombuffer(block, step)
-    found = Facts()
+    parts = dtype.itemsize if examine_block is _examine_bytes else parts
+    elements: Any = np.frombuffer(block, step)
+    facts = ElementFacts()
     with np.errstate(all="ignore"):
-        for at in range(0, held.size, _BLOCK):
-            seen = _Seen(*see(held[at : at + _BLOCK], dtype, signs))
-            found.add(seen.facts(start, at, parts))
-    return found
+        for at in range(0, elements.size, _BLOCK):
+            seen = _Masks(*examine_block(elements[at : at + _BLOCK], dtype, signs))
+            facts.add(seen.summarize(start, at, parts))
+    return facts
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """Masks of the elements of one kind, where there are any."""
+class _Masks:
+    """Masks of the NaN, infinite and negative elements of a block; None if there are none."""
 
     is_zero: bool
     nan: Any = None
     infinite: Any = None
     negative: Any = None
 
-    def facts(self, start: int, at: int, parts: int) -> Facts:
-        """As facts; a complex element has two parts."""
-        strange = _first(self.nan), _first(self.infinite)
-        places = [start + (at + place) // parts for place in strange if place is not None]
-        negative = _first(self.negative)
-        return Facts(
+    def summarize(self, start: int, at: int, parts: int) -> ElementFacts:
+        """Return the masks as facts; ``parts`` is the number of mask items of one element."""
+        nonfinite = _find_first(self.nan), _find_first(self.infinite)
+        positions = [start + (at + index) // parts for index in nonfinite if index is not None]
+        negative = _find_first(self.negative)
+        return ElementFacts(
             nan=_count(self.nan),
             infinite=_count(self.infinite),
             negative=_count(self.negative),
-            first_strange=min(places, default=None),
+            first_nonfinite=min(positions, default=None),
             first_negative=None if negative is None else start + (at + negative) // parts,
             is_zero=self.is_zero,
         )
@@ -118,11 +119,11 @@ def _count(mask: Any) -> int:
     return 0 if mask is None else int(mask.sum())
 
 
-def _first(mask: Any) -> int | None:
+def _find_first(mask: Any) -> int | None:
     return int(mask.argmax()) if mask is not None and mask.any() else None
 
 
-def _see_float(values: Any, _dtype: DType, signs: bool) -> tuple[Any, ...]:
+def _examine_float(values: Any, _dtype: DType, signs: bool) -> tuple[Any, ...]:
     import numpy as np
 
     low, high = values.min(), values.max()  # NaN if there is one
@@ -132,7 +133,7 @@ def _see_float(values: Any, _dtype: DType, signs: bool) -> tuple[Any, ...]:
     return False, np.isnan(values), np.isinf(values), negative
 
 
-def _see_half(bits: Any, dtype: DType, signs: bool) -> tuple[Any, ...]:
+def _examine_half(bits: Any, dtype: DType, signs: bool) -> tuple[Any, ...]:
     magnitude = bits & 0x7FFF
     largest, infinity = magnitude.max(), _INFINITY[dtype]
     nan = magnitude > infinity if largest > infinity else None
@@ -141,7 +142,7 @@ def _see_half(bits: Any, dtype: DType, signs: bool) -> tuple[Any, ...]:
     return bool(largest == 0), nan, infinite, negative
 
 
-def _see_float8(bits: Any, dtype: DType, _signs: bool) -> tuple[Any, ...]:
+def _examine_float8(bits: Any, dtype: DType, _signs: bool) -> tuple[Any, ...]:
     import numpy as np
 
     infinity, is_nan = _FLOAT8[dtype.name]
@@ -151,5 +152,5 @@ def _see_float8(bits: Any, dtype: DType, _signs: bool) -> tuple[Any, ...]:
     return bool(zero.all()), nan, infinite, None
 
 
-def _see_bits(octets: Any, _dtype: DType, _signs: bool) -> tuple[Any, ...]:
+def _examine_bytes(octets: Any, _dtype: DType, _signs: bool) -> tuple[Any, ...]:
     return (not octets.any(),)

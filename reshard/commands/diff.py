@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from reshard import dtypes, formats, keys, units
 from reshard.box import index_of
 from reshard.checks import train
-from reshard.checks.compare import Difference, Tolerance, differences
-from reshard.checks.pairs import COPY, WEIGHT, Key, Pair, Paired, pair
+from reshard.checks.compare import TensorDifference, Tolerance, find_differences
+from reshard.checks.pairs import COPY, WEIGHT, Pair, Paired, PairKey, pair
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.options import ReadOptions
@@ -107,9 +107,9 @@ class DiffReport:
     equal: int = 0  # tensors that are the same under the tolerance
     equal_by_kind: dict[str, int] = field(default_factory=dict)
     unequal: list[Unequal] = field(default_factory=list)
-    only_a: list[Key] = field(default_factory=list)
-    only_b: list[Key] = field(default_factory=list)
-    train: list[train.Value] = field(default_factory=list)
+    only_a: list[PairKey] = field(default_factory=list)
+    only_b: list[PairKey] = field(default_factory=list)
+    train: list[train.StateDifference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     exact: bool = True
     bytes_read: int = 0
@@ -207,7 +207,7 @@ def compare(
         shown = ", ".join(paired.unnamed[:LISTED])
         report.notes.append(f"tied weights that only one checkpoint names: {shown}")
     if selection.has_train_state:
-        found = train.differences(left, right)
+        found = train.find_differences(left, right)
         report.train = [value for value in found if selection.is_selected(value.name)]
         paired.pairs += (
             each for each in _pair_own_tensors(left, right) if selection.is_selected(each.fqn)
@@ -271,7 +271,7 @@ class _Selection:
             [fqn for fqn in paired.unnamed if self._is_key_selected((WEIGHT, fqn))],
         )
 
-    def _is_key_selected(self, key: Key) -> bool:
+    def _is_key_selected(self, key: PairKey) -> bool:
         kind, fqn = key
         group = WEIGHTS if kind in (WEIGHT, COPY) else OPTIMIZER
         return self.is_selected(fqn) and (not self._kinds or bool(self._kinds & {group, kind}))
@@ -294,7 +294,7 @@ def _compare(
     ]
     report.bytes_read = sum(a.nbytes + b.nbytes for _, (a, b, _) in compared)
     with open_progress(meter, report.bytes_read) as progress:
-        differing = differences(
+        differing = find_differences(
             [tensors for _, tensors in compared],
             tolerance,
             workers=workers,
@@ -348,7 +348,7 @@ def _are_floats(each: Pair) -> bool:
 
 
 def _describe_difference(
-    each: Pair, found: Difference | None, dtype: DType | None
+    each: Pair, found: TensorDifference | None, dtype: DType | None
 ) -> Unequal | None:
     """Return how a pair differs in shape, dtype or values; None if it does not."""
     a, b = each.a, each.b

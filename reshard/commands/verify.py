@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import formats, keys, units
 from reshard.checks import deep, hashes, names, quick, result, scan
-from reshard.checks.opening import opened
+from reshard.checks.opening import open_manifest
 from reshard.checks.result import Check, not_applicable, not_run
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
@@ -169,7 +169,7 @@ def verify(
         check_destination(path, sources, is_directory=False, overwrite=options.overwrite)
     mode = "deep" if options.reads_all else "quick"
     report = VerifyReport(str(sources[0]), mode, options.given())
-    manifest = opened(lambda: _read(sources, options))
+    manifest = open_manifest(lambda: _read(sources, options))
     if isinstance(manifest, Check):
         report.checks = _list_checks_without_source(manifest, options)
     else:
@@ -229,17 +229,17 @@ def _run_quick_checks(
     shapes: ModelShapes | None,
 ) -> list[Check]:
     return [
-        quick.headers(manifest),
-        quick.safe(manifest, options.allow_pickle),
-        quick.complete(manifest),
-        quick.agreement(manifest),
-        quick.index(manifest),
-        quick.coverage(manifest),
-        quick.ranks(manifest),
-        quick.stale(manifest, sources),
-        quick.steps(manifest),
-        quick.slots(manifest),
-        quick.model(manifest, shapes),
+        quick.check_headers(manifest),
+        quick.check_safe(manifest, options.allow_pickle),
+        quick.check_complete(manifest),
+        quick.check_agreement(manifest),
+        quick.check_index(manifest),
+        quick.check_coverage(manifest),
+        quick.check_ranks(manifest),
+        quick.check_stale(manifest, sources),
+        quick.check_steps(manifest),
+        quick.check_slots(manifest),
+        quick.check_model(manifest, shapes),
     ]
 
 
@@ -253,11 +253,11 @@ def _run_deep_checks(
 ) -> None:
     """Read every byte, and add the deep checks to the report."""
     config = _read_config(manifest)
-    digests = hashes.wanted(manifest) if options.write_manifest else {}
+    digests = hashes.choose_dtypes(manifest) if options.write_manifest else {}
     if listed:
-        for key, dtypes in hashes.wanted_for(manifest, listed).items():
+        for key, dtypes in hashes.choose_dtypes_to_compare(manifest, listed).items():
             digests[key] = tuple(dict.fromkeys((*digests.get(key, ()), *dtypes)))
-    planned = deep.tasks(manifest, config=config, told=shapes, digests=digests)
+    planned = deep.plan_tasks(manifest, config=config, shapes=shapes, digests=digests)
     workers, window_bytes = options.budget()
     with open_progress(meter, sum(task.nbytes for task in planned)) as progress:
         seen = scan.scan(
@@ -274,20 +274,20 @@ def _run_deep_checks(
         return any(pattern.search(fqn) for pattern in patterns)
 
     report.checks += [
-        deep.crc(manifest, seen),
-        deep.replicas_equal(planned, seen),
-        deep.masters(manifest, planned, seen),
-        deep.tied(manifest, planned, seen, config=config, told=shapes),
-        deep.padding(manifest, window_bytes),
-        deep.finite(manifest, seen, ignored),
-        deep.moments(manifest, seen, ignored),
-        deep.zeros(manifest, seen, ignored),
-        hashes.against(manifest, listed, seen.digests)
+        deep.check_crc(manifest, seen),
+        deep.check_replicas(planned, seen),
+        deep.check_masters(manifest, planned, seen),
+        deep.check_tied(manifest, planned, seen, config=config, shapes=shapes),
+        deep.check_padding(manifest, window_bytes),
+        deep.check_finite(manifest, seen, ignored),
+        deep.check_moments(manifest, seen, ignored),
+        deep.check_zeros(manifest, seen, ignored),
+        hashes.check_against(manifest, listed, seen.digests)
         if listed
         else not_applicable(names.AGAINST, "no --against"),
     ]
     if options.write_manifest:
-        _write_manifest(hashes.contents(manifest, seen.digests), report, options)
+        _write_manifest(hashes.build_contents(manifest, seen.digests), report, options)
 
 
 def _read_config(manifest: Manifest) -> dict[str, Any] | None:

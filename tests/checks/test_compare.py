@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard
-from reshard.checks.compare import Tolerance, differences
+from reshard.checks.compare import Tolerance, find_differences
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 OTHERS = ("float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8", "bool", "complex64")
@@ -27,7 +27,7 @@ def entries(tmp_path, name, tensor):
 def compare(a, b, tmp_path, tolerance=None, dtype=None, window_bytes=64):
     one, two = entries(tmp_path, "a", a), entries(tmp_path, "b", b)
     pairs = [(one, two, dtype or one.dtype)]
-    found = differences(
+    found = find_differences(
         pairs,
         tolerance or Tolerance(),
         workers=2,

@@ -1,4 +1,4 @@
-"""Every byte is read, in every layout: digests, checksums, rivals and padding."""
+"""Every byte is read, in every layout: digests, checksums, counterparts and padding."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from reshard import dtypes
 from reshard.box import index_of, whole
-from reshard.checks.gaps import count_other, gaps
-from reshard.checks.scan import Rival, Task, chunk_at, replicas, scan
+from reshard.checks.gaps import count_unexpected, find_gaps
+from reshard.checks.scan import Counterpart, Task, find_chunk, scan, split_replicas
 from reshard.chunks import contiguous
 from reshard.files import SourceFiles
 from reshard.layout.partition import run_chunks
@@ -84,7 +84,9 @@ def test_a_copy_is_the_cast_of_its_master(tmp_path, dtype, window_bytes):
         two, two_file = stored(tmp_path, "copy", held)
         files = {file.path: file for file in (one_file, two_file)}
         found = scanned(
-            [Task(one, (Rival("masters", two, looked_at=True),))], files, window_bytes=window_bytes
+            [Task(one, (Counterpart("masters", two, examine=True),))],
+            files,
+            window_bytes=window_bytes,
         )
         assert sum(each.difference.count for each in found.unequal) == unequal
         for each in found.unequal:
@@ -100,13 +102,13 @@ def test_replicas_are_told_apart(tmp_path):
     other, other_file = stored(tmp_path, "1", values)
     third, third_file = stored(tmp_path, "2", torch.arange(24.0).reshape(4, 6))
     entry = replace(first, chunks=first.chunks + other.chunks + third.chunks)
-    rivals = tuple(Rival("replicas", each) for each in replicas(entry))
-    assert len(rivals) == 2
+    counterparts = tuple(Counterpart("replicas", each) for each in split_replicas(entry))
+    assert len(counterparts) == 2
     files = {file.path: file for file in (first_file, other_file, third_file)}
-    (found,) = scanned([Task(entry, rivals)], files).unequal
-    assert found.rival.entry.chunks == other.chunks
+    (found,) = scanned([Task(entry, counterparts)], files).unequal
+    assert found.counterpart.entry.chunks == other.chunks
     assert (found.difference.first, found.difference.count) == (13, 1)
-    assert chunk_at(found.rival.entry, (2, 1)).file == other_file.path
+    assert find_chunk(found.counterpart.entry, (2, 1)).file == other_file.path
 
 
 def test_gaps_are_what_no_tensor_covers(tmp_path):
@@ -124,13 +126,13 @@ def test_gaps_are_what_no_tensor_covers(tmp_path):
         chunks = run_chunks(str(path), 4 + 4 * start, dtypes.FLOAT32, shape, 0, stop - start)
         return Entry(fqn, "master", dtypes.FLOAT32, shape, tuple(chunks))
 
-    found = gaps([entry("b", 8, 14), entry("a", 2, 5)], {str(path): file})
+    found = find_gaps([entry("b", 8, 14), entry("a", 2, 5)], {str(path): file})
     assert [(g.byte_offset, g.nbytes, g.fqn) for g in found] == [
         (4, 8, "a"),
         (24, 12, "a"),
         (60, 24, "b"),
     ]
     with SourceFiles() as pool:
-        assert [count_other(pool, gap, {bytes(4)}, 8) for gap in found] == [0, 0, 1]
+        assert [count_unexpected(pool, gap, {bytes(4)}, 8) for gap in found] == [0, 0, 1]
         nine = np.float32(9).tobytes()
-        assert count_other(pool, found[-1], {bytes(4), nine}, 8) == 0
+        assert count_unexpected(pool, found[-1], {bytes(4), nine}, 8) == 0

@@ -33,7 +33,7 @@ RUN = [line(5, 2.5), line(6, 2.25), line(7, 2.0)]
 def test_equal_losses_are_bitwise(tmp_path):
     seen = compared(tmp_path, RUN, RUN)
     assert seen.bitwise
-    assert seen.within(0.0)
+    assert seen.is_within(0.0)
     assert (seen.steps, seen.alone) == ((5, 6, 7), ())
     assert seen.grad_norm is None
     assert seen.parameters is None
@@ -42,15 +42,15 @@ def test_equal_losses_are_bitwise(tmp_path):
 def test_the_last_bit_is_seen(tmp_path):
     seen = compared(tmp_path, RUN, [*RUN[:2], line(7, math.nextafter(2.0, 3))])
     assert not seen.bitwise
-    assert not seen.within(0.0)
-    assert seen.within(1e-15)
+    assert not seen.is_within(0.0)
+    assert seen.is_within(1e-15)
     assert (seen.loss.at, seen.loss.max_rel) == (7, 2**-51 / math.nextafter(2.0, 3))
 
 
 def test_decimals_are_no_bits(tmp_path):
     plain = [{"step": 5, "loss": 2.5}]
     seen = compared(tmp_path, plain, plain)
-    assert seen.within(0.0)
+    assert seen.is_within(0.0)
     assert not seen.bitwise
 
 
@@ -70,7 +70,7 @@ def test_another_gradient_norm_denies_the_bits_alone(tmp_path, end):
         [*RUN[:2], end],
     )
     assert not seen.bitwise
-    assert seen.within(0.0)
+    assert seen.is_within(0.0)
 
 
 def test_a_norm_that_one_log_lacks_is_not_compared(tmp_path):
@@ -97,14 +97,14 @@ def test_parameters_of_another_step_are_none(tmp_path):
 def test_a_step_that_one_run_lacks_is_no_trajectory(tmp_path):
     seen = compared(tmp_path, RUN, RUN[:2])
     assert seen.alone == (7,)
-    assert not seen.within(0.5)
+    assert not seen.is_within(0.5)
 
 
 def test_losses_that_are_not_finite_show_nothing(tmp_path):
     broken = [*RUN[:2], {"step": 7, "loss": None}]
     seen = compared(tmp_path, broken, broken)
     assert seen.loss.not_finite == (7,)
-    assert not seen.within(0.5)
+    assert not seen.is_within(0.5)
     assert not seen.bitwise
     assert compared(tmp_path, RUN, broken).loss.max_rel == math.inf
 
@@ -117,12 +117,12 @@ def test_no_common_step_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"step": 5, "loss": 2.5', "line 1: is no JSON"),
-        ("[1]", "line 1: is no JSON object"),
+        ('{"step": 5, "loss": 2.5', "line 1: is not JSON"),
+        ("[1]", "line 1: is not a JSON object"),
         ('{"step": "5", "loss": 2.5}', "expected a whole number"),
         ('{"step": true, "loss": 2.5}', "expected a whole number"),
         ('{"step": 5, "loss": "2.5"}', "expected a number"),
-        ('{"step": 5, "loss": 2.5, "loss_hex": "2,5"}', "no hex float"),
+        ('{"step": 5, "loss": 2.5, "loss_hex": "2,5"}', "not a hex float"),
         ('{"step": 5, "loss": 2.5}\n{"step": 5, "loss": 2.5}', "let one rank write the log"),
     ],
 )
@@ -136,5 +136,5 @@ def test_no_log_and_no_step_are_errors(tmp_path):
     with pytest.raises(IncompleteError, match="wrote no log"):
         trajectory.read(tmp_path / "log")
     (tmp_path / "log").write_text('{"parameter_hash": "ab"}\n\n')
-    with pytest.raises(IncompleteError, match="holds no line with step and loss"):
+    with pytest.raises(IncompleteError, match="has no line with step and loss"):
         trajectory.read(tmp_path / "log")

@@ -15,7 +15,7 @@ OTHERS = [d for d in dtypes.ALL if d.family in ("int", "bool")]
 
 
 def seen(raw: bytes, dtype, **options):
-    return values.look(bytearray(raw), dtype, 0, signs=True, **options)
+    return values.examine(bytearray(raw), dtype, 0, signs=True, **options)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -30,7 +30,7 @@ def test_any_bits_are_told_as_torch_tells_them(dtype, data):
     assert found.nan == int(parts.isnan().sum())
     assert found.infinite == int(parts.isinf().sum())
     strange = (~parts.isfinite()).any(dim=1).nonzero().flatten().tolist()
-    assert found.first_strange == (strange[0] if strange else None)
+    assert found.first_nonfinite == (strange[0] if strange else None)
     assert found.is_zero == bool((parts == 0).all())
     if dtype.family == "float":
         negative = (parts[:, 0] < 0).nonzero().flatten().tolist()
@@ -43,7 +43,7 @@ def test_other_elements_are_zero_or_not(dtype):
     assert seen(bytes(6 * dtype.itemsize), dtype).is_zero
     raw = bytearray(6 * dtype.itemsize)
     raw[-1] = 1
-    assert seen(raw, dtype) == values.Facts(is_zero=False)
+    assert seen(raw, dtype) == values.ElementFacts(is_zero=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
@@ -52,7 +52,7 @@ def test_places_count_from_the_start_of_the_tensor(dtype, monkeypatch):
     numbers = torch.ones(11, dtype=getattr(torch, dtype))
     numbers[6], numbers[9], numbers[10] = float("inf"), -2, float("nan")
     raw = bytearray(numbers.view(torch.uint8).numpy().tobytes())
-    found = values.look(raw, dtypes.BY_NAME[dtype], 100, signs=True)
-    assert (found.first_strange, found.first_negative) == (106, 109)
+    found = values.examine(raw, dtypes.BY_NAME[dtype], 100, signs=True)
+    assert (found.first_nonfinite, found.first_negative) == (106, 109)
     assert (found.nan, found.infinite, found.negative) == (1, 1, 1)
-    assert values.look(raw, dtypes.BY_NAME[dtype], 0, signs=False).negative == 0
+    assert values.examine(raw, dtypes.BY_NAME[dtype], 0, signs=False).negative == 0

@@ -16,7 +16,7 @@ import torch
 
 from reshard import formats
 from reshard.box import index_of
-from reshard.checks.scan import chunk_at
+from reshard.checks.scan import find_chunk
 from reshard.manifest import Entry, Manifest, Record
 
 
@@ -53,7 +53,7 @@ def write(
         seal: make the stored CRC-32 right again, as a program would that wrote it so.
     """
     index = index_of(flat, entry.shape)
-    first = chunk_at(entry, index)
+    first = find_chunk(entry, index)
     chunk = [c for c in entry.chunks if c.box == first.box][replica]
     inside = (i - o for i, o in zip(index, chunk.box.origin, strict=True))
     at = chunk.byte_offset + sum(i * s for i, s in zip(inside, chunk.byte_strides, strict=True))
@@ -80,7 +80,7 @@ def _reseal(content: bytearray, record: Record, crc: int) -> None:
 
 def read(entry: Entry, flat: int, numel: int = 1) -> bytes:
     """The bytes of neighbouring elements of one stored block."""
-    chunk = chunk_at(entry, index_of(flat, entry.shape))
+    chunk = find_chunk(entry, index_of(flat, entry.shape))
     inside = (i - o for i, o in zip(index_of(flat, entry.shape), chunk.box.origin, strict=True))
     at = chunk.byte_offset + sum(i * s for i, s in zip(inside, chunk.byte_strides, strict=True))
     with Path(chunk.file).open("rb") as file:

@@ -258,7 +258,7 @@ class _ResumeCheck:
         checkpoint = folder / "checkpoint"
         split(self._source, checkpoint, layout.options)
         model, wrap = layout.options.model, layout.options.wrap
-        wiped = control.forget_optimizer(formats.read(checkpoint, model=model, wrap=wrap))
+        wiped = control.wipe_optimizer(formats.read(checkpoint, model=model, wrap=wrap))
         run = self._resume_layout(layout, checkpoint, folder)
         shutil.rmtree(checkpoint)  # it must never be used for training
         result = ControlRun(run, wiped)

@@ -81,7 +81,7 @@ class LayoutResult:
             return self.state.same
         if self.trajectory is None or not self.tensors_equal:
             return False
-        return self.trajectory.bitwise if level == "bitwise" else self.trajectory.within(rtol)
+        return self.trajectory.bitwise if level == "bitwise" else self.trajectory.is_within(rtol)
 
     def to_json(self, rtol: float) -> dict[str, Any]:
         """Return all results."""
@@ -106,7 +106,7 @@ class ControlRun:
 
     def noticed(self, rtol: float) -> bool:
         """Return whether the losses differ by more than the tolerance."""
-        return self.trajectory is not None and not self.trajectory.within(rtol)
+        return self.trajectory is not None and not self.trajectory.is_within(rtol)
 
     def to_json(self, rtol: float) -> dict[str, Any]:
         """Return all results."""
@@ -261,7 +261,7 @@ def _describe_trajectory(compared: Trajectory, rtol: float, steps: int) -> Itera
         if len(compared.steps) != steps
         else f"{steps} steps"
     )
-    outside = "" if compared.within(rtol) else "OUTSIDE the "
+    outside = "" if compared.is_within(rtol) else "OUTSIDE the "
     tolerance = "" if compared.loss.equal else f" ({outside}tolerance {rtol:g})"
     yield format_row("  losses", f"{_describe_distance(compared.loss)}{tolerance}; {at}")
     if compared.loss.not_finite:
