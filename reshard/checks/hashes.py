@@ -246,15 +246,12 @@ def _match(manifest: Manifest, listed: Contents) -> Iterator[tuple[str, Content,
     for (kind, fqn), content in listed.tensors.items():
         aliases = [fqn]
         if kind == pairs.WEIGHT:
-            aliases += sorted(_find_aliases(fqn, listed.tied) | _find_aliases(fqn, manifest.tied))
+            aliases += sorted(
+                pairs.find_aliases(fqn, listed.tied) | pairs.find_aliases(fqn, manifest.tied)
+            )
         entry = next((stored[kind, name] for name in aliases if (kind, name) in stored), None)
         if entry is not None:
             yield fqn, content, entry
-
-
-def _find_aliases(fqn: str, tied: Mapping[str, str]) -> set[str]:
-    kept = tied.get(fqn, fqn)
-    return {kept, *(alias for alias, first in tied.items() if first == kept)}
 
 
 def _find_unmatched(
@@ -273,7 +270,9 @@ def _find_unmatched(
     extra = []
     for key, entry in stored.items():
         aliases = (
-            _find_aliases(key[1], manifest.tied) | _find_aliases(key[1], listed.tied) | {key[1]}
+            pairs.find_aliases(key[1], manifest.tied)
+            | pairs.find_aliases(key[1], listed.tied)
+            | {key[1]}
         )
         known = any((key[0], name) in listed.tensors for name in aliases)
         if not known and (key[0] == pairs.WEIGHT or entry.numel):

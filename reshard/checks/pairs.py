@@ -104,10 +104,11 @@ def _is_known(
     if kind != WEIGHT:
         entry = has.entries.get(key)
         return entry is not None and not entry.numel
-    aliases = _names_of(fqn, has) | _names_of(fqn, other)
+    aliases = find_aliases(fqn, has.tied) | find_aliases(fqn, other.tied)
     return any((WEIGHT, name) in others for name in aliases)
 
 
-def _names_of(fqn: str, manifest: Manifest) -> set[str]:
-    kept = manifest.tied.get(fqn, fqn)
-    return {kept, *(alias for alias, first in manifest.tied.items() if first == kept)}
+def find_aliases(fqn: str, tied: Mapping[str, str]) -> set[str]:
+    """Return all names of a weight, its own included; ``tied`` maps aliases to the kept name."""
+    kept = tied.get(fqn, fqn)
+    return {kept, *(alias for alias, first in tied.items() if first == kept)}

@@ -143,11 +143,11 @@ def scan(
             workers,
             lambda item: progress(item.nbytes),
         )
-        found = reader.result
-        found.bytes_read = sum(task.nbytes for task in tasks)
-        _check_records(found, files, pool, reader.reads, workers)
-    found.unequal = _join_blocks(found.unequal)
-    return found
+        result = reader.result
+        result.bytes_read = sum(task.nbytes for task in tasks)
+        _check_records(result, files, pool, reader.reads, workers)
+    result.unequal = _join_blocks(result.unequal)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class _Worker:
 
     def __call__(self, item: _Item) -> None:
         """Read all blocks of an item."""
-        task, found = item.task, self._reader.result
+        task, result = item.task, self._reader.result
         hashes = {dtype: hashlib.sha256() for dtype in task.digests}
         facts = ElementFacts()
         for box in item.boxes:
@@ -230,9 +230,9 @@ class _Worker:
             for dtype, digest in hashes.items():
                 digest.update(self._cast(block, task.entry.dtype, dtype)[0])
         with self._reader.lock:
-            found.facts.setdefault(task.entry.key, ElementFacts()).add(facts)
+            result.facts.setdefault(task.entry.key, ElementFacts()).add(facts)
             if hashes:
-                found.digests[task.entry.key] = {
+                result.digests[task.entry.key] = {
                     dtype.name: digest.hexdigest() for dtype, digest in hashes.items()
                 }
 
@@ -265,7 +265,7 @@ class _Worker:
         seen: ElementFacts,
     ) -> None:
         """Compare a counterpart's block; examine it unless its facts follow from the tensor's."""
-        found, dtype = self._reader.result, counterpart.entry.dtype
+        result, dtype = self._reader.result, counterpart.entry.dtype
         expected, overflowed = self._cast(block, entry.dtype, dtype)
         equal = expected == other
         if counterpart.examine:
@@ -276,11 +276,11 @@ class _Worker:
                 else examine(other, dtype, start, signs=False)
             )
             with self._reader.lock:
-                found.facts.setdefault(counterpart.entry.key, ElementFacts()).add(facts)
+                result.facts.setdefault(counterpart.entry.key, ElementFacts()).add(facts)
         unequal = None if equal else compare_blocks(expected, other, dtype, _EXACT, start)
         if unequal is not None:
             with self._reader.lock:
-                found.unequal.append(Mismatch(entry, counterpart, unequal))
+                result.unequal.append(Mismatch(entry, counterpart, unequal))
 
 
 def cast_into(buffer: bytearray, block: bytearray, dtype: DType, target: DType) -> int:
@@ -298,10 +298,10 @@ def cast_into(buffer: bytearray, block: bytearray, dtype: DType, target: DType) 
     return cast.cast(source, filled, dtype, target, clamp=False)[0]
 
 
-def _join_blocks(found: Iterable[Mismatch]) -> list[Mismatch]:
+def _join_blocks(mismatches: Iterable[Mismatch]) -> list[Mismatch]:
     """Join the differences of each counterpart's blocks, in the order of their positions."""
     joined: dict[int, Mismatch] = {}
-    for each in sorted(found, key=lambda unequal: unequal.difference.first):
+    for each in sorted(mismatches, key=lambda unequal: unequal.difference.first):
         if id(each.counterpart) in joined:
             joined[id(each.counterpart)].difference.add(each.difference)
         else:
@@ -310,7 +310,7 @@ def _join_blocks(found: Iterable[Mismatch]) -> list[Mismatch]:
 
 
 def _check_records(
-    found: ScanResult,
+    result: ScanResult,
     files: Mapping[str, SourceFile],
     pool: SourceFiles,
     reads: Spans,
@@ -323,7 +323,7 @@ def _check_records(
         for record in file.records
         if record.crc32 is not None
     ]
-    found.records = len(summed)
+    result.records = len(summed)
     lock = threading.Lock()
 
     def check(item: tuple[str, Record]) -> None:
@@ -331,7 +331,7 @@ def _check_records(
         crc = compute_record_crc(pool, path, record.byte_offset, record.nbytes, reads)
         if crc != record.crc32:
             with lock:
-                found.altered.append(item)
+                result.altered.append(item)
 
     parallel_for(summed, lambda: check, workers)
-    found.altered.sort(key=lambda item: (item[0], item[1].byte_offset))
+    result.altered.sort(key=lambda item: (item[0], item[1].byte_offset))

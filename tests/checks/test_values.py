@@ -1,4 +1,4 @@
-"""What is told of elements is what torch tells."""
+"""The facts about elements are those that torch computes."""
 
 from __future__ import annotations
 
