@@ -160,7 +160,9 @@ class Codes(torch.Tensor):
 def test_a_weight_that_its_class_computes_is_refused_by_name(tmp_path):
     state = {"odd.weight": Codes(torch.ones(3, dtype=torch.int8)), "plain.weight": torch.ones(2)}
     path = save({"model": state}, tmp_path / "x.pt")
-    with pytest.raises(UnsupportedError, match=r"odd\.weight is a tests\.containers\.test_torch_reader\.Codes"):
+    with pytest.raises(
+        UnsupportedError, match=r"odd\.weight is a tests\.containers\.test_torch_reader\.Codes"
+    ):
         reshard.open(path)
 
 
