@@ -8,8 +8,8 @@ each state. If more than one assignment fits, none is used.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.training.state import TrainedGroup
@@ -33,7 +33,11 @@ class AmbiguousError(Exception):
 
 
 def name_groups(
-    candidates: Mapping[str, Signature], groups: SignatureGroups, *, ordered: bool = True
+    candidates: Mapping[str, Signature],
+    groups: SignatureGroups,
+    *,
+    ordered: bool = True,
+    by_shape: Collection[int] = (),
 ) -> NameGroups:
     """Return the fqn of each member of each group; None for one without state that has no name.
 
@@ -42,13 +46,15 @@ def name_groups(
         groups: the signature of each member, in order.
         ordered: whether both are in the model's order. If not (safetensors sorts its tensors),
             only parameters with a unique signature get a name.
+        by_shape: the numbers of the groups that the optimizer has sorted by shape, the largest
+            first; parameters of one shape keep the model's order.
 
     Raises:
         AmbiguousError: more than one assignment of the members with state fits, or none.
     """
     if not ordered:
         _refuse_alike(candidates, groups)
-    elif len(groups) == 1:
+    elif len(groups) == 1 and not by_shape:
         if len(groups[0]) == len(candidates):
             pairs = zip(groups[0], candidates.values(), strict=True)
             if all(sign in (None, expected) for sign, expected in pairs):
@@ -56,17 +62,21 @@ def name_groups(
         names = _match_subsequence(candidates, groups[0])
         if names:
             return [[*names]]
-    return _match_by_signature(candidates, groups)
+    return _match_by_signature(candidates, groups, by_shape)
 
 
-def can_name_groups(candidates: Mapping[str, Signature], groups: Sequence[TrainedGroup]) -> bool:
+def can_name_groups(
+    candidates: Mapping[str, Signature],
+    groups: Sequence[TrainedGroup],
+    by_shape: Collection[int] = (),
+) -> bool:
     """Return whether `name_groups` finds the members, so that no names need to be written."""
     shapes = [
         [member.weight.shape if member.slots else None for member in group.members]
         for group in groups
     ]
     try:
-        names = name_groups(candidates, shapes)
+        names = name_groups(candidates, shapes, by_shape=by_shape)
     except AmbiguousError:
         return False
     return names == [group.fqns for group in groups]
@@ -107,7 +117,9 @@ def _match_leftmost(
     return names
 
 
-def _match_by_signature(candidates: Mapping[str, Signature], groups: SignatureGroups) -> NameGroups:
+def _match_by_signature(
+    candidates: Mapping[str, Signature], groups: SignatureGroups, by_shape: Collection[int]
+) -> NameGroups:
     """Name members whose signature no other group shares."""
     alike: dict[Signature, list[str]] = defaultdict(list)
     for fqn, sign in candidates.items():
@@ -119,8 +131,11 @@ def _match_by_signature(candidates: Mapping[str, Signature], groups: SignatureGr
             raise AmbiguousError(alike[sign] or [f"no parameter is {sign}"])
     orders = {sign: iter(fqns) for sign, fqns in alike.items()}
     named = [[None if s is None else next(orders[s]) for s in group] for group in groups]
-    _refuse_other_order(candidates, alike, named)
-    _name_stateless(named, list(candidates))
+    in_order = [names for number, names in enumerate(named) if number not in by_shape]
+    sorted_names = {fqn for number in by_shape for fqn in named[number]}
+    _refuse_unsorted(alike, groups, named, by_shape)
+    _refuse_other_order(candidates, alike, in_order)
+    _name_stateless(in_order, [fqn for fqn in candidates if fqn not in sorted_names])
     return named
 
 
@@ -138,6 +153,21 @@ def _refuse_other_order(
             raise AmbiguousError(
                 twins, "have the same shape, and their group is not in the model's order"
             )
+
+
+def _refuse_unsorted(
+    alike: Mapping[Signature, Sequence[str]],
+    groups: SignatureGroups,
+    named: NameGroups,
+    by_shape: Collection[int],
+) -> None:
+    """Refuse parameters with equal signatures in a group that should be sorted by shape."""
+    for number in by_shape:
+        signs: list[Any] = [sign for sign in groups[number] if sign is not None]
+        pairs = zip(groups[number], named[number], strict=True)
+        twins = [fqn for sign, fqn in pairs if fqn is not None and len(alike[sign]) > 1]
+        if twins and signs != sorted(signs, reverse=True):
+            raise AmbiguousError(twins, "have the same shape, and their group is not sorted by it")
 
 
 def _name_stateless(groups: NameGroups, order: list[str]) -> None:

@@ -75,3 +75,18 @@ def test_whatever_is_named_is_right():
                     assert name == fqn
                     right += 1
     assert right > 1000
+
+
+def test_groups_that_muon_sorted_by_shape():
+    """A sorted group may fit into the model's order, too, under other names: b, then c."""
+    model = {"a": (2,), "b": (3,), "c": (2,)}
+    assert named([[(3,), (2,), (2,)]], model, by_shape={0}) == [["b", "a", "c"]]
+    with pytest.raises(AmbiguousError):
+        named([[(3,), (2,)]], model, by_shape={0})
+    model = {"a": (2, 2), "n": (2,), "b": (3, 1), "c": (2, 2), "m": (2,)}
+    muon, adam = [(3, 1), (2, 2), (2, 2)], [(2,), (2,)]
+    assert named([muon, adam], model, by_shape={0}) == [["b", "a", "c"], ["n", "m"]]
+    with pytest.raises(AmbiguousError, match="model's order"):
+        named([muon, adam], model)
+    with pytest.raises(AmbiguousError, match="not sorted by it"):
+        named([muon[::-1], adam], model, by_shape={0})

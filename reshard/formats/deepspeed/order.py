@@ -7,7 +7,7 @@ Source: DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py`` (``_round_robin_reord
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -115,6 +115,15 @@ def user_order(state: Training) -> Iterator[Sequence[TrainedParameter]]:
     for group in state.groups:
         reordered = is_round_robin and not has_experts(group.hyper)
         yield undo_round_robin(group.members, ranks) if reordered else group.members
+
+
+def find_groups_by_shape(hypers: Iterable[Mapping[str, Any]]) -> frozenset[int]:
+    """Return the numbers of the param groups that Muon has sorted by shape, the largest first.
+
+    DeepSpeed 0.19.8 ``runtime/zero/muon/original_muon.py`` (``MuonWithAuxAdam.__init__``); the sort
+    is stable.
+    """
+    return frozenset(n for n, hyper in enumerate(hypers) if hyper.get("use_muon") is True)
 
 
 def split_flat_tensors(

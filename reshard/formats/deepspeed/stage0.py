@@ -27,6 +27,7 @@ from reshard.containers.torch_objects import Tensor, read_weight
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
+from reshard.formats.deepspeed.order import find_groups_by_shape
 from reshard.formats.deepspeed.states import ModelStates, flat_slots, whole_entry
 from reshard.formats.deepspeed.train_state import (
     OptimizerContent,
@@ -62,7 +63,7 @@ def read(first: ModelStates, tied: Mapping[str, str]) -> OptimizerContent:
     names: _Names = []
     if wrapper:
         try:
-            names = _name_members(first, _candidates(first, tied))
+            names = _name_members(first, _candidates(first, tied, _member_shapes(wrapper)))
         except AmbiguousError as reason:
             warnings.append(
                 f"stage 0 stores its optimizer by index, and {reason}; fp32 masters and moments are"
@@ -85,12 +86,21 @@ def read(first: ModelStates, tied: Mapping[str, str]) -> OptimizerContent:
     return OptimizerContent(0, list(_entries(first, names, states)), train, warnings)
 
 
-def _candidates(first: ModelStates, tied: Mapping[str, str]) -> dict[str, Index]:
-    """Return the shapes of what may be in the optimizer; frozen parameters are among them."""
+def _candidates(
+    first: ModelStates, tied: Mapping[str, str], shapes: Sequence[Sequence[Signature]]
+) -> dict[str, Index]:
+    """Return the shapes of what may be in the optimizer; frozen parameters are among them.
+
+    A parameter without elements has a state only if its optimizer gives it a gradient, as Muon
+    does.
+    """
+    stated = {shape for group in shapes for shape in group}
     return {
         name: tensor.shape
         for name, tensor in first.module.items()
-        if name not in first.buffers and name not in tied and tensor.numel
+        if name not in first.buffers
+        and name not in tied
+        and (tensor.numel or tensor.shape in stated)
     }
 
 
@@ -119,10 +129,11 @@ def _name_members(model: ModelStates, candidates: Mapping[str, Index]) -> _Names
     flats = wrapper.get("fp32_groups_flat")
     of_experts = [has_experts(group) for group in groups]
     if any(of_experts):
-        return _name_expert_groups(candidates, _member_shapes(wrapper), of_experts)
+        return _name_expert_groups(candidates, _member_shapes(wrapper), of_experts, groups)
     if flats:
         return [[*names] for names in _name_fused_groups(model, candidates, flats)]
-    return name_groups(candidates, _member_shapes(wrapper))
+    by_shape = find_groups_by_shape(groups)
+    return name_groups(candidates, _member_shapes(wrapper), by_shape=by_shape)
 
 
 def _declared_names(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:
@@ -161,13 +172,17 @@ def _name_expert_groups(
     candidates: Mapping[str, Index],
     shapes: Sequence[Sequence[Signature]],
     of_experts: Sequence[bool],
+    hypers: Sequence[Mapping[str, Any]],
 ) -> _Names:
     """Name groups of experts and other groups apart (DeepSpeed 0.19.8 ``moe/utils.py``)."""
     named: dict[bool, Iterator[list[str | None]]] = {}
     for kind in (False, True):
         own = {n: s for n, s in candidates.items() if (parse_expert_name(n) is not None) == kind}
         groups = [group for group, moe in zip(shapes, of_experts, strict=True) if moe == kind]
-        named[kind] = iter(name_groups(own, groups))
+        by_shape = find_groups_by_shape(
+            hyper for hyper, moe in zip(hypers, of_experts, strict=True) if moe == kind
+        )
+        named[kind] = iter(name_groups(own, groups, by_shape=by_shape))
     return [next(named[kind]) for kind in of_experts]
 
 

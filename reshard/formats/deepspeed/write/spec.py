@@ -174,7 +174,7 @@ def resolve_spec(
     if drops_round_robin:
         config["zero_optimization"]["round_robin_gradients"] = False
     _refuse_slots(state, stage, universal=universal)
-    groups = _sort_groups(state, keep_empty=stage == 0 and of_run == FLOAT32)
+    groups = _sort_groups(state, stage, keep_empty=stage == 0 and of_run == FLOAT32)
     owned = {member.fqn for group in groups for member in group.members}
     rest = [weight for weight in state.weights if weight.fqn not in owned]
     extra_state, lost = select_extra_state(state)
@@ -288,16 +288,20 @@ def _adapt_config(config: dict[str, Any] | None, stage: int, precision: DType) -
     return adapted
 
 
-def _sort_groups(state: Training, *, keep_empty: bool) -> tuple[TrainedGroup, ...]:
-    """Return the groups in the user's order, without parameters that DeepSpeed never optimizes.
+def _sort_groups(state: Training, stage: int, *, keep_empty: bool) -> tuple[TrainedGroup, ...]:
+    """Return the groups in their optimizer's order, without parameters that are never optimized.
 
     Args:
         keep_empty: at stage 0 in fp32: the file holds the user's optimizer itself.
     """
-    return tuple(
-        replace(group, members=tuple(m for m in ordered if m.weight.value.numel or keep_empty))
-        for group, ordered in zip(state.groups, order.user_order(state), strict=True)
-    )
+    by_shape = order.find_groups_by_shape(group.hyper for group in state.groups)
+    groups = []
+    for number, members in enumerate(order.user_order(state)):
+        kept = [m for m in members if m.weight.value.numel or keep_empty]
+        if number in by_shape and stage < 3:  # zero.Init hides the shapes from stage 3's optimizer
+            kept.sort(key=lambda member: member.weight.shape, reverse=True)
+        groups.append(replace(state.groups[number], members=tuple(kept)))
+    return tuple(groups)
 
 
 def _convert_scaler(

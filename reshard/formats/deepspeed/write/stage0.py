@@ -7,11 +7,14 @@ DeepSpeed's own (``fused_optimizer.py``), masters and state are one flat tensor 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reshard.box import Index
 from reshard.containers.torch_writer import build_whole_tensor
 from reshard.dtypes import FLOAT32
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
+from reshard.formats.deepspeed.order import find_groups_by_shape
 from reshard.formats.deepspeed.write.flat_tensors import (
     common_step,
     concatenate,
@@ -100,16 +103,22 @@ def _is_order_recoverable(spec: OutputSpec) -> bool:
     Groups of experts and other groups are tried apart.
     """
     buffers = {buffer.fqn for buffer in spec.buffers}
+    stated = {member.fqn for group in spec.groups for member in group.members if member.slots}
     candidates = {
         weight.fqn: weight.shape
         for weight in spec.state.weights
-        if weight.value.numel and weight.fqn not in buffers
+        if (weight.value.numel or weight.fqn in stated) and weight.fqn not in buffers
     }
     experts = {fqn for fqn in candidates if parse_expert_name(fqn)}
     return all(
-        optimizer_names.can_name_groups(
+        _can_name(
             {fqn: shape for fqn, shape in candidates.items() if (fqn in experts) == of_experts},
             [group for group in spec.groups if has_experts(group.hyper) == of_experts],
         )
         for of_experts in ((False, True) if experts else (False,))
     )
+
+
+def _can_name(candidates: Mapping[str, Index], groups: Sequence[TrainedGroup]) -> bool:
+    by_shape = find_groups_by_shape(group.hyper for group in groups)
+    return optimizer_names.can_name_groups(candidates, groups, by_shape)
