@@ -83,7 +83,7 @@ def test_a_tensor_without_a_name_is_written(tmp_path, name):
     named = keys.Edits(rename=[("^$", "b")])
     reshard.merge(tmp_path / "x.pt", tmp_path / "named.safetensors", edits=named)
     assert load_file(tmp_path / "named.safetensors").keys() == {"a", "b"}
-    with pytest.raises(UnsupportedError, match="name is empty"):
+    with pytest.raises(UnsupportedError, match="an empty name"):
         reshard.split(tmp_path / "x.pt", tmp_path / "o", to="dcp", init_optimizer="none")
 
 

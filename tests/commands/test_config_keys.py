@@ -343,7 +343,7 @@ def test_a_key_that_changes_the_model_is_refused_by_name(name, given, tmp_path):
     if model_type == "gpt2":
         config = {"model_type": "gpt2", **keys}
     if given is None and model_type in ("cohere2", "ernie4_5", "helium", "gemma"):
-        problem = f"describes a {model_type} model, and reshard has tables"
+        problem = f"describes a {model_type} model, of which reshard has no table"
     with pytest.raises(UnsupportedError, match=problem) as refused:
         family_of(tmp_path / "config.json", config, given)
     assert "--family" not in str(refused.value)
@@ -405,7 +405,7 @@ def test_a_config_that_holds_an_infinity_is_read(tmp_path):
     """transformers writes it as {"__float__": "Infinity"}."""
     transformers.Mamba2Config().save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
-    with pytest.raises(UnsupportedError, match="describes a mamba2 model, and reshard has tables"):
+    with pytest.raises(UnsupportedError, match="describes a mamba2 model, of which reshard has no table"):
         family_of_file(tmp_path / "config.json")
 
 

@@ -168,7 +168,7 @@ def test_weights_alone_and_another_dtype(tmp_path):
     [
         ({"pp": 1, "dp": 2}, "assigns layers to stages by"),
         ({"tp": 4}, "does not divide 10 of dim 0"),
-        ({"zero_stage": 2}, "nanotron has 0 and 1"),
+        ({"zero_stage": 2}, "nanotron, which has 0 and 1"),
         ({"init_optimizer": "zeros"}, "are not supported by --to nanotron"),
         ({"ep": 2, "dp": 2}, "does not support expert-parallel or context-parallel ranks"),
     ],
