@@ -19,7 +19,7 @@ from reshard import errors as errors
 from reshard.errors import ReshardError as ReshardError
 from reshard.version import __version__ as __version__
 
-if TYPE_CHECKING:  # the names below come with the first use of one: see `__getattr__`
+if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.api import diff as diff
     from reshard.api import inspect as inspect
     from reshard.api import merge as merge
@@ -97,7 +97,7 @@ __all__ = [
     "verify",
 ]
 
-if not TYPE_CHECKING:  # a checker that saw it would take any name
+if not TYPE_CHECKING:  # a type checker that saw it would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import the module of a name in `__all__`, and return the object of that name."""
@@ -105,8 +105,8 @@ if not TYPE_CHECKING:  # a checker that saw it would take any name
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-        return found
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -49,7 +49,7 @@ class _OfSource(Protocol[_P, _Report_co]):
 
 
 class _OfOnePath(Protocol[_P, _Report_co]):
-    """A function of one checkpoint, which is in one place."""
+    """A function of one checkpoint in one directory."""
 
     def __call__(self, source: str | Path, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
 
@@ -150,7 +150,7 @@ def merge(source: Paths, destination: str | Path, options: MergeOptions) -> Merg
     """Write the full weights; keywords as in `MergeOptions`.
 
     Raises:
-        ReshardError: nothing is left at the destination then.
+        ReshardError: the output could not be written; the destination is unchanged.
     """
     from reshard.commands.merge.command import merge as run
 
@@ -159,10 +159,10 @@ def merge(source: Paths, destination: str | Path, options: MergeOptions) -> Merg
 
 @_to_destination(SplitOptions)
 def split(source: Paths, destination: str | Path, options: SplitOptions) -> SplitReport:
-    """Write the training state for other ranks or in another layout; as in `SplitOptions`.
+    """Write the training state for other ranks or another layout; keywords as in `SplitOptions`.
 
     Raises:
-        ReshardError: nothing is left at the destination then.
+        ReshardError: the output could not be written; the destination is unchanged.
     """
     from reshard.commands.split.command import split as run
 
@@ -197,7 +197,7 @@ def verify(source: Paths, options: VerifyOptions) -> VerifyReport:
 def resume_check(source: str | Path, options: ResumeCheckOptions) -> ResumeReport:
     """Check that training continues the same from what `split` writes.
 
-    Keywords as in `ResumeCheckOptions`, which include those of the layout.
+    Keywords as in `ResumeCheckOptions`, which include the layout to split into.
 
     Raises:
         ReshardError: nothing could be compared; a run that continues differently is not an error.

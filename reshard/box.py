@@ -175,7 +175,7 @@ def first_overlap(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, int]
     spans = sorted((*flat_span(boxes[i], shape), i) for i in solid)
     if all(a[1] <= b[0] for a, b in pairwise(spans)):
         return None
-    if not shape:
+    if not shape:  # all boxes of a 0-d tensor are its only element
         return solid[0], solid[1]
     dim = max(range(len(shape)), key=lambda d: len({boxes[i].origin[d] for i in solid}))
     order = sorted(solid, key=lambda i: (boxes[i].origin[dim], i))

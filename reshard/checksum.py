@@ -46,7 +46,7 @@ def _squared(times: int) -> int:
 def _shift(nbytes: int) -> int:
     """Return ``x ** (8 * nbytes)``, the factor for appending that many zero bytes."""
     power = _ONE
-    bit = 3
+    bit = 3  # a byte is 8 = 2 ** 3 bits, so bit n of `nbytes` stands for x ** (2 ** (n + 3))
     while nbytes:
         if nbytes & 1:
             power = _multiply(_squared(bit), power)

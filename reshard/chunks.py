@@ -199,7 +199,7 @@ class ListedChunks(Chunks):
         return self.chunks
 
     def build_index(self) -> ChunkIndex:
-        """Return an index of the chunks, sorted by their place in the flattened tensor."""
+        """Return an index of the chunks, sorted by their position in the flattened tensor."""
         return SortedChunks(self)
 
 
@@ -209,7 +209,7 @@ class SortedChunks:
     def __init__(self, listed: ListedChunks) -> None:
         distinct: dict[Box, Chunk] = {}
         for chunk in listed.chunks:
-            if chunk.box.volume:
+            if chunk.box.volume:  # of several replicas, the first is read; see `replicas.check`
                 distinct.setdefault(chunk.box, chunk)
         spans = sorted(
             ((*flat_span(box, listed.shape), box) for box in distinct), key=itemgetter(0)

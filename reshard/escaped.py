@@ -2,8 +2,8 @@
 
 Protocol 2, which ``torch.save`` uses, has no bytes: they are pickled as ``_codecs.encode(text,
 "latin1")``, and the text is stored in UTF-8, where a byte of 128 or more takes two. The data of a
-numpy array in a checkpoint therefore do not lie raw in the file. `name` makes a file name out of
-the place of such a text; `reshard.files.SourceFiles` reads the decoded bytes under that name at any
+numpy array in a checkpoint are therefore not raw in the file. `name` turns the location of such a
+text into a file name; `reshard.files.SourceFiles` reads the decoded bytes under that name at any
 offset, and keeps no more of them in memory than one block.
 
 Source: CPython 3.13 ``Modules/_pickle.c`` (``save_bytes``).
@@ -25,10 +25,10 @@ Read = Callable[[str, int, int], bytes]  # (file, byte offset, nbytes) -> bytes
 
 @dataclass(frozen=True, slots=True)
 class Escaped:
-    """Where a text lies, and how many bytes it stands for.
+    """The location of a text in a file, and the number of bytes that it encodes.
 
     Args:
-        number: tells arrays apart that share one text, which are no views of one another.
+        number: distinguishes arrays that share one text without being views of each other.
     """
 
     file: str
@@ -45,12 +45,12 @@ def name(place: Escaped) -> str:
 
 
 def is_escaped(file: str) -> bool:
-    """Return whether `name` made this file name."""
+    """Return whether `name` returned this file name."""
     return "\0" in file
 
 
 def place_of(file: str) -> Escaped:
-    """Return what `name` made a file name of."""
+    """Return the location that `name` turned into a file name."""
     path, _, numbers = file.rpartition(_MARK)
     return Escaped(path, *map(int, numbers.split(":")))
 
@@ -63,7 +63,7 @@ def real(file: str) -> str:
 class Decoder:
     """Read the bytes of one text at any offset.
 
-    The first use reads the text once, to learn where in it each block's bytes begin.
+    The constructor reads the whole text once, to find the decoded offset of each of its blocks.
 
     Args:
         read: reads raw bytes of the file on disk.
@@ -82,7 +82,7 @@ class Decoder:
         """Fill ``target`` with the decoded bytes from an offset on.
 
         Raises:
-            CorruptError: the text ends before, or holds something else than bytes.
+            CorruptError: the text is shorter, or has characters that no byte stands for.
         """
         if byte_offset < 0 or byte_offset + len(target) > self._place.nbytes:
             raise self._changed()
@@ -90,9 +90,9 @@ class Decoder:
         while done < len(target):
             at = byte_offset + done
             block = bisect_right(self._starts, at) - 1
-            found = self._decoded(block)[at - self._starts[block] :][: len(target) - done]
-            target[done : done + len(found)] = found
-            done += len(found)
+            data = self._decoded(block)[at - self._starts[block] :][: len(target) - done]
+            target[done : done + len(data)] = data
+            done += len(data)
 
     def _text(self, start: int) -> bytes:
         """Read the text from a byte on, one block at most."""
@@ -102,10 +102,12 @@ class Decoder:
     def _decoded(self, block: int) -> bytes:
         """Return the bytes of the characters that begin in a block of text."""
         start = block * _BLOCK
-        stop = min(start + _BLOCK + 1, self._place.text_nbytes)  # the last one may end in the next
+        stop = min(start + _BLOCK + 1, self._place.text_nbytes)  # a character can end in the next
         raw = self._read(self._place.file, self._place.byte_offset + start, stop - start)
         raw = raw[1:] if _is_tail(raw[0]) else raw
-        if stop - start > _BLOCK and not _is_tail(raw[-1]):
+        if stop - start > _BLOCK and not _is_tail(
+            raw[-1]
+        ):  # it begins a character of the next block
             raw = raw[:-1]
         try:
             return raw.decode("utf-8").encode("latin-1")

@@ -1,4 +1,4 @@
-"""What a training script calls, so that the files that it saves say where they belong.
+"""Functions for training scripts, which mark each saved file with its save, rank and step.
 
     torch.save(reshard.stamp(state, step=step), path)     # FSDP, DDP, any dict
     reshard.stamp_engine(engine)                          # DeepSpeed: once, before it saves
@@ -20,7 +20,7 @@ from reshard.stamps import KEY, Save, Stamp
 
 _RUN = "reshard/run"  # key in the store of the process group
 _ID = 32  # characters of a save's id
-_asked: list[tuple[Any, str]] = []  # the store that was asked last, and the run's id in it
+_asked: list[tuple[Any, str]] = []  # the store that was used last, and the run's id in it
 
 
 def stamp(
@@ -34,17 +34,18 @@ def stamp(
 ) -> dict[str, Any]:
     """Return ``state`` with a stamp, to be saved in its place; ``state`` itself is not changed.
 
-    The stamp is the key ``reshard_stamp``; in a module's state dict it is an attribute of that
-    name, for ``load_state_dict`` refuses keys that it does not know. A loader ignores either.
+    The stamp is the key ``reshard_stamp``. In a module's state dict it is an attribute of that
+    name, because ``load_state_dict`` refuses unknown keys. Loaders ignore both.
 
-    No rank waits for another: a full state dict may be stamped on rank 0 alone.
+    No rank waits for another, so a full state dict can be stamped on rank 0 alone.
 
     Args:
         step: the optimizer step. Files of one run with the same step belong to one save.
-        rank, world_size: those of torch.distributed if it is initialized, else 0 and 1.
-        save_id: the same text in all files of one save, another in every other save; None makes
-            one from the run and the step.
-        file: the name of the file, if it is known here.
+        rank, world_size: by default, those of torch.distributed, or 0 and 1 if it is not
+            initialized.
+        save_id: a text that is equal in all files of one save and different in every other save;
+            None derives it from the run and the step.
+        file: the name of the file, if the caller knows it.
 
     Raises:
         UsageError: neither a step nor a save id is given.
@@ -52,14 +53,14 @@ def stamp(
     if save_id is None and step is None:
         raise UsageError("reshard.stamp", "needs step=N, or save_id=TEXT where there are no steps")
     here, ranks = _place()
-    made = Stamp(
+    new = Stamp(
         save_id=_save_id(step) if save_id is None else save_id,
         rank=here if rank is None else rank,
         world_size=ranks if world_size is None else world_size,
         step=step,
         file=file,
     )
-    stamped: dict[str, Any] = _with(state, made)
+    stamped: dict[str, Any] = _with(state, new)
     return stamped
 
 
@@ -71,39 +72,39 @@ def stamp_engine(engine: Any) -> None:
     only.
 
     Args:
-        engine: what ``deepspeed.initialize`` returns first.
+        engine: the first value that ``deepspeed.initialize`` returns.
     """
     files = engine.checkpoint_engine
-    if hasattr(files.save, KEY):
+    if hasattr(files.save, KEY):  # an earlier call has wrapped it
         return
     save = files.save
 
     def stamped(state_dict: Any, path: Any, *args: Any, **named: Any) -> Any:
         step = int(engine.global_steps)
-        made = Save(_save_id(step), step).stamp(str(path), *_place())
-        return save(_with(state_dict, made), path, *args, **named)
+        new = Save(_save_id(step), step).stamp(str(path), *_place())
+        return save(_with(state_dict, new), path, *args, **named)
 
     setattr(stamped, KEY, True)
     files.save = stamped
 
 
-def _with(state: Any, made: Stamp) -> Any:
+def _with(state: Any, new: Stamp) -> Any:
     """Return a shallow copy of a root with the stamp, or a root that is not a mapping as it is."""
     if not isinstance(state, Mapping):
         return state
     if not _is_strict(state):
-        return {**state, KEY: made.as_dict()}
+        return {**state, KEY: new.as_dict()}
     root = OrderedDict(state)
     root.__dict__.update(getattr(state, "__dict__", {}))  # _metadata: versions of modules
-    setattr(root, KEY, made.as_dict())
+    setattr(root, KEY, new.as_dict())
     return root
 
 
 def _is_strict(state: Mapping[str, Any]) -> bool:
     """Return whether a loader refuses or keeps an additional key.
 
-    A module refuses it. Of its model states DeepSpeed returns unknown keys as ``client_state``,
-    which the next save of a resumed run would keep.
+    A module refuses it. DeepSpeed returns the unknown keys of a model states file as
+    ``client_state``, and a resumed run would write them into its next save.
     """
     import torch
 
@@ -128,10 +129,10 @@ def _save_id(step: int | None) -> str:
 
 
 def _run_id() -> str:
-    """Return a text that all ranks of this run have, and no other run.
+    """Return a text that is equal on all ranks of this run and different in every other run.
 
-    The first rank that asks leaves it in the store of the process group, so no rank waits. Each
-    rank asks once: the store ends with rank 0, and another rank may save after that.
+    ``compare_set`` keeps the text of the first rank that calls it, so no rank waits. Each rank
+    calls it once: the store ends with rank 0, and another rank may save after that.
     """
     from torch import distributed
 

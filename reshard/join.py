@@ -1,7 +1,7 @@
 """Join the manifests of ranks or pipeline stages into the manifest of the whole training state.
 
 Each field of a manifest and of its training state has one rule here; a test holds the two tables to
-the fields of the classes, so a new field cannot be dropped in silence.
+the fields of the classes, so that no new field is dropped silently.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ Rule = Callable[[Sequence[Any]], Any]
 
 
 def join(parts: Sequence[Manifest], entries: Iterable[Entry] | None = None) -> Manifest:
-    """Return the manifest that these are together, the first one's values first.
+    """Return one manifest for all parts, with the values of the first part first.
 
     Args:
-        entries: of the whole; None: those of all parts, of which no two share a tensor.
+        entries: the entries of the result; None for those of all parts, none of which may have
+            a tensor in common.
 
     Raises:
-        CorruptError: two parts say different things of the training state.
+        CorruptError: two parts have different steps, or different update counts of a parameter.
     """
     _check_steps(parts)
-    held = entries if entries is not None else (e for m in parts for e in m.entries.values())
+    if entries is None:
+        entries = (entry for part in parts for entry in part.entries.values())
     joined = {name: rule([getattr(m, name) for m in parts]) for name, rule in MANIFEST.items()}
-    return replace(parts[0], entries=index_entries(held), **joined)
+    return replace(parts[0], entries=index_entries(entries), **joined)
 
 
 def join_train(states: Sequence[TrainState]) -> TrainState:
@@ -47,24 +49,24 @@ def join_groups(parts: Iterable[Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]
     >>> [group.fqns for group in join_groups([[first], [second, ParamGroup({"lr": 2}, ("c",))]])]
     [('a', 'b'), ('c',)]
     """
-    made: list[tuple[Mapping[str, Any], dict[str, None]]] = []
+    joined: list[tuple[Mapping[str, Any], dict[str, None]]] = []
     for groups in parts:
-        earlier = list(range(len(made)))
+        earlier = list(range(len(joined)))
         for group in groups:
-            same = next((n for n in earlier if made[n][0] == group.hyper), None)
+            same = next((n for n in earlier if joined[n][0] == group.hyper), None)
             if same is None:
-                made.append((group.hyper, dict.fromkeys(group.fqns)))
+                joined.append((group.hyper, dict.fromkeys(group.fqns)))
             else:
-                earlier.remove(same)
-                made[same][1].update(dict.fromkeys(group.fqns))  # a tied name is on two stages
-    return tuple(ParamGroup(hyper, tuple(fqns)) for hyper, fqns in made)
+                earlier.remove(same)  # two groups of one part stay two, also if they are equal
+                joined[same][1].update(dict.fromkeys(group.fqns))  # a tied name is on two stages
+    return tuple(ParamGroup(hyper, tuple(fqns)) for hyper, fqns in joined)
 
 
 def _check_steps(parts: Sequence[Manifest]) -> None:
     """Refuse parts that were saved at different steps, or updated a parameter differently often.
 
     Raises:
-        CorruptError: they were.
+        CorruptError: two parts differ in their step, or in the update count of a parameter.
     """
     first = parts[0]
     updates = dict(first.train.optimizer_step)
@@ -98,12 +100,12 @@ def _agreed(values: Sequence[Any]) -> Any:
 
 
 def _united(tables: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """Return all keys, in order; an earlier part's value counts."""
-    made: dict[Any, Any] = {}
+    """Return all keys, in order, each with the value of the first part that has it."""
+    united: dict[Any, Any] = {}
     for table in tables:
         for key, value in table.items():
-            made.setdefault(key, value)
-    return made
+            united.setdefault(key, value)
+    return united
 
 
 def _each_once(lists: Sequence[Iterable[Any]]) -> tuple[Any, ...]:
@@ -125,7 +127,7 @@ def _sorted(lists: Sequence[Iterable[str]]) -> tuple[str, ...]:
 def _tables(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return each value of the first part that has it; tables are joined key by key."""
     return {
-        name: _united([held for part in parts if isinstance(held := part.get(name), Mapping)])
+        name: _united([table for part in parts if isinstance(table := part.get(name), Mapping)])
         if isinstance(value, Mapping)
         else value
         for name, value in _united(parts).items()
@@ -150,9 +152,9 @@ TRAIN: Mapping[str, Rule] = {
     "trainer_state": _first,
     "config": _first,
     "opaque": _tables,
-    "objects": _first,  # as client and config
+    "objects": _first,  # they belong to `client` and `config`
 }
-MANIFEST: Mapping[str, Rule] = {  # but the entries
+MANIFEST: Mapping[str, Rule] = {  # every field except the entries
     "origin": _first,
     "files": _united,
     "train": join_train,

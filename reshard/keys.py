@@ -203,8 +203,8 @@ def _find_unmatched(
     option: str, patterns: Iterable[re.Pattern[str]], names: Collection[str]
 ) -> list[str]:
     """Return the patterns that match no name."""
-    lost = (pattern for pattern in patterns if not any(map(pattern.search, names)))
-    return [f"{option} {pattern.pattern}" for pattern in lost]
+    unmatched = (pattern for pattern in patterns if not any(map(pattern.search, names)))
+    return [f"{option} {pattern.pattern}" for pattern in unmatched]
 
 
 def select(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
@@ -299,6 +299,7 @@ def _rename_manifest(
         tied=tied,
         frozen=frozenset(map(new, manifest.frozen)),
         trained_dtypes={new(fqn): dtype for fqn, dtype in manifest.trained_dtypes.items()},
+        # The recorded name of a renamed tensor would bring its old name back.
         wrapped_names={
             fqn: listed for fqn, listed in manifest.wrapped_names.items() if new(fqn) == fqn
         },

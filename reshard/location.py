@@ -12,7 +12,7 @@ from reshard.errors import CorruptError, ReshardError, UnrecognisedError, UsageE
 from reshard.paths import as_path
 
 _LISTED = 8
-_PARTS = (  # endings of the files that hold a checkpoint; logs and configs of nodes may differ
+_PARTS = (  # endings of checkpoint files; logs and configs may differ between nodes
     *(".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar", ".distcp", ".metadata", ".safetensors"),
     *(".swp", ".index.json", "latest", "latest_universal"),
 )
@@ -53,7 +53,7 @@ class Location:
                 raise UnrecognisedError(path, "there is no such file or directory")
         files = [path for path in paths if not path.is_dir()]
         for path in files:
-            if not path.is_file():  # a pipe would be waited for
+            if not path.is_file():  # opening a pipe would wait for its writer
                 raise UsageError(path, "is neither a directory nor a plain file")
         if files and len(paths) > 1:
             raise UsageError(
@@ -88,16 +88,16 @@ class Location:
         """Every file by name, in order of names.
 
         Raises:
-            CorruptError: two directories hold different parts of a checkpoint under one name.
+            CorruptError: two directories have files of one name with different contents.
             ReshardError: a directory cannot be listed.
         """
-        found: dict[str, Path] = {}
+        by_name: dict[str, Path] = {}
         for child in self._children():
             if child.is_file():
-                kept = found.setdefault(child.name, child)
+                kept = by_name.setdefault(child.name, child)
                 if kept is not child and child.name.endswith(_PARTS):
                     _refuse_other(kept, child)
-        return dict(sorted(found.items()))
+        return dict(sorted(by_name.items()))
 
     @cached_property
     def folders(self) -> dict[str, Location]:
@@ -106,11 +106,11 @@ class Location:
         Raises:
             ReshardError: a directory cannot be listed.
         """
-        found: dict[str, list[Path]] = {}
+        by_name: dict[str, list[Path]] = {}
         for child in self._children():
             if child.is_dir():
-                found.setdefault(child.name, []).append(child)
-        return {name: Location(found[name], inner=True) for name in sorted(found)}
+                by_name.setdefault(child.name, []).append(child)
+        return {name: Location(by_name[name], inner=True) for name in sorted(by_name)}
 
     def _children(self) -> Iterator[Path]:
         """Yield the directories' content; an unreadable subdirectory (lost+found) is empty.
@@ -129,7 +129,7 @@ class Location:
 
     def nested(self, name: str) -> Path | None:
         """Return a file by a relative path of several parts."""
-        with contextlib.suppress(OSError):  # a name that no file can have
+        with contextlib.suppress(OSError):  # a name from a document can be too long for a file
             return next((d / name for d in self.directories if (d / name).is_file()), None)
         return None
 

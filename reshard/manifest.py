@@ -84,8 +84,8 @@ class Claim:
     Args:
         about: what the statement is about, for example "file name" or "step".
         value: what the file states.
-        evidence: where in the file the statement stands.
-        expected: what the place of the file in the checkpoint says instead of the file itself.
+        evidence: the key or record of the file that makes the statement.
+        expected: the value that follows from the name and directory of the file.
             None: every file that makes a claim about the same thing must state the same value.
     """
 
@@ -353,7 +353,7 @@ def check(manifest: Manifest) -> None:
                 manifest.origin.path, f"the name of a tensor is not text: {shown(key)}"
             )
         _check_bounds(entry, manifest.files)
-        if not entry.layout.is_partition:
+        if not entry.layout.is_partition:  # a partition covers its tensor by its definition
             _check_coverage(entry)
 
 
@@ -367,6 +367,7 @@ def _check_bounds(entry: Entry, files: Mapping[str, SourceFile]) -> None:
             )
         start, stop = chunk.byte_span
         size = find_source_file(files, chunk.file).nbytes
+        # `byte_span` assumes strides of at least 0: a negative one reads bytes outside the span.
         if start < 0 or stop > size or any(s < 0 for s in chunk.byte_strides):
             raise CorruptError(
                 chunk.file,

@@ -87,10 +87,11 @@ class Option:
 
     Args:
         name: the field, and the keyword in Python.
-        type: `bool`, `int`, `float`, `str` or `Path`: of one value.
+        type: the type of one value: `bool`, `int`, `float`, `str` or `Path`.
         is_multiple: whether the value is a sequence.
         is_optional: whether the value can be None.
-        within: the field that holds the dataclass of the option; empty if the command's own does.
+        within: the field of the nested dataclass that declares the option; empty if the command's
+            own dataclass declares it.
     """
 
     name: str
@@ -188,14 +189,14 @@ def _options_of_field(declaring: Field[Any], hint: Any) -> Iterator[Option]:
 
 
 def _parts(hint: Any) -> Sequence[Any]:
-    """Return the alternatives of a type; one where it is no union."""
+    """Return the members of a union type, or the type itself if it is not a union."""
     if get_origin(hint) not in _UNIONS:
         return (hint,)
     return [part for each in get_args(hint) for part in _parts(each)]
 
 
 def build_options(kind: type[_O], values: Mapping[str, Any], **further: Any) -> _O:
-    """Build a dataclass of options from flat values, those of the dataclasses within included.
+    """Build a dataclass of options, and the dataclasses nested in it, from flat values.
 
     Args:
         values: option name -> value, for every option of ``kind``.
@@ -218,7 +219,7 @@ class Options:
         """Refuse the first value that its option does not allow.
 
         Raises:
-            UsageError: naming the option and what it allows.
+            UsageError: a value is not allowed; the message names the option and what it allows.
         """
         for each, value in self._values():
             each.check(value)

@@ -78,7 +78,7 @@ def _find_difference(
     entry: Entry, files: Mapping[str, SourceFile], pool: SourceFiles
 ) -> tuple[Chunk, Chunk, int] | None:
     """Return two chunks of one box that differ, and the first different element, or None."""
-    if entry.layout.is_partition:
+    if entry.layout.is_partition:  # it stores every element once
         return None
     for box, (first, *others) in _group_by_box(entry).items():
         block = replace(entry, shape=box.shape, chunks=(_rebase(first),))

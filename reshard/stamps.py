@@ -1,4 +1,4 @@
-"""The stamp: what one file says about the save that it belongs to, under one key of its root.
+"""The stamp: what one file states about the save that it belongs to, under one key of its root.
 
 A file that reshard, the trainer, or a user's hook wrote states the id of its save, its rank, the
 number of ranks, the step, and its own final name. A file that was renamed, or copied from another
@@ -27,10 +27,10 @@ _REMEDY = "the file was altered after it was saved: fetch it again"
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Where one file belongs.
+    """The save, the rank and the name that one file belongs to.
 
     Args:
-        save_id: the same in all files of one save, another in every other save.
+        save_id: equal in all files of one save, different in every other save.
         rank: the rank that the file belongs to, from 0 on.
         world_size: the number of ranks of the save.
         step: the optimizer step of the save; None where the writer does not know it.
@@ -55,13 +55,13 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One save that is to be written: what the stamps of its files share."""
+    """One save that is to be written: what the stamps of its files have in common."""
 
     save_id: str
     step: int | None
 
     def stamp(self, file: str, rank: int, world_size: int) -> Stamp:
-        """Return the stamp of one of its files, which may lie in directories of the save."""
+        """Return the stamp of one of its files, which may be in subdirectories of the save."""
         return Stamp(self.save_id, rank, world_size, self.step, file.rpartition("/")[2])
 
 
@@ -77,12 +77,12 @@ def read(root: Any, where: object = "this file") -> Stamp | None:
         CorruptError: the file has a stamp that is malformed. Keys that a later version may add
             are ignored.
     """
-    found = root.get(KEY) if isinstance(root, Mapping) else None
-    if found is None:
+    value = root.get(KEY) if isinstance(root, Mapping) else None
+    if value is None:
         return None
-    held = _parsed(found, where) if isinstance(found, str) else found
-    expect(where, held, _KIND, KEY)
-    stamp = Stamp(**{name: held[name] for name in Stamp.__dataclass_fields__})
+    document = _parsed(value, where) if isinstance(value, str) else value
+    expect(where, document, _KIND, KEY)
+    stamp = Stamp(**{name: document[name] for name in Stamp.__dataclass_fields__})
     if not stamp.rank < stamp.world_size <= MOST:
         problem = f"{KEY} says rank {stamp.rank} of {stamp.world_size} ranks, which cannot be"
         raise CorruptError(where, problem, _REMEDY)
@@ -97,20 +97,20 @@ def claims(stamp: Stamp | None) -> list[Claim]:
         SAVE: stamp.save_id,
         WORLD_SIZE: str(stamp.world_size),
         STEP: "" if stamp.step is None else str(stamp.step),
-        FILE_NAME: PurePath(stamp.file).stem,
+        FILE_NAME: PurePath(stamp.file).stem,  # as torch's archive names, see `identity.claims`
     }
     return [Claim(about, value, KEY) for about, value in stated.items() if value]
 
 
 def take(root: Any, attribute: Any, where: object) -> tuple[Any, Stamp | None]:
-    """Return the root of a file without its stamp, and the stamp: it is nobody's training state.
+    """Return the root of a file without its stamp, and the stamp, which is not training state.
 
     Args:
-        attribute: the stamp that a container in the file has as an attribute, if one has any. A
-            module's state dict has it so: ``load_state_dict`` refuses keys that it does not know.
+        attribute: the stamp that a container in the file has as an attribute, or None. A module's
+            state dict has it there, because ``load_state_dict`` refuses unknown keys.
 
     Raises:
-        CorruptError: as `read`.
+        CorruptError: as in `read`.
     """
     if not isinstance(root, dict) or KEY not in root:
         return root, read({KEY: attribute}, where)

@@ -101,6 +101,7 @@ class LazyTensor:
         box = Box(origin, shape)
         data = read_block(self._pool, self._entry, box) if box.volume else bytearray()
         dtype = getattr(torch, self.dtype)
+        # torch.frombuffer refuses an empty buffer.
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         view = flat.reshape(shape)[tuple(slice(None, None, step) for step in steps)]
         keep = tuple(0 if dim in dropped else slice(None) for dim in range(len(shape)))
@@ -135,7 +136,7 @@ def _resolve(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
 
 
 def _position(item: SupportsIndex, size: int) -> int:
-    if isinstance(item, bool):
+    if isinstance(item, bool):  # numpy and torch take it as a mask, not as 0 or 1
         raise TypeError("a bool cannot be used as an index")
     position = operator.index(item)
     if not -size <= position < size:

@@ -27,7 +27,7 @@ _CHECK_SECONDS = 0.1  # between two looks for a signal while the main thread wai
 class ThreadGroup:
     """Threads that are joined when the `with` block ends, also after an error.
 
-    Anything that the threads themselves wait for must have been told to stop by then.
+    Before the block ends, the caller must release everything that the threads wait for.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class ThreadGroup:
         """
         try:
             thread = _Thread(lambda: self._run(act, name))
-        except RuntimeError as error:  # "can't start new thread", which says no more than that
+        except RuntimeError as error:  # "can't start new thread", whatever the reason is
             raise MemoryError(f"the system gives no more threads: {error}") from error
         self._threads.append(thread)
 
@@ -65,7 +65,7 @@ class ThreadGroup:
         """Wait until one more thread ends and return its name, or raise what it raised.
 
         Raises:
-            MemoryError: a thread ended without saying so, because it had no memory to.
+            MemoryError: a thread ended without a result, because it had no memory to run.
         """
         name, error = self._take_ended()
         if error is not None:
@@ -78,6 +78,7 @@ class ThreadGroup:
     def _take_ended(self) -> tuple[str, BaseException | None]:
         while True:
             signals.check()
+            # Before the queue is read: a thread that has ended by now has put its result there.
             all_ended = not any(thread.is_alive for thread in self._threads)
             try:
                 return self._ended.get(timeout=0 if all_ended else _CHECK_SECONDS)
@@ -97,8 +98,8 @@ class ThreadGroup:
 class _Thread:
     """A thread whose end is noticed even if it dies before it runs its first line of Python.
 
-    `threading.Thread.start` waits until the thread says that it runs. A thread that gets no memory
-    for its first frame never says so, and `start` never returns (CPython 3.11 to 3.14
+    `threading.Thread.start` waits until the thread signals that it runs. A thread that gets no
+    memory for its first frame never signals it, and `start` never returns (CPython 3.11 to 3.14
     ``Lib/threading.py``).
 
     Raises:
@@ -108,26 +109,29 @@ class _Thread:
     def __init__(self, run: Callable[[], object]) -> None:
         ended = threading.Lock()
         ended.acquire()
-        held = _Held()  # by the thread alone, until it ends in whatever way
-        self._held, self._ended = weakref.ref(held), ended
-        _thread.start_new_thread(_run_and_release, (run, ended, held))
+        token = _Token()
+        self._token, self._ended = weakref.ref(token), ended
+        _thread.start_new_thread(_run_and_release, (run, ended, token))
 
     @property
     def is_alive(self) -> bool:
         """Whether the thread still runs."""
-        return self._held() is not None
+        return self._token() is not None
 
     def join(self) -> None:
         """Wait until the thread ends."""
+        # A thread that dies before its first line of Python never releases the lock.
         while self.is_alive and not self._ended.acquire(timeout=_CHECK_SECONDS):
             pass
 
 
-class _Held:
+class _Token:
+    """An object that only the thread refers to; it is gone once the thread has ended."""
+
     __slots__ = ("__weakref__",)
 
 
-def _run_and_release(run: Callable[[], object], ended: threading.Lock, _held: _Held) -> None:
+def _run_and_release(run: Callable[[], object], ended: threading.Lock, _token: _Token) -> None:
     try:
         run()
     finally:
@@ -143,7 +147,7 @@ def parallel_for(
     """Process every item in one of `workers` threads; one worker runs as a plain loop.
 
     Args:
-        items: consumed one at a time, under a lock.
+        items: consumed one at a time, under a lock; none of them is None.
         make: called once in each thread; returns the function that processes its items, so that
             each thread can have buffers of its own.
         workers: the number of threads.
@@ -177,7 +181,7 @@ def parallel_for(
                 threads.start(loop)
             for _ in range(workers):
                 threads.wait()
-        finally:
+        finally:  # after an error, the other threads end with the item at hand
             stopped = True
 
 

@@ -78,13 +78,13 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
     return result
 
 
-def refuse_nothing(manifest: Manifest, held: Sized) -> None:
-    """Refuse a sound file without tensors, which safetensors allows.
+def refuse_nothing(manifest: Manifest, tensors: Sized) -> None:
+    """Refuse a checkpoint without tensors; a valid safetensors file can have none.
 
     Raises:
         UnrecognisedError: there is nothing to write.
     """
-    if not held:
+    if not tensors:
         raise UnrecognisedError(
             manifest.origin.path,
             "is sound and holds no weights: there is nothing to write",

@@ -136,6 +136,8 @@ def _to_bfloat16(values: Array, target: Array) -> bool:
         _scratch.bits = np.empty(_BLOCK, np.uint32)
     bits = values.view(np.uint32)
     work = _scratch.bits[: values.size]
+    # Round to nearest even: add 0x7FFF and the lowest bit that is kept, then drop 16 bits. A NaN
+    # can overflow here; `_fix_special_values` writes its bits.
     np.right_shift(bits, 16, out=work)
     np.bitwise_and(work, 1, out=work)
     np.add(work, 0x7FFF, out=work)
@@ -149,7 +151,7 @@ def _to_bfloat16(values: Array, target: Array) -> bool:
 def _fix_special_values(
     numbers: Array, target: Array, target_dtype: DType, clamp: bool
 ) -> tuple[int, int]:
-    """Write NaN bits, clamp infinities if asked to, and count new infinities and new zeros."""
+    """Write NaN bits, clamp infinities if `clamp` is set, count new infinities and new zeros."""
     if target_dtype == BFLOAT16:
         target[np.isnan(numbers)] = _NAN_BFLOAT16
         infinite = (target & 0x7FFF) == 0x7F80

@@ -59,12 +59,12 @@ def execute(
         builder = OutputBuilder(pool, files, sources, target, options)
         if team.first:
             builder.create(target.files, anew=done is None)
-        team.barrier()
+        team.barrier()  # no rank may open a file that does not exist yet
         batches = share.of(_skip_done(plan, before, files) if done else plan.batches())
         seen = builder.fill(interleave_files(batches, options.workers), keep)
         share.check()
         outcome = merge_across_ranks(team, seen)
-        outcome.add(before)
+        outcome.add(before)  # after the merge: all ranks have the same `before`
         check_records(outcome.reads, sources, pool, options)
         builder.store_checksums(select_share(team, target.checksums), outcome)
     team.barrier()
@@ -245,10 +245,10 @@ class _Worker:
         """Assemble copies with interleaved bytes in memory, then write the whole window."""
         if len(self._window) < window.nbytes:
             self._window = bytearray(window.nbytes)
-        held = memoryview(self._window)[: window.nbytes]
+        data = memoryview(self._window)[: window.nbytes]
         for copy in window.copies:
-            self.filler.fill(copy, held)
-        self._write(window.file, window.byte_offset, held)
+            self.filler.fill(copy, data)
+        self._write(window.file, window.byte_offset, data)
 
     def _write(self, name: str, offset: int, data: memoryview) -> None:
         self._writer.write(name, offset, data)

@@ -257,7 +257,7 @@ def _split_copy(copy: Copy, limit: int) -> Iterator[Copy]:
     stride = copy.byte_strides[dim]
     row = span - (copy.shape[dim] - 1) * stride
     step = max((limit - row) // stride + 1, 1) if dense and stride else 1
-    step = min(step, copy.shape[dim] - 1)
+    step = min(step, copy.shape[dim] - 1)  # at least two parts, so that the recursion ends
     for start in range(0, copy.shape[dim], step):
         yield from _split_copy(
             _take_slab(copy, dim, start, min(step, copy.shape[dim] - start)), limit

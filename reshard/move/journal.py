@@ -107,6 +107,7 @@ class Journal:
         present = Spans(span for span in left.windows if span[0] in complete)
         seen = merge_across_ranks(team, replace(left, windows=present))
         if self._options.verify:
+            # Sorted, so that all ranks divide the same list.
             mine = select_share(team, sorted(seen.windows, key=lambda span: span[:2]))
             seen = replace(
                 seen, windows=merge_across_ranks(team, Outcome(self._find_intact(mine))).windows
@@ -165,7 +166,7 @@ class Journal:
         output, text = self._partial.output, jobs.format_line(seen.to_json())
         sync(output / name for name in seen.windows.files)
         first = self._end is None
-        if first:
+        if first:  # also the names of the files, which their directories store
             sync([output, *(path for path in output.rglob("*") if path.is_dir())])
         try:
             with _durable(self._path) as descriptor:

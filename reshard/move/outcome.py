@@ -51,14 +51,14 @@ class Outcome:
 
 
 def _group_by_file(spans: Iterable[FileSpan]) -> dict[str, list[Span]]:
-    found: dict[str, list[Span]] = defaultdict(list)
+    by_file: dict[str, list[Span]] = defaultdict(list)
     for file, offset, nbytes, crc in spans:
-        found[file].append((offset, nbytes, crc))
-    return found
+        by_file[file].append((offset, nbytes, crc))
+    return by_file
 
 
-def _parse_spans(found: Mapping[str, Iterable[Span]]) -> Iterator[FileSpan]:
-    return ((file, *span) for file, spans in found.items() for span in spans)
+def _parse_spans(by_file: Mapping[str, Iterable[Span]]) -> Iterator[FileSpan]:
+    return ((file, *span) for file, spans in by_file.items() for span in spans)
 
 
 Keep = Callable[[Outcome], Outcome]

@@ -83,7 +83,7 @@ class Receipts:
         partial.resumable_bytes = seen.nbytes
         return seen if has_run else None
 
-    def check_progress(self, left: Outcome) -> Outcome:  # noqa: ARG002 - the receipts of `left` say it
+    def check_progress(self, left: Outcome) -> Outcome:  # noqa: ARG002 - the receipts record it
         """Return the outcome of the files that the store still has in the recorded version.
 
         With `verify`, files that were not read back after their upload do not count.

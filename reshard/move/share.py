@@ -32,7 +32,7 @@ class Share:
         """Return the output files of this rank, where one rank writes a whole file."""
         files, at = set(), 0
         for file, nbytes in sizes.items():
-            if self._is_mine(at + nbytes // 2):
+            if self._is_mine(at + nbytes // 2):  # the middle of a file decides
                 files.add(file)
             at += nbytes
         return files

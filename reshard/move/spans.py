@@ -33,8 +33,8 @@ class Spans:
         self.update(spans)
 
     def __iter__(self) -> Iterator[FileSpan]:
-        for file, held in self._files.items():
-            for offset, (nbytes, crc) in held.spans.items():
+        for file, ranges in self._files.items():
+            for offset, (nbytes, crc) in ranges.spans.items():
                 yield file, offset, nbytes, crc
 
     @property
@@ -45,7 +45,7 @@ class Spans:
     @property
     def nbytes(self) -> int:
         """Number of bytes covered; a byte in several ranges counts once."""
-        return sum(held.nbytes for held in self._files.values())
+        return sum(ranges.nbytes for ranges in self._files.values())
 
     def put(self, file: str, offset: int, nbytes: int, crc: int | None) -> None:
         """Add a range."""
@@ -63,10 +63,10 @@ class Spans:
         """Return the ranges that share a byte with the given one, sorted by offset."""
         if file not in self._files:
             return []
-        held = self._files[file].in_order()
-        first = bisect_right(held.reaches, offset)
-        last = bisect_left(held.starts, offset + nbytes)
-        return [span for span in held.spans[first:last] if span[0] + span[1] > offset]
+        ranges = self._files[file].in_order()
+        first = bisect_right(ranges.reaches, offset)
+        last = bisect_left(ranges.starts, offset + nbytes)
+        return [span for span in ranges.spans[first:last] if span[0] + span[1] > offset]
 
     def covers(self, file: str, offset: int, nbytes: int) -> bool:
         """Return whether every byte of the given range is in one of these ranges."""
@@ -124,9 +124,9 @@ class _OfFile:
     @property
     def nbytes(self) -> int:
         """Number of bytes covered."""
-        held = self.in_order()
+        ranges = self.in_order()
         covered, reach = 0, 0
-        for (start, nbytes, _), upto in zip(held.spans, held.reaches, strict=True):
+        for (start, nbytes, _), upto in zip(ranges.spans, ranges.reaches, strict=True):
             covered += max(start + nbytes - max(start, reach), 0)
             reach = upto
         return covered
@@ -145,7 +145,7 @@ class _OfFile:
 
     def _take(self, start: int) -> tuple[int, int | None]:
         nbytes, crc = self.spans.pop(start)
-        if self._ending.get(start + nbytes) == start:
+        if self._ending.get(start + nbytes) == start:  # another range may end there, too
             del self._ending[start + nbytes]
         return nbytes, crc
 

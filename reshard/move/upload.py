@@ -59,8 +59,8 @@ def write(
         ReshardError: a file cannot be uploaded, or as in `execute.execute`.
     """
     before, target, team = done or Outcome(), plan.target, options.team
-    there = set(before.windows.files)
-    sizes = {file.name: file.nbytes for file in target.files if file.name not in there}
+    stored = set(before.windows.files)
+    sizes = {file.name: file.nbytes for file in target.files if file.name not in stored}
     mine = Share(team, sum(sizes.values())).files(sizes)
     seen = Outcome()
     with (
@@ -79,8 +79,8 @@ def write(
             uploads.make_room(file)
             builder.create([file])
             part = builder.fill(batches)
-            stored = (each for each in target.checksums if each.file == file.name)
-            builder.store_checksums(stored, part)
+            checksums = (each for each in target.checksums if each.file == file.name)
+            builder.store_checksums(checksums, part)
             uploads.send(file, part)
             seen.add(replace(part, windows=Spans()))
         uploads.finish()
@@ -136,7 +136,7 @@ class _Uploads:
         """Check that the local disk has room for two files of the largest size.
 
         Raises:
-            ResourceError: it has not.
+            ResourceError: there is less room.
         """
         self._room = 2 * max((file.nbytes for file in files), default=0)
         free = shutil.disk_usage(self._local.directory).free

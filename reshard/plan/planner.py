@@ -86,6 +86,7 @@ class Plan:
 
     def _iterate_window_parts(self) -> Iterator[tuple[str, Iterator[list[_WindowPart]]]]:
         """Yield each output file with the parts of each of its windows."""
+        # A planner indexes all chunks of its tensor, so it is dropped after the tensor's last file.
         uses = [entry.layout.part_count for entry in self.target.entries]
         planners: dict[int, CopyPlanner] = {}
         for file, all_extents in iterate_output_files(self.target):
@@ -135,6 +136,7 @@ def _match_source(source: Mapping[Key, Entry], target: Entry) -> Entry:
             target.fqn,
             f"the target needs a {target.kind} of shape {target.shape}, but the source {problem}",
         )
+    # The target stores value / factor, with one factor in all chunks of a tensor.
     factor = target.chunks[0].factor if target.chunks else 1.0
     if factor == 1.0:
         return entry
