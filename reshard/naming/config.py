@@ -58,7 +58,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
         UsageError: transformers does not accept the config.
         CorruptError: the file is not JSON.
     """
-    read_json_object(path)  # refuses a file that is not JSON with our own message
+    read_json_object(path)  # refuses a file that is not JSON with reshard's own message
     from transformers import AutoConfig
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

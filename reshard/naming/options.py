@@ -27,11 +27,11 @@ class ModelNames:
     """How the parameter names of a format may differ from the names of Hugging Face's model.
 
     Args:
-        may_differ: whether the names of a checkpoint may be others.
-        describe: returns what a checkpoint states about its model; None: nothing.
-        spelling: returns which spelling of a table's names a checkpoint uses; None: the usual one.
+        may_differ: returns whether a checkpoint may have other names than Hugging Face's.
+        describe: returns what a checkpoint states about its model; None if it states nothing.
+        spelling: returns the spelling of a table's names in a checkpoint; None: the usual one.
         table: name of the table of the format's own names.
-        family: returns the only model family that the format has; None: there are many.
+        family: returns the format's only model family; None if the format has many.
     """
 
     may_differ: Callable[[Manifest], bool]
@@ -46,8 +46,8 @@ class NameOptions:
     """What the user states about names.
 
     Args:
-        names: None: Hugging Face's names, if they are known.
-        config: the config of Hugging Face's model, if one is given or lies beside the source.
+        names: the naming scheme; None: Hugging Face's names, if they are known.
+        config: the config of Hugging Face's model, given or found beside the source.
         vocab_size: rows of the vocabulary without padding; None: as config or source states.
     """
 

@@ -23,7 +23,7 @@ _MAY_DIFFER = frozenset(
     vocab_size max_position_embeddings n_positions tie_word_embeddings router_aux_loss_coef
     """.split()
 )
-_WINDOWS = {"sliding_window", "use_sliding_window"}  # no change up to that many tokens
+_WINDOWS = {"sliding_window", "use_sliding_window"}  # sequences up to the window are not affected
 
 
 def describe_source(manifest: Manifest, own: ModelNames) -> Traits | None:
@@ -47,6 +47,7 @@ def rename_to_hf(
     try:
         family = _choose_family(own, traits, options)
     except UnsupportedError as error:
+        # Without any wish of the user about names, the source's own names are a valid output.
         if options.names or options.family or options.config:
             raise
         return Naming(manifest, (f"the output has the names of the source: it {error.problem}",))

@@ -10,7 +10,7 @@ Reading, shared by every format whose files hold nested state dicts:
     optimizer_names    names for optimizers that number their parameters
     optimizer_layouts  how an optimizer's tensors are stored: whole, in runs, in flat units
     model_optimizers   which of several optimizers belong to the model
-    leaves             values of a model's state dict that are no tensors
+    leaves             values of a model's state dict that are not tensors
     plain_values       values of a pickle as JSON
     own_values         a script's own values as a pickle describes them
     assemble           the sections as a manifest

@@ -68,13 +68,13 @@ def build_manifest(
     """Build the manifest of one tree.
 
     Args:
-        origin: its mesh and precision are filled in here.
-        key: which state dict is the model.
+        origin: where the tree comes from; its mesh and precision are filled in here.
+        key: the name of the state dict that is the model; None to find it.
         model_hint: what the user states about the model.
-        nearby: what a config beside the checkpoint says, for what the files leave open.
+        nearby: the config beside the checkpoint, which is used only where the files are ambiguous.
 
     Raises:
-        ReshardError: no model in it, or one that is stored in a way that nothing explains.
+        ReshardError: the tree has no model, or no file explains how the model is stored.
     """
     _refuse_mixed(parsed)
     parts = sections.find(parsed.root, parsed.where, key)
@@ -121,6 +121,7 @@ def build_manifest(
         unread=_describe_unread(parts, train.objects),
         unknown_globals=trust.unknown(parsed.globals),
         ordered=ordered or model is not None,
+        # An index of FSDP 1's optimizer counts in the order of its units, not in that of the model.
         keyed=None if flats or units else optimizer_state.find_keying(parts.optimizers.values()),
         ordered_by_model=model is not None and not ordered,  # sorted by it above
     )
@@ -223,6 +224,7 @@ def _resolve_model(
     if model_hint:
         model = model_hint.shapes(prefixes)
         mismatch = _describe_mismatch(model, parts.model)
+        # Flat parameters hide the names: `flat_params.build_unit` checks their sizes instead.
         if mismatch and not prefixes:
             raise UsageError(
                 f"--model {model_hint.model}", f"is not the checkpoint's model: {mismatch}"

@@ -135,6 +135,7 @@ def _resolve_views(
     views: Mapping[str, Sequence[Chunk]], known: Mapping[str, Index], where: str
 ) -> dict[str, GlobalTensor]:
     """Resolve ``use_orig_params=True``, where ranks name their slices but not the shapes."""
+    # Two names of the same bytes are tied weights: one name's shape is also the other's.
     same = {tuple(slices): known[fqn] for fqn, slices in views.items() if fqn in known}
     tied = {fqn: tuple(slices) for fqn, slices in views.items() if fqn not in known}
     known = {**known, **{fqn: same[slices] for fqn, slices in tied.items() if slices in same}}
@@ -157,7 +158,7 @@ def join_slices(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> 
     """Build a tensor whose 1-d slices follow one another.
 
     Raises:
-        CorruptError: they do not add up to the shape.
+        CorruptError: the slices do not add up to the shape.
     """
     at = 0
     chunks: list[Chunk] = []
@@ -196,6 +197,7 @@ def _resolve_unit(
             )
         members = [(fqn, model.parameters[fqn]) for fqn in given[prefix].members]
     else:
+        # FSDP puts a parameter into the innermost wrapped module that contains it.
         nested = [other for other in flats if other != prefix and _under(other, prefix)]
         members = [
             (fqn, shape)
@@ -222,7 +224,7 @@ def build_unit(
     """Build a flat parameter of ``total`` elements that these members fill.
 
     Raises:
-        CorruptError: they do not fill it.
+        CorruptError: the members do not have ``total`` elements.
     """
     numel = sum(prod(shape) for _, shape in members)
     if numel != total:
@@ -249,7 +251,7 @@ def locate_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]
     """Pair the equal pieces of a flat tensor with their first elements, without zero padding.
 
     Raises:
-        CorruptError: they are not the equal pieces of so many elements.
+        CorruptError: the pieces are not equal parts of ``numel`` elements.
     """
     size = -(-numel // len(pieces))
     located = []
@@ -262,6 +264,7 @@ def locate_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]
                 "files of runs with different numbers of ranks are mixed",
             )
         at = number * size
+        # Padding to equal pieces is at the end; whole trailing ranks can consist of it.
         box = Box((0,), (min(size, max(numel - at, 0)),))
         located.append((at, replace(piece, box=box)))
     return located
@@ -271,7 +274,7 @@ def read_fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
     """Read the units in FairScale's metadata: key of each flat parameter -> unit.
 
     Raises:
-        CorruptError: they contradict themselves.
+        CorruptError: the metadata contradict themselves.
     """
     expect(where, metadata, _FAIRSCALE, "shard_metadata")
     units = {}

@@ -26,7 +26,7 @@ def find_opaque(
     """Return the values of a model's state dict that are not tensors: name -> kind.
 
     Args:
-        known: keys whose values are read elsewhere.
+        known: keys whose values other code reads.
         prefix: text before each name.
 
     Raises:

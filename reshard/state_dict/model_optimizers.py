@@ -27,7 +27,7 @@ def select_optimizers(
 
     Args:
         weights: entries by fqn, with their kinds as known so far.
-        units: the model's flat parameters, also if they were resolved.
+        units: the model's flat parameters, including those that were already resolved.
 
     Raises:
         ReshardError: as `optimizer_state.read`.
@@ -40,7 +40,8 @@ def select_optimizers(
         shapes = dict(model.parameters) if model else shapes
         optimizer = optimizer_state.read(value, replace(known, shapes=shapes), pool)
         if not optimizer.entries and model is None and len(shapes) < len(every):
-            # plain tensors beside sharded ones are parameters where only some modules are sharded
+            # Plain tensors beside sharded ones were taken for buffers. Where only some modules are
+            # sharded, they are parameters, and the optimizer has a state for each of them.
             retry = optimizer_state.read(value, replace(known, shapes=every), pool)
             optimizer = retry if retry.entries else optimizer
         read[path] = optimizer
@@ -68,6 +69,8 @@ def _select_own(
         fqn for optimizer in fitting.values() for fqn in {e.fqn for e in optimizer.entries}
     )
     numbered = len({sections.parse_number(path) for path in read}) == len(read)
+    # Several models can share parameter names (a GAN, an EMA copy). Then the number in a section's
+    # name decides: optimizer_1 belongs to model_1.
     if any(n > 1 for n in claimed.values()) or (numbered and parts.other_models):
         fitting = {
             p: optimizer for p, optimizer in read.items() if sections.parse_number(p) == number

@@ -12,7 +12,7 @@ from typing import Any
 from reshard.state_dict.tree import as_list
 
 JOINT = "/"
-_DEEPEST = 8
+_DEEPEST = 8  # levels, more than any known optimizer nests
 
 
 def flatten(
@@ -20,7 +20,7 @@ def flatten(
 ) -> dict[str, Any]:
     """Return the state without dicts and lists that contain tensors.
 
-    >>> flattened({"step": 3, "GG": [b"t", None]}, lambda value: isinstance(value, bytes))
+    >>> flatten({"step": 3, "GG": [b"t", None]}, lambda value: isinstance(value, bytes))
     {'step': 3, 'GG/0': b't', 'GG/1': None}
     """
     flat: dict[str, Any] = {}
@@ -37,7 +37,7 @@ def flatten(
 def unflatten(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state with its dicts and lists again.
 
-    >>> restored({"step": 3, "GG/1": "t", "GG/0": None})
+    >>> unflatten({"step": 3, "GG/1": "t", "GG/0": None})
     {'step': 3, 'GG': [None, 't']}
     """
     root: dict[str, Any] = {}
@@ -59,6 +59,7 @@ def _list_parts(value: Any) -> Mapping[str, Any] | None:
     """Return a container's items by name or position; None if no name could be split again."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return None if any(key.isdecimal() or JOINT in key for key in value) else value
+    # `unflatten` would restore a tuple as a list.
     items = None if isinstance(value, tuple) else as_list(value)
     return None if items is None else {str(at): item for at, item in enumerate(items)}
 

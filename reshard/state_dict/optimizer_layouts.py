@@ -81,7 +81,7 @@ class WholeLayout:
         """Yield the entries of one slot.
 
         Raises:
-            CorruptError: it does not have this layout.
+            CorruptError: the slot does not have this layout.
         """
         tensor = as_global(value)
         if tensor is None:
@@ -190,7 +190,7 @@ def identify_layout(
         stored: the names that the file gives for the numbers, if any.
 
     Raises:
-        AmbiguousError: there is none; the reason is that of the layout of whole tensors.
+        AmbiguousError: no layout fits; the reason is the one for the layout of whole tensors.
     """
     order = [key for keys in members for key in keys]
     if not all(isinstance(key, int) for key in order):
@@ -201,6 +201,7 @@ def identify_layout(
     leaves = [value for slots in state.values() for value in select_tensors(slots).values()]
     world = max((len(leaf.pieces) for leaf in leaves if isinstance(leaf, LocalTensors)), default=0)
     if world:
+        # Hybrid sharding divides over a part of the ranks; full sharding, the usual case, is first.
         shards = [n for n in range(known.world, 0, -1) if known.world % n == 0]
         layouts += [UnitLayout(known, n) for n in shards if known.units]
         layouts += [RunLayout(known, n) for n in shards]

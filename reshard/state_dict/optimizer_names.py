@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.training.state import TrainedGroup
 
-Signature = Hashable | None  # what is known of a parameter (its shape, its size); None: nothing
+Signature = Hashable | None  # the shape or size of a parameter; None if it is unknown
 SignatureGroups = Sequence[Sequence[Signature]]
 NameGroups = list[list[str | None]]
 
@@ -97,6 +97,7 @@ def _match_subsequence(
 ) -> list[str] | None:
     """Return the names if the group fits into the model's order in exactly one way."""
     order = list(candidates.items())
+    # The match is unique exactly if the leftmost and the rightmost one are the same.
     first = _match_leftmost(order, group)
     last = _match_leftmost(order[::-1], group[::-1])
     return first if first and last and first == last[::-1] else None
@@ -127,6 +128,7 @@ def _match_by_signature(
     counts = [Counter(group) for group in groups]
     for sign in set().union(*counts) - {None}:
         holders = [count[sign] for count in counts if count[sign]]
+        # One group must have all of them: of some, or of two groups' members, any could be meant.
         if holders != [len(alike[sign])]:
             raise AmbiguousError(alike[sign] or [f"no parameter is {sign}"])
     orders = {sign: iter(fqns) for sign, fqns in alike.items()}

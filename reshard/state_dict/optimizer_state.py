@@ -34,8 +34,8 @@ from reshard.state_dict.tree import MIXED, GlobalTensor, LocalTensors, as_global
 
 _STATE, _GROUPS = "state", "param_groups"
 _MEMBERS = ("params", "param_names")
-_LARGEST = 1e300
-_FAIRSCALE = "param_id_map"  # fairscale's consolidated form numbers parameters by unit
+_LARGEST = 1e300  # of a counter: excludes inf, NaN and integers that no float holds
+_FAIRSCALE = "param_id_map"  # FairScale's consolidated form numbers parameters by unit
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class ParsedOptimizer:
     steps: dict[str, float] = field(default_factory=dict)
     step_files: dict[str, str] = field(default_factory=dict)  # fqn -> file of the step, if one
     groups: list[ParamGroup] = field(default_factory=list)
-    other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is no tensor
+    other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is not a tensor
     notes: list[str] = field(default_factory=list)
     unnamed_optimizers: tuple[str, ...] = ()  # other optimizers whose states nothing names
 
@@ -116,6 +116,7 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
         CorruptError: slots that contradict one another.
     """
     state, groups = _normalize(value)
+    # A flattened state dict has a group for each parameter, even if the optimizer had only one.
     groups = groups if _GROUPS in value else _merge_equal_groups(groups, pool)
     if _FAIRSCALE in value:
         known = replace(known, ordered=False)
@@ -179,6 +180,7 @@ def _unflatten(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[st
     """
     state: dict[Any, Slots] = {}
     hypers: dict[str, dict[str, Any]] = {}
+    # Names of parameters and slots may have dots; the groups, read first, show where a name ends.
     for key, item in value.items():
         part, _, rest = key.partition(".")
         if part != _STATE:
@@ -196,6 +198,7 @@ def _merge_equal_groups(
     groups: Sequence[dict[str, Any]], pool: SourceFiles
 ) -> list[dict[str, Any]]:
     """Merge the groups that have the same hyper-parameters."""
+    # Pairs of a merged group and the hyper-parameters that its members share.
     merged: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for group in groups:
         hyper = _read_hyper(group, pool)

@@ -1,6 +1,6 @@
 """Keep a script's own values (enums, namespaces, tensors, arrays) for targets that are pickles.
 
-`to_plain` makes of every value what prints; the values here are those that it changes.
+`to_plain` converts every value for printing; the values here are those that it changes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from reshard.training.copied_files import TENSOR
 def keep_own_values(root: Mapping[Any, Any], names: Iterable[Any]) -> dict[str, Any]:
     """Return those of a pickle's values that `to_plain` changes and that can be written again.
 
-    A namespace is kept without the attributes that cannot.
+    A namespace is kept without the attributes that cannot be written.
     """
     changed = {str(name): root[name] for name in names if to_plain(root[name]) != root[name]}
     copier = _Copier()
     copies = {name: _describe_tensors(copier, value, name) for name, value in changed.items()}
-    found = {name: _drop_attributes(value) for name, value in copies.items()}
-    return {name: value for name, value in found.items() if can_be_written(value, Entry)}
+    kept = {name: _drop_attributes(value) for name, value in copies.items()}
+    return {name: value for name, value in kept.items() if can_be_written(value, Entry)}
 
 
 def _describe_tensors(copier: _Copier, value: Any, name: str) -> Any:
     """Return a value with entries for its tensors; one without tensors is not copied."""
-    held = any(isinstance(part, Tensor) or is_tensor(part) for part in parts_of(value))
-    return copier.copy(value, name) if held else value
+    has_tensors = any(isinstance(part, Tensor) or is_tensor(part) for part in parts_of(value))
+    return copier.copy(value, name) if has_tensors else value
 
 
 def find_scheduler(train: TrainState) -> Any:
@@ -86,15 +86,15 @@ class _Copier:
             return array
         if isinstance(value, LocalTensors) and len(value.pieces) > 1:
             return value
-        found = as_global(LocalTensors({0: value.chunk}) if isinstance(value, Tensor) else value)
-        if found is None:
+        tensor = as_global(LocalTensors({0: value.chunk}) if isinstance(value, Tensor) else value)
+        if tensor is None:
             return value
-        entry = Entry(name, TENSOR, found.dtype, found.shape, found.chunks)
-        return self._entries.setdefault(found.chunks, entry)
+        entry = Entry(name, TENSOR, tensor.dtype, tensor.shape, tensor.chunks)
+        return self._entries.setdefault(tensor.chunks, entry)
 
 
 def _drop_attributes(value: Any) -> Any:
     if not is_namespace(value):
         return value
-    held = {key: part for key, part in value.state.items() if can_be_written(part, Entry)}
-    return replace(value, state=held)
+    attributes = {key: part for key, part in value.state.items() if can_be_written(part, Entry)}
+    return replace(value, state=attributes)

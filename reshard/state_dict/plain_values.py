@@ -9,7 +9,7 @@ from reshard.pickles.values import Call, Global
 from reshard.state_dict.tree import GlobalTensor, LocalTensors
 
 _MAX_DEPTH = 100
-_LONG = 64  # letters
+_LONG = 64  # characters
 _COUNTED = ("bytes", "str", "list", "tuple", "dict", "set", "frozenset")
 _MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many places
 
@@ -20,10 +20,7 @@ def to_plain(value: Any) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value and its parts are plain, not descriptions that `to_plain` made.
-
-    Those are the descriptions that `to_plain` makes.
-    """
+    """Return whether a value and its parts are plain, not descriptions that `to_plain` made."""
     if isinstance(value, dict):
         return not is_description(value) and all(map(is_plain, value.values()))
     return not isinstance(value, (list, tuple)) or all(map(is_plain, value))
@@ -44,8 +41,8 @@ class _Converter:
 
     def __init__(self) -> None:
         self._parts = 0
-        self._inside: set[int] = set()  # what is being converted: it may refer to itself
-        self._long: set[int] = set()  # texts that stand somewhere; one may stand in many places
+        self._inside: set[int] = set()  # ids of open containers, which may contain themselves
+        self._long: set[int] = set()  # ids of long texts that were already converted once
 
     def of(self, value: Any) -> Any:
         """Convert a value; summarize it if it is too large, too deep or inside itself."""

@@ -32,7 +32,7 @@ MODEL_KEYS = re.compile(r"state_dict|model_state_dict|(pytorch_)?model(_fsdp)?(_
 _DEPTH = 3
 _TWO = 2  # one model, and the top level
 _NO_FLOATS = ("int", "bool")
-_MIN_RATIO = 100  # times as many elements has the model
+_MIN_RATIO = 100  # the model has at least so many times the elements of the top level
 _NEVER_A_MODEL = re.compile(r"rng|random_states?|sampler|data_?loader|sched|scaler", re.IGNORECASE)
 RNG = re.compile(r"rng|random|generator", re.IGNORECASE)
 _NAMED = {
@@ -43,7 +43,7 @@ _NAMED = {
     "samples": re.compile(r"global_samples"),  # these two as DeepSpeed calls them
     "skipped_steps": re.compile(r"skipped_steps"),
 }
-TRAIN_STATE = "train_state"  # the file in which reshard puts what is neither model nor optimizer
+TRAIN_STATE = "train_state"  # the file in which reshard writes what is neither model nor optimizer
 # In `TrainState.opaque`: what Accelerate 1.15 (``accelerator.py``, ``_do_sync``) saves as its step,
 # among the random states: calls of ``accumulate`` in this epoch, 0 where a program makes none.
 ACCUMULATED = "accelerate's micro batches"
@@ -148,7 +148,8 @@ def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Pa
     """Return the path of the model, if names, files or sizes decide."""
     preferred = [path for path in models if path and MODEL_KEYS.fullmatch(str(path[-1]))]
     scattered = [path for path, state in models.items() if trees.is_in_several_files(state)]
-    for candidates in (scattered, preferred, list(models)):  # a copy may lie beside rank files
+    # A model in several files comes first: a merged copy of it may be beside the rank files.
+    for candidates in (scattered, preferred, list(models)):
         if len(candidates) == 1:
             return candidates[0]
     sizes = {path: sum(map(_numel, state.values())) for path, state in models.items()}

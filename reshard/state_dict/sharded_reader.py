@@ -50,7 +50,7 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
         if kind == _DTENSOR:
             return dtype, shape, tuple(_read_dtensor(file, call, shape, dtype))
         return dtype, shape, tuple(_read_sharded_tensor(file, call, shape, dtype))
-    except (
+    except (  # what another form of the pickled objects raises where the code below reads them
         IndexError,
         KeyError,
         TypeError,
@@ -166,6 +166,7 @@ def _read_shard_order(
         return None
     order: dict[int, Sequence[int]] = {}
     for entry in entries:
+        # A NamedTuple (torch 2.13) pickles its values as the last arguments of its constructor.
         dim, axes = (
             (entry.get("tensor_dim"), entry.get("mesh_dims")) if entry.state else entry.args[-2:]
         )

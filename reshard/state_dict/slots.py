@@ -18,7 +18,7 @@ class RankSharder:
     def __init__(self, placing: MeshPlacements, rank: int) -> None:
         self._placing, self._rank = placing, rank
         self._dtensors = DTensorBuilder(placing.grid, rank)
-        self._made: dict[int, Any] = {}  # the names of one tensor share it
+        self._made: dict[int, Any] = {}  # id of a `Value` -> its tensor, which all names share
         self._shapes: dict[Index, Index] = {}
 
     def of(self, value: Any) -> Any:
@@ -37,12 +37,13 @@ class RankSharder:
             return build_whole_slot(value)
         box = self._placing.grid.box(value.shape, placed, self._rank)
         local = Slot(Storage(value.dtype, box.volume, _list_parts(value, box)), box.shape)
+        # Equal shapes are one tuple, which the pickle stores once.
         shape = self._shapes.setdefault(value.shape, value.shape)
         return self._dtensors.make(shape, value.dtype, placed, local)
 
 
 def _list_parts(value: Value, box: Box) -> tuple[Part, ...]:
-    """Return what fills a box of a tensor; nothing if the box is empty."""
+    """Return the parts that fill a box of a tensor; none if the box is empty."""
     if value.entry is None or not box.volume:
         return ()
     return (Part(value.entry.kind, value.entry.fqn, value.shape, box),)

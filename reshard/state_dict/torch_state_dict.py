@@ -57,9 +57,9 @@ class Value:
     """A tensor of a state dict.
 
     Args:
-        entry: its content; None if the content is ``data`` or zeros.
-        divided: whether sharded training cuts it; otherwise it is whole on every rank.
-        owner: the parameter that it is, or is a slot of.
+        entry: the entry that fills it; None if its content is ``data`` or zeros.
+        divided: whether sharded training cuts it; otherwise every rank has the whole tensor.
+        owner: name of the parameter, also for the tensors of its optimizer state.
     """
 
     dtype: DType
@@ -238,7 +238,8 @@ def has_flat_storage(manifest: Manifest) -> bool:
                 record = bisect_right(starts[chunk.file], chunk.byte_offset)
                 tensor = entry.fqn, chunk.byte_offset
                 owner, at = owners.setdefault((chunk.file, record), tensor)
-                if owner != entry.fqn and at != chunk.byte_offset:  # not a tensor that both share
+                # Names of a tied weight begin at the same byte; that is no flat buffer.
+                if owner != entry.fqn and at != chunk.byte_offset:
                     return True
     return False
 
@@ -283,6 +284,7 @@ def _build_slots(
     step = member.step
     if member.slots:
         check_adam_slots(state, group, member)
+    # A flat partition has no slots of a parameter without elements; torch keeps empty ones for it.
     elif not member.weight.value.numel and (names := find_expected_slots(group)):
         empty = Value(dtypes.FLOAT32, member.weight.shape, divided=True, owner=member.fqn)
         slots = {name: replace(empty) for name in names}
@@ -349,9 +351,8 @@ def build_hyper(state: Training, group: TrainedGroup) -> dict[str, Any]:
             raise UnsupportedError(
                 where, "was trained by an Adam without bias correction, which torch lacks"
             )
-        if (
-            "foreach" not in hyper
-        ):  # all of torch's have it; NAdam and RAdam lack some of the others
+        # Every Adam of torch has ``foreach``; NAdam and RAdam lack some of the other settings.
+        if "foreach" not in hyper:
             hyper.setdefault("amsgrad", _AMSGRAD in slots)
             for name, value in _SWITCHES.items():
                 hyper.setdefault(name, value)

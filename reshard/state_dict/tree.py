@@ -35,7 +35,7 @@ class LocalTensors:
     The files do not state which; the tensor's global shape decides.
 
     Args:
-        array: the numpy array that a single file stores, as its pickle describes it.
+        array: the pickle's description of the numpy array that the tensor is; None for tensors.
     """
 
     pieces: Mapping[int, Chunk]
@@ -55,7 +55,7 @@ class LocalTensors:
 
 @dataclass(slots=True)
 class ParsedTree:
-    """The tree of all ranks and what its format knows of the files, before any part is identified.
+    """The tree of all ranks, before any section is identified, and what is known about the files.
 
     Args:
         world: number of ranks that saved.
@@ -199,7 +199,7 @@ def _differs(a: Any, b: Any) -> bool:
     """Return whether two plain values differ; objects are compared by class only."""
     if isinstance(a, Call) and isinstance(b, Call):
         return a.name != b.name
-    return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - two nan are alike
+    return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - two NaN are equal here
 
 
 def _join_tensors(values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:

@@ -54,7 +54,7 @@ def rebalance_batch(manifest: Manifest, world_size: int) -> Rebalanced:
 
 
 def advice(total: int, micro: int, ranks: int) -> str:
-    """Return what is wrong with a global batch, and which batches and ranks would do.
+    """Describe why a global batch does not fit, and which batches and numbers of ranks do.
 
     >>> advice(12, 1, 5)  # doctest: +ELLIPSIS
     'a global batch of 12 is not divisible by 5 ranks x micro batch 1; use 10 or 15, or 2, 3, ...'
@@ -72,7 +72,7 @@ def advice(total: int, micro: int, ranks: int) -> str:
 
 
 def _describe_rule(before: int, ranks: int) -> str:
-    """Return how to keep the global batch where nothing says what it is."""
+    """Describe how to keep the global batch if no file states it."""
     changed = f"{before} ranks become {ranks}"
     if before % ranks == 0:
         times = f"multiply the accumulation steps by {before // ranks}"
@@ -99,6 +99,7 @@ def _rebalance_deepspeed(
     chosen = chosen or _find_micro_batch(micro, total, world_size)
     warnings = []
     if chosen is None:
+        # No micro batch divides the global batch: come as close to it as the accumulation can.
         new = max(1, round(total / (micro * world_size)))
         reached, chosen = micro * world_size * new, micro
         written = f"the configuration written has a global batch of {reached}"
@@ -110,6 +111,7 @@ def _rebalance_deepspeed(
     changes = ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
     ending = "" if warnings else f": the global batch stays {total}"
     own = manifest.train.opaque.get(BATCH_BEFORE, {WORLD: before, BATCH: micro})
+    # Back at the run's own number of ranks, the record has served and is removed.
     manifest = _record_own(manifest, None if own[WORLD] == world_size else own)
     train = replace(manifest.train, config=changed)
     manifest = _with_progress(replace(manifest, train=train), chosen)
@@ -165,7 +167,7 @@ def _record_own(manifest: Manifest, own: Any) -> Manifest:
 
 
 def _with_progress(manifest: Manifest, micro: int) -> Manifest:
-    """Return HF Trainer's account, where there is one, with another batch of a rank."""
+    """Return the run with another batch of a rank in HF Trainer's state, if there is one."""
     train = manifest.train
     if train.trainer_state is None or trainer_run.is_document(train.trainer_state):
         return manifest

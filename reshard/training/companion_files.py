@@ -27,7 +27,8 @@ _EMBEDDING = re.compile(
     r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|shared)\.weight"
 )
 
-QUANTISED = "quantization_config"  # codes and their scales; the dtype beside is what it computes in
+# A quantised model's weights are codes with scales; the config's dtype is that of the computation.
+QUANTISED = "quantization_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +48,21 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
         CorruptError: config.json is not JSON.
     """
     candidates = [hf_dir] if hf_dir else [*near, *(path / "huggingface" for path in near)]
-    for place in candidates:
-        config = place / "config.json"
+    for directory in candidates:
+        config = directory / "config.json"
         if config.is_file():
             if not hf_dir and not is_model_config(config):
                 continue  # some other program's config.json
             parsed = read_json_object(config)
-            return Companions(place, parsed, others(place, parsed))
+            return Companions(directory, parsed, others(directory, parsed))
     if hf_dir:
         raise UsageError(hf_dir, "has no config.json", "--hf-dir needs a Hugging Face model")
     return Companions(None, None, ())
 
 
-def others(place: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
+def others(directory: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
     """Return the files of a directory that belong to a model, except its config."""
-    children = [child for child in sorted(place.iterdir()) if child.is_file()]
+    children = [child for child in sorted(directory.iterdir()) if child.is_file()]
     return tuple(child for child in children if _belongs(child.name, config))
 
 
@@ -117,8 +118,8 @@ def with_companions(
     """Add copies of the files beside the source's, in the same place beside the target's.
 
     Args:
-        beside: where in the skeleton goes what lies in the checkpoint's directory.
-        above: where goes what lies above it (HF Trainer puts its own above DeepSpeed's).
+        beside: folder in the skeleton for the files of the checkpoint's directory.
+        above: folder for those of the directory above (HF Trainer's are above DeepSpeed's).
     """
     place = directory_of(manifest.origin.path)
     taken = {file.name for file in skeleton.files}
@@ -144,30 +145,30 @@ def config_beside(manifest: Manifest) -> Path | None:
     """Return the transformers ``config.json`` of the checkpoint's directory, or of the run's.
 
     Raises:
-        CorruptError: it is not JSON.
+        CorruptError: the file is not JSON.
     """
-    place = directory_of(manifest.origin.path)
-    found = companions(None, [place, place.resolve().parent]).directory
-    return found / "config.json" if found else None
+    directory = directory_of(manifest.origin.path)
+    folder = companions(None, [directory, directory.resolve().parent]).directory
+    return folder / "config.json" if folder else None
 
 
 def _progress(path: Path, manifest: Manifest) -> bytes:
-    """Return the account of the run, with the values that the manifest has of it."""
+    """Return the run's ``trainer_state.json``, with the values that the conversion changed."""
     data = read_small_file(path)
-    wanted = manifest.train.trainer_state or {}
-    held = json.loads(data) if wanted else {}
-    if all(held.get(name) == value for name, value in wanted.items()):
+    changed = manifest.train.trainer_state or {}
+    saved = json.loads(data) if changed else {}
+    if all(saved.get(name) == value for name, value in changed.items()):
         return data
-    return format_json({**held, **wanted})
+    return format_json({**saved, **changed})
 
 
 def _beside(folder: Path) -> list[Path]:
     """Return a model's files and the run's progress; nothing if a directory has neither."""
-    found = list(companions(None, [folder]).others)
+    paths = list(companions(None, [folder]).others)
     config = folder / "config.json"
     if config.is_file() and is_model_config(config):
-        found.append(config)
+        paths.append(config)
     progress = folder / _PROGRESS
     if progress.is_file():
-        found.append(progress)
-    return [path for path in found if path.stat().st_size <= _MAX_BYTES]
+        paths.append(progress)
+    return [path for path in paths if path.stat().st_size <= _MAX_BYTES]

@@ -24,17 +24,18 @@ from reshard.location import Location
 from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, TrainState
 from reshard.pickles.objects import parts_of
 
-KIND = "file"  # of an entry that is all bytes of a file
-TENSOR = "client tensor"  # of an entry that is a tensor in one of a script's own values
+KIND = "file"  # kind of an entry whose elements are the bytes of a whole file
+TENSOR = "client tensor"  # kind of an entry for a tensor in one of a script's own values
 SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 _OWN = re.compile(r"custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
+# ``save_accelerator_state`` writes one for each process, so they identify the directory.
 _OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
 
 
 def find(location: Location) -> dict[str, str]:
     """Return the files that Accelerate reads back whole, name -> path; schedulers are among them.
 
-    Nothing where the directory is not Accelerate's.
+    The result is empty if the directory is not Accelerate's.
     """
     if not any(map(_OF_ACCELERATE.fullmatch, location.files)):
         return {}
@@ -52,12 +53,12 @@ def is_accelerates_own(name: str) -> bool:
 
 def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
     """Return the entries of the source that fill copies of files, and of a script's tensors."""
-    wanted = {entry.fqn for entry in skeleton.entries if entry.kind == KIND}
+    names = {entry.fqn for entry in skeleton.entries if entry.kind == KIND}
     kept = manifest.train.kept_files
-    files = [_build_entry(name, kept[name], size_of(kept[name])) for name in kept if name in wanted]
-    wanted = {entry.fqn for entry in skeleton.entries if entry.kind == TENSOR}
-    tensors = own_tensors(manifest.train).items() if wanted else ()
-    return [*files, *(entry for name, entry in tensors if name in wanted)]
+    files = [_build_entry(name, kept[name], size_of(kept[name])) for name in kept if name in names]
+    names = {entry.fqn for entry in skeleton.entries if entry.kind == TENSOR}
+    tensors = own_tensors(manifest.train).items() if names else ()
+    return [*files, *(entry for name, entry in tensors if name in names)]
 
 
 def own_tensors(train: TrainState) -> dict[str, Entry]:

@@ -13,7 +13,7 @@ from reshard.training.state import TrainedGroup, TrainedParameter, Training, Wei
 
 InitOptimizer = Literal["none", "zeros"]
 
-# torch 2.13 optim/adamw.py, AdamW.__init__; the learning rate is nobody's to choose.
+# torch 2.13 optim/adamw.py, AdamW.__init__; without its learning rate, which the run must give.
 _ADAMW: dict[str, Any] = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
@@ -32,8 +32,8 @@ def start_adam(state: Training, dtype: DType) -> Made:
         dtype: dtype of the moments, which is that of the updated weights.
 
     Raises:
-        UsageError: nothing gives a learning rate.
-        UnsupportedError: the source's optimizer is no Adam.
+        UsageError: neither the source nor the user gives a learning rate.
+        UnsupportedError: the source's optimizer is not an Adam.
     """
     groups = tuple(
         _build_group(state, number, group, dtype) for number, group in enumerate(state.groups)
@@ -43,8 +43,8 @@ def start_adam(state: Training, dtype: DType) -> Made:
     notes = [f"Adam at step 0 for {count} parameters: {', '.join(names)} are zero ({dtype})"]
     own = dict.fromkeys(key for group in state.groups for key in _ADAMW if key not in group.hyper)
     if own:
-        said = ", ".join(f"{key} {_ADAMW[key]}" for key in own)
-        notes.append(f"hyper-parameters that nothing gives are torch.optim.AdamW's own: {said}")
+        defaults = ", ".join(f"{key} {_ADAMW[key]}" for key in own)
+        notes.append(f"hyper-parameters that nothing gives are torch.optim.AdamW's own: {defaults}")
     return replace(state, groups=groups), notes
 
 
@@ -57,6 +57,7 @@ def _build_group(state: Training, number: int, group: TrainedGroup, dtype: DType
             'give it: --param-groups FILE with [{"lr": 1e-4, "weight_decay": 0.1}], or a group a'
             " line with match",
         )
+    # SGD and RMSprop have momentum; a group with state but without betas is of another optimizer.
     if "momentum" in group.hyper or ("betas" not in group.hyper and _was_stepped(group)):
         raise UnsupportedError(
             state.manifest.origin.path,

@@ -26,7 +26,7 @@ def is_idle(state: Any) -> bool:
 def convert_to_torch(state: Any) -> dict[str, Any] | None:
     """Return the state for ``GradScaler.load_state_dict``; None if the scaler has no such form.
 
-    >>> as_torch({"cur_scale": 8.0, "cur_iter": 7, "last_overflow_iter": 1,
+    >>> convert_to_torch({"cur_scale": 8.0, "cur_iter": 7, "last_overflow_iter": 1,
     ...           "scale_factor": 2.0, "scale_window": 1000})["_growth_tracker"]
     4
     """
@@ -38,6 +38,7 @@ def convert_to_torch(state: Any) -> dict[str, Any] | None:
         return None
     scale, factor, window, steps, overflowed = (state[key] for key in _DEEPSPEED)
     good = steps - 1 - overflowed
+    # After an overflow DeepSpeed counts one step more before a raise: -1 stands for that step.
     tracker = (good - 1) % window if good else -1
     return dict(zip(_TORCH, (scale, factor, 1 / factor, window, tracker), strict=True))
 
@@ -46,13 +47,13 @@ def convert_to_deepspeed(state: Any, steps: int) -> dict[str, Any] | None:
     """Return a DeepSpeed scaler's state without its settings; None if there is no such form.
 
     Args:
-        steps: that the run has made, those that overflowed among them.
+        steps: number of steps of the run, including those that overflowed.
 
     DeepSpeed has one factor for both ways: a ``GradScaler`` whose two differ has no such form.
 
     >>> scaler = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5,
     ...           "growth_interval": 1000, "_growth_tracker": 4}
-    >>> as_deepspeed(scaler, 7)["last_overflow_iter"]
+    >>> convert_to_deepspeed(scaler, 7)["last_overflow_iter"]
     1
     """
     if not isinstance(state, Mapping):

@@ -4,9 +4,9 @@ A file of groups is a list of JSON objects, one a group, in the optimizer's orde
 
     [{"match": "norm|bias", "weight_decay": 0.0}, {"weight_decay": 0.1, "lr": 3e-4}]
 
-``match`` is a regular expression or several, searched in names; ``fqns`` are names. A group with
-neither takes what no other does. ``"frozen": true`` lists what is in no group. All other keys are
-the group's hyper-parameters.
+``match`` is one regular expression or a list, searched in names; ``fqns`` are names. A group with
+neither takes the remaining parameters. ``"frozen": true`` marks parameters that belong to no group.
+All other keys are the group's hyper-parameters.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Rule:
     """One group as the user describes it.
 
     Args:
-        match: searched in names.
-        frozen: whether what it takes is in no group.
+        match: expressions that are searched in names.
+        frozen: whether its parameters are frozen, so that they are in no group.
     """
 
     match: tuple[re.Pattern[str], ...]
@@ -62,8 +62,8 @@ class Rules:
     rules: tuple[Rule, ...]
 
 
-Made = tuple[Training, list[str]]  # a state with something derived, and what to say of it
-ONE = Rules(Path(), (Rule((), (), frozen=False, hyper={}),))  # a group of everything
+Made = tuple[Training, list[str]]  # a derived state, and notes about it for the user
+ONE = Rules(Path(), (Rule((), (), frozen=False, hyper={}),))  # one group of all parameters
 
 
 # The file
@@ -73,7 +73,7 @@ def read(path: Path) -> Rules:
     """Read the groups of a JSON file.
 
     Raises:
-        UsageError: it cannot be read, or is not a list of groups.
+        UsageError: the file cannot be read, or is not a list of groups.
     """
     try:
         listed = json.loads(path.read_text())
@@ -117,10 +117,10 @@ def _parse_rule(path: Path, number: int, group: Any) -> Rule:
 
 
 def _parse_texts(where: str, key: str, value: Any) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UsageError(where, f"has a {key} that is neither a string nor a list of strings")
-    return tuple(found)
+    return tuple(texts)
 
 
 def _format_option(path: Path) -> str:
@@ -141,44 +141,45 @@ class _Member:
 def regroup(state: Training, given: Rules) -> Made:
     """Return the state with the groups of a file, each in the order of the weights.
 
-    Hyper-parameters that a group does not give are those of its members' groups in the source.
+    A hyper-parameter that a group does not give is taken from its members' groups in the source.
 
     Raises:
         UsageError: a parameter is in no group or in two, a group takes none, a name is unknown, or
-            a hyper-parameter is not given that differs between the source's groups.
+            a group leaves out a hyper-parameter that differs between the source's groups.
     """
-    held = _collect_members(state)
-    taken = _assign(given, held, state.manifest.tied)
-    place = {weight.fqn: number for number, weight in enumerate(state.weights)}
-    made, origins = [], []
+    trained = _collect_members(state)
+    taken = _assign(given, trained, state.manifest.tied)
+    position = {weight.fqn: number for number, weight in enumerate(state.weights)}
+    groups, origins = [], []
     for number, rule in enumerate(given.rules):
-        members = sorted(taken[number], key=lambda fqn: place[fqn])
+        members = sorted(taken[number], key=lambda fqn: position[fqn])
         if rule.frozen:
             continue
-        sources = sorted({n for fqn in members if (n := held[fqn].source) is not None})
+        sources = sorted({n for fqn in members if (n := trained[fqn].source) is not None})
         hyper = _merge_hyper(f"{_format_option(given.path)}: group {number}", rule, state, sources)
-        made.append(TrainedGroup(hyper, tuple(held[fqn].member for fqn in members)))
+        groups.append(TrainedGroup(hyper, tuple(trained[fqn].member for fqn in members)))
         origins.append(sources)
     frozen = [f for number, r in enumerate(given.rules) if r.frozen for f in taken[number]]
-    notes = [f"param groups of {' + '.join(str(len(g.members)) for g in made)} parameters"]
+    notes = [f"param groups of {' + '.join(str(len(g.members)) for g in groups)} parameters"]
     notes = notes if given is not ONE else []
     if frozen:
         notes.append(f"in no param group, as {given.path} says: {_list_some(frozen)}")
-    lost = sorted(fqn for fqn in frozen if held[fqn].member.slots)
+    lost = sorted(fqn for fqn in frozen if trained[fqn].member.slots)
     if lost:
         raise UsageError(
             _format_option(given.path), f"freezes {_list_some(lost)}, which has optimizer state"
         )
-    scheduler, said = _regroup_scheduler(state, origins, made)
+    scheduler, scheduler_notes = _regroup_scheduler(state, origins, groups)
     train = state.manifest.train
     kept = {key: value for key, value in train.objects.items() if key != objects.SCHEDULER}
     same = scheduler == train.scheduler
+    # The object as it was saved has the lists of the old groups: a target would prefer it.
     train = replace(train, scheduler=scheduler, objects=train.objects if same else kept)
     manifest = replace(
         state.manifest, train=train, frozen=state.manifest.frozen | frozenset(frozen)
     )
-    regrouped = replace(state, manifest=manifest, groups=tuple(made), regrouped=True)
-    return regrouped, [*notes, *said]
+    regrouped = replace(state, manifest=manifest, groups=tuple(groups), regrouped=True)
+    return regrouped, [*notes, *scheduler_notes]
 
 
 def _collect_members(state: Training) -> dict[str, _Member]:
@@ -196,12 +197,14 @@ def _collect_members(state: Training) -> dict[str, _Member]:
     }
 
 
-def _assign(given: Rules, held: Mapping[str, _Member], tied: Mapping[str, str]) -> list[list[str]]:
+def _assign(
+    given: Rules, trained: Mapping[str, _Member], tied: Mapping[str, str]
+) -> list[list[str]]:
     """Return the names that each rule takes."""
-    owners: dict[str, list[int]] = {fqn: [] for fqn in held}
+    owners: dict[str, list[int]] = {fqn: [] for fqn in trained}
     for number, rule in enumerate(given.rules):
         names = [tied.get(fqn, fqn) for fqn in rule.fqns]
-        unknown = [fqn for fqn in names if fqn not in held]
+        unknown = [fqn for fqn in names if fqn not in trained]
         if unknown:
             raise UsageError(
                 f"{_format_option(given.path)}: group {number}",
@@ -223,7 +226,7 @@ def _assign(given: Rules, held: Mapping[str, _Member], tied: Mapping[str, str]) 
             raise UsageError(
                 f"{_format_option(given.path)}: group {number}",
                 "takes no parameter",
-                f"the names are like {_list_some(list(held))}",
+                f"the names are like {_list_some(list(trained))}",
             )
     return taken
 
@@ -249,8 +252,9 @@ def _merge_hyper(where: str, rule: Rule, state: Training, sources: Sequence[int]
     """Return a rule's values, and the other values on which its source groups agree."""
     before = [state.groups[number].hyper for number in sources]
     keys = dict.fromkeys(key for hyper in before for key in hyper if key not in rule.hyper)
-    found = {}
+    agreed = {}
     for key in keys:
+        # A source may store betas as a list in one group and as a tuple in another.
         values = {repr(_unwrap_number(hyper.get(key))): hyper.get(key) for hyper in before}
         if len(values) > 1:
             raise UsageError(
@@ -258,8 +262,8 @@ def _merge_hyper(where: str, rule: Rule, state: Training, sources: Sequence[int]
                 f"does not give {key}, which is {' or '.join(values)} in the source's groups",
                 f"add {key!r} to the group",
             )
-        (found[key],) = values.values()
-    return {**found, **rule.hyper}
+        (agreed[key],) = values.values()
+    return {**agreed, **rule.hyper}
 
 
 def _unwrap_number(value: Any) -> Any:

@@ -30,7 +30,7 @@ from reshard.pickles.values import Call, Global
 
 Policy = Literal["keep", "derive", "drop"]
 
-_WORDS = 624  # of a Mersenne Twister, 32 bits each; Python keeps its position behind them
+_WORDS = 624  # of 32 bits; Python stores a Mersenne Twister's position behind them
 _MAX_BYTES = 1 << 20  # of one generator's state; torch's on the CPU has 5056
 _DEVICES = ("cuda", "xpu", "npu", "hpu", "mlu", "musa", "sdaa")
 _RECONSTRUCT = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
@@ -68,8 +68,8 @@ class RankRng:
     """The generators of one rank.
 
     Args:
-        cpu: torch's on the CPU, its bytes.
-        devices: name -> the bytes of each device's generator, or of the one that the rank used.
+        cpu: the bytes of torch's generator on the CPU.
+        devices: device type -> bytes of all its generators, or of the only one that the rank used.
     """
 
     python: Twister
@@ -85,9 +85,9 @@ def read(paths: Iterable[str]) -> tuple[RankRng, ...]:
     """Read the states in several files.
 
     Raises:
-        CorruptError: a file holds something else.
-        UnsafeError: its pickle names classes that nobody knows.
-        UnsupportedError: generators of another kind.
+        CorruptError: a file has no random states.
+        UnsafeError: its pickle names unknown classes.
+        UnsupportedError: a generator is of another kind.
     """
     with SourceFiles() as pool:
         return tuple(
@@ -105,7 +105,7 @@ def describe_files(paths: Iterable[str]) -> dict[str, SourceFile]:
 
 
 def has_states(path: str) -> bool:
-    """Return whether a file has states, and not only a step as if written without them."""
+    """Return whether a file has states, not only the step that Accelerate stores with them."""
     return _find_dialect(torch_reader.read(as_path(path), builders=AS_WRITTEN)) is not None
 
 
@@ -122,11 +122,11 @@ def _read(file: TorchFile, pool: SourceFiles) -> RankRng:
         raise CorruptError(file.path, "holds no random states", "leave them out: --rng drop")
     devices: dict[str, tuple[bytes, ...] | bytes] = {}
     for name in _DEVICES:
-        held = file.root.get(dialect.device.format(name))
-        if isinstance(held, (list, tuple)):
-            devices[name] = tuple(_read_bytes_entry(file, value, pool) for value in held)
-        elif held is not None:
-            devices[name] = _read_bytes_entry(file, held, pool)
+        stored = file.root.get(dialect.device.format(name))
+        if isinstance(stored, (list, tuple)):
+            devices[name] = tuple(_read_bytes_entry(file, value, pool) for value in stored)
+        elif stored is not None:
+            devices[name] = _read_bytes_entry(file, stored, pool)
     return RankRng(
         parse_python(file.path, file.root[dialect.python]),
         parse_numpy(file.path, file.root.get(dialect.numpy)),
@@ -143,7 +143,7 @@ def read_bytes(where: str, chunk: Chunk | None, pool: SourceFiles) -> bytes:
     """Read the state of one of torch's generators.
 
     Raises:
-        UnsupportedError: it is no vector of bytes.
+        UnsupportedError: it is not a vector of bytes.
     """
     if chunk is None or chunk.dtype != UINT8 or len(chunk.box.shape) != 1:
         raise _build_unsupported_error(where, "a generator of torch's that is no vector of bytes")
@@ -204,7 +204,7 @@ def derive(first: RankRng, ranks: int) -> tuple[RankRng, ...]:
 
     The seed of rank ``r`` is the first 8 bytes of the SHA-256 of torch's CPU state of the source's
     rank 0 followed by ``r`` in 8 bytes, all little-endian. All three generators are seeded with it
-    (numpy with its lower 32 bits). Generators of devices are not made.
+    (numpy with its lower 32 bits). The result has no generators of devices.
     """
     return tuple(_seed(derive_seed(first, rank)) for rank in range(ranks))
 
@@ -226,8 +226,8 @@ def _seed(seed: int) -> RankRng:
     state: Any = np.random.RandomState(seed % (1 << 32)).get_state(legacy=False)
     key = tuple(map(int, state["state"]["key"]))
     numpy = Twister(key, int(state["state"]["pos"]), has_gauss=False, gauss=0.0)
-    made = torch.Generator().manual_seed(seed).get_state()
-    return RankRng(python, numpy, made.numpy().tobytes())
+    cpu = torch.Generator().manual_seed(seed).get_state()
+    return RankRng(python, numpy, cpu.numpy().tobytes())
 
 
 # Writing
@@ -247,11 +247,13 @@ def _iterate_items(state: RankRng, dialect: Dialect) -> Iterator[tuple[str, Any]
         ("MT19937", _build_array(numpy.words), numpy.position, int(numpy.has_gauss), numpy.gauss),
     )
     yield dialect.cpu, build_tensor(state.cpu)
-    for name, held in state.devices.items():
-        made = (
-            build_tensor(held) if isinstance(held, bytes) else [build_tensor(each) for each in held]
+    for name, stored in state.devices.items():
+        built = (
+            build_tensor(stored)
+            if isinstance(stored, bytes)
+            else [build_tensor(each) for each in stored]
         )
-        yield dialect.device.format(name), made
+        yield dialect.device.format(name), built
 
 
 def _build_array(words: Sequence[int]) -> Call:

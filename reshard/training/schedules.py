@@ -39,8 +39,8 @@ def steps_per_update(train: TrainState, processes: int) -> int | None:
     Returns:
         ``processes``, 1, or None where the counters agree with neither.
     """
-    held = train.scheduler
-    steps = held.get(_STEPS) if isinstance(held, Mapping) else None
+    scheduler = train.scheduler
+    steps = scheduler.get(_STEPS) if isinstance(scheduler, Mapping) else None
     updates = max(train.optimizer_step.values(), default=None)
     if type(steps) is not int or updates is None:
         return None
@@ -50,7 +50,8 @@ def steps_per_update(train: TrainState, processes: int) -> int | None:
 def find_factor(manifest: Manifest, processes: int) -> Fraction:
     """Return the factor for Accelerate's scheduler states with another number of processes.
 
-    1 where they are not stepped once per process, or where the counters do not tell.
+    The factor is 1 if the program does not step them once per process, or if the counters do not
+    show whether it does.
     """
     before = manifest.origin.world
     if not manifest.train.kept_files:  # not Accelerate's
@@ -128,9 +129,9 @@ class ScaledSchedule:
     """A scheduler's state in new units.
 
     Args:
-        state: the state.
-        changes: what became what, by name.
-        inexact: lengths that are whole numbers and have no whole equivalent, in words.
+        state: the state in new units.
+        changes: a text "name old -> new" for each changed number.
+        inexact: a text for each whole number whose scaled value is not whole.
     """
 
     state: Any
@@ -145,17 +146,17 @@ def scale(state: Mapping[str, Any], factor: Fraction) -> ScaledSchedule:
     ``ceil(ceil(b * M / N) / M) == ceil(b / N)``. Periods (``step_size``), slopes (``total_iters``)
     and patience can become inexact.
     """
-    found = ScaledSchedule({})
+    result = ScaledSchedule({})
     for key, value in state.items():
-        new = _scale_value(key, value, state, factor, found)
-        found.state[key] = new
+        new = _scale_value(key, value, state, factor, result)
+        result.state[key] = new
         if new != value and isinstance(new, (int, float)) and not key.startswith("_"):
-            found.changes.append(f"{key} {value} -> {new}")
-    return found
+            result.changes.append(f"{key} {value} -> {new}")
+    return result
 
 
 def _scale_value(
-    key: str, value: Any, state: Mapping[str, Any], factor: Fraction, found: ScaledSchedule
+    key: str, value: Any, state: Mapping[str, Any], factor: Fraction, result: ScaledSchedule
 ) -> Any:
     rule = _RULES.get(key)
     if key == _INNER and isinstance(value, list):
@@ -163,14 +164,16 @@ def _scale_value(
             scale(each, factor) if isinstance(each, dict) else ScaledSchedule(each)
             for each in value
         ]
-        found.inexact += [text for each in inner for text in each.inexact]
+        result.inexact += [text for each in inner for text in each.inexact]
         return [each.state for each in inner]
+    # A decay by gamma at each step has to reach the same value after more or fewer steps.
     if key == "gamma" and _decays_every_step(state):
         return float(value) ** float(1 / factor)
     if rule is None or value is None:
         return value
+    # A total of steps ends a phase where there is a ``factor`` (ConstantLR); without, it is a slope.
     if key in _WHOLE and "factor" not in state and (value * factor).denominator != 1:
-        found.inexact.append(f"{key} {value} x {factor} is not a whole number")
+        result.inexact.append(f"{key} {value} x {factor} is not a whole number")
     return rule(value, factor)
 
 

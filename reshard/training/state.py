@@ -38,9 +38,9 @@ class Weight:
     """One tensor of the module's state dict.
 
     Args:
-        value: the entry that fills it: the fp32 master where there is one, else as trained.
-        dtype: in the module.
-        is_buffer: whether it is known to be no parameter.
+        value: the entry that fills it: the fp32 master if there is one, else the trained weight.
+        dtype: its dtype in the module.
+        is_buffer: whether it is known to be a buffer.
     """
 
     fqn: str
@@ -89,11 +89,13 @@ def collect_slot_names(members: Iterable[TrainedParameter]) -> tuple[str, ...]:
 
 def collect_scalar_names(members: Sequence[TrainedParameter]) -> frozenset[str]:
     """Return the slots that are one 0-d value of each member that has them."""
-    found: dict[str, set[tuple[Index, Index]]] = {}
+    slot_shapes: dict[str, set[tuple[Index, Index]]] = {}
     for member in members:
         for name, entry in member.slots.items():
-            found.setdefault(name, set()).add((entry.shape, member.weight.shape))
-    return frozenset(name for name, shapes in found.items() if optimizers.is_scalar(name, shapes))
+            slot_shapes.setdefault(name, set()).add((entry.shape, member.weight.shape))
+    return frozenset(
+        name for name, shapes in slot_shapes.items() if optimizers.is_scalar(name, shapes)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,11 @@ class Training:
     """Everything that a target can write."""
 
     manifest: Manifest
-    weights: tuple[Weight, ...]  # in state-dict order, aliases of tied weights not among them
+    weights: tuple[Weight, ...]  # in state-dict order, without the aliases of tied weights
     groups: tuple[TrainedGroup, ...]
-    rng: tuple[RankRng, ...] = ()  # of each rank to come; none where they are not carried
-    regrouped: bool = False  # the groups are not the source's: each is in the order of the weights
-    save: Save | None = None  # what the files to come are stamped with
+    rng: tuple[RankRng, ...] = ()  # one for each rank to write, if random states are written
+    regrouped: bool = False  # whether the groups are new ones, each in the order of the weights
+    save: Save | None = None  # what the stamps of the files to write state
 
     @property
     def zero_slots(self) -> frozenset[Key]:
@@ -131,10 +133,10 @@ class Training:
     def stored(self, weight: Weight, recast: DType | None) -> tuple[Entry, DType]:
         """Return the entry that fills the module's copy of a weight, and its dtype there.
 
-        The copy that the source has in that dtype, else its most precise value.
+        That is the source's copy in that dtype, if it has one, else its most precise value.
 
         Args:
-            recast: what parameters become; None: each as it was trained.
+            recast: the dtype that parameters get; None keeps the dtype of training.
         """
         dtype = recast if recast and weight.is_float else weight.dtype
         copy = self.manifest.entries.get((PARAM, weight.fqn))
@@ -158,8 +160,8 @@ def build_training(manifest: Manifest, *, weights_only: bool = False) -> Trainin
     """Build the training state of a manifest whose names have been edited.
 
     Raises:
-        IncompleteError: it has an optimizer whose parameters are not known, or state of a parameter
-            that is in no group; a conversion would lose it.
+        IncompleteError: the parameters of its optimizer are not known, or a parameter with state is
+            in no group; a conversion would lose the state.
     """
     masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
@@ -175,7 +177,7 @@ def _build_weight(
     manifest: Manifest, fqn: str, master: Entry | None, stored: Entry | None
 ) -> Weight:
     value = master or stored
-    if value is None:  # the caller lists what is one or the other
+    if value is None:  # the caller lists only names that have one of them
         raise AssertionError(fqn)
     dtype = manifest.trained_dtypes.get(fqn)
     if dtype is None and stored is not None:
@@ -282,29 +284,29 @@ def refuse_without_optimizer(state: Training) -> None:
 
 def describe_lost_state(state: Training) -> list[str]:
     """Return notes if a target's optimizer state holds nothing but tensors and steps."""
-    held = state.manifest.train.non_tensor_state.values()
-    names = dict.fromkeys(name for values in held for name in values)
+    kept_state = state.manifest.train.non_tensor_state.values()
+    names = dict.fromkeys(name for values in kept_state for name in values)
     return [f"not carried: {name!r}, which the optimizer keeps of parameters" for name in names]
 
 
 def describe_lost_setup(state: Training) -> list[str]:
     """Return notes if a target's layout cannot hold how the run was set up.
 
-    DeepSpeed and Megatron keep that in their checkpoints, where it is easily taken for state: the
-    run that goes on under another framework would no longer clip gradients, for example.
+    DeepSpeed and Megatron store their configuration in the checkpoint. A user may expect a
+    conversion to keep it, but a run under another framework would not clip gradients, for example.
     """
     train, form = state.manifest.train, state.manifest.origin.format
     if not state.groups:
         return []
     samplers = [name for name in _SAMPLERS if train.opaque.get(name)]
-    said = [f"not carried: {name}, which says where in its data the run is" for name in samplers]
+    notes = [f"not carried: {name}, which says where in its data the run is" for name in samplers]
     if not isinstance(train.config, Mapping) or not train.config:
-        return said
+        return notes
     named = train.config.get("gradient_clipping", train.config.get("clip_grad"))
     clip = named if train.clip is None else train.clip
     clips = isinstance(clip, (int, float)) and clip > 0
     does = f", which clips gradients to a norm of {clip:g}: the new one must, too" if clips else ""
-    return [*said, f"not carried: the configuration of the {form} run{does}"]
+    return [*notes, f"not carried: the configuration of the {form} run{does}"]
 
 
 def refuse_non_elementwise_slots(
@@ -313,11 +315,11 @@ def refuse_non_elementwise_slots(
     """Refuse optimizer state that is not per element, such as a factored one.
 
     Args:
-        why: what the layout has no place for, or cannot know.
-        placed: slots that it has a place for all the same.
+        why: what the layout cannot store or cannot know, for the message.
+        placed: slots that the layout can store nevertheless.
 
     Raises:
-        UnsupportedError: naming the first slot whose shape is not its parameter's.
+        UnsupportedError: a slot has another shape than its parameter; the message names it.
     """
     for member in (member for group in state.groups for member in group.members):
         for slot, entry in member.slots.items():

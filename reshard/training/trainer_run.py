@@ -39,6 +39,8 @@ _SETTINGS = record(
     fsdp_use_orig_params=a("true or false", lambda value: isinstance(value, bool)),
 )
 _AXES = ("tp", "pp", "ep")
+# Settings that may differ at each start of the program, and those that only distribute a run over
+# ranks: two checkpoints of the same training may differ in them.
 _OF_A_START = frozenset(
     "steps nproc device threads timeout accumulation nvme_path save save_every overwrite keep"
     " resume tag log progress wall_clock_breakdown parameter_hash save_16bit_model".split()
@@ -109,8 +111,8 @@ class Run:
     @property
     def is_flat(self) -> bool:
         """Whether ranks hold slices of FSDP 1's flat parameters."""
-        wanted = ("fsdp", "local")
-        return (self.settings["strategy"], self.settings["state_dict_type"]) == wanted
+        flat = ("fsdp", "local")
+        return (self.settings["strategy"], self.settings["state_dict_type"]) == flat
 
     @property
     def wrap(self) -> str:
@@ -138,6 +140,7 @@ class Run:
         settings = self.settings
         if "HYBRID" not in settings["fsdp_sharding_strategy"] or ranks == 1:
             return {"shard": ranks}
+        # Without a size, a replica is half of the ranks; of two, or an odd number, it is all.
         half = ranks // 2 if ranks % 2 == 0 and ranks > 2 else ranks
         size = settings["fsdp_hybrid_size"] or half
         return {"replicate": ranks // size, "shard": size}
@@ -182,7 +185,7 @@ def read(value: Mapping[str, Any] | None, where: object) -> Run | None:
     """Return the run that a ``trainer_state.json`` describes; None if it is HF Trainer's.
 
     Raises:
-        CorruptError: it is the trainer's, and a value in it is of another kind.
+        CorruptError: it is the trainer's, and a value in it has the wrong type.
     """
     if value is None or not is_document(value):
         return None
@@ -210,11 +213,11 @@ _FSDP_FORMS = (  # a file of the form, the strategies that load it, and the flag
 
 
 def choose_flags(names: Collection[str], zero_stage: int | None, strategy: str) -> list[str] | None:
-    """Return the flags with which ``python -m trainer`` loads a checkpoint; None: it does not.
+    """Return the flags with which ``python -m trainer`` loads a checkpoint; None if it cannot.
 
     Args:
         names: the files and folders of the checkpoint.
-        zero_stage: of a checkpoint in DeepSpeed's layout.
+        zero_stage: the ZeRO stage of a checkpoint in DeepSpeed's layout; None for others.
         strategy: the strategy of the run so far, which is kept if it loads the checkpoint.
     """
     if zero_stage is not None and "latest" in names:
