@@ -105,9 +105,8 @@ class Decoder:
         stop = min(start + _BLOCK + 1, self._place.text_nbytes)  # a character can end in the next
         raw = self._read(self._place.file, self._place.byte_offset + start, stop - start)
         raw = raw[1:] if _is_tail(raw[0]) else raw
-        if stop - start > _BLOCK and not _is_tail(
-            raw[-1]
-        ):  # it begins a character of the next block
+        # The additional byte begins a character of the next block, or ends one of this block.
+        if stop - start > _BLOCK and not _is_tail(raw[-1]):
             raw = raw[:-1]
         try:
             return raw.decode("utf-8").encode("latin-1")

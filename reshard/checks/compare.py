@@ -20,7 +20,7 @@ from reshard.threads import parallel_for
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far two elements may be apart: ``|a - b| <= atol + rtol |b|``, or ``ulp`` steps.
+    """The allowed distance of two elements: ``|a - b| <= atol + rtol |b|``, or ``ulp`` steps.
 
     If all are zero, only equal bits are equal: two NaNs with different bits differ.
     """
@@ -142,6 +142,7 @@ def compare_blocks(
     """
     import numpy as np
 
+    # numpy has no integer of 16 bytes: complex128 is compared as two words.
     bits = np.dtype(f"<u{min(dtype.itemsize, 8)}")
     word_count = dtype.itemsize // bits.itemsize
     raw = [np.frombuffer(side, bits).reshape(-1, word_count) for side in (left, right)]
@@ -155,7 +156,9 @@ def compare_blocks(
         if not tolerance.is_exact:
             near = (apart <= tolerance.atol + tolerance.rtol * np.abs(two)) & finite
             near |= finite & (ulps <= tolerance.ulp) & (tolerance.ulp > 0)
-            near |= np.isnan(one) & np.isnan(two)
+            near |= np.isnan(one) & np.isnan(
+                two
+            )  # with a tolerance, the bits of a NaN do not count
             unequal, one, two = unequal[~near], one[~near], two[~near]
             apart, larger, finite, ulps = (x[~near] for x in (apart, larger, finite, ulps))
         if not unequal.size:
@@ -181,8 +184,8 @@ def _to_numbers(side: bytearray, at: Any, dtype: DType) -> Any:
     if dtype.family == "float8":
         import torch  # numpy has no float8
 
-        eighths = torch.frombuffer(side, dtype=getattr(torch, dtype.name))
-        return eighths[torch.from_numpy(at)].to(torch.float64).numpy()
+        elements = torch.frombuffer(side, dtype=getattr(torch, dtype.name))
+        return elements[torch.from_numpy(at)].to(torch.float64).numpy()
     if dtype.family == "float":
         stored: Any = np.frombuffer(side, cast.numpy_dtype(dtype, casting=True))[at]
         return cast.as_numbers(stored, dtype).astype(np.float64)
@@ -199,6 +202,7 @@ def _count_ulps(raw: list[Any], at: Any, dtype: DType) -> Any:
     if dtype.family not in ("float", "float8"):
         return np.zeros(at.size, np.int64)
     sign = np.uint64(1 << (8 * dtype.itemsize - 1))
+    # Without the sign bit, the bits of floats are integers in the order of the magnitudes.
     ordered = []
     for side in raw:
         bits = side[at, 0].astype(np.uint64)

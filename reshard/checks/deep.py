@@ -84,8 +84,8 @@ def _find_ties(
 ) -> Iterator[tuple[Key, Entry]]:
     """Yield (key of the kept tensor, other tensor) of every two stored tensors that are tied."""
     best = select_weights(manifest)
-    for again in manifest.tied_copies:
-        yield from _pair_tied(best.get(manifest.kept_name(again.fqn)), again)
+    for copy in manifest.tied_copies:
+        yield from _pair_tied(best.get(manifest.kept_name(copy.fqn)), copy)
     for head, kept in _list_declared_ties(manifest, config, shapes):
         yield from _pair_tied(best.get(kept), best.get(head))
 
@@ -112,9 +112,9 @@ def _list_declared_ties(
 
 def select_weights(manifest: Manifest) -> dict[str, Entry]:
     """Return the most precise value of each weight: its fp32 master weight, else the module's."""
-    found = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
-    found.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
-    return found
+    best = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
+    best.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
+    return best
 
 
 # The checks
@@ -137,9 +137,9 @@ def check_crc(manifest: Manifest, scan: ScanResult) -> Check:
                 for chunk in entry.chunks
             )
         ]
-        holds = f", {some(tensors)}" if tensors else ""
+        content = f", {some(tensors)}" if tensors else ""
         check.failures.append(
-            f"{path}: {record.name} (bytes {record.byte_offset} to {stop}{holds}) does not match"
+            f"{path}: {record.name} (bytes {record.byte_offset} to {stop}{content}) does not match"
             " its CRC-32"
         )
     return check
@@ -242,13 +242,13 @@ def check_padding(manifest: Manifest, block_bytes: int) -> Check:
         return not_applicable(names.PADDING, "no padding")
     nbytes = sum(gap.nbytes for gap in gaps)
     check = Check(names.PADDING, f"{units.show_bytes(nbytes)} in {counted(len(gaps), 'place')}")
-    expected, is_zero = manifest.origin.padding, manifest.origin.zero_stage is not None
+    expected, has_zero_stage = manifest.origin.padding, manifest.origin.zero_stage is not None
     with SourceFiles() as pool:
         counts = [
             (
                 gap,
                 count_unexpected(
-                    pool, gap, _list_padding_values(gap.dtype, fsdp=not is_zero), block_bytes
+                    pool, gap, _list_padding_values(gap.dtype, fsdp=not has_zero_stage), block_bytes
                 ),
             )
             for gap in gaps
@@ -331,6 +331,7 @@ def check_zeros(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Check
         if entry.kind not in WEIGHT_KINDS:
             if manifest.train.optimizer_step.get(entry.fqn, 0) > 0:
                 empty.setdefault(entry.fqn, []).append(entry.kind)
+        # Vectors are left out: biases, for example, often start at zero.
         elif entry.kind != BUFFER and len(entry.shape) > 1 and entry.numel > 1:
             check.warnings.append(f"{entry.kind} {entry.fqn}: all {entry.numel} elements are zero")
     for fqn, kinds in empty.items():

@@ -38,7 +38,7 @@ def find_gaps(entries: Iterable[Entry], files: Mapping[str, SourceFile]) -> list
         for chunk in entry.chunks:
             if chunk.box.volume:
                 spans[chunk.file].append((*chunk.byte_span, entry.fqn, chunk.dtype))
-    found: list[Gap] = []
+    gaps: list[Gap] = []
     for path, ordered in spans.items():
         ordered.sort(key=lambda span: span[:2])
         starts = [span[0] for span in ordered]
@@ -46,8 +46,8 @@ def find_gaps(entries: Iterable[Entry], files: Mapping[str, SourceFile]) -> list
             first = bisect_left(starts, record.byte_offset)
             last = bisect_left(starts, record.byte_offset + record.nbytes)
             if first < last:
-                found += _find_record_gaps(path, record, ordered[first:last])
-    return found
+                gaps += _find_record_gaps(path, record, ordered[first:last])
+    return gaps
 
 
 def _find_record_gaps(path: str, record: Record, spans: Sequence[_Span]) -> Iterator[Gap]:
@@ -68,9 +68,9 @@ def count_unexpected(
     """Count the elements of a gap whose bytes are not in ``allowed``."""
     size = gap.dtype.itemsize
     step = max(block_bytes // size, 1) * size
-    found = 0
+    count = 0
     for at in range(0, gap.nbytes, step):
         raw = pool.read(gap.file, gap.byte_offset + at, min(step, gap.nbytes - at))
-        if raw.count(0) < len(raw):
-            found += sum(raw[i : i + size] not in allowed for i in range(0, len(raw), size))
-    return found
+        if raw.count(0) < len(raw):  # most padding is zero, and needs no loop over its elements
+            count += sum(raw[i : i + size] not in allowed for i in range(0, len(raw), size))
+    return count

@@ -70,17 +70,17 @@ def pair(a: Manifest, b: Manifest) -> Paired:
 
 def collect_tensors(manifest: Manifest) -> dict[PairKey, Entry]:
     """Collect the weights, at their highest precision and under all tied names, and the slots."""
-    found = {(WEIGHT, entry.fqn): entry for entry in manifest.of_kind(PARAM, BUFFER)}
-    found.update(((WEIGHT, entry.fqn), entry) for entry in manifest.of_kind(MASTER))
+    tensors = {(WEIGHT, entry.fqn): entry for entry in manifest.of_kind(PARAM, BUFFER)}
+    tensors.update(((WEIGHT, entry.fqn), entry) for entry in manifest.of_kind(MASTER))
     for alias, kept in manifest.tied.items():
-        if (WEIGHT, kept) in found:
-            found.setdefault((WEIGHT, alias), found[WEIGHT, kept])
-    found.update(
+        if (WEIGHT, kept) in tensors:
+            tensors.setdefault((WEIGHT, alias), tensors[WEIGHT, kept])
+    tensors.update(
         ((entry.kind, entry.fqn), entry)
         for entry in manifest.entries.values()
         if entry.kind not in WEIGHT_KINDS
     )
-    return found
+    return tensors
 
 
 def _collect_with_copies(manifest: Manifest) -> dict[PairKey, Entry]:

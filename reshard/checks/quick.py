@@ -105,11 +105,8 @@ def check_index(manifest: Manifest) -> Check:
 def _check_total_size(path: Path, nbytes: int) -> Iterator[str]:
     try:
         stated = read_json_object(path).get("metadata", {}).get("total_size")
-    except (
-        CorruptError,
-        AttributeError,
-    ):  # the reader used another file, or this one states no size
-        return
+    except (CorruptError, AttributeError):
+        return  # the reader used another file, or this one states no size
     if isinstance(stated, int) and stated != nbytes:
         yield f"{path.name} says that its files hold {stated} bytes; they hold {nbytes}"
 
@@ -191,7 +188,7 @@ def _find_distant_times(manifest: Manifest) -> Iterator[str]:
     """Yield files that were written long before or after the others."""
     times = {path: as_path(path).stat().st_mtime for path in manifest.files}
     if len(times) < 3:
-        return
+        return  # of two times, neither is the exception
     middle = median(times.values())
     for path, time in times.items():
         apart = timedelta(seconds=abs(time - middle))
@@ -229,11 +226,11 @@ def check_steps(manifest: Manifest) -> Check:
 
 def _list_slots(manifest: Manifest) -> dict[str, list[str]]:
     """Return the slots of each parameter with optimizer state."""
-    found: dict[str, list[str]] = {}
+    slots: dict[str, list[str]] = {}
     for entry in manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS:
-            found.setdefault(entry.fqn, []).append(entry.kind)
-    return found
+            slots.setdefault(entry.fqn, []).append(entry.kind)
+    return slots
 
 
 def check_slots(manifest: Manifest) -> Check:
@@ -280,10 +277,10 @@ def _group_by_settings(manifest: Manifest, fqns: Sequence[str]) -> Iterator[list
         for group in manifest.train.param_groups
         for fqn in group.fqns
     }
-    alike: dict[str, list[str]] = defaultdict(list)
+    by_settings: dict[str, list[str]] = defaultdict(list)
     for fqn in fqns:
-        alike[settings.get(fqn, "")].append(fqn)
-    yield from alike.values()
+        by_settings[settings.get(fqn, "")].append(fqn)
+    yield from by_settings.values()
 
 
 def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:

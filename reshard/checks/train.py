@@ -106,15 +106,15 @@ def _compare_non_tensor_state(
     a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[StateDifference]:
     """Compare other state of optimizers; yield one item per distinct difference."""
-    found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
+    differences: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
     for fqn in dict.fromkeys((*a, *b)):
         left, right = a.get(fqn, {}), b.get(fqn, {})
         for key in dict.fromkeys((*left, *right)):
             one, two = left.get(key), right.get(key)
             if _normalize(one) != _normalize(two):
                 same = key, repr(one), repr(two)
-                found.setdefault(same, (one, two, []))[-1].append(fqn)
-    for (key, _, _), (one, two, fqns) in found.items():
+                differences.setdefault(same, (one, two, []))[-1].append(fqn)
+    for (key, _, _), (one, two, fqns) in differences.items():
         yield StateDifference(f"optimizer state: {key} of {some(fqns, 1)}", one, two)
 
 
@@ -122,11 +122,11 @@ def _compare_optimizer_steps(
     a: Mapping[str, float], b: Mapping[str, float]
 ) -> Iterator[StateDifference]:
     """Compare the optimizer's steps; yield one item per distinct difference."""
-    found: dict[tuple[float | None, float | None], list[str]] = {}
+    differences: dict[tuple[float | None, float | None], list[str]] = {}
     for fqn in dict.fromkeys((*a, *b)):
         if a.get(fqn) != b.get(fqn):
-            found.setdefault((a.get(fqn), b.get(fqn)), []).append(fqn)
-    for (left, right), fqns in found.items():
+            differences.setdefault((a.get(fqn), b.get(fqn)), []).append(fqn)
+    for (left, right), fqns in differences.items():
         yield StateDifference(f"optimizer step of {some(fqns, 1)}", left, right)
 
 
@@ -138,16 +138,16 @@ def _compare_hyperparameters(a: TrainState, b: TrainState) -> Iterator[StateDiff
             "param groups", len(a.param_groups) or None, len(b.param_groups) or None
         )
         return
-    found: dict[tuple[str, str, str], list[str]] = {}
+    differences: dict[tuple[str, str, str], list[str]] = {}
     for fqn in dict.fromkeys((*one, *two)):
         if fqn not in one or fqn not in two:
-            found.setdefault(("in a group", str(fqn in one), str(fqn in two)), []).append(fqn)
+            differences.setdefault(("in a group", str(fqn in one), str(fqn in two)), []).append(fqn)
             continue
         left, right = one[fqn], two[fqn]
         for key in left:
             if key in right and _normalize(left[key]) != _normalize(right[key]):
-                found.setdefault((key, repr(left[key]), repr(right[key])), []).append(fqn)
-    for (key, left_text, right_text), fqns in found.items():
+                differences.setdefault((key, repr(left[key]), repr(right[key])), []).append(fqn)
+    for (key, left_text, right_text), fqns in differences.items():
         yield StateDifference(f"{key} of {some(fqns, 1)}", left_text, right_text)
 
 

@@ -243,7 +243,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parse_point(where: str, line: Mapping[str, Any]) -> Point:
     step = line["step"]
-    if type(step) is not int:
+    if type(step) is not int:  # isinstance would accept a bool
         raise CorruptError(where, f"step is {step!r}, expected a whole number", _FORMAT)
     loss = _parse_number(where, line, "loss")
     return Point(

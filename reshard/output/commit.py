@@ -23,7 +23,7 @@ _WRITTEN = "{} was already written completely"
 class PartialOutput(Protocol):
     """The hidden directory in which an output grows, on a disk or in an object store."""
 
-    resumable_bytes: int  # of the output, from which a later run could continue
+    resumable_bytes: int  # bytes of the output from which a later run could continue
     keeps_without_resume: bool  # whether unfinished output is kept also without --resume
     published: bool  # whether the output has its final name
     only_copy: bool  # whether the old output is gone while the new one has no name yet
@@ -131,7 +131,7 @@ def claim_output(
             team.barrier()  # written
             partial.publish(is_directory=is_directory, overwrite=overwrite)
             signals.add_message(_WRITTEN.format(partial.destination))
-            team.barrier()
+            team.barrier()  # published
             _remove(partial)
         except BaseException as error:
             if _is_kept(partial, error, team, resume=resume):
@@ -161,7 +161,7 @@ def _join_output(partial: PartialOutput, team: Team, *, resume: bool) -> Iterato
         yield
         partial.make_durable()
     except BaseException:
-        # The first error is reported, not what goes wrong here.
+        # An error of the cleanup must not hide the one that ended the block.
         with signals.deferred(), contextlib.suppress(OSError, ReshardError):
             partial.discard_share(resume=resume)
         raise
@@ -179,9 +179,10 @@ def _is_kept(partial: PartialOutput, error: BaseException, team: Team, *, resume
         _append_remedy(error, _WRITTEN.format(there), instead=True)
         return False
     if partial.only_copy or (resume and isinstance(error, UsageError)):
-        return True  # it cannot be resumed with these options, but perhaps with others
+        return True  # the next run can publish it, or resume it with the right options
     if team.size > 1:
-        # Count what all ranks have recorded. If the store is away, this rank's number remains.
+        # Count what all ranks have recorded. If the store cannot be reached, this rank's number
+        # remains.
         with contextlib.suppress(ReshardError):
             partial.resumable_bytes = partial.recorded_bytes
     if partial.resumable_bytes and _is_outside(error, resume=resume):
@@ -212,7 +213,7 @@ def _is_outside(error: BaseException, *, resume: bool) -> bool:
 
 
 def _append_remedy(error: BaseException, what: str, *, instead: bool = False) -> None:
-    """Add to the error's message what became of the output."""
+    """Add to the error's message what happened to the output."""
     if isinstance(error, KeyboardInterrupt):
         error.args = (*error.args, *({what} - {*error.args}))
     elif isinstance(error, MemoryError):

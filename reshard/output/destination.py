@@ -100,6 +100,7 @@ def _check_apart(destination: Path, sources: list[Path], *, overwrite: bool) -> 
 def _check_directory(destination: Path, *, overwrite: bool) -> None:
     children = sorted(destination.iterdir())
     foreign = [c.name for c in children if c.is_dir() or not _is_export(c.name)]
+    # Without a file of weights, the directory is not an export, whatever its suffixes are.
     if children and not foreign and not any(c.suffix in _WEIGHTS for c in children):
         foreign = [children[0].name]
     if children and not overwrite:
@@ -127,7 +128,7 @@ def _is_moving(destination: Path) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()
+    return path.exists() or path.is_symlink()  # a broken link does not "exist"
 
 
 def check_space(destination: Path, nbytes: int) -> None:
@@ -146,4 +147,5 @@ def check_space(destination: Path, nbytes: int) -> None:
 
 
 def _is_export(name: str) -> bool:
+    # DeepSpeed's rank files end in _states.pt: --overwrite never removes a training checkpoint.
     return Path(name).suffix in _EXPORT_SUFFIXES and not name.endswith("_states.pt")

@@ -54,7 +54,7 @@ class Lease(threading.Thread):
         self._ended.set()
         if self.is_alive():
             self.join(BEAT)
-        with contextlib.suppress(ReshardError):  # if the store is away, the lease expires
+        with contextlib.suppress(ReshardError):  # if it cannot be removed, it expires
             self._path.remove()
 
     def check(self) -> None:
@@ -82,8 +82,8 @@ class Lease(threading.Thread):
 
     def _others(self) -> list[RemotePath]:
         self._path.store.forget()
-        there = self._folder.glob(f"{LOCK}*")
-        return [sign for sign in there if sign.name != self._path.name]
+        locks = self._folder.glob(f"{LOCK}*")
+        return [lock for lock in locks if lock.name != self._path.name]
 
     def _check_expired(self, other: RemotePath) -> None:
         try:

@@ -67,13 +67,13 @@ class LocalPartial(Partial):
             file.rename(self.destination)
 
     def _publish_directory(self, *, overwrite: bool) -> None:
-        umask = os.umask(0)
+        umask = os.umask(0)  # the umask can be read only by setting it
         os.umask(umask)
         self.output.chmod(0o777 & ~umask)
         destination = self.destination
         replacing = overwrite and destination.exists()
         if replacing and _exchange(self.output, destination):
-            return
+            return  # the old output is now in the hidden directory, which is removed
         try:
             if replacing:
                 destination.rename(self.replaced)

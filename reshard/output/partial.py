@@ -26,7 +26,7 @@ from reshard.ranks import holder
 
 _SYNCS = 16  # concurrent calls of fsync
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # flock is not supported
 _BLOCK = 512  # bytes: the unit of st_blocks
 
 
@@ -69,7 +69,7 @@ class Partial:
         self.path = destination.parent / f".{destination.name}.partial"
         self.output = self.path / "output"
         self.replaced = self.path / "replaced"
-        self.resumable_bytes = 0  # of the output, from which a later run could continue
+        self.resumable_bytes = 0  # bytes of the output from which a later run could continue
         self._lock: int | None = None
 
     @property
@@ -113,7 +113,7 @@ class Partial:
     def release(self) -> None:
         """Release the lock, so that another process can claim the directory."""
         if self._lock is not None:
-            os.close(self._lock)
+            os.close(self._lock)  # this ends the lock, as the end of the process does
             self._lock = None
 
     def clear(self) -> None:
@@ -153,6 +153,7 @@ class Partial:
         try:
             self.path.mkdir(mode=0o700)
         except FileExistsError:
+            # A directory of ours has mode 0o700; anything else belongs to somebody else.
             mode = self.path.lstat().st_mode if os.path.lexists(self.path) else 0o700
             if mode and (mode & 0o077 or stat.S_ISLNK(mode)):
                 raise ExistsError(
@@ -168,6 +169,8 @@ class Partial:
             return False
         try:
             self._acquire(lock)
+            # Between the open and the lock, its holder may have removed the file, and another
+            # process may have created a new one.
             if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
                 os.close(lock)
                 return False

@@ -66,6 +66,7 @@ def copy_directory(
     late = sorted((name for name in sizes if _is_marker(name)), key=_depth)
     finished = False
     try:
+        # Markers first, so that the remaining old files do not look like a complete checkpoint.
         _remove(destination, sorted(filter(_is_marker, old), key=_depth))
         _remove(destination, [name for name in old if not _is_marker(name)])
         early = [name for name in sizes if name not in late]

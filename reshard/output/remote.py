@@ -33,7 +33,7 @@ class RemotePartial:
         self.destination = destination
         self.path = partial_path(destination)
         self.output = self.path / OUTPUT
-        self.resumable_bytes = 0  # of the output, from which a later run could continue
+        self.resumable_bytes = 0  # bytes of the output from which a later run could continue
         self.published = False
         self.only_copy = False
         self._joined = False
@@ -66,7 +66,7 @@ class RemotePartial:
             self.release()
             raise
 
-    def join(self, rank: int) -> None:  # noqa: ARG002 - as `output.partial`
+    def join(self, rank: int) -> None:  # noqa: ARG002 - as in `output.partial`
         """Join the first rank's claim; no lease is needed, since all ranks end soon after it."""
         self._joined = True
 
@@ -120,7 +120,7 @@ class RemotePartial:
         moving.write_bytes(b"")
         try:
             publish.copy_directory(self.output, self.destination, list(old), self._done)
-        except publish.HalfCopiedError:
+        except publish.HalfCopiedError:  # `moving` stays: --resume accepts the copied files by it
             self.only_copy = True
             raise
         except BaseException:
@@ -138,12 +138,12 @@ class RemotePartial:
         self.published = True
 
     def _claimed_lease(self) -> Lease:
-        assert self._lease is not None, "it was claimed"
+        assert self._lease is not None, "claim() comes before publish()"
         return self._lease
 
-    def _check_only_own_files(self, there: Mapping[str, int]) -> None:
+    def _check_only_own_files(self, sizes: Mapping[str, int]) -> None:
         """Check that the destination has only files of a run that died while it copied them."""
-        foreign = there.items() - writing.list_sizes(self.output).items()
+        foreign = sizes.items() - writing.list_sizes(self.output).items()
         if foreign or not is_moving(self.destination):
             raise holder.build_conflict_error(self.destination)
 

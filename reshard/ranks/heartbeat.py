@@ -30,7 +30,12 @@ class RemoteRankError(ReshardError):
 
 def publish_failure(store: Store, where: str, failure: BaseException) -> None:
     """Publish why this rank fails; the store keeps the first failure that any rank publishes."""
-    report = {"where": where, "problem": repr(failure), "remedy": "", "code": 70}
+    report = {
+        "where": where,
+        "problem": repr(failure),
+        "remedy": "",
+        "code": 70,
+    }  # 70: a bug, see `cli`
     if isinstance(failure, ReshardError):
         if not isinstance(failure, RemoteRankError):
             report["where"] = f"{where}: {failure.where}"
@@ -123,10 +128,10 @@ class RankWatch(threading.Thread):
             try:
                 self._store.set(f"beat/{self._rank}", f"{beats} {self._done}")
                 self.failure = read_failure(self._store) or self._listen(last)
-            except RuntimeError:
+            except RuntimeError:  # the store, which is on rank 0's machine, does not answer
                 self.failure = build_connection_error("rank 0", "its machine does not respond")
             while self.failure is not None and not self._stopped.is_set():
-                if self.interrupts:
+                if self.interrupts:  # a signal is the only way to interrupt the main thread
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
                 self._stopped.wait(_STEP)

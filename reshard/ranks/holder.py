@@ -38,7 +38,7 @@ def is_dead(holder: Holder) -> bool:
         os.kill(int(str(holder["pid"])), 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return True
-    except (PermissionError, ValueError):
+    except (PermissionError, ValueError):  # another user's process, or not a pid
         return False
     return False
 

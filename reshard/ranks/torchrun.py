@@ -173,7 +173,7 @@ class Ranks:
             self._watch.interrupts = False
 
     def end(self, error: BaseException) -> BaseException:
-        """Tell the other ranks that this rank fails, and wait until the first has cleaned up.
+        """Report to the other ranks that this rank fails, and wait until the first has cleaned up.
 
         Returns:
             The error that this rank should raise.
@@ -232,6 +232,7 @@ class Ranks:
                 timeout=timedelta(seconds=self._patience),
             )
             self._has_group = True
+        # gloo gathers tensors of one size: exchange the lengths first, then padded data.
         size = torch.tensor([len(data)])
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
         distributed.all_gather(sizes, size)

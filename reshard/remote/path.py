@@ -54,7 +54,7 @@ class RemotePath(PosixPath):
         raise UsageError(self, "is in an object store, but this operation needs a local file")
 
     def info(self) -> Info | None:
-        """Return what the store reports of this path, or None if there is no such object."""
+        """Return what the store reports about this path, or None if there is no such object."""
         if self._known is not None:
             return self._known
         if len(self.parts) < 2:

@@ -189,6 +189,7 @@ class RemoteFiles:
         """Free ranges that `expect` has fetched."""
         with self._lock:
             for url, start, nbytes in kept:
+                # A longer range from the same offset may have replaced it in the meantime.
                 if len(self._kept.get(url, {}).get(start, b"")) == nbytes:
                     del self._kept[url][start]
                     self._starts[url].remove(start)

@@ -17,14 +17,21 @@ from reshard.remote.path import RemotePath
 from reshard.remote.reading import fetch
 
 _PART = 16 << 20  # bytes of one part of an upload
-_MOST_PARTS = 9_000  # S3 takes ten thousand
-_STEP = 1 << 20  # Google takes parts of whole steps only
+_MOST_PARTS = 9_000  # S3 accepts 10,000
+_STEP = 1 << 20  # bytes; Google accepts only parts of a multiple of 256 KiB
 _PARTS_AT_ONCE = 4
 _REMOVALS_AT_ONCE = 16
 _BULK = ("s3", "s3a")
-_MAGIC = frozenset("*?[")  # which fsspec takes for a pattern where it is given a list
+_MAGIC = frozenset("*?[")  # fsspec treats a key with one of them in a list as a pattern
 _READ_BACK = 4 << 20  # bytes at a time
-_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")  # stores whose first name must be there
+_BUCKETS = (
+    "s3",
+    "s3a",
+    "gs",
+    "gcs",
+    "az",
+    "abfs",
+)  # stores whose buckets must exist before an upload
 
 
 class StoppedError(ReshardError):
@@ -116,10 +123,10 @@ def list_sizes(folder: RemotePath) -> dict[str, int]:
     store = folder.store
     store.forget()
     key = folder.key.rstrip("/")
-    found = attempt(str(folder), lambda: store.files.find(key, detail=True))
+    infos = attempt(str(folder), lambda: store.files.find(key, detail=True))
     return {
         str(name)[len(key) + 1 :]: info["size"]
-        for name, info in found.items()
+        for name, info in infos.items()
         if str(name).startswith(f"{key}/")
     }
 

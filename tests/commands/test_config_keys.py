@@ -405,7 +405,9 @@ def test_a_config_that_holds_an_infinity_is_read(tmp_path):
     """transformers writes it as {"__float__": "Infinity"}."""
     transformers.Mamba2Config().save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
-    with pytest.raises(UnsupportedError, match="describes a mamba2 model, of which reshard has no table"):
+    with pytest.raises(
+        UnsupportedError, match="describes a mamba2 model, of which reshard has no table"
+    ):
         family_of_file(tmp_path / "config.json")
 
 

@@ -234,7 +234,12 @@ def test_deepspeed_resumes_from_it(run, resumed, made):
         ("moe_z2", {"zero_stage": 3}, UnsupportedError, "refuses its own layers of experts"),
         ("moe_z2", {"world_size": 3}, UsageError, "does not divide the 3 data-parallel"),
         ("moe_z2", {"world_size": 4, "ep": 4}, UsageError, "does not divide the 2 experts"),
-        ("moe_z1_sizes", {"zero_stage": 0}, UnsupportedError, "no file of that stage says which layer"),
+        (
+            "moe_z1_sizes",
+            {"zero_stage": 0},
+            UnsupportedError,
+            "no file of that stage says which layer",
+        ),
         ("moe_z1_sizes", {"world_size": 8, "tp": 2}, UnsupportedError, "together with tensor-"),
         ("z2_bf16", {"world_size": 2, "ep": 2}, UsageError, "holds no experts"),
     ],
