@@ -38,6 +38,8 @@ _ROW = "parameter_with_row_parallelism_patterns"
 _GATED = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
 _STAGES = "pipeline_replicated_parameter_patterns"
+# A checkpoint brings its own regular expressions. Backtracking may take exponential time if a
+# group repeats, else time polynomial in the length of the name, of the degree of the repetitions.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPEATS = re.compile(r"[*+{]")
 _MOST_REPEATS = 3
@@ -51,16 +53,16 @@ _MLP = (
 class Cuts:
     """How each parameter of a checkpoint is cut.
 
-    ``are_known`` is whether the checkpoint, a built-in table or the user describes it at all.
+    ``are_known`` is whether the checkpoint, a built-in table or the user describes the cuts at all.
     ``notes`` are the decisions that a user should see, in order (a dict without values).
 
     Args:
         where: the checkpoint, for messages.
         info: its ``universal_checkpoint_info``; empty if it has none.
-        shapes: of the parameters as the first tensor-parallel rank holds them.
-        ranks: number of tensor-parallel ranks; a single one has everything whole.
+        shapes: shapes of the parameters on the first tensor-parallel rank.
+        ranks: number of tensor-parallel ranks; a single rank has every tensor whole.
         buffers: names of buffers, which every rank has whole.
-        rules: a user's table, which counts where the checkpoint says nothing.
+        rules: a user's table, which applies where the checkpoint describes nothing.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class Cuts:
         """Return how tensor-parallel ranks share one parameter.
 
         Raises:
-            UsageError: nothing says it.
-            UnsupportedError: the checkpoint says that it is not known.
+            UsageError: neither the checkpoint nor a table describes the parameter.
+            UnsupportedError: the checkpoint declares that its cut is not known.
             CorruptError, UnsafeError: a pattern of the checkpoint is not a regular expression, or
                 its search could take for ever.
         """
@@ -125,10 +127,10 @@ class Cuts:
             return declared
         if self._info and known is None:
             self._refuse_unused(fqn)
-            return Split(0)
+            return Split(0)  # as ds_to_universal joins what no pattern matches
         if known is None:
-            found = self._table.require(fqn, self._constants, self._dialect)
-            return found.rule.split(gated=self._gated)
+            match = self._table.require(fqn, self._constants, self._dialect)
+            return match.rule.split(gated=self._gated)
         if self._info and known not in (Split(0), Split(0, padded=True)):
             self.notes[
                 f"no pattern of universal_checkpoint_info matches {fqn!r}: ds_to_universal would"
@@ -141,7 +143,7 @@ class Cuts:
         """Refuse to guess if a pattern matches nothing: it may have been meant for ``fqn``.
 
         Raises:
-            UnsupportedError: there is one; ds_to_universal asserts that there is none.
+            UnsupportedError: such a pattern exists, which ds_to_universal refuses too.
         """
         for key in (*_REPLICATED, _GATED, _ROW, _VOCABULARY):
             for text in self._info.get(key) or ():
@@ -180,8 +182,8 @@ class Cuts:
 
     def _known(self, fqn: str) -> Split | None:
         """Return how the tables cut a parameter."""
-        found = self._table.find(fqn, self._constants, self._dialect)
-        return found.rule.split(gated=self._gated) if found else None
+        match = self._table.find(fqn, self._constants, self._dialect)
+        return match.rule.split(gated=self._gated) if match else None
 
     def _is_listed(self, key: str, fqn: str) -> bool:
         """Return whether a list of patterns has one that matches a name."""
@@ -217,10 +219,10 @@ class Cuts:
             UnsupportedError: a rank does not hold exactly one block.
         """
         maps = (self._info.get("affine_map") or {}).get("params") or {}
-        found = next((value for text, value in maps.items() if _matches(text, fqn)), None)
-        if found is None:
+        affine_map = next((value for text, value in maps.items() if _matches(text, fqn)), None)
+        if affine_map is None:
             return None
-        split = split_of_affine_map(found)
+        split = split_of_affine_map(affine_map)
         if split is None:
             raise UnsupportedError(
                 self._where,
@@ -240,7 +242,7 @@ class Cuts:
         if not isinstance(parts, (list, tuple)):
             parts = [1] * counts.count(self._where, f"the number of parts of {fqn!r}", parts)
         sizes = [counts.count(self._where, f"a part of {fqn!r}", size) for size in parts]
-        unit = gcd(*sizes)
+        unit = gcd(*sizes)  # a Split has the ratios of the parts, so it fits any number of ranks
         if not sizes:
             raise CorruptError(self._where, f"cuts {fqn!r} into no parts")
         widths = (self._info.get("sub_param_shard_widths") or {}).get(text) or ()

@@ -1,4 +1,4 @@
-"""Detect whose naming scheme a pipeline has: several programs name the parts of a layer.
+"""Detect the naming scheme of a pipeline: programs name the parts of a layer differently.
 
 Sources: GPT-NeoX ea7aefd ``megatron/model/``, Megatron-DeepSpeed and BigScience's Bloom
 ``megatron/model/gpt_model.py``.
@@ -27,11 +27,11 @@ def find_dialect(manifest: Manifest) -> str | None:
 def detect_dialect(names: Iterable[str]) -> tuple[str | None, int]:
     """Return the naming scheme of a pipeline's parameters and its number of blocks.
 
-    The scheme is None if the names are of none that the tables have.
+    The scheme is None if no built-in table has it.
     """
-    found = {int(m[1]): m[2] for name in names if (m := _QKV.fullmatch(name))}
-    if not found:
+    blocks = {int(m[1]): m[2] for name in names if (m := _QKV.fullmatch(name))}
+    if not blocks:
         return None, 0
-    if None in found.values():
-        return NEOX, len(found)
-    return ("bloom" if min(found) == _FIRST_OF_BLOOM else "layers"), len(found)
+    if None in blocks.values():  # GPT-NeoX says "attention", the others "self_attention"
+        return NEOX, len(blocks)
+    return ("bloom" if min(blocks) == _FIRST_OF_BLOOM else "layers"), len(blocks)

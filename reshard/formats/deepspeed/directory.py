@@ -81,10 +81,10 @@ class TagFiles:
 
     Args:
         ranks: model-parallel rank -> its files.
-        layers: of a pipeline: layer -> tensor-parallel rank -> file.
+        layers: pipeline layer -> tensor-parallel rank -> file.
         experts: (MoE layer, expert) -> model-parallel rank -> file; the layer is -1 where the name
             has none.
-        expert_optim: of training without ZeRO: (expert-parallel rank, model-parallel rank) -> file.
+        expert_optim: (expert-parallel rank, model-parallel rank) -> file; only without ZeRO.
     """
 
     location: Location
@@ -132,6 +132,8 @@ def detect(location: Location) -> bool:
         return _is_state_file(location.chosen) or location.chosen in _POINTERS
     if _is_tag(location) or _tags(location) or (location.name == "zero" and _is_zero(location)):
         return True
+    # A pointer to a missing directory is accepted, so that reading can report what is missing. One
+    # that names another program's directory is not DeepSpeed's.
     pointer = _pointer(location)
     return pointer is not None and _read_pointer(pointer) not in location.folders
 
@@ -152,10 +154,10 @@ def locate(location: Location, tag: str | None = None) -> Location:
     chosen = tag or _latest(location, tags)
     if chosen in tags:
         return location.folders[chosen]
-    found = f"the directory holds {', '.join(tags)}" if tags else "it holds no checkpoint"
+    content = f"the directory holds {', '.join(tags)}" if tags else "it holds no checkpoint"
     raise UnrecognisedError(
         location.path / chosen,
-        f"is not a DeepSpeed checkpoint directory; {found}",
+        f"is not a DeepSpeed checkpoint directory; {content}",
         f"give one of them with --tag, e.g. --tag {tags[-1]}" if tags else "",
     )
 
@@ -197,11 +199,11 @@ def list_files(location: Location) -> TagFiles:
         StaleError: there are files of two runs with different settings.
         IncompleteError: a rank's model states are missing.
     """
-    found = TagFiles(location)
+    files = TagFiles(location)
     prefixes: dict[str, str] = {}
 
     def rank_files(digits: str) -> RankFiles:
-        return found.ranks.setdefault(int(digits), RankFiles(location))
+        return files.ranks.setdefault(int(digits), RankFiles(location))
 
     for name, path in location.files.items():
         if match := _MODEL.fullmatch(name):
@@ -214,36 +216,36 @@ def list_files(location: Location) -> TagFiles:
             prefixes.setdefault(match[1], name)
             rank_files(match[3]).optim[int(match[2])] = path
         elif match := _LAYER.fullmatch(name):
-            found.layers.setdefault(int(match[1]), {})[int(match[2] or 0)] = path
+            files.layers.setdefault(int(match[1]), {})[int(match[2] or 0)] = path
         elif match := _EXPERT.fullmatch(name):
             key = int(match[1] or -1), int(match[2])
-            found.experts.setdefault(key, {})[int(match[3])] = path
+            files.experts.setdefault(key, {})[int(match[3])] = path
         elif match := _EXPERT_OPTIM.fullmatch(name):
-            found.expert_optim[int(match[1]), int(match[2])] = path
-    if len(prefixes) > 1:
+            files.expert_optim[int(match[1]), int(match[2])] = path
+    if len(prefixes) > 1:  # one run writes every file with bf16_ or every file without
         raise StaleError(
             location,
             f"holds optimizer states of two runs: {' and '.join(sorted(prefixes.values()))}",
             "move the files of the older run away",
         )
-    _check_models(found)
-    return found
+    _check_models(files)
+    return files
 
 
-def _check_models(found: TagFiles) -> None:
+def _check_models(files: TagFiles) -> None:
     """Check that every model-parallel rank has its model states, all of one form."""
-    for number in range(max(found.ranks, default=0) + 1):
-        rank, name = found.ranks.get(number), f"mp_rank_{number:02d}_model_states.pt"
+    for number in range(max(files.ranks, default=0) + 1):
+        rank, name = files.ranks.get(number), f"mp_rank_{number:02d}_model_states.pt"
         if rank is None or not rank.model:
             raise IncompleteError(
-                found.location,
+                files.location,
                 f"{name} (or zero_pp_rank_*_model_states.pt) is missing:"
                 " it holds the parameter names and shapes",
                 "copy it here from rank 0's disk",
             )
-        if rank.model_is_sharded and name in found.location.files:
+        if rank.model_is_sharded and name in files.location.files:
             raise StaleError(
-                found.location,
+                files.location,
                 f"holds model states of stage 3 (zero_pp_rank_*) and of another stage ({name}):"
                 " files of two runs are mixed",
                 "move the files of the older run away",

@@ -1,4 +1,4 @@
-"""Open the files of experts, and put their tensors into the module that they belong to."""
+"""Open the files of experts, and insert their tensors into the module of their model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
         paths.setdefault(layer, {})[number] = ranks[0]
     declared = first.root.get("num_experts")
     counts = list(declared) if isinstance(declared, (list, tuple)) else []
-    if not counts:
+    if not counts:  # DeepSpeed before 0.6 writes one number, which does not tell how many layers
         counts = [1 + max(paths[layer]) for layer in sorted(paths)]
     expected = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
     missing = next((expert for expert in expected if expert not in files.experts), None)
@@ -78,7 +78,7 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
 def _open_expert(path: Path, number: int) -> Expert:
     file = torch_reader.read(path)
     root = file.root if isinstance(file.root, dict) else {}
-    leaves.find_opaque(file.path, root)
+    leaves.find_opaque(file.path, root)  # raises if a weight has a form that is not read
     tensors = {str(name): value for name, value in root.items() if isinstance(value, Tensor)}
     names = map(parse_expert_name, tensors)
     owners = {(name.layer, name.number) if name else None for name in names}
@@ -110,6 +110,7 @@ def count_experts(experts: Sequence[Expert]) -> dict[str, int]:
 def insert_experts(first: ModelStates, experts: Sequence[Expert]) -> dict[str, Any]:
     """Return the module's tensors in its order: a layer's experts follow its gate."""
     own = first.root.get("module") or {}
+    # The dict keeps the last name of each layer, after which the layer's experts are inserted.
     last = {
         name.partition(".deepspeed_moe.")[0] + ".deepspeed_moe.": name
         for name in own
@@ -123,7 +124,7 @@ def insert_experts(first: ModelStates, experts: Sequence[Expert]) -> dict[str, A
         module[name] = value
         for expert in after.pop(name, []):
             module.update(expert.tensors)
-    for rest in after.values():
-        for expert in rest:
+    for others in after.values():  # layers of which the model states hold nothing else
+        for expert in others:
             module.update(expert.tensors)
     return module

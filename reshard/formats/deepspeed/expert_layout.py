@@ -1,4 +1,4 @@
-"""Names of experts and of their param groups, and the ranks that hold them; for both directions.
+"""Names of experts and of their param groups, and the ranks that hold them (to read and write).
 
 Source: DeepSpeed 0.19.8 ``moe/layer.py``, ``moe/experts.py``, ``moe/utils.py``, ``utils/groups.py``
 (``_create_expert_and_data_parallel``).

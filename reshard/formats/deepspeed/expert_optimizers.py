@@ -50,7 +50,7 @@ def read(
         root = first.root | {"module": insert_experts(first, own), "optimizer": optimizer}
         opened = [file, *(expert.file for expert in own)]
         manifest = native.read(files.ranks[0], replace(first, root=root), opened)
-        if rank:  # one file holds the weights outside the experts for all ranks
+        if rank:  # the weights outside the experts are in one file, which rank 0 has read already
             manifest = manifest.with_entries(
                 entry
                 for entry in manifest.entries.values()
@@ -83,7 +83,7 @@ def _optimizer(file: TorchFile) -> dict[str, Any]:
 def _with_global_names(
     optimizer: dict[str, Any], rank: int, local: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return an optimizer with ``param_names``, if it has them, as the whole model has them.
+    """Return an optimizer whose ``param_names``, if it has any, are those of the whole model.
 
     Args:
         local: how many experts of each layer a rank has.
@@ -107,7 +107,7 @@ def _with_global_names(
 
 
 def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None:
-    """Check that the ranks that share each layer are as many as the files.
+    """Check that the number of files is the number of ranks that share each layer.
 
     Args:
         counts: experts of each layer.

@@ -1,4 +1,4 @@
-"""Read a mixture of experts: its files, and the model as one rank with all experts would have it.
+"""Read a mixture of experts: its files, and the model that a rank with all experts would have.
 
 An expert-parallel rank numbers its experts 0, 1, ... (names in ``param_shapes`` and in optimizers
 are those of rank 0); its files number them through the layer: expert ``e`` of rank ``r`` is
@@ -83,7 +83,7 @@ def _sort_group(
 
     fqns = [fqn for rank in sorted(ranks) for fqn in ranks[rank]]
     if all(own == sorted(own, key=at) for own in ranks.values()):
-        fqns.sort(key=at)
+        fqns.sort(key=at)  # so that the order no longer depends on the number of ranks
     return replace(group, fqns=tuple(fqns))
 
 
@@ -120,7 +120,7 @@ def _refuse(files: TagFiles, first: ModelStates) -> None:
 def _with_all_experts(
     first: ModelStates, experts: Sequence[Expert]
 ) -> tuple[ModelStates, Mapping[str, int]]:
-    """Return the model states as of a rank with all experts, and the ranks that share each layer.
+    """Return the model states of a rank with all experts, and the ranks that share each layer.
 
     The members of a flat group of experts are in it rank by rank.
     """
@@ -142,16 +142,16 @@ def _with_all_experts(
     def of_all_ranks(names: Iterable[str]) -> dict[str, str]:
         """Return global name -> rank 0's name, rank by rank; other names map to themselves."""
         listed = list(names)
-        found = {}
-        for rank in range(max(sizes.values())):
+        local_names = {}
+        for rank in range(max(sizes.values())):  # layers may differ in how many ranks share them
             for name in listed:
                 own = parse_expert_name(name)
                 if own and rank < sizes[own.layer]:
                     number = rank * local[own.layer] + own.number
-                    found[str(own.renumber(number))] = name
+                    local_names[str(own.renumber(number))] = name
                 elif not own and rank == 0:
-                    found[name] = name
-        return found
+                    local_names[name] = name
+        return local_names
 
     frozen, tied = first.mapping("frozen_param_shapes"), first.mapping("shared_params")
     root = first.root | {
@@ -184,19 +184,19 @@ def _group_size(first: ModelStates, group: Iterable[str], sizes: Mapping[str, in
         sizes: the ranks that share each layer.
     """
     names = map(parse_expert_name, group)
-    found = {sizes[name.layer] if name else 1 for name in names}
-    if len(found) > 1:
+    own = {sizes[name.layer] if name else 1 for name in names}
+    if len(own) > 1:
         raise CorruptError(
             first.file.path,
-            f"a param group holds parameters of {sorted(found)} expert-parallel ranks together",
+            f"a param group holds parameters of {sorted(own)} expert-parallel ranks together",
             MIXED,
         )
-    return found.pop() if found else 1
+    return own.pop() if own else 1
 
 
 def _count_local(names: Iterable[str]) -> dict[str, int]:
     """Return how many experts of each layer one rank lists."""
-    found: dict[str, set[int]] = {}
+    experts: dict[str, set[int]] = {}
     for name in filter(None, map(parse_expert_name, names)):
-        found.setdefault(name.layer, set()).add(name.number)
-    return {layer: len(numbers) for layer, numbers in found.items()}
+        experts.setdefault(name.layer, set()).add(name.number)
+    return {layer: len(numbers) for layer, numbers in experts.items()}

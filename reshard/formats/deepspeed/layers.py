@@ -25,7 +25,7 @@ Names = Mapping[str, Index | None]  # name -> shape, if it is known
 
 @dataclass(frozen=True, slots=True)
 class DeclaredStage:
-    """What a stage's model states say of its layers.
+    """What a stage's model states declare about its layers.
 
     Args:
         names: of tensors in the layers.
@@ -59,8 +59,8 @@ def read_stages(
         UnsupportedError: a file may hold any of several tied modules.
     """
     named = {name: shape for stage in stages for name, shape in stage.names.items()}
-    found = [StageModule({}, []) for _ in stages]
-    at = 0
+    modules = [StageModule({}, []) for _ in stages]
+    at = 0  # stages are contiguous ranges of layers, so this number only grows
     for layer, ranks in sorted(files.layers.items()):
         if tensor_rank not in ranks:
             raise IncompleteError(
@@ -72,12 +72,13 @@ def read_stages(
         file = torch_reader.read(ranks[tensor_rank])
         tensors = _read_tensors(file, layer, named)
         owners = [n for n, stage in enumerate(stages) if stage.names.keys() & tensors.keys()]
-        if not owners and at + 1 < len(stages) and _is_full(found[at], stages[at]):
+        if not owners and at + 1 < len(stages) and _is_full(modules[at], stages[at]):
             owners = [at + 1]
         at = min(owners, default=at)
-        found[at] = StageModule({**found[at].tensors, **tensors}, [*found[at].files, file])
-    _check_named(files, named, found)
-    return found
+        own = modules[at]
+        modules[at] = StageModule({**own.tensors, **tensors}, [*own.files, file])
+    _check_named(files, named, modules)
+    return modules
 
 
 def _is_full(module: StageModule, stage: DeclaredStage) -> bool:
@@ -90,7 +91,7 @@ def _read_tensors(file: TorchFile, layer: int, named: Names) -> dict[str, Tensor
     """Return the tensors of a layer's file under the names that the optimizer has for them."""
     if not isinstance(file.root, dict):
         raise CorruptError(file.path, "is not a layer's state dict")
-    leaves.find_opaque(file.path, file.root)
+    leaves.find_opaque(file.path, file.root)  # raises if a weight has a form that is not read
     tensors = {str(key): value for key, value in file.root.items() if isinstance(value, Tensor)}
     prefix = f"{layer}."
     if tensors and not any(prefix + key in named for key in tensors):
@@ -121,9 +122,9 @@ def _find_tied_prefix(file: TorchFile, tensors: Mapping[str, Tensor], named: Nam
     return fitting[0] if fitting else None
 
 
-def _check_named(files: TagFiles, named: Names, found: Sequence[StageModule]) -> None:
+def _check_named(files: TagFiles, named: Names, modules: Sequence[StageModule]) -> None:
     """Check that the files hold every tensor that the stages name."""
-    tensors = {name for module in found for name in module.tensors}
+    tensors = {name for module in modules for name in module.tensors}
     missing = next((name for name in named if name not in tensors), None)
     if missing is not None:
         number = counts.natural(missing.partition(".")[0])

@@ -78,8 +78,8 @@ def read(
     """Open every data-parallel rank's files and describe the state that they hold together.
 
     Args:
-        first: the first rank's model states, if they are open already.
-        layers: the files that hold the module's own tensors, if the model states do not.
+        first: the first rank's model states, if they are already open.
+        layers: the files that hold the module's tensors, if the model states do not.
 
     Raises:
         IncompleteError: a rank's file is missing.
@@ -138,7 +138,8 @@ def _check_models(models: Sequence[ModelStates]) -> None:
         require_equal(key, {model.file.path: model.root.get(key) for model in models})
     first = models[0]
     for model in models[1:]:
-        # Equal dicts may list their names in another order, which is that of the flat tensors.
+        # Equal dicts may list their names in another order, which is that of the flat tensors. The
+        # ranks of equal pickles have one object (PickleCache) and need no comparison.
         if model.root.get("param_shapes") is not first.root.get("param_shapes"):
             lists = by_file((first, model), lambda m: [list(group) for group in m.shapes])
             require_equal("the order of the names in param_shapes", lists)
@@ -152,6 +153,7 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
         listed = declared if isinstance(declared, (list, tuple)) else [declared]
         saved = [ranks for ranks in listed if ranks is not None]
         sizes = first.expert_ranks or (1,) * len(saved)
+        # Ranks with the same experts share a group of experts, all ranks any other group.
         expected = [world_size // size for size in sizes]
         if saved and (set(saved) != {world_size} if not first.expert_ranks else saved != expected):
             raise CorruptError(
@@ -185,6 +187,7 @@ def _assemble(
     else:
         kept = optimizer.entries
     order = {name: index for index, name in enumerate(first.module)}
+    # sorted() is stable: of one parameter, the module's copy precedes its master and its slots.
     entries = sorted([*module, *kept], key=lambda entry: order.get(entry.fqn, len(order)))
     opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
     without_frozen = _excludes_frozen(first, stage)
@@ -359,8 +362,8 @@ def _find_absent(
 
     DeepSpeed before 0.9 did not save which names are tied, and leaves a placeholder for each.
     """
-    held = {entry.fqn for entry in entries}
-    absent = tuple(name for name in first.module if name not in held and name not in tied)
+    filled = {entry.fqn for entry in entries}
+    absent = tuple(name for name in first.module if name not in filled and name not in tied)
     if absent and without_frozen:
         warnings.append(f"without a value in this checkpoint: {', '.join(absent)}")
         return ()

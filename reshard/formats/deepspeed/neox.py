@@ -33,12 +33,12 @@ def read_settings(checkpoint: str) -> dict[str, Any] | None:
     Raises:
         CorruptError: a file is not YAML, or too large for settings.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for path, data in read_files(checkpoint).items():
         root = _load_yaml(path, data.decode(errors="replace"))
         if isinstance(root, dict):
-            found |= {str(key).replace("-", "_"): value for key, value in root.items()}
-    return found or None
+            settings |= {str(key).replace("-", "_"): value for key, value in root.items()}
+    return settings or None
 
 
 def _load_yaml(path: Path, text: str) -> Any:
@@ -65,7 +65,7 @@ def _count_values(node: Any, counted: dict[int, int]) -> int:
     if not isinstance(inside, list):
         return 1
     if id(node) not in counted:
-        counted[id(node)] = _MAX_VALUES
+        counted[id(node)] = _MAX_VALUES  # what a node counts that is inside itself
         parts = (part for item in inside for part in (item if isinstance(item, tuple) else [item]))
         counted[id(node)] = 1 + sum(_count_values(part, counted) for part in parts)
     return counted[id(node)]
@@ -79,14 +79,14 @@ def read_files(checkpoint: str) -> dict[Path, bytes]:
     """
     folder = as_path(checkpoint) / FOLDER
     paths = sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
-    found = {}
+    contents = {}
     for path in paths:
         if not path.is_file():
             raise CorruptError(path, "is not a plain file, as which GPT-NeoX saves its settings")
         if path.stat().st_size > _MAX_BYTES:
             raise CorruptError(path, f"is larger than {_MAX_BYTES} bytes, too large for settings")
-        found[path] = path.read_bytes()
-    return found
+        contents[path] = path.read_bytes()
+    return contents
 
 
 def has_summed_biases(settings: Mapping[str, Any]) -> bool:
@@ -104,6 +104,7 @@ def read_traits(settings: Mapping[str, Any], padded_vocab: Any, source: str) -> 
     heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
     known = type(heads) is int and type(hidden) is int and heads > 0
     activation = str(settings.get("activation") or "gelu")
+    # The fused kernel computes the tanh approximation of GELU, the plain one the exact function.
     fused = activation == "gelu" and bool(settings.get("bias_gelu_fusion"))
     positions = str(settings.get("pos_emb") or "learned")
     ffn = settings.get("intermediate_size") or (4 * hidden if type(hidden) is int else None)
@@ -133,7 +134,7 @@ def read_traits(settings: Mapping[str, Any], padded_vocab: Any, source: str) -> 
 
 def _unsupported(settings: Mapping[str, Any]) -> list[str]:
     """Return the features that GPTNeoXForCausalLM does not have."""
-    found = {
+    features = {
         "one norm for attention and feed-forward layer (gpt_j_tied)": settings.get("gpt_j_tied"),
         "gated linear units (activation)": str(settings.get("activation")).endswith("glu"),
         "experts (moe_num_experts)": (settings.get("moe_num_experts") or 1) != 1,
@@ -143,4 +144,4 @@ def _unsupported(settings: Mapping[str, Any]) -> list[str]:
             settings.get(name) for name in settings if name[:3] == "te_"
         ),
     }
-    return [what for what, is_so in found.items() if is_so]
+    return [feature for feature, is_used in features.items() if is_used]

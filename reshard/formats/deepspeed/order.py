@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 def section(config: Any, name: str) -> dict[str, Any]:
     """Return a section of a configuration; empty if either of them is absent."""
-    found = config.get(name) if isinstance(config, dict) else None
-    return found if isinstance(found, dict) else {}
+    value = config.get(name) if isinstance(config, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
 def zero_section(config: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def requests_round_robin(config: Any) -> bool:
 
 
 def uses_round_robin(config: Any, stage: int, precision: DType | None) -> bool:
-    """Return whether parameters stand in round-robin order in the flat tensors."""
+    """Return whether the flat tensors have their parameters in round-robin order."""
     uses_bf16 = uses_bf16_optimizer(config, stage, precision)
     return requests_round_robin(config) and stage in (1, 2) and not uses_bf16
 
@@ -79,12 +79,12 @@ def split_sub_groups(
     if limit >= sum(sizes):
         yield tuple(members)
         return
-    first, held = 0, 0
+    first, filled = 0, 0
     for index, numel in enumerate(sizes):
-        held += numel
-        if held >= limit or index == len(members) - 1:
+        filled += numel
+        if filled >= limit or index == len(members) - 1:
             yield tuple(members[first : index + 1])
-            first, held = index + 1, 0
+            first, filled = index + 1, 0
 
 
 def engine_config(state: Training) -> dict[str, Any] | None:
@@ -105,8 +105,8 @@ def user_order(state: Training) -> Iterator[Sequence[TrainedParameter]]:
     origin, config = state.manifest.origin, engine_config(state)
     groups = [group.members for group in state.groups]
     if state.regrouped or not origin.format.startswith("deepspeed"):
-        place = {weight.fqn: number for number, weight in enumerate(state.weights)}
-        yield from (sorted(members, key=lambda member: place[member.fqn]) for members in groups)
+        position = {weight.fqn: number for number, weight in enumerate(state.weights)}
+        yield from (sorted(members, key=lambda member: position[member.fqn]) for members in groups)
         return
     stage = zero_section(config).get("stage", 0)
     precision = dtypes.parse(origin.precision) if origin.precision else None

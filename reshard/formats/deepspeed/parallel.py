@@ -67,12 +67,14 @@ def read(files: TagFiles, rules: Path | None = None) -> Manifest:
 
 
 def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
-    """Return the number of tensor-parallel ranks, which names and files give.
+    """Return the number of tensor-parallel ranks, from the names of files and their content.
 
     Raises:
         IncompleteError: model states of a rank are missing.
         CorruptError: the layers do not have a file for each of the ranks.
     """
+    # A pipeline's layer files show its tensor-parallel ranks. Without layers the model states may
+    # declare them; older versions of DeepSpeed do not, and there every rank is one.
     count, where = len(firsts), firsts[0].file.path
     declared = firsts[0].mapping("checkpoint_parallel_dimensions")
     if files.layers:
@@ -101,7 +103,7 @@ def _add_layers(
     files: TagFiles, firsts: Sequence[ModelStates], tensor: int
 ) -> list[tuple[ModelStates, Sequence[TorchFile]]]:
     """Add the tensors of the layers' files to the model states; return them with the files."""
-    found: dict[int, tuple[ModelStates, Sequence[TorchFile]]] = {}
+    opened: dict[int, tuple[ModelStates, Sequence[TorchFile]]] = {}
     for tensor_rank in range(tensor):
         numbers = range(tensor_rank, len(firsts), tensor)
         members = [_list_flat_members(files.ranks[number], firsts[number]) for number in numbers]
@@ -120,8 +122,8 @@ def _add_layers(
                 listed = [{name: shapes[name] for name in group} for group in groups]
                 root = {**root, "param_shapes": listed}
             first = replace(firsts[number], root=root, layer_tensors=module.tensors)
-            found[number] = (first, module.files)
-    return [found[number] for number in sorted(found)]
+            opened[number] = (first, module.files)
+    return [opened[number] for number in sorted(opened)]
 
 
 def _list_flat_members(files: RankFiles, first: ModelStates) -> list[list[str]]:

@@ -34,9 +34,8 @@ def read(location: Location, tag: str | None = None, rules: Path | None = None) 
     if rules:
         from reshard.model_parallel.rules import Table, add_user_rules
 
-        add_user_rules(
-            Table("", ()), rules
-        )  # no rank shares anything here: only check the user's file
+        # No rank shares a parameter here, but a mistake in the user's file is still reported.
+        add_user_rules(Table("", ()), rules)
     if has_experts:
         from reshard.formats.deepspeed import experts
 

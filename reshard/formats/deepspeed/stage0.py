@@ -163,7 +163,10 @@ def _member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
 
 
 def _slot_shape(state: Mapping[str, Any]) -> Signature:
-    """Return the shape of a state's parameter, which is that of the largest slot."""
+    """Return the shape of a state's parameter: that of its largest slot.
+
+    Adafactor's factored slots are smaller than their parameter.
+    """
     shapes = [value.shape for value in state.values() if isinstance(value, Tensor)]
     return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
 
@@ -197,7 +200,7 @@ def _states(wrapper: Mapping[str, Any], names: _Names) -> _States:
 
 
 def _unread(wrapper: Mapping[str, Any], states: _States) -> set[str]:
-    """Return the keys of the states that neither an entry nor the step has."""
+    """Return the keys of the states that become neither an entry nor the step."""
     if wrapper.get("fp32_groups_flat"):
         return {name for _, state in states for name in state.keys() - flat_slots(state)} - {"step"}
     return {
@@ -212,12 +215,12 @@ def _unread(wrapper: Mapping[str, Any], states: _States) -> set[str]:
 def _read_steps(model: ModelStates, states: _States) -> dict[str, float]:
     """Read how many updates were applied to each named parameter."""
     optimizer = inner_optimizer(model.mapping("optimizer"))
-    found: dict[str, float] = {}
+    steps: dict[str, float] = {}
     for index, (fqns, state) in enumerate(states):
         step = read_number(model.file, find_step(state, optimizer, index))
         if step is not None:
-            found.update({fqn: step for fqn in fqns if fqn is not None})
-    return found
+            steps.update({fqn: step for fqn in fqns if fqn is not None})
+    return steps
 
 
 def _entries(model: ModelStates, names: _Names, states: _States) -> Iterator[Entry]:
@@ -277,12 +280,14 @@ def _name_fused_groups(
         for owners in fitting
     )
     with SourceFiles() as files:
-        found = list(islice((n for n in named if _match_masters(files, model.module, n, flats)), 2))
-    if len(found) != 1:
+        # A second fitting assignment already makes the choice ambiguous, so two are enough.
+        fits = (names for names in named if _match_masters(files, model.module, names, flats))
+        matches = list(islice(fits, 2))
+    if len(matches) != 1:
         raise AmbiguousError(
             list(candidates), "were joined by a fused optimizer in an order that no file gives"
         )
-    return found[0]
+    return matches[0]
 
 
 def _assignments(
@@ -294,6 +299,7 @@ def _assignments(
         sizes: elements of all candidates of a shape.
         numels: elements of each group.
     """
+    # Large shapes first: fewer groups have room for them, so that wrong branches end early.
     order = sorted(sizes, key=lambda shape: -sizes[shape])
     steps = iter(range(_MOST_STEPS if len(order) <= _MOST_SHAPES else 0))
 

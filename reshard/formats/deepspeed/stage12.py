@@ -40,8 +40,9 @@ def read_groups(
     """Yield the flat tensor of every group, and of every expert-parallel part of one.
 
     Args:
-        owners: for each group, the ranks that share each of its flat tensors: all ranks share one;
-            but of a group of experts, every expert-parallel rank has an equal part of the members.
+        owners: for each group, the ranks that share each of its flat tensors. Usually all ranks
+            share one; in a group of experts every expert-parallel rank has an equal part of the
+            members.
 
     Raises:
         CorruptError: the pieces do not add up to the groups' shapes.
@@ -68,15 +69,15 @@ def find_partition_claims(
     Parts of a group of experts are left out: each rank numbers its experts from 0 there.
 
     Args:
-        wrapped_names: fqn -> the name that DeepSpeed lists, where that is another one.
+        wrapped_names: fqn -> the name that DeepSpeed lists, where the two differ.
     """
-    found: dict[str, tuple[Claim, ...]] = {}
+    claims: dict[str, tuple[Claim, ...]] = {}
     listed = {name: fqn for fqn, name in wrapped_names.items()}
     for group in groups:
         for position, rank in enumerate(() if group.is_part else group.ranks):
             for claim in group.claims(position, listed):
-                found[rank.file.path] = (*found.get(rank.file.path, ()), claim)
-    return found
+                claims[rank.file.path] = (*claims.get(rank.file.path, ()), claim)
+    return claims
 
 
 def _masters(rank: OptimizerStates) -> list[Tensor]:
@@ -94,13 +95,13 @@ def read_scalars(
     Args:
         states: each rank and its state of the flat tensor.
     """
-    found = {rank.file.path: scalar_slots(state) for rank, state in states}
+    scalars = {rank.file.path: scalar_slots(state) for rank, state in states}
     names = require_equal(
         "the list of 0-d optimizer values",
-        {path: sorted(slots) for path, slots in found.items()} or {"": []},
+        {path: sorted(slots) for path, slots in scalars.items()} or {"": []},
     )
     for name in names:
-        tensors = [slots[name] for slots in found.values()]
+        tensors = [slots[name] for slots in scalars.values()]
         chunks = tuple(tensor.chunk for tensor in tensors)
         for fqn in fqns:
             yield Entry(fqn, name, tensors[0].dtype, (), chunks)
@@ -171,11 +172,11 @@ class FlatGroup:
         """Return where each parameter begins, and the end of the last."""
         what = f"alignment padding of group {self.index}"
         paddings = require_equal(what, by_file(self.ranks, self._alignment))
-        places, at = [], 0
+        members, at = [], 0
         for (fqn, shape), padding in zip(self.members.items(), paddings, strict=True):
-            places.append(Member(fqn, shape, at))
-            at = places[-1].stop + padding
-        return places, at
+            members.append(Member(fqn, shape, at))
+            at = members[-1].stop + padding
+        return members, at
 
     def _alignment(self, rank: OptimizerStates) -> list[int]:
         paddings = rank.root.get("param_alignment_paddings")
@@ -196,6 +197,7 @@ class FlatGroup:
         Raises:
             CorruptError: parameters and padding do not add up to what the ranks hold.
         """
+        # `_piece_numel` takes equal pieces as they are; that of a single rank lacks its tail.
         total = self.piece_numel * len(self.ranks)
         declared, stored = sum(self.tails), sum(self._stored_numels())
         if self.end + declared != total and self.end != stored:
@@ -207,7 +209,7 @@ class FlatGroup:
             )
 
     def claims(self, position: int, listed: Mapping[str, str]) -> Iterator[Claim]:
-        """Yield what the file of a rank states about the order and place of its parameters.
+        """Yield what the file of a rank states about the order and position of its parameters.
 
         Args:
             listed: the name that DeepSpeed lists -> fqn, where they differ.
@@ -215,16 +217,17 @@ class FlatGroup:
         stated = self._stated_slices(position)
         if not stated:
             return
-        stated = {listed.get(name, name): place for name, place in stated.items()}
+        stated = {listed.get(name, name): part for name, part in stated.items()}
         own = self._slices(position)
+        # If another rank's partition fits, the claim names that rank: files were swapped.
         for other in (position, *range(len(self.ranks))):
             if stated == self._slices(other):
                 yield Claim("partition", str(other), _MAPPINGS, str(position))
                 return
         # Names of another spelling (with a wrapper's prefix, say) state nothing about the order.
         if set(stated) <= self.members.keys() and list(stated.values()) == list(own.values()):
-            found, known = next((a, b) for a, b in zip(stated, own, strict=True) if a != b)
-            yield Claim(f"parameter at element {own[known][0]}", found, _MAPPINGS, known)
+            name, fqn = next((a, b) for a, b in zip(stated, own, strict=True) if a != b)
+            yield Claim(f"parameter at element {own[fqn][0]}", name, _MAPPINGS, fqn)
 
     def _slices(self, position: int) -> dict[str, tuple[int, int]]:
         """Return fqn -> (start, numel) of what a rank's partition holds of each parameter."""
@@ -239,7 +242,7 @@ class FlatGroup:
         return position * self.piece_numel, (position + 1) * self.piece_numel
 
     def _members_of(self, position: int) -> list[Member]:
-        """Return the members whose range meets a rank's partition, empty ones inside it too."""
+        """Return the members that overlap a rank's partition, and the empty ones inside it."""
         first, last = self._bounds(position)
         return [m for m in self.flat if m.start < last and m.stop > first]
 
@@ -272,7 +275,7 @@ class FlatGroup:
             {
                 rank.file.path: sorted(own)
                 for rank, own, members in zip(self.ranks, slots, inside, strict=True)
-                if own or members
+                if own or members  # a rank that has only padding may have no state
             }
             or {"": []},
         )
@@ -329,6 +332,7 @@ class FlatGroup:
     def _split(self, kind: str, pieces: list[Tensor]) -> Iterator[Entry]:
         """Yield the entries of all members, from the ranks' pieces of the flat tensor."""
         stored = [piece.chunk for piece in pieces]
+        # A range has no step of 0, the length of the pieces if all members are empty.
         starts = range(0, self.piece_numel * len(stored), self.piece_numel or 1)
         chunks = flat_chunks(self.flat, zip(starts, stored, strict=False))
         for member in self.flat:

@@ -20,6 +20,7 @@ from reshard.schema import expect
 from reshard.state_dict import leaves
 from reshard.state_dict.plain_values import to_plain
 
+# An enum is pickled as a call of its class with the value, which alone is kept.
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
@@ -35,9 +36,9 @@ class ModelStates:
 
     Args:
         layer_tensors: tensors of the module that are in the files of a pipeline's layers.
-        expert_ranks: for each group of ``shapes``, how many expert-parallel ranks its members are
-            listed of, rank by rank; each rank's members have a flat tensor of their own. Empty: 1
-            for every group.
+        expert_ranks: for each group of ``shapes``, the number of expert-parallel ranks whose
+            members it lists, rank by rank; each rank's members have a separate flat tensor. Empty:
+            1 for every group.
         wrapped_names: fqn -> the name that DeepSpeed lists, where it is not the module's.
     """
 
@@ -50,8 +51,8 @@ class ModelStates:
     @property
     def module(self) -> dict[str, Tensor]:
         """Fqn -> tensor, as ``state_dict`` returned it; aliases included."""
-        found = self.root.get("module") or {}
-        own = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        module = self.root.get("module") or {}
+        own = {name: value for name, value in module.items() if isinstance(value, Tensor)}
         return {**own, **self.layer_tensors}
 
     @property
@@ -167,8 +168,8 @@ class OptimizerStates:
     @property
     def optimizer(self) -> dict[str, Any]:
         """State dict of the wrapped optimizer; empty if ``elastic_checkpoint`` took it apart."""
-        found = self.root.get("optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state")
-        return found if isinstance(found, dict) else {}
+        inner = self.root.get("optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state")
+        return inner if isinstance(inner, dict) else {}
 
     def group_state(self, index: int) -> dict[str, Any]:
         """Return the optimizer's state of one flat tensor.
@@ -193,14 +194,14 @@ class OptimizerStates:
         Raises:
             CorruptError: the file does not have it.
         """
-        found = self.root.get(key)
-        if found is None:
+        values = self.root.get(key)
+        if values is None:
             raise CorruptError(self.file.path, f"has no {key}, which other ranks have", MIXED)
-        return list(found)
+        return list(values)
 
 
 def flat_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the flat tensors of an optimizer's state; the step, which is 0-d, is none of them."""
+    """Return the flat tensors of an optimizer's state, without the step, which is 0-d."""
     return {
         name: value
         for name, value in state.items()
@@ -247,8 +248,8 @@ def open_model(path: Path, cache: PickleCache | None = None) -> ModelStates:
     """Open one model states file.
 
     Args:
-        alike: pickles of the ranks before, which at stage 3 are mostly equal. Only the first rank's
-            file, opened without it, is checked in full.
+        cache: pickles of the ranks before, which at stage 3 are mostly equal. Only the first rank's
+            file, opened without a cache, is checked in full.
 
     Raises:
         CorruptError: it is not a file of model states.
@@ -273,7 +274,7 @@ def unwrap_name(listed: str, module: Container[str]) -> str:
 
 
 def unwrap_names(models: Sequence[ModelStates]) -> list[ModelStates]:
-    """Return the ranks' model states with all that they list under the module's own names.
+    """Return the ranks' model states with everything listed under the module's names.
 
     Of the ranks after the first, only the fragments of frozen parameters are used.
     """

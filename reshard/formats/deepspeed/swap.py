@@ -41,7 +41,7 @@ def find_swap_files(
         CorruptError: a file does not have the size of its sub-group.
         UnsupportedError: the sizes do not tell two sub-groups apart.
     """
-    found: dict[tuple[int, int, str], FlatPiece] = {}
+    pieces: dict[tuple[int, int, str], FlatPiece] = {}
     for rank in ranks:
         groups = rank.root.get("fp32_flat_groups") or []
         offloaded = [
@@ -53,16 +53,16 @@ def find_swap_files(
             folder = _folder(location, rank.rank)
             _refuse_ambiguous(folder, offloaded, shapes, rank)
             for index, kind, piece in _pieces_of_rank(folder, offloaded, shapes, rank, len(ranks)):
-                found[rank.rank, index, kind] = piece
-    return found
+                pieces[rank.rank, index, kind] = piece
+    return pieces
 
 
 def _folder(location: Location, rank: int) -> Path:
     """Return the directory of a rank's swap files, which may be missing."""
     name = f"rank{rank:02d}"
     offloaded = location.folders.get("offloaded_tensors")
-    found = offloaded.folders.get(name) if offloaded else None
-    return found.path if found else location.path / "offloaded_tensors" / name
+    folder = offloaded.folders.get(name) if offloaded else None
+    return folder.path if folder else location.path / "offloaded_tensors" / name
 
 
 def _pieces_of_rank(
@@ -88,7 +88,7 @@ def _pieces_of_rank(
         slots = [
             name
             for name, value in rank.group_state(index).items()
-            if isinstance(value, Tensor) and value.shape == (0,)
+            if isinstance(value, Tensor) and value.shape == (0,)  # a 0-d step is not swapped
         ]
         for kind in (MASTER, *slots):
             prefix = "" if kind == MASTER else f"{kind}-"
@@ -109,7 +109,7 @@ def _check_size(path: Path, numel: int) -> None:
 
 
 def _count_groups(offloaded: list[int], rank: OptimizerStates) -> int:
-    """Return to how many param groups the sub-groups belong."""
+    """Return the number of param groups to which the sub-groups belong."""
     owner = {
         index: number
         for number, group in enumerate(rank.optimizer.get("param_groups", []))

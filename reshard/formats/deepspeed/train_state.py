@@ -61,10 +61,10 @@ def read_number(file: TorchFile, value: Any) -> float | None:
 
 def read_scaler(root: Mapping[str, Any]) -> dict[str, Any] | None:
     """Read the loss scaler: an object at stages 1 to 3, separate keys at stage 0."""
-    found = root.get("loss_scaler")
-    if isinstance(found, Call):
-        state = to_plain(found.state)
-        return {"class": found.name.rsplit(".", 1)[-1], **(state or {})}
+    scaler = root.get("loss_scaler")
+    if isinstance(scaler, Call):
+        state = to_plain(scaler.state)
+        return {"class": scaler.name.rsplit(".", 1)[-1], **(state or {})}
     return {key: to_plain(root[key]) for key in _SCALER_KEYS if key in root} or None
 
 
@@ -183,7 +183,7 @@ def possible_initial_updates(version: str, stage: int, *, in_16_bit: bool) -> tu
     """
     if stage == 0:
         return (int(in_16_bit),)
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    numbers = tuple(map(int, found.groups())) if found else ()
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(map(int, match.groups())) if match else ()
     older = bool(numbers) and numbers < ((0, 15, 1) if stage == 1 else (0, 13, 2))
     return (0, 1) if older else (0,)

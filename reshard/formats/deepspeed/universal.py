@@ -128,12 +128,12 @@ def _open_models(location: Location) -> list[ModelStates]:
     ds_to_universal copies those of its source. reshard writes both forms, of which the first has
     the module's weights.
     """
-    found = [path for path in location.files.values() if path.match("*mp_rank_*_model_states.pt")]
-    of_model_ranks = [path for path in found if path.name.startswith("mp_rank_")]
+    paths = [path for path in location.files.values() if path.match("*mp_rank_*_model_states.pt")]
+    of_model_ranks = [path for path in paths if path.name.startswith("mp_rank_")]
     if of_model_ranks:
         return [open_model(path) for path in sorted(of_model_ranks)]
-    sharded = [path for path in found if path.match("zero_pp_rank_*_mp_rank_00_model_states.pt")]
-    sharded.sort(key=lambda path: int(path.name.split("_")[3]))
+    sharded = [path for path in paths if path.match("zero_pp_rank_*_mp_rank_00_model_states.pt")]
+    sharded.sort(key=lambda path: int(path.name.split("_")[3]))  # ranks are not zero-padded
     if not sharded:
         raise IncompleteError(
             location,
@@ -182,7 +182,7 @@ def _check_folders(
     masters: Container[str],
     tied: Mapping[str, str],
 ) -> None:
-    """Check that every trained parameter has a directory: the module has an older value.
+    """Check that every trained parameter has a directory: the module's value is not its master.
 
     Raises:
         IncompleteError: one has no directory.

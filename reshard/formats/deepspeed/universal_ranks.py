@@ -27,8 +27,8 @@ class SourceRanks:
     Args:
         tensor: tensor-parallel ranks of a stage.
         pipeline: number of stages.
-        shapes: of the parameters of all stages, one dict for each group, as each stage's first rank
-            held them.
+        shapes: shapes of the parameters of all stages on each stage's first rank, one dict for each
+            group.
     """
 
     tensor: int
@@ -44,8 +44,8 @@ class SourceRanks:
         up, the file holds one rank's share, which every rank is given.
 
         Raises:
-            UnsupportedError: it was joined along another dim than it was cut.
-            UsageError: nothing says how it was cut.
+            UnsupportedError: the tensor was joined along another dim than it was cut.
+            UsageError: neither the checkpoint nor a table describes how it was cut.
         """
         local = next((group[entry.fqn] for group in self.shapes if entry.fqn in group), None)
         if self.tensor == 1 or not local:
