@@ -17,9 +17,9 @@
     gpt_neox        the settings and sizes that GPT-NeoX needs beside them
     report          notes for the user
 
-The layout is that of DeepSpeed 0.19.8. It loads the native one at exactly the world size and the
-stage that it was made for, under the options of the ``ds_config`` that the source kept; the
-universal one at any, with ``"checkpoint": {"load_universal": true}``.
+The layout is that of DeepSpeed 0.19.8, which loads a native directory only at the world size and
+the stage for which it was written, under the options of the ``ds_config`` that the source kept. It
+loads a universal directory at any, with ``"checkpoint": {"load_universal": true}``.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ def lay_out(
 
     Args:
         world_size: number of data-parallel ranks.
-        precision: of the module's parameters; None: each as it was trained.
+        precision: dtype of the module's parameters; None: each as it was trained.
         tag: the directory's name; None: ``global_step`` and the step.
         grid_options: the model-parallel grid; None: a single rank.
-        weights_only: what ``load_checkpoint(..., load_module_only=True)`` reads; stages 0 to 2 have
-            one file for any number of ranks. Stage 3 needs ``load_optimizer_states=False`` with it
-            (``engine.py``, ``_load_checkpoint``): DeepSpeed reads only placeholders without it.
+        weights_only: write only what ``load_checkpoint(..., load_module_only=True)`` reads. Stages
+            0 to 2 have one file for any number of ranks. At stage 3 the user must also pass
+            ``load_optimizer_states=False`` (``engine.py``, ``_load_checkpoint``): without it
+            DeepSpeed reads only placeholders.
 
     Raises:
         IncompleteError: the source lacks what DeepSpeed needs to continue training.
@@ -91,6 +92,7 @@ def lay_out(
         cut = grid.cut_state(state, grid_options)
         specs = _resolve_ranks(state, cut, grid_options, **options)
         parts = [files.lay_out_rank(own, rank) for own, rank in specs]
+        # The notes and the tag are about the whole run, not about one rank of it.
         spec, notes = resolve_spec(state, **options), (*cut.notes, *notes)
     models = skeletons.join(models for models, _ in parts)
     optimizers = skeletons.join(optimizers for _, optimizers in parts)
@@ -114,7 +116,7 @@ def _resolve_ranks(
     **options: Any,
 ) -> Iterator[tuple[OutputSpec, ModelRank]]:
     """Yield what is written of each model-parallel rank."""
-    trained = precision_of(state)
+    trained = precision_of(state)  # of the run: a rank's own parameters may have another one
     _refuse_stage(cut, stage, options["precision"] or trained, weights_only=weights_only)
     for rank in cut.ranks:
         spec = resolve_spec(
@@ -172,8 +174,8 @@ def lay_out_universal(
     Args:
         grid_options: the model-parallel grid whose ranks' model states are written; None: a single
             rank.
-        world_size, stage: of the new run, for its ``ds_config``; the layout does not depend on
-            them. There is no universal checkpoint of stage 0: it becomes 1.
+        world_size, stage: values for the ``ds_config`` of the new run; the layout does not depend
+            on them. There is no universal checkpoint of stage 0: it becomes 1.
         precision: as in `lay_out`.
         tag: the directory's name; None: ``global_step``, the step and ``_universal``.
 

@@ -32,8 +32,8 @@ def regroup_experts(
 
     Args:
         counts: the experts of each layer.
-        before, after: the ranks that share each layer; in ``after`` all numbers are equal, or as
-            before.
+        before, after: the ranks that share each layer; in ``after`` all numbers are equal, unless
+            it equals ``before``.
 
     Raises:
         UnsupportedError: members are not in the model's order, so that nothing says which of them
@@ -65,7 +65,7 @@ def regroup_experts(
 
 
 class _FirstRank:
-    """What the first expert-parallel rank has of each layer."""
+    """The first expert-parallel rank: the experts that it has of each layer."""
 
     def __init__(self, counts: Sizes, sizes: Sizes) -> None:
         self._sizes = sizes
@@ -112,6 +112,7 @@ def _continues(parts: Sequence[TrainedGroup], group: TrainedGroup, rank: _FirstR
         return False
     if group.hyper["name"] != last.hyper["name"]:
         return all(group.hyper["name"] != part.hyper["name"] for part in parts)
+    # DeepSpeed starts a part only when the next parameter does not fit into the one before.
     next_member = rank.select(group.members)[:1]
     return sum(map(_numel, (*rank.select(last.members), *next_member))) > _LARGEST
 
@@ -123,7 +124,11 @@ def _without_name(group: TrainedGroup) -> dict[str, Any]:
 def _split_group(
     hyper: Mapping[str, Any], members: Sequence[TrainedParameter], rank: _FirstRank
 ) -> Iterator[TrainedGroup]:
-    """Yield one group, or several if a rank's part would be larger than DeepSpeed allows."""
+    """Yield one group, or several if a rank's part would be larger than DeepSpeed allows.
+
+    Each DeepSpeed rank splits the group that it has, and all ranks' parts have equal sizes: the
+    parts of the first rank decide for all.
+    """
     parts: dict[str, int] = {}
     number, numel = 0, 0
     for member in rank.select(members):

@@ -1,4 +1,4 @@
-"""Cut a mixture of experts into what each rank holds, under the names that it has there.
+"""Cut a mixture of experts into what each rank holds, under that rank's names.
 
 A rank numbers its experts 0, 1, ...; its files are laid out like those of a separate run, of the
 state that it holds (`ExpertRank.state`), and `ExpertRank.lift` then restores the names of the whole
@@ -73,22 +73,22 @@ class Mixture:
 
     def files(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield each expert's file, and its content: name -> the name whose values it has."""
-        found: dict[str, dict[str, str]] = {}
+        contents: dict[str, dict[str, str]] = {}
         numbers = {layer: number for number, layer in enumerate(self.counts)}
         kept_names = {weight.fqn: weight.fqn for weight in self.state.weights}
         for fqn, kept in (kept_names | dict(self.state.manifest.tied)).items():
             if own := parse_expert_name(fqn):
                 name = f"layer_{numbers[own.layer]}_expert_{own.number}_mp_rank_00_model_states.pt"
-                found.setdefault(name, {})[fqn] = kept
-        yield from found.items()
+                contents.setdefault(name, {})[fqn] = kept
+        yield from contents.items()
 
     def parts(self) -> list[tuple[ExpertRank, list[int]]]:
         """Return what ranks hold, and which ranks hold it."""
-        found: dict[int, tuple[ExpertRank, list[int]]] = {}
+        parts: dict[int, tuple[ExpertRank, list[int]]] = {}
         for rank in range(self.world):
-            part = self.of_rank(rank)
-            found.setdefault(id(part), (part, []))[1].append(rank)
-        return list(found.values())
+            part = self.of_rank(rank)  # one object for all ranks with the same experts
+            parts.setdefault(id(part), (part, []))[1].append(rank)
+        return list(parts.values())
 
     def of_rank(self, rank: int) -> ExpertRank:
         """Return what a rank holds; ranks with the same experts share one value."""
@@ -195,7 +195,7 @@ def refuse_stage(mixture: Mixture, stage: int, *, weights_only: bool) -> None:
 
 
 def refuse_universal(state: Training) -> None:
-    """Refuse experts: ranks have the same names for theirs, of which a directory holds one.
+    """Refuse experts: each rank numbers its own from 0, and a directory has each name once.
 
     DeepSpeed's converter overwrites one rank's with another's (0.19.8 ``ds_to_universal.py``, which
     knows AutoEP's experts alone).
@@ -228,7 +228,7 @@ def _find_sizes(state: Training, counts: Mapping[str, int]) -> dict[str, int]:
     Raises:
         UnsupportedError: a group holds experts and does not have the name that DeepSpeed gives it.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for number, group in enumerate(state.groups):
         members = [parse_expert_name(fqn) for fqn in group.fqns]
         size = expert_parallel_size(group.hyper)
@@ -239,9 +239,10 @@ def _find_sizes(state: Training, counts: Mapping[str, int]) -> dict[str, int]:
                 " True and the name ep_size_N: DeepSpeed needs such groups",
                 "write the weights alone: --weights-only",
             )
-        found.update({own.layer: size for own in members if own and size})
+        sizes.update({own.layer: size for own in members if own and size})
+    # A layer without a group is frozen: nothing states its ranks, which are at most its experts.
     default = state.manifest.origin.mesh.get("ep", 1)
-    return {layer: found.get(layer, min(default, count)) for layer, count in counts.items()}
+    return {layer: sizes.get(layer, min(default, count)) for layer, count in counts.items()}
 
 
 def _check_divisible(layer: str, count: int, size: int, world: int) -> None:

@@ -90,7 +90,7 @@ def _model_states(spec: OutputSpec) -> Iterator[Skeleton]:
         return
     names = [f"{spec.tag}/zero_pp_rank_{rank}_{name}" for rank in range(spec.world_size)]
     yield _stamp(spec, names[0], model_states.make_rank_file(spec, 0))
-    if spec.frozen:  # of which each rank has its own piece
+    if spec.frozen:  # each rank's file has another piece of them, so that no template fits
         for rank, name in enumerate(names[1:], 1):
             yield _stamp(spec, name, model_states.make_rank_file(spec, rank), rank)
     elif names[1:]:

@@ -92,8 +92,8 @@ def master_dtype(members: Sequence[TrainedParameter]) -> DType:
     They are 16-bit with ``bf16_master_weights_and_grads``. Parameters of which the source has no
     master become float32.
     """
-    found = {m.weight.value.dtype if m.weight.value.kind == MASTER else FLOAT32 for m in members}
-    return found.pop() if len(found) == 1 else FLOAT32
+    dtypes = {m.weight.value.dtype if m.weight.value.kind == MASTER else FLOAT32 for m in members}
+    return dtypes.pop() if len(dtypes) == 1 else FLOAT32
 
 
 def pick_slot(name: str) -> Value:
@@ -104,15 +104,15 @@ def pick_slot(name: str) -> Value:
 def slot_dtypes(members: Sequence[TrainedParameter]) -> dict[str, DType]:
     """Return the slots that have the members' shapes, in order of first appearance.
 
-    The dtype of each is the one that all members have it in, else float32.
+    A slot has the dtype that all members have it in, or float32 if they differ.
     """
     scalars = collect_scalar_names(members)
-    found = {}
+    common = {}
     for name in collect_slot_names(members):
         dtypes = {member.slots[name].dtype for member in members if name in member.slots}
         if name not in scalars:
-            found[name] = dtypes.pop() if len(dtypes) == 1 else FLOAT32
-    return found
+            common[name] = dtypes.pop() if len(dtypes) == 1 else FLOAT32
+    return common
 
 
 def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
@@ -121,13 +121,14 @@ def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
     Raises:
         UnsupportedError: two members have different values.
     """
-    found: dict[str, Slot] = {}
+    scalars: dict[str, Slot] = {}
     for name in sorted(collect_scalar_names(members)):
         entries = {m.fqn: entry for m in members if (entry := m.slots.get(name)) is not None}
         _refuse_unequal(name, entries)
-        parts = tuple(Part(name, fqn, (), whole(())) for fqn in entries)  # one element for all
-        found[name] = Slot(Storage(next(iter(entries.values())).dtype, 1, parts), ())
-    return found
+        # All members fill the one element, so that each counts as written.
+        parts = tuple(Part(name, fqn, (), whole(())) for fqn in entries)
+        scalars[name] = Slot(Storage(next(iter(entries.values())).dtype, 1, parts), ())
+    return scalars
 
 
 def _refuse_unequal(name: str, entries: Mapping[str, Entry]) -> None:

@@ -60,10 +60,10 @@ class ModelRank:
     """One model-parallel rank.
 
     Args:
-        number: tensor-parallel ranks of the first stage come first.
-        state: what it holds, like the state of a separate run.
-        layers: those whose files it writes; none if the module is in the model states.
-        suffix: in the names of its layers' files.
+        number: number of the rank; the tensor-parallel ranks of the first stage come first.
+        state: what the rank holds, like the state of a separate run.
+        layers: the layers whose files it writes; empty if the module is in the model states.
+        suffix: a part of the names of its layers' files.
         whole: fqn -> the whole tensor's shape, the moves to it, and how ranks share it.
         tensor: number of ranks that share each layer.
     """
@@ -150,22 +150,24 @@ def cut_state(state: Training, options: GridOptions) -> ModelGrid:
     stages: list[Sequence[Layer]] = [layers]
     if layers:
         ranges, how = share_layers(manifest, layers, sizes.pipeline, options.stage_layers)
-        stages = [[layer for layer in layers if layer.number in held] for held in ranges]
+        stages = [[layer for layer in layers if layer.number in own] for own in ranges]
         shown = " | ".join(f"{r.start}-{r.stop - 1}" if len(r) else "none" for r in ranges)
         if sizes.pipeline > 1:
             notes.append(f"layers of the stages: {shown}, {how}")
     cutter = _Cutter(state, options)
+    # A topology with a tensor-parallel axis names it in the files of layers, also at size 1
+    # (DeepSpeed 0.19.8 ``runtime/pipe/topology.py``, ``get_rank_repr``).
     suffixed = any("-model_" in path for path in manifest.files) or sizes.tensor > 1
     ranks = [
         _cut_rank(
             stage * sizes.tensor + tensor,
-            _select_stage(state, held) if layers else state,
+            _select_stage(state, own) if layers else state,
             cutter,
             tensor,
-            tuple(layer for layer in held if layer.has_file),
+            tuple(layer for layer in own if layer.has_file),
             f"-model_{tensor:02d}" if suffixed else "",
         )
-        for stage, held in enumerate(stages)
+        for stage, own in enumerate(stages)
         for tensor in range(sizes.tensor)
     ]
     return ModelGrid(tuple(ranks), bool(layers), (*notes, *cutter.notes))
@@ -185,18 +187,18 @@ def _refuse_round_robin(state: Training) -> None:
 
 def _select_stage(state: Training, layers: Sequence[Layer]) -> Training:
     """Return what a stage holds; its shared modules are built first, so their parameters lead."""
-    held = {fqn for layer in layers for fqn in layer.fqns}
+    own = {fqn for layer in layers for fqn in layer.fqns}
 
-    def is_own(fqn: str) -> bool:
+    def is_unshared(fqn: str) -> bool:
         return not fqn.startswith(TIED)
 
     groups = []
     for group in state.groups:
-        members = [member for member in group.members if member.fqn in held]
-        members.sort(key=lambda member: is_own(member.fqn))
+        members = [member for member in group.members if member.fqn in own]
+        members.sort(key=lambda member: is_unshared(member.fqn))
         groups.append(TrainedGroup(group.hyper, tuple(members)))
-    weights = [weight for weight in state.weights if weight.fqn in held]
-    weights.sort(key=lambda weight: is_own(weight.fqn))
+    weights = [weight for weight in state.weights if weight.fqn in own]
+    weights.sort(key=lambda weight: is_unshared(weight.fqn))
     return replace(state, weights=tuple(weights), groups=tuple(groups))
 
 
@@ -258,23 +260,24 @@ class _Cutter:
         key = fqn, rank
         if key not in self._blocks:
             split = self.splits[fqn]
+            # Stored widths are those of the source's ranks; other ranks share evenly.
             if split.widths and len(split.widths[0]) != self.size:
                 split = replace(split, widths=())
             try:
-                held = shards.list_blocks(fqn, self._shapes[fqn], split, self.size, rank)
+                blocks = shards.list_blocks(fqn, self._shapes[fqn], split, self.size, rank)
             except UsageError as error:
                 if split is self.splits[fqn]:
                     raise
                 raise UsageError(error.where, error.problem, _UNEVEN) from error
-            self._blocks[key] = held
+            self._blocks[key] = blocks
         return self._blocks[key]
 
 
 def _share_evenly(info: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """Return the metadata of fused parameters for another number of ranks, with equal shares."""
     widths = {
-        text: [[sum(each) // ranks] * ranks for each in held]
-        for text, held in (info.get("sub_param_shard_widths") or {}).items()
+        text: [[sum(each) // ranks] * ranks for each in parts]
+        for text, parts in (info.get("sub_param_shard_widths") or {}).items()
     }
     return {
         **{key: value for key, value in info.items() if key != "affine_map"},
@@ -313,6 +316,6 @@ def _cut_rank(
 def _moves(blocks: Sequence[tuple[Box, Box]], shape: Index) -> Iterator[Move]:
     """Yield the moves from a rank's tensor to the whole one; padding rows are in no move."""
     for block, local in blocks:
-        held = intersect(block, whole(shape)) if shape and block.volume else block
-        if held is not None:
-            yield Move(Box(local.origin, held.shape), held.origin)
+        stored = intersect(block, whole(shape)) if shape and block.volume else block
+        if stored is not None:
+            yield Move(Box(local.origin, stored.shape), stored.origin)

@@ -21,7 +21,11 @@ from reshard.state_dict.own_values import find_scheduler
 
 
 def make_shared_file(spec: OutputSpec) -> OrderedDict[str, Any]:
-    """Return the file of stages 0 to 2, one for all data-parallel ranks."""
+    """Return the file of stages 0 to 2, one for all data-parallel ranks.
+
+    Only stages 2 and 3 list frozen parameters (DeepSpeed 0.19.8 ``runtime/engine.py``,
+    ``_save_checkpoint``: where gradients are partitioned).
+    """
     slots = _whole_tensors(spec)
     frozen = {spec.listed_name(weight.fqn): slots[weight.fqn] for weight in spec.frozen}
     return _root(spec, _with_aliases(spec, slots), frozen if spec.stage == 2 else None)
@@ -96,10 +100,10 @@ def _with_aliases(spec: OutputSpec, slots: dict[str, Slot]) -> OrderedDict[str, 
 def _root(
     spec: OutputSpec, module: OrderedDict[str, Slot], frozen: dict[str, Slot] | None
 ) -> OrderedDict[str, Any]:
-    """Return all of a file. Its stamp is an attribute of the root, which is ordered to have any.
+    """Return the content of a file, as an OrderedDict, which can have the stamp as an attribute.
 
-    DeepSpeed returns keys that it does not know to the user (``client_state``), whose next save
-    would keep the stamp of this one.
+    As a key the stamp would reach the next save: DeepSpeed returns keys that it does not know to
+    the user (``client_state``).
     """
     train = spec.state.manifest.train
     if spec.lacks_frozen:  # the engine looks up every frozen parameter in a dict, not in None

@@ -57,7 +57,7 @@ def initial_scaler(fp16: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the loss scaler with which a run begins.
 
     Args:
-        fp16: that section of the configuration.
+        fp16: the section ``fp16`` of the configuration.
     """
     if fp16.get("loss_scale"):
         return {"cur_scale": fp16["loss_scale"], "dynamic": False}
@@ -73,14 +73,15 @@ def initial_scaler(fp16: Mapping[str, Any]) -> dict[str, Any]:
         "delayed_shift": shift,
         "cur_hysteresis": shift,
         "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
-        "raise_error_at_min_scale": True,
+        "raise_error_at_min_scale": True,  # no key of the configuration changes it
     }
 
 
 def complete_scaler(state: Mapping[str, Any], fp16: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the source's scaler; what stage 0 does not store of it has its initial value."""
+    """Return the source's scaler, with initial values for what stage 0 does not store."""
     if not state.get("dynamic", "scale_window" in state):
         return {"cur_scale": state["cur_scale"], "dynamic": False}
+    # A loss_scale of 0 selects the initial values of a dynamic scaler.
     whole = {**initial_scaler({**fp16, "loss_scale": 0}), **state, "dynamic": True}
     return {key: value for key, value in whole.items() if key not in ("class", "dtype")}
 
@@ -96,11 +97,11 @@ def scaler_keys(state: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Return the keys of a loss scaler that stage 0 stores.
 
     Args:
-        step: of the run.
+        step: the step of the run.
     """
-    found = {
+    keys = {
         "dynamic_loss_scale": state["dynamic"],
         "cur_scale": state["cur_scale"],
         "cur_iter": state.get("cur_iter", step),
     }
-    return found | {key: state[key] for key in _DYNAMIC_KEYS if state["dynamic"]}
+    return keys | {key: state[key] for key in _DYNAMIC_KEYS if state["dynamic"]}

@@ -46,11 +46,11 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     The last use of a shared module is a function of it in most models: a layer without a file,
     after all others.
     """
-    found: dict[int, dict[str, str]] = {}
+    names_of: dict[int, dict[str, str]] = {}
     for entry in manifest.of_kind(PARAM, BUFFER):
         for number in {parse_layer(chunk.file) for chunk in entry.chunks} - {None}:
-            found.setdefault(number or 0, {})[_local(entry.fqn, number or 0)] = entry.fqn
-    layers = [Layer(number, names) for number, names in sorted(found.items())]
+            names_of.setdefault(number or 0, {})[_local(entry.fqn, number or 0)] = entry.fqn
+    layers = [Layer(number, names) for number, names in sorted(names_of.items())]
     shared = Counter(fqn for layer in layers for fqn in layer.fqns if fqn.startswith(TIED))
     once = {fqn: _local(fqn, 0) for fqn, count in shared.items() if count == 1}
     if once:
@@ -124,6 +124,7 @@ def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int)
         return None
     at = 0
     for layer in layers:
+        # Several stages have a shared module; only its last use, without a file, tells its stage.
         own = (fqn for fqn in layer.fqns if not (layer.has_file and fqn.startswith(TIED)))
         on = [owners[fqn] for fqn in own if fqn in owners]
         at = max(at, max(on, default=at))
@@ -138,6 +139,7 @@ def _methods(
     sizes = {entry.fqn: entry.numel for entry in manifest.of_kind(*WEIGHT_KINDS)}
     buffers = {entry.fqn for entry in manifest.of_kind(BUFFER)}
     parameters, blocks = [0] * total, [0] * total
+    # No file names the classes of layers: the most frequent set of names is taken for the block.
     kinds = Counter(frozenset(layer.names) for layer in layers)
     common = max(kinds, key=lambda kind: (kinds[kind], len(kind)))
     for layer in layers:
@@ -149,6 +151,7 @@ def _methods(
         "type:": lambda count: balanced(blocks, count),
         "uniform": lambda count: uniform(total, count),
     }
+    # PipelineModule's default is "parameters"; Megatron's descendants pass "type:" and a class.
     order = ["parameters", "uniform", "type:"]
     if dialects.detect_dialect(sizes)[0] is not None:
         order = ["type:", "parameters", "uniform"]
@@ -191,8 +194,8 @@ def balanced(weights: Sequence[int], count: int) -> Stages:
                 if (start, stage - 1) not in best:
                     continue
                 _, most, least, _ = best[start, stage - 1]
-                held = sums[stop] - sums[start]
-                most, least = max(most, held), min(least, held)
+                weight = sums[stop] - sums[start]
+                most, least = max(most, weight), min(least, weight)
                 known = best.get((stop, stage))
                 if known is None or known[0] >= most - least:
                     best[stop, stage] = (most - least, most, least, start)

@@ -69,6 +69,7 @@ def notes_universal(spec: OutputSpec, *, described: bool = False) -> Iterator[st
             "the run that loads it must not have round_robin_gradients, with which DeepSpeed puts"
             " every universal checkpoint into the wrong places"
         )
+    # Every such dict has its version; more than that describes tensor parallelism.
     info = spec.extra_state.get("universal_checkpoint_info", {})
     if len(info) > 1 and not described:
         yield NOT_DESCRIBED
@@ -177,6 +178,7 @@ def _note_small_groups(spec: OutputSpec) -> Iterator[str]:
     """Name groups of which a rank has no element, where stages 1 and 2 fail (``steps[0]``)."""
     for number, group in enumerate(spec.groups):
         numel = sum(member.weight.value.numel for member in group.members)
+        # The first ranks take full pieces; the last has none if the others take all elements.
         share = -(-numel // (ALIGNMENT * spec.world_size)) * ALIGNMENT
         if share * (spec.world_size - 1) >= numel:
             yield (

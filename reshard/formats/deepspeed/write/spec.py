@@ -39,17 +39,17 @@ class OutputSpec:
     """What every file is made from.
 
     Args:
-        precision: of the run.
+        precision: dtype in which the run trains.
         recast: dtype that the user chose for the parameters; None: each as trained.
-        config: the source's, adapted; if that is not known, only stage and precision.
-        groups: the optimizer's, members in the order in which the model was given to it.
+        config: the source's configuration, adapted; only stage and precision if it is not known.
+        groups: the optimizer's groups; members in the order in which they were passed to it.
         flats_of: for each group, the members of its flat tensors in flat order; at stage 0 and in a
             universal checkpoint one flat tensor for each group.
         frozen: parameters that no group holds; also empty ones, which DeepSpeed never optimizes.
-        extra_state: values that stand beside DeepSpeed's own in the model states.
+        extra_state: values beside DeepSpeed's own in the model states.
         lost: the names of values that cannot be written.
         scaler: the loss scaler's state; a new one if the source has none.
-        sizes: of the model-parallel grid, of which this is the rank ``mp_rank``.
+        sizes: sizes of the model-parallel grid, of which this is the rank ``mp_rank``.
         layered: whether the module is in files of its layers.
         experts: how many experts each MoE layer of the whole model has; they have their own files.
         drops_round_robin: whether ``round_robin_gradients`` of the source is off in ``config``.
@@ -155,8 +155,8 @@ def resolve_spec(
     """Decide what is written.
 
     Args:
-        universal: for a universal checkpoint. It has no flat tensors, so each group is listed as it
-            is; and an optimizer without hyper-parameters keeps those that it has when it loads.
+        universal: whether a universal checkpoint is written. It has no flat tensors, so each group
+            is listed as it is; and an optimizer without hyper-parameters keeps those of its script.
         trained: the precision of the run, if the state is a part of it; None: that of the state.
 
     Raises:
@@ -170,6 +170,7 @@ def resolve_spec(
     _check_source(state, needs_hyper=not (universal or weights_only))
     of_run = precision or trained or precision_of(state)
     config = _adapt_config(order.engine_config(state), stage, of_run)
+    # DeepSpeed loads a universal checkpoint into the wrong places under round_robin_gradients.
     drops_round_robin = universal and order.requests_round_robin(config)
     if drops_round_robin:
         config["zero_optimization"]["round_robin_gradients"] = False
@@ -189,6 +190,7 @@ def resolve_spec(
         config=config,
         groups=groups,
         flats_of=tuple(
+            # In a universal checkpoint stage 2 stands for "one flat tensor for each group".
             order.split_flat_tensors(group, config, world_size, 2 if universal else stage, of_run)
             for group in groups
         ),
@@ -283,6 +285,7 @@ def _adapt_config(config: dict[str, Any] | None, stage: int, precision: DType) -
     zero = {k: v for k, v in order.zero_section(config).items() if not k.startswith("mics_")}
     adapted["zero_optimization"] = {**zero, "stage": stage}
     for name, dtype in _SECTIONS.items():
+        # "bfloat16" is the older name of "bf16": adapted where it is used, but never added.
         if name in adapted or (dtype == precision and name != "bfloat16"):
             adapted[name] = {**order.section(adapted, name), "enabled": dtype == precision}
     return adapted
@@ -312,8 +315,8 @@ def _convert_scaler(
         return UNSCALED
     if loss_scale.is_idle(state.manifest.train.scaler):
         return None
-    found = loss_scale.convert_to_deepspeed(state.manifest.train.scaler, state.step())
-    return found and complete_scaler(found, order.section(config, "fp16"))
+    scaler = loss_scale.convert_to_deepspeed(state.manifest.train.scaler, state.step())
+    return scaler and complete_scaler(scaler, order.section(config, "fp16"))
 
 
 def select_extra_state(state: Training) -> tuple[dict[str, Any], list[str]]:

@@ -19,7 +19,7 @@ from reshard.pickles.values import Call
 from reshard.training.state import Training
 
 _SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
-_MANY = 2  # tensor-parallel ranks, to describe cuts that a single rank does not have
+_MANY = 2  # tensor-parallel ranks: of a single rank `Cuts` describes every tensor as whole
 
 NOT_DESCRIBED = "its tensors are not marked for tensor parallelism: load it at a degree of 1"
 
@@ -39,7 +39,7 @@ class SplitMetadata:
         self._cuts, info = make_cuts(state, options, max(tensor, _MANY))
         vocabulary = info.get("original_vocab_size")
         self._vocabulary = vocabulary if isinstance(vocabulary, int) else None
-        self.is_known = tensor > 1 or len(info) > 1
+        self.is_known = tensor > 1 or len(info) > 1  # every info has its version
         self._tensor = tensor
         self._shapes = {weight.fqn: weight.shape for weight in state.weights}
 
@@ -47,7 +47,7 @@ class SplitMetadata:
         """Return the keys beside a parameter's values.
 
         Raises:
-            UsageError: nothing says how it is cut.
+            UsageError: neither the source nor a table describes how it is cut.
         """
         if not self.is_known:
             return {"cat_dim": 0}

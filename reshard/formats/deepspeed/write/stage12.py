@@ -103,6 +103,7 @@ class _FlatGroup:
         self._order = {fqn: number for number, fqn in enumerate(group.fqns)}
         unit = _alignment(spec, flat)
         sizes = [prod(member.weight.shape) for member in flat]
+        # DeepSpeed adds the padding after the last parameter to the tail of the group.
         self.paddings = [-numel % unit for numel in sizes[:-1]] + [0] * bool(flat)
         ends = accumulate(map(sum, zip(sizes, self.paddings, strict=True)), initial=0)
         self._starts = list(ends)[: len(flat)]

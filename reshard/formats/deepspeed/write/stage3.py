@@ -35,7 +35,7 @@ _Runs = tuple[list[MemberRun], int]  # of one sub-group, and the number of their
 
 
 def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
-    """Return the first rank's ``optimizer_state_dict``; the others' have other values alone.
+    """Return the first rank's ``optimizer_state_dict``; other ranks' differ only in their values.
 
     No rank's run of a parameter is longer than the first rank's, and all begin at the same element.
     """

@@ -136,7 +136,7 @@ def _has_counts(counts: Sequence[float | None]) -> bool:
 
 
 class _TensorFiles:
-    """Lays out files of tensors that ranks share in one way.
+    """Files of tensors that ranks share in the same way.
 
     Files of equal shape, dtype and archive name have equal bytes, and are laid out once.
 
@@ -182,8 +182,8 @@ def _check_name(spec: OutputSpec, name: str) -> None:
 def _optimizer(spec: OutputSpec, counts: Sequence[float | None]) -> dict[str, Any]:
     """Return scaler, clipping and hyper-parameters; the new run keeps its own for what is missing.
 
-    Stage 3 reads the base optimizer from a dict of its own, with one counter for all parameters,
-    that of the first group.
+    Stage 3 reads the base optimizer from a separate dict, with one counter for all parameters, that
+    of the first group.
     """
     state: dict[str, Any] = {}
     for group, count in zip(spec.groups, counts, strict=True):
