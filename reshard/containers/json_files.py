@@ -14,7 +14,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that contains an object.
 
     Raises:
-        CorruptError: it holds something else.
+        CorruptError: the file is not JSON, or its value is not an object.
     """
     try:
         config = json.loads(read_small_file(path))
@@ -28,9 +28,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def format_json(value: Any) -> bytes:
     r"""Format JSON as transformers does: two spaces, sorted keys, a newline at the end.
 
-    Half of a surrogate pair, which a source's JSON may hold, is no UTF-8: all is escaped then.
+    A source's JSON may have half of a surrogate pair, which UTF-8 cannot encode: then everything
+    beyond ASCII is escaped.
 
-    >>> json_text({"a": "\xe9"}), json_text({"a": "\ud800"})
+    >>> format_json({"a": "\xe9"}), format_json({"a": "\ud800"})
     (b'{\n  "a": "\xc3\xa9"\n}\n', b'{\n  "a": "\\ud800"\n}\n')
     """
     try:

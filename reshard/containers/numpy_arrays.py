@@ -1,6 +1,6 @@
 """Read numpy arrays and bare storages in the pickles of ``torch.save`` as tensors.
 
-An array's elements lie in the pickle itself: raw in protocol 3 and later, as text in protocol 2,
+An array's elements are in the pickle itself: raw in protocol 3 and later, as text in protocol 2,
 which ``torch.save`` uses (see `reshard.escaped`). Its dtype is a call of its own.
 
 Sources: numpy 2.3 ``numpy/_core/src/multiarray/methods.c`` (``array_reduce``,
@@ -29,7 +29,7 @@ _ARRAYS = frozenset(f"{core}.multiarray._reconstruct" for core in _CORES)
 _SCALARS = frozenset(f"{core}.multiarray.scalar" for core in _CORES)
 _BUFFERS = frozenset(f"{core}.numeric._frombuffer" for core in _CORES)
 NAMES = _ARRAYS | _SCALARS | _BUFFERS
-_TWISTER = "MT19937"  # first of the tuple that ``numpy.random.get_state`` gives
+_TWISTER = "MT19937"  # first item of the tuple that ``numpy.random.get_state`` returns
 _DTYPES: Mapping[str, DType] = {  # numpy's kind and size
     "f2": dtypes.FLOAT16,
     "f4": dtypes.FLOAT32,
@@ -71,7 +71,7 @@ def convert(root: Any, file: str, start: int) -> Any:
         start: byte of the file at which its pickle begins.
 
     Raises:
-        CorruptError: the containers are nested without end.
+        CorruptError: the containers are nested too deep.
     """
     try:
         return _Converter(file, start).of(root)
@@ -85,7 +85,7 @@ class _Converter:
     def __init__(self, file: str, start: int) -> None:
         self._file, self._start = file, start
         self._done: dict[int, Any] = {}
-        self._shared: Counter[int] = Counter()  # arrays whose text lies at a byte
+        self._shared: Counter[int] = Counter()  # byte -> number of arrays whose text begins there
 
     def of(self, value: Any) -> Any:
         if isinstance(value, (dict, list, tuple)):
@@ -103,19 +103,19 @@ class _Converter:
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, dict):
-            made = {key: self.of(item) for key, item in value.items()}
-            return self._with_numbers(made)
+            converted = {key: self.of(item) for key, item in value.items()}
+            return self._with_numbers(converted)
         if isinstance(value, tuple) and value[:1] == (_TWISTER,):
             return value
         items = self._with_numbers(dict(enumerate(map(self.of, value)))).values()
         return list(items) if isinstance(value, list) else tuple(items)
 
-    def _with_numbers(self, held: dict[Any, Any]) -> dict[Any, Any]:
+    def _with_numbers(self, items: dict[Any, Any]) -> dict[Any, Any]:
         """Replace scalars with numbers if no tensor beside them could own a scalar."""
-        among = any(isinstance(v, Tensor) and not _is_scalar(v) for v in held.values())
-        if among or not any(map(_is_scalar, held.values())):
-            return held
-        return {key: v.value if isinstance(v, _Scalar) else v for key, v in held.items()}
+        beside_tensor = any(isinstance(v, Tensor) and not _is_scalar(v) for v in items.values())
+        if beside_tensor or not any(map(_is_scalar, items.values())):
+            return items
+        return {key: v.value if isinstance(v, _Scalar) else v for key, v in items.items()}
 
     def _array(self, call: Call) -> Any:
         try:
@@ -138,8 +138,8 @@ class _Converter:
             return Storage(self._file, key, dtype, len(data), at)
         self._shared[at] += 1
         number = self._shared[at] - 1
-        place = escaped.Escaped(self._file, at, data.text_nbytes, len(data), number)
-        return Storage(escaped.name(place), key, dtype, len(data), 0)
+        text = escaped.Escaped(self._file, at, data.text_nbytes, len(data), number)
+        return Storage(escaped.name(text), key, dtype, len(data), 0)
 
 
 class Array(Tensor):
@@ -191,7 +191,7 @@ def _parse_array(call: Call) -> tuple[DType, Index, Index, bytes]:
     """Return dtype, shape, strides in elements, and data of an array or a scalar.
 
     Raises:
-        ValueError: it is one that no tensor can be, or none; the message says what it is.
+        ValueError: the call is not an array that a tensor can represent; the message says why.
     """
     shape: Any
     try:
@@ -203,13 +203,13 @@ def _parse_array(call: Call) -> tuple[DType, Index, Index, bytes]:
         else:
             _expect_ndarray(call.args[0])
             _version, shape, dtype, by_columns, data = call.state or (1, (0,), None, False, b"")
-        found = _parse_dtype(dtype)
+        torch_dtype = _parse_dtype(dtype)
         shape = as_index(shape)
     except (TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"a numpy array of unknown form ({error})") from error
-    if not isinstance(data, bytes) or len(data) != prod(shape) * found.itemsize:
-        raise ValueError(f"a numpy array of {found} {shape} with other data")
-    return found, shape, _build_strides(shape, by_columns=bool(by_columns)), data
+    if not isinstance(data, bytes) or len(data) != prod(shape) * torch_dtype.itemsize:
+        raise ValueError(f"a numpy array of {torch_dtype} {shape} with other data")
+    return torch_dtype, shape, _build_strides(shape, by_columns=bool(by_columns)), data
 
 
 def _expect_ndarray(kind: Any) -> None:
@@ -234,4 +234,5 @@ def _parse_dtype(call: Any) -> DType:
 def _build_strides(shape: Index, *, by_columns: bool) -> Index:
     if not by_columns:
         return row_major(shape)
+    # Column-major order is the row-major order of the reversed shape.
     return row_major(shape[::-1])[::-1]

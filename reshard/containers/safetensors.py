@@ -42,15 +42,15 @@ def read(path: str | Path) -> SafetensorsFile:
     """Read and validate one header.
 
     Raises:
-        CorruptError: the header is not JSON, or claims other bytes than the file has.
-        UnsupportedError: a dtype that is not known.
+        CorruptError: the header is not JSON, or its tensors do not fill the file.
+        UnsupportedError: a tensor has an unknown dtype.
     """
     with SourceFiles() as files:
         return read_section(Section(files, str(path), 0, size_of(path)))
 
 
 def read_section(section: Section) -> SafetensorsFile:
-    """Read one header that may lie inside a larger file, up to its end.
+    """Read one header of a section, which may be the end of a larger file.
 
     Raises:
         CorruptError, UnsupportedError: as `read`.
@@ -68,6 +68,7 @@ def read_section(section: Section) -> SafetensorsFile:
 
 
 def _parse(path: str, raw: bytes) -> dict[str, Any]:
+    # Python keeps the last of two equal keys in silence: a tensor would be lost.
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
@@ -135,10 +136,10 @@ def lay_out(
     """Return the header's bytes, the entries as ``path`` will hold them, and the file's size.
 
     Args:
-        metadata: its strings; an empty mapping is written as such, as `save_file` does.
+        metadata: the strings; an empty mapping is written too, as `save_file` does.
 
     Raises:
-        UnsupportedError: a name or a dtype that safetensors does not have.
+        UnsupportedError: safetensors cannot store a name or a dtype.
     """
     tensors = list(tensors)
     _check_names(entry.fqn for entry, _ in tensors)
@@ -162,7 +163,7 @@ def lay_out(
         }
         at = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # ``serialize`` aligns the data to 8 bytes
     start = 8 + len(text)
     placed = [
         _place_entry(path, entry, dtype, start + header[entry.fqn]["data_offsets"][0])

@@ -11,7 +11,7 @@ from reshard.dtypes import DType
 from reshard.manifest import Entry, OutputFile, Skeleton
 
 INDEX = "model.safetensors.index.json"
-METADATA = {"format": "pt"}
+METADATA = {"format": "pt"}  # as transformers writes it: the framework is PyTorch
 
 
 def lay_out(
@@ -35,9 +35,9 @@ def lay_out(
         name = "model.safetensors"
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        made = lay_out_file(name, shard, metadata)
-        files += made.files
-        entries += made.entries
+        laid_out = lay_out_file(name, shard, metadata)
+        files += laid_out.files
+        entries += laid_out.entries
         weight_map.update((entry.fqn, name) for entry, _ in shard)
     if len(shards) > 1:
         data = _build_index(weight_map, tensors)
@@ -56,7 +56,11 @@ def lay_out_file(
 def _divide(
     tensors: Iterable[tuple[Entry, DType]], limit: int
 ) -> Iterable[list[tuple[Entry, DType]]]:
-    """Divide tensors greedily, in order; a tensor larger than the limit is a shard by itself."""
+    """Divide tensors greedily, in order; a tensor larger than the limit is a shard by itself.
+
+    Such a tensor does not end the open shard (huggingface_hub 2.4 ``serialization/_base.py``,
+    ``split_state_dict_into_shards_factory``).
+    """
     shard: list[tuple[Entry, DType]] = []
     size = 0
     for entry, dtype in tensors:

@@ -32,11 +32,11 @@ def join(parts: Iterable[Skeleton]) -> Skeleton:
     return Skeleton(tuple(files), tuple(map(_merge_entries, entries.values())), tuple(checksums))
 
 
-def _merge_entries(held: Sequence[Entry]) -> Entry:
+def _merge_entries(entries: Sequence[Entry]) -> Entry:
     """Merge entries of one key into one that has the chunks of all."""
-    if len(held) == 1:
-        return held[0]
-    return replace(held[0], chunks=tuple(chunk for entry in held for chunk in entry.chunks))
+    if len(entries) == 1:
+        return entries[0]
+    return replace(entries[0], chunks=tuple(chunk for entry in entries for chunk in entry.chunks))
 
 
 def rename(part: Skeleton, name: str) -> Skeleton:
@@ -58,26 +58,30 @@ def lay_out_ranks(
 
     Args:
         first: the file of the first rank, whose run of a tensor is as long as any.
-        others: those of the other ranks, without entries. Their storages may begin elsewhere, for
-            names and pickles are not of one length.
-        repeated: kinds of which every rank has the whole.
+        others: those of the other ranks, without entries. Their storages may begin elsewhere,
+            because the lengths of names and pickles differ.
+        repeated: kinds of entries that every rank stores whole.
     """
     every = [first, *others]
     names = tuple(part.files[0].name for part in every)
     starts = [stored.byte_offset for stored in first.checksums]
     begins = ([stored.byte_offset for stored in part.checksums] for part in every)
-    places = [RankOffsets(names, offsets) for offsets in zip(*begins, strict=True)]
+    offsets_by_storage = [RankOffsets(names, offsets) for offsets in zip(*begins, strict=True)]
 
     def run(entry: Entry) -> Entry:
         at = entry.chunks[0].byte_offset
         storage = bisect_right(starts, at) - 1
         if entry.kind in repeated:
-            places_of = zip(names, places[storage].byte_offsets, strict=True)
-            held = ((name, begin + at - starts[storage]) for name, begin in places_of)
+            files = zip(names, offsets_by_storage[storage].byte_offsets, strict=True)
+            copies = ((name, begin + at - starts[storage]) for name, begin in files)
             chunk = entry.chunks[0]
-            chunks = tuple(replace(chunk, file=name, byte_offset=place) for name, place in held)
+            chunks = tuple(
+                replace(chunk, file=name, byte_offset=byte_offset) for name, byte_offset in copies
+            )
             return replace(entry, chunks=chunks)
-        runs = EqualRuns(places[storage], entry.dtype, entry.shape, at - starts[storage])
+        runs = EqualRuns(
+            offsets_by_storage[storage], entry.dtype, entry.shape, at - starts[storage]
+        )
         if tuple(runs.of_rank(0)) != tuple(entry.chunks):
             raise AssertionError(f"{entry.fqn!r} is not laid out as the first of {len(names)} runs")
         return replace(entry, chunks=runs)

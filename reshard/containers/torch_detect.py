@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")  # that such files have
-PLAIN_SUFFIXES = (".pt", ".bin", ".pth")  # those that weights alone are given
+SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")  # of files by torch.save
+PLAIN_SUFFIXES = (".pt", ".bin", ".pth")  # of files with weights alone
 ZIP = b"PK\x03\x04"
+# A pickle of protocol 2 that begins with a LONG1 of 10 bytes, the magic number.
 LEGACY = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 
 

@@ -105,7 +105,7 @@ class TorchFile:
             return read_number(files, tensor.chunk)
 
 
-_BLOCK_BYTES = 1 << 20  # which are read at a time
+_BLOCK_BYTES = 1 << 20  # read at a time
 _NUMBERS = {
     "float32": "<f",
     "float64": "<d",
@@ -121,7 +121,7 @@ def read_number(files: SourceFiles, chunk: Chunk) -> float | int:
     """Read the value of a one-element chunk.
 
     Raises:
-        UnsupportedError: it has more elements, or a dtype that no counter has.
+        UnsupportedError: the chunk has several elements, or a dtype that no counter has.
     """
     if chunk.box.volume != 1 or chunk.dtype.name not in _NUMBERS:
         raise UnsupportedError(chunk.file, f"a counter of dtype {chunk.dtype} {chunk.box.shape}")
@@ -135,9 +135,10 @@ def read_weight(files: SourceFiles, chunk: Chunk, at: int) -> float:
         at, index = divmod(at, extent)
         start += index * stride
     if chunk.dtype == dtypes.BFLOAT16:
+        # A bfloat16 is the upper half of a float32.
         raw = files.read(chunk.file, start, chunk.dtype.itemsize)
-        found: float = struct.unpack("<f", b"\0\0" + raw)[0]
-        return found
+        value: float = struct.unpack("<f", b"\0\0" + raw)[0]
+        return value
     plain = chunk.dtype.family == "float" and chunk.dtype.name in _NUMBERS
     return float(_unpack(files, chunk, start)) if plain else float("nan")
 
@@ -170,8 +171,8 @@ class Storages:
         """Return the storage of a persistent id.
 
         Raises:
-            ValueError: it is none.
-            UnsupportedError: it has no plain dtype.
+            ValueError: the id is not that of a storage.
+            UnsupportedError: the storage has no plain dtype.
         """
         tag, kind, key, _location, numel, *view = pid
         if tag != "storage" or not isinstance(kind, Global) or (view and view[0] is not None):
@@ -183,8 +184,8 @@ class Storages:
         if dtype is None:
             raise UnsupportedError(self.path, f"holds a {kind.name}, which has no plain dtype")
         key = str(key)
-        made = Storage(self.path, key, dtype, numel * dtype.itemsize)
-        return self.by_key.setdefault(key, made)
+        storage = Storage(self.path, key, dtype, numel * dtype.itemsize)
+        return self.by_key.setdefault(key, storage)
 
 
 def _is_size(number: Any) -> bool:
@@ -250,8 +251,8 @@ def parse_dtype(dtype: Global, where: object) -> DType:
     """Return the dtype that a pickle names, such as ``torch.float32``.
 
     Raises:
-        UnsupportedError: it is one of torch's that reshard cannot write, as ``torch.complex32``.
-        KeyError: it is none of torch's.
+        UnsupportedError: torch has the dtype and reshard cannot write it (``torch.complex32``).
+        KeyError: torch has no such dtype.
     """
     name = dtype.name.removeprefix("torch.")
     if name not in dtypes.BY_NAME and _TORCH_DTYPE.fullmatch(dtype.name):

@@ -1,7 +1,7 @@
 """Read files of ``torch.save``: the zip archive (torch >= 1.6) and the older stream.
 
 Reads the pickle and the directory, never tensor data. The result is the saved object with every
-tensor replaced by a `Tensor` that says where its elements lie.
+tensor replaced by a `Tensor` with the position of its elements.
 
 Sources: torch 2.13 ``torch/serialization.py`` (``_save``, ``_legacy_save``),
 ``caffe2/serialize/inline_container.cc`` (records; CRC 0 everywhere when written under
@@ -44,7 +44,7 @@ def read(
 
     Args:
         builders: extra globals that become values (see `unpickle.loads`).
-        cache: what the files before it held, of which many may hold the same.
+        cache: parsed pickles of earlier files, which may be equal to this one's.
 
     Raises:
         CorruptError: truncated, altered, or not a ``torch.save`` file.
@@ -68,13 +68,14 @@ def read(
 
 
 class PickleCache:
-    """Parses each pickle once that many files have in common (ranks, parameters of one shape).
+    """Parses a pickle that many files have in common (ranks, parameters of one shape) once.
 
-    Of those with tensors that have elements, whose places are each file's own, only the simplest
-    are kept: a tensor, or a dict of tensors and plain values.
+    The positions of elements differ between files. Of pickles whose tensors have elements, only the
+    simplest are kept, so that positions are easily replaced: a tensor, or a dict of tensors and
+    plain values.
     """
 
-    _MOST = 16  # devices of a node, shapes of a model
+    _MOST = 16  # pickles: enough for the devices of a node, or the shapes of a model
 
     def __init__(self) -> None:
         self._seen: dict[bytes, tuple[Unpickled, tuple[Storage, ...]]] = {}
@@ -88,18 +89,20 @@ class PickleCache:
             start: byte of the file at which the pickle begins.
         """
         if data in self._seen:
-            done, held = self._seen[data]
-            own = {id(each): Storage(path, each.key, each.dtype, each.nbytes) for each in held}
+            done, shared = self._seen[data]
+            own = {id(each): Storage(path, each.key, each.dtype, each.nbytes) for each in shared}
             return replace(done, value=_replace_storages(done.value, own)), tuple(own.values())
         storages = Storages(path)
         done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
-        found = tuple(storages.by_key.values())
-        if numpy_arrays.has_arrays(done, found):
-            return replace(done, value=numpy_arrays.convert(done.value, path, start)), found
-        bare = not any(storage.nbytes for storage in found)
+        parsed_storages = tuple(storages.by_key.values())
+        if numpy_arrays.has_arrays(done, parsed_storages):
+            return replace(
+                done, value=numpy_arrays.convert(done.value, path, start)
+            ), parsed_storages
+        bare = not any(storage.nbytes for storage in parsed_storages)
         if len(self._seen) < self._MOST and (bare or _is_simple(done.value)):
-            self._seen[data] = done, found
-        return done, found
+            self._seen[data] = done, parsed_storages
+        return done, parsed_storages
 
 
 def _is_simple(value: Any) -> bool:
@@ -138,6 +141,7 @@ def read_archive(
     if len(pickles) != 1:
         raise CorruptError(path, f"a zip archive with {len(pickles)} data.pkl, expected one")
     root = pickles[0].removesuffix("data.pkl")
+    # torch writes CRC 0 everywhere if it is told not to compute them; no real CRC of these is 0.
     checked = members.get(f"{root}version", members[pickles[0]]).crc32 != 0
     if members.get(f"{root}byteorder"):
         order = members[f"{root}byteorder"].read(archive, checked=checked)
@@ -153,8 +157,8 @@ def read_archive(
     file = TorchFile(
         path, archive.nbytes, value, done.globals, archive=root.rstrip("/"), stamp=stamp
     )
-    held = (members.get(f"{root}data/{storage.key}") for storage in storages)
-    archive.expect(member.header for member in held if member)
+    stored = (members.get(f"{root}data/{storage.key}") for storage in storages)
+    archive.expect(member.header for member in stored if member)
     for storage in storages:
         _place_storage(
             file, storage, members.get(f"{root}data/{storage.key}"), archive, checked=checked
@@ -233,7 +237,7 @@ def _read_structure(
         head = files.read(path, 0, nbytes)
         try:
             return _read_pickles(path, head, builders, storages)
-        except CorruptError:
+        except CorruptError:  # a pickle that the head cuts off looks damaged
             if nbytes == limit:
                 raise
             storages.by_key.clear()

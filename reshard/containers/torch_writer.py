@@ -4,7 +4,7 @@ The bytes are those that torch writes for the same object to a file of that name
 exception: the 40 digits of ``.data/serialization_id`` (and its CRC). torch's are hashes of the
 members' names and of their CRCs, in the order of a hash table, and we do not know the CRCs before
 the data. Ours are a hash of the pickle and of every storage's size and, where it is known, content.
-Nothing that we know of compares them: `torch.load` logs them.
+No known program compares them: `torch.load` only logs them.
 
 Sources: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py``
 (``_reduce_ex_internal``), ``caffe2/serialize/inline_container.cc`` (``basename``,
@@ -36,7 +36,7 @@ _STREAM = "archive"  # root of the archive where torch saves into a stream
 _TYPED = "torch._tensor._rebuild_from_type_v2"
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
-# For `torch_reader.read`: what it would make plain stays a `Call`, and is written as it was.
+# Builders for `torch_reader.read` that keep containers as a `Call`, to write them unchanged.
 AS_WRITTEN: dict[str, Builder] = {
     name: partial(lambda name, *args: Call(name, args), name)
     for name in """
@@ -52,7 +52,7 @@ class Part:
 
     Args:
         kind, fqn, shape: the manifest entry.
-        box: which elements of it.
+        box: the elements of the entry that the part has.
         offset: element of the storage at which the block begins.
     """
 
@@ -68,9 +68,9 @@ class Storage:
     """One stored buffer; tensors on the same object share it, as tied weights do.
 
     Args:
-        numel: its size in elements; those that no part fills are zero.
-        parts: what fills it.
-        data: its whole content, where that is known already (a step counter).
+        numel: its size in elements; elements that no part fills are zero.
+        parts: the parts that fill it.
+        data: its whole content, if that is already known (a step counter).
     """
 
     dtype: DType
@@ -147,17 +147,17 @@ def lay_out_object(
 ) -> Skeleton:
     """Lay out a file that has any object.
 
-    An entry of the skeleton has as chunks the parts that this file holds of it, in file order.
+    The chunks of an entry in the skeleton are the parts of it in this file, in file order.
 
     Args:
         root: values as `unpickle.loads` yields them, with a `Slot` for each tensor.
         slot_of: the slot for a value of another type; None where it has none.
-        stamp: what the file says of its place; not written where the root is no dict.
-        in_stream: whether the framework saves it into a stream, which has no name: the archive is
-            not named after the file then.
+        stamp: states the file's place in its save; not written if the root is not a dict.
+        in_stream: whether the framework saves it into a stream, so that the archive is not named
+            after the file.
 
     Raises:
-        UnsupportedError: ``root`` holds what cannot be written.
+        UnsupportedError: ``root`` has a value that cannot be written.
     """
     archive = "" if in_stream else name
     return Template(name, root, slot_of=slot_of).file(name, stamp, archive_of=archive)
@@ -170,7 +170,7 @@ class Template:
         where, root, slot_of: as in `lay_out_object`.
 
     Raises:
-        UnsupportedError: ``root`` holds what cannot be written.
+        UnsupportedError: ``root`` has a value that cannot be written.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Template:
 
         Args:
             archive_of: the file that the archive is named after; None: this one.
-            hollow: leave out the entries, for the caller knows them from another rank's file.
+            hollow: whether to leave out the entries, which the caller has from another rank's file.
         """
         shared, pickle = self._pickle(stamp)
         archive, root = (
@@ -212,6 +212,7 @@ class Template:
             identity.update(b"%d:" % storage.nbytes)
             _store_storage(archive, f"{root}/data/{key}", storage, None if hollow else entries)
             identity.update(storage.data or b"")
+        # torch writes these two when it closes the archive (``writeEndOfFile``).
         archive.add(f"{root}/version", b"3\n")
         archive.add(f"{root}/.data/serialization_id", _format_digits(identity.digest()))
         file, checksums = archive.finish()
@@ -236,7 +237,7 @@ def get_archive_root(name: str) -> str:
     That is the file's name without its last suffix. torch writes names beyond ASCII through a
     stream, and refuses those of which nothing is left.
 
-    >>> archive_root("step10/rank.0.pt"), archive_root(""), archive_root("\u00e9.pt")
+    >>> get_archive_root("step10/rank.0.pt"), get_archive_root(""), get_archive_root("\u00e9.pt")
     ('rank.0', 'archive', 'archive')
     """
     base = re.split(r"[/\\]", name)[-1]

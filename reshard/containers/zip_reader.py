@@ -1,7 +1,7 @@
 """Read the central directory of a zip archive with stored members, strictly.
 
-``zipfile`` neither says where a member's data begins nor refuses members that overlap, and takes
-ten times as long on archives of many thousand members. Offsets count from the archive's start.
+``zipfile`` neither gives the offset of a member's data nor refuses members that overlap, and it is
+ten times slower on archives of many thousand members. Offsets count from the archive's start.
 
 Source: PKWARE APPNOTE.TXT 6.3.10, sections 4.3 (layout) and 4.5.3 (zip64 sizes).
 """
@@ -44,7 +44,7 @@ class Member(NamedTuple):
         """Return the byte at which the data begin, by the lengths in the local header.
 
         Raises:
-            CorruptError: no local header there, or the data would run into the next member.
+            CorruptError: there is no local header, or the data would run into the next member.
         """
         head = archive.read(*self.header)
         if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
@@ -66,7 +66,7 @@ class Member(NamedTuple):
         """Return the member's bytes, compared with its CRC if ``checked``.
 
         Raises:
-            CorruptError: the CRC is another.
+            CorruptError: the data do not match the CRC.
         """
         data = archive.read(self.data_offset(archive), self.nbytes)
         if checked and crc32(data) != self.crc32:
@@ -85,6 +85,7 @@ def read_directory(archive: Section) -> dict[str, Member]:
     start, listed = _list_directory(archive)
     raw = sorted((entry[:4] for entry in listed), key=lambda item: item[3])
     members: dict[str, Member] = {}
+    # A member must end where the next one begins, the last one where the directory begins.
     limits = [*(item[3] for item in raw[1:]), start][: len(raw)]
     for (name, member_size, crc, offset), limit in zip(raw, limits, strict=True):
         if name in members or offset > start or offset == limit:

@@ -36,13 +36,14 @@ class ZipLayout:
         self._open = bytearray()
         self._central = bytearray()
         self._count = 0
-        self._waiting: list[tuple[int, int, int, int]] = []  # offset, nbytes, two places
+        # Members whose CRC comes later: offset, nbytes, and the two places of the CRC.
+        self._waiting: list[tuple[int, int, int, int]] = []
 
     def add(self, member: str, data: bytes, shared: bytes = b"") -> int:
         """Add a member whose data are known; return the byte at which they begin.
 
         Args:
-            shared: what comes before ``data``, of which many files hold the one object.
+            shared: bytes before ``data``; one object that many files share, to save memory.
         """
         return self._add(member, len(shared) + len(data), data, shared)
 
@@ -55,6 +56,8 @@ class ZipLayout:
         directory, nbytes, count = self._at, len(self._central), self._count
         self._open += self._central
         end64 = self._at
+        # As miniz: 44 bytes follow the size field; made under Unix by zip 3.0 (0x031E); needs 4.5,
+        # the version of zip64.
         self._open += _END64.pack(
             b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, nbytes, directory
         )
@@ -103,6 +106,7 @@ class ZipLayout:
             self._open += b"PK\x07\x08" + crc.to_bytes(4, "little")
             self._open += struct.pack("<2Q" if wide else "<2I", nbytes, nbytes)
         if nbytes and data is None:
+            # The CRC is in the data descriptor behind its signature, and in the directory.
             places = start + nbytes + 4, len(self._central) + _CENTRAL_CRC
             self._waiting.append((start, nbytes, *places))
         self._list(name, flags, crc, nbytes, header)
@@ -132,5 +136,5 @@ def _build_zip64(nbytes: int, packed: int, header: int) -> bytes:
 
 def _build_padding(at: int) -> bytes:
     """Build the header field that aligns the data."""
-    size = -(at + 4) % ALIGNMENT
+    size = -(at + 4) % ALIGNMENT  # the field's own tag and length have 4 bytes
     return struct.pack("<2sH", b"FB", size) + b"Z" * size

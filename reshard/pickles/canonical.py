@@ -1,4 +1,4 @@
-"""Values in the one form in which a pickle's bytes depend on nothing but them."""
+"""Convert values to a canonical form, so that a pickle's bytes depend on the values alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Canonicalizer:
         if isinstance(value, list):
             return [self.of(item) for item in value]
         if isinstance(value, tuple):
-            made = tuple(self.of(item) for item in value)
-            return self._same.setdefault((tuple, repr(made)), made) if _is_plain(made) else made
+            parts = tuple(self.of(item) for item in value)
+            # By their text, because (1,), (1.0,) and (True,) are equal as keys.
+            return self._same.setdefault((tuple, repr(parts)), parts) if _is_plain(parts) else parts
         return self._same.setdefault(value, value) if isinstance(value, str) else value
 
 

@@ -156,7 +156,7 @@ class Machine:
         """Return a global that the stream names.
 
         Raises:
-            UnsafeError: the name is useful only to an attack.
+            UnsafeError: the name is of use only to an attack.
         """
         name = _python2(name)
         if name == "builtins.getattr":  # names a nested class; `call` checks which one
@@ -202,6 +202,7 @@ class Machine:
         for arg in args:
             if isinstance(arg, _SIZED):
                 self.copied += len(arg)
+        # A small pickle can pass one large value to thousands of calls, each of which copies it.
         if self.copied > _MAX_COPIED + 8 * len(self.data):
             raise ValueError("it copies the same value too many times")
         value = builder(*args)
@@ -229,7 +230,7 @@ def require_value(item: Any) -> Any:
     """Return a value of the stack, unchanged.
 
     Raises:
-        ValueError: it is a MARK.
+        ValueError: the item is a MARK.
     """
     if item is _MARK:
         raise ValueError("a MARK in place of a value")

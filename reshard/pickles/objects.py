@@ -1,7 +1,7 @@
 """A script's own values (enums, namespaces, tensors) as a pickle describes them.
 
-A manifest shows such a value in words. A target that is a pickle itself writes the description
-again: the names that it was made of, never imported here. `state_dict.own_values` makes the
+A manifest shows such a value as text. A target that is a pickle itself writes the description
+again, by the names in it, which are never imported here. `state_dict.own_values` makes the
 descriptions.
 """
 
@@ -20,7 +20,7 @@ SCHEDULER = "<scheduler>"  # name of the scheduler's state among these values
 _PLAIN = (str, int, float, bool, complex, bytes, Located, type(None))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 OF_CALLS = ("args", "state", "items", "elements")
-_DEEPEST = 30  # containers in one another; a pickler ends at about three times as many
+_DEEPEST = 30  # nested containers; `Pickler` allows about three times as many
 
 
 def can_be_written(value: Any, *others: type) -> bool:
@@ -50,7 +50,7 @@ def _is_known(part: Any) -> bool:
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """Yield the value and every part of it once, however often it stands there."""
+    """Yield the value and each of its parts; a container that occurs twice is entered once."""
     waiting, seen = [value], set[int]()
     while waiting:
         part = waiting.pop()
@@ -62,7 +62,7 @@ def parts_of(value: Any) -> Iterator[Any]:
 
 
 def _inside(part: Any) -> Collection[Any]:
-    """Return what a container or an object holds."""
+    """Return the parts of a container or an object."""
     if isinstance(part, Call):
         return [getattr(part, name) for name in OF_CALLS]
     if isinstance(part, dict):
@@ -88,11 +88,11 @@ def is_namespace(value: Any) -> TypeGuard[Call]:
 
 
 def attributes(value: Any) -> Mapping[str, Any]:
-    """Return the attributes of a namespace; none of anything else."""
+    """Return the attributes of a namespace; an empty dict for any other value."""
     return value.state if is_namespace(value) else {}
 
 
 def with_attributes(value: Call, new: Mapping[str, Any]) -> Call:
-    """Return a namespace with other values of these attributes, as far as it has them."""
+    """Return a namespace with new values for those of these attributes that it has."""
     changed = {name: item for name, item in new.items() if name in value.state}
     return replace(value, state={**value.state, **changed})

@@ -196,6 +196,7 @@ def _stack_global(machine: Machine) -> None:
     machine.stack[-2:] = [machine.make_global(f"{module}.{name}")]
 
 
+# ``function(*args)`` and ``cls.__new__(cls, *args)`` have the same description, a `Call`.
 @_opcode(0x52, 0x81)  # REDUCE, NEWOBJ
 def _reduce(machine: Machine) -> None:
     target, args = peek(machine.stack, 2)

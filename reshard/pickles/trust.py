@@ -92,6 +92,7 @@ def runs_code(name: str) -> bool:
     module, *attributes = name.split(".")
     if module == "builtins":
         return bool(attributes) and attributes[0] in _RUNS_CODE_BUILTINS
+    # Some harmless names of these modules are expected: types.SimpleNamespace, signal.Signals.
     return module in _RUNS_CODE_MODULES and not expected(name)
 
 

@@ -23,7 +23,7 @@ from reshard.pickles.machine import Machine
 from reshard.pickles.opcodes import HANDLERS
 from reshard.pickles.values import BUILDERS, Builder
 
-_MAX_SHARED = 4  # repeated references up to which the size is not checked
+_MAX_SHARED = 4  # repeated references; up to so many, the size is not checked
 
 
 @dataclass(slots=True)
@@ -64,6 +64,7 @@ def loads(
         value = machine.run(HANDLERS)
     except ReshardError:
         raise
+    # What the handlers raise on bytes that no pickler writes.
     except (
         RecursionError,
         IndexError,

@@ -1,4 +1,4 @@
-"""Values that stand for what a pickle would import and call, and builders of plain containers.
+"""Describe what a pickle would import and call, and build its plain containers.
 
 Builders construct Python's own containers; every other object becomes a `Call`.
 """

@@ -171,7 +171,7 @@ def _scale_value(
         return float(value) ** float(1 / factor)
     if rule is None or value is None:
         return value
-    # A total of steps ends a phase where there is a ``factor`` (ConstantLR); without, it is a slope.
+    # ConstantLR's total_iters, beside ``factor``, ends a phase; LinearLR's sets a slope.
     if key in _WHOLE and "factor" not in state and (value * factor).denominator != 1:
         result.inexact.append(f"{key} {value} x {factor} is not a whole number")
     return rule(value, factor)
