@@ -1,15 +1,15 @@
-"""Checkpoints read: the format of what lies at a path found out, its manifest read and proved.
+"""Read checkpoints: detect the format at a path, read a manifest and prove it complete.
 
-Beside one folder per format:
+Modules beside the packages of the formats:
 
-    base        what a format is: its sources, its writers, and a conversion from one to the other
-    registry    all formats: those of this project, and those that other packages declare
+    base        the interface of a format: sources, writers, and a conversion between them
+    registry    all formats: those of this project and those that other packages declare
     request     the options of an output, with nothing left open
     target_options
                 the options that only some writers use
-    unclear     what is no checkpoint by itself, and what to say of it
-    run         which checkpoint of a run directory is meant
-    beside      what lies beside tensors: the state of the trainer, its scheduler, random states
+    unclear     refusals of paths that are not a checkpoint by themselves, with hints
+    run         the choice of a checkpoint in a run directory
+    beside      files beside tensors: the trainer's state, its scheduler, random states
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def read(  # noqa: PLR0913 - a keyword an option
     """Read the checkpoint at a file or directory, and check that its tensors are complete.
 
     Args:
-        paths: several directories where each node kept its own files.
-        force: one of `registry.list_names`, where detection is not wanted.
-        tag: which checkpoint of a run directory.
-        key: which state dict of a checkpoint that holds several, dotted.
+        paths: a path, or the directory of each node if nodes stored their own files.
+        force: one of `registry.list_names`, to skip detection.
+        tag: the checkpoint to choose in a run directory.
+        key: the dotted path of a state dict, if a checkpoint has several.
         model: ``config.json``, a directory of one, or ``module:factory``, where files do not say
             what they hold; ``wrap``: how FSDP 1 wrapped it (see `model.describe`).
-        rules: a user's lines for the table of a model-parallel checkpoint's parameters.
+        rules: file with the user's rules for the parameters of a model-parallel checkpoint.
         prove: False leaves the proof (`manifest.check`) to the caller.
-        is_filled: whether another model is to give the weights that are placeholders of ZeRO 3.
+        is_filled: whether another model provides the weights that are ZeRO-3 placeholders.
 
     Raises:
-        UnrecognisedError: no format knows what lies there.
-        ReshardError: whatever the format finds wrong.
+        UnrecognisedError: no format recognizes the path.
+        ReshardError: the format cannot read the checkpoint.
     """
     location = Location.of(as_paths(paths))
     with understood(location):
@@ -71,10 +71,11 @@ def read(  # noqa: PLR0913 - a keyword an option
 
 
 def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifest:
-    """As `read`, without the proof."""
+    """Read a checkpoint like `read`, without the proof."""
     if force and registry.find_format(force) is None:
         names = ", ".join(registry.list_names())
         raise UsageError(f"--from {force}", f"formats are {names}")
+    # Before detection, because one shard of a model would pass for a whole one.
     if not force:
         unclear.refuse_one_of_many(location)
     if force and not registry.detects(force, location):
@@ -89,18 +90,18 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
     """Read a checkpoint of a run directory.
 
     Raises:
-        UnrecognisedError: none, or no telling which.
+        UnrecognisedError: there is no checkpoint, or several and nothing chooses.
     """
     if location.chosen and location.path.stat().st_size == 0:
         raise IncompleteError(location, "is empty", "fetch it again")
-    found = (
+    checkpoint = (
         None
         if location.chosen
         else run.checkpoint(location, hints.tag, lambda p: bool(registry.detect(p)))
     )
-    name = registry.detect(found) if found else None
-    if found and name:
-        return registry.read(found, name, replace(hints, tag=None))
+    name = registry.detect(checkpoint) if checkpoint else None
+    if checkpoint and name:
+        return registry.read(checkpoint, name, replace(hints, tag=None))
     if hints.tag is not None:
         for each in registry.list_formats():
             if each.reads_tags and each.detect(location):
@@ -111,10 +112,10 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
 
 
 def open_alone(path: Path) -> None:
-    """Read the header of one file, whatever lies beside it; of what has none, nothing.
+    """Read the header of one file regardless of the files beside it, if its kind has a header.
 
     Raises:
-        CorruptError: it is truncated or altered.
+        CorruptError: the file is truncated or altered.
     """
     if path.suffix == ".safetensors":
         safetensors.read(path)
@@ -127,12 +128,12 @@ def open_alone(path: Path) -> None:
 
 
 def as_paths(paths: Paths) -> list[Path]:
-    """One path or several, as a list."""
+    """Return one path or several as a list."""
     return [as_path(paths)] if isinstance(paths, (str, Path)) else [as_path(path) for path in paths]
 
 
 def read_outputs(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Return fqn -> entry of every weights file among ``names``, by the files' own headers."""
+    """Return fqn -> entry from the headers of all files of weights among ``names``."""
     by_suffix = {
         suffix: each for each in registry.list_built_in_formats() for suffix in each.suffixes
     }

@@ -1,4 +1,4 @@
-"""What a format is: one object that finds, reads and writes the checkpoints of one kind.
+"""The interface of a format: one object that finds, reads and writes checkpoints of one kind.
 
 A package of this project or of a third party declares a `Format`; `registry` collects them. No
 module outside of a format's package names the format: it asks the objects here. A `Conversion` is
@@ -33,7 +33,7 @@ RandomStates = Literal["none", "per rank", "own"]
 
 @dataclass(frozen=True, slots=True)
 class ReadHints:
-    """What the user states about a source beside its path, as in `formats.read`."""
+    """The user's options for reading a source, as in `formats.read`."""
 
     tag: str | None = None
     key: str | None = None
@@ -130,7 +130,8 @@ class Writer(ABC):
         """Return the ZeRO stage to write.
 
         Args:
-            given: the user's choice; ``source``: the source's stage.
+            given: the user's choice, if any.
+            source: the source's stage, if it has one.
         """
         return next((stage for stage in (given, source) if stage is not None), 2)
 
@@ -214,14 +215,14 @@ class Format:
         read: reads headers and pickles, never tensor elements, into a manifest.
         sources: ``Origin.format`` -> what commands need to know about such a checkpoint.
         writers: the layouts of the format.
-        detect_loosely: as ``detect``, by evidence that other formats may show as well; asked after
-            all formats' ``detect``.
+        detect_loosely: like ``detect``, by evidence that other formats may show as well; tried
+            after ``detect`` of all formats.
         claims: whether a directory belongs to a run of the format although no checkpoint lies
             directly in it; see ``yields_to_runs``.
-        is_generic: whether runs of other formats may contain files of this format; extensions are
-            asked before such a format.
+        is_generic: whether runs of other formats may contain files of this format; extensions
+            are tried before such a format.
         yields_to_runs: whether the format is not looked for in a directory that another one claims.
-        reads_tags: whether ``read`` resolves ``--tag`` itself, and says which tags there are.
+        reads_tags: whether ``read`` resolves ``--tag`` itself, and lists the tags in its errors.
         suffixes: suffixes of files that are weights by themselves.
         requires: names of format packages that this one is built on.
     """
@@ -242,7 +243,7 @@ class Format:
 
 @dataclass(slots=True)
 class Notes:
-    """What a report says about parts of the state, in the order in which passes found it."""
+    """Notes for the report about parts of the state, in the order in which passes add them."""
 
     kept: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
@@ -252,7 +253,7 @@ class Notes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A checkpoint on its way to another layout.
+    """A checkpoint during its conversion to another layout.
 
     A pass returns a changed copy, and appends to ``notes``, which all copies share.
 

@@ -38,22 +38,22 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
     """Add the files of HF Trainer or Accelerate that are beside or above a DeepSpeed checkpoint.
 
     Raises:
-        CorruptError: one of them is damaged.
+        CorruptError: a file is damaged.
     """
     for near in (Location(location.directories), location.above()):
         trainer = trainer_state(near)
-        held = {
+        paths = {
             kind: path
             for name, path in near.files.items()
             if (kind := _COMPANIONS.get(name)) and is_torch_file(path)
         }
-        if not trainer and not held:
+        if not trainer and not paths:
             continue
-        opened = {kind: torch_reader.read(path) for kind, path in held.items()}
+        opened = {kind: torch_reader.read(path) for kind, path in paths.items()}
         values = {kind: to_plain(tree.convert_file(file)) for kind, file in opened.items()}
         train, before = manifest.train, batch_before(near)
         unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
-        found = replace(
+        extended = replace(
             manifest,
             train=replace(
                 train,
@@ -65,12 +65,12 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
             ),
             unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
         )
-        return with_kept_files(found, near)
+        return with_kept_files(extended, near)
     return manifest
 
 
 def with_kept_files(manifest: Manifest, location: Location) -> Manifest:
-    """Add the files that only their framework understands; their values become the client's.
+    """Add the files that only their framework understands; their values become client state.
 
     Raises:
         CorruptError: one of them is damaged.
@@ -97,7 +97,7 @@ def with_run(manifest: Manifest, location: Location) -> Manifest:
     """Add our trainer's document of its run, if there is one.
 
     Raises:
-        CorruptError: the account is damaged.
+        CorruptError: the document is damaged.
     """
     for near in (location, location.above()):
         document = trainer_state(near)
@@ -110,6 +110,7 @@ def nearby(location: Location, wrap: str | None) -> ModelHint | None:
     """Return the model of a transformers config beside the checkpoint; None if it is broken."""
     for near in (location, location.folders.get("huggingface") if not location.chosen else None):
         config = near.files.get("config.json") if near else None
+        # The config only helps where the files are ambiguous, so a broken one is no reason to fail.
         with contextlib.suppress(CorruptError):
             if config and is_model_config(config):
                 return ModelHint(str(config), wrap, by_blocks=_is_verls_first(location))
@@ -126,7 +127,7 @@ def trainer_state(location: Location) -> dict[str, Any]:
     """Return HF Trainer's or our trainer's document of the run, without its log.
 
     Raises:
-        CorruptError: it is no JSON object.
+        CorruptError: the file is not a JSON object.
     """
     path = location.files.get(TRAINER_STATE)
     if path is None:
@@ -136,25 +137,29 @@ def trainer_state(location: Location) -> dict[str, Any]:
 
 
 def batch_before(location: Location) -> dict[str, int] | None:
-    """Return the size and the batch of a rank that the run had before it was split; None: its own.
+    """Return the run's original number of ranks and batch of a rank; None if they are unchanged.
 
     Raises:
-        CorruptError: it is no JSON object of the two numbers.
+        CorruptError: the file is not a JSON object of the two numbers.
     """
     path = location.files.get(BATCH_BEFORE)
     if path is None:
         return None
-    held = read_json_object(path)
-    if sorted(held) != sorted((BATCH, WORLD)) or any(type(n) is not int for n in held.values()):
-        raise CorruptError(path, f"has {sorted(held)}, expected {BATCH} and {WORLD}", "delete it")
-    return held
+    numbers = read_json_object(path)
+    if sorted(numbers) != sorted((BATCH, WORLD)) or any(
+        type(n) is not int for n in numbers.values()
+    ):
+        raise CorruptError(
+            path, f"has {sorted(numbers)}, expected {BATCH} and {WORLD}", "delete it"
+        )
+    return numbers
 
 
 def random_files(location: Location) -> tuple[str, ...]:
     """Return the files of random states, in rank order, up to the first missing rank."""
-    found = {
+    by_rank = {
         int(match[1] or 0): str(path)
         for name, path in location.files.items()
         if (match := _RANDOM.fullmatch(name)) and is_torch_file(path)
     }
-    return tuple(found[rank] for rank in takewhile(found.__contains__, count()))
+    return tuple(by_rank[rank] for rank in takewhile(by_rank.__contains__, count()))

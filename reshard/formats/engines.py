@@ -1,8 +1,8 @@
-"""Known defects of engines that load checkpoints: what they lose of files that are sound.
+"""Known defects of engines that load checkpoints: what they lose of files that are correct.
 
-`split`, `verify` and `resume-check` consult this table. A row is told where a checkpoint is of the
-form that the engine loads wrongly. Files seldom say which version will load them: a row without
-``fixed`` is told always, one with it only where an installed version is older.
+`split`, `verify` and `resume-check` consult this table. A row is reported if the engine loads a
+checkpoint of this form wrongly. Files seldom state which version will load them: a row without
+``fixed`` is always reported, a row with it only if an older version is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Form:
 
     Args:
         format: the name of the format, or of the target.
-        names: of files, as paths.
+        names: paths of the files.
         has_optimizer: whether there is any optimizer state to lose.
     """
 
@@ -44,11 +44,11 @@ class Defect:
     Args:
         engine: name of the distribution.
         checked: the versions in which it was seen.
-        fixed: the first version known to be without it; empty where none is.
-        concerns: whether a checkpoint is of the form.
-        effect: what happens, as a sentence.
-        remedy: what to do.
-        source: where in the engine, or what was run.
+        fixed: the first version known to be without it; empty if there is none.
+        concerns: whether a form of checkpoint is affected.
+        effect: the consequence, as a sentence.
+        remedy: advice to the user.
+        source: the place in the engine, or the run that showed the defect.
     """
 
     engine: str

@@ -1,7 +1,7 @@
 """Detect weights of shape [0], which ZeRO 3 leaves in a module that nobody gathered.
 
 A model may have a parameter without elements, so a weight of shape [0] is judged by what else is
-known: the config beside the checkpoint, else its own name and its namesakes in other layers.
+known: the config beside the checkpoint, else its own name and the same weight of other layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def warn(manifest: Manifest, *, is_filled: bool = False) -> Manifest:
     """Return the checkpoint with a warning of its placeholders.
 
     Args:
-        is_filled: whether another model is to fill them, so that there may be any number of them.
+        is_filled: whether another model fills them, so that any number of them is accepted.
 
     Raises:
         IncompleteError: more than half of the weights are placeholders.
@@ -43,10 +43,10 @@ def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
     """Refuse to write a model whose weights are placeholders.
 
     Args:
-        written: the tensors that are to be written.
+        written: the tensors to write.
 
     Raises:
-        IncompleteError: naming them.
+        IncompleteError: some of them are placeholders; the message names them.
     """
     chosen = {entry.fqn for entry in written}
     hollow = find(manifest, chosen)
@@ -58,7 +58,7 @@ def refuse_beside_ranks(manifest: Manifest, hollow: Sequence[str]) -> None:
     """Refuse to fill placeholders whose weights are in a DeepSpeed checkpoint near the file.
 
     Raises:
-        IncompleteError: naming that.
+        IncompleteError: there is such a checkpoint; the message names it.
     """
     if hollow and _find_ranks(manifest):
         weights = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
@@ -66,7 +66,7 @@ def refuse_beside_ranks(manifest: Manifest, hollow: Sequence[str]) -> None:
 
 
 def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
-    """Return the weights of shape [0] that the model has with elements, as far as anything says.
+    """Return the weights of shape [0] that have elements in the model, as far as files show.
 
     Args:
         names: the weights to judge. Default: all.
@@ -74,6 +74,7 @@ def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
     suspects = [fqn for fqn in manifest.placeholders if names is None or fqn in names]
     shapes = _read_shapes_beside(manifest) if suspects else {}
     if shapes is None:
+        # Several are hardly real parameters; a single one may be.
         return suspects if len(suspects) > 1 else _find_odd_ones(manifest, suspects)
     return [fqn for fqn in suspects if 0 not in shapes.get(fqn, ())]
 
@@ -102,8 +103,8 @@ def _describe(hollow: Sequence[str]) -> str:
 
 def _find_ranks(manifest: Manifest) -> str:
     """Return the DeepSpeed checkpoint near the file that has the weights; empty without one."""
-    place = directory_of(manifest.origin.path)
-    near = [p for p in (place, *place.glob("global_step*")) if p.is_dir()]
+    directory = directory_of(manifest.origin.path)
+    near = [p for p in (directory, *directory.glob("global_step*")) if p.is_dir()]
     return next((str(p) for p in near if any(p.glob("*_optim_states.pt"))), "")
 
 
@@ -115,7 +116,7 @@ def _describe_ranks(manifest: Manifest) -> str:
 
 def _read_shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
     """Return the shapes of the model of a config beside the checkpoint, if one helps."""
-    from reshard.formats import beside  # which reads what lies beside any checkpoint
+    from reshard.formats import beside  # imported here: it is needed for suspects alone
 
     model_hint: ModelHint | None = beside.nearby(
         Location([directory_of(manifest.origin.path)]), None

@@ -59,13 +59,13 @@ def list_extensions() -> tuple[Format, ...]:
 
 @contextmanager
 def add_format(added: Format) -> Iterator[None]:
-    """Know a format that no installed package declares, for the duration of a block."""
+    """Register a format that no installed package declares, for the duration of a block."""
     is_known = added in list_formats()
     if not is_known:
         _ADDED.append(added)
     try:
         yield
-    finally:
+    finally:  # nested blocks may add the same format: only the outermost removes it
         if not is_known:
             _ADDED.remove(added)
 
@@ -119,6 +119,7 @@ def list_built_in_names() -> tuple[str, ...]:
 
 def find_format(name: str) -> Format | None:
     """Return the format with a name, or None."""
+    # In turn, because the formats of other packages are slow to look up and seldom needed.
     for listed in (list_built_in_formats, list_extensions):
         for each in listed():
             if each.name == name:
@@ -160,8 +161,8 @@ def describe_source(manifest: Manifest) -> Source:
 
 def detects(name: str, location: Location) -> bool:
     """Return whether the named format, if it is known, detects a checkpoint at a location."""
-    found = find_format(name)
-    return found is not None and (_detects(found, location) or _detects_loosely(found, location))
+    known = find_format(name)
+    return known is not None and (_detects(known, location) or _detects_loosely(known, location))
 
 
 def _detects(candidate: Format, location: Location) -> bool:

@@ -1,4 +1,4 @@
-"""What a writer is asked for: the user's options, and the source's values where there are none."""
+"""The request to a writer: the user's options, completed by the source's values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # each belongs to some writers only
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The options of an output, with nothing left open but what its writer decides.
+    """The options of an output, complete except for what its writer decides.
 
     Args:
         world_size: number of ranks of the output.
@@ -34,12 +34,13 @@ class Request:
         keeps_layout: whether the user left the choice of the layout to the source.
         separate_masters: whether the optimizer updates fp32 copies of the module's parameters.
         device: device type of the mesh in DTensor files; loading needs the model's own.
-        model_hint: the model as the user names it; ``model``: as it was built.
-        rng: what becomes of random states; None: they are kept if that is possible.
-        grid: that mesh; None: one axis of all ranks. ``tensor``: how its tensor-parallel axis cuts.
-        rules: the user's lines for the table of how parameters are cut.
+        model: the model, built; ``model_hint``: the user's name for it.
+        rng: whether random states are kept, derived or dropped; None: kept if that is possible.
+        grid: the device mesh; None: one axis of all ranks.
+        tensor: how the tensor-parallel axis of the mesh cuts parameters.
+        rules: file with the user's rules of how parameters are cut.
         described: the model, for writers with tables of parameters.
-        own: what the writer derived from the options for itself; see its ``resolve``.
+        own: what the writer derived from the options for its own use; see its ``resolve``.
     """
 
     world_size: int

@@ -37,7 +37,7 @@ def checkpoint(
     """Return the checkpoint below a directory; None if there is none.
 
     Raises:
-        UnrecognisedError: several, and neither a pointer nor a number nor a tag chooses.
+        UnrecognisedError: there are several, and neither pointer, number nor tag chooses one.
     """
     if detect(location) and tag is None:
         return location
@@ -103,7 +103,7 @@ def _pointed(location: Location) -> Location | None:
     """Return the checkpoint that the run's pointer names.
 
     Raises:
-        UnrecognisedError: it names nothing that is there.
+        UnrecognisedError: the pointer names a checkpoint that does not exist.
     """
     pointer = next((location.files[name] for name in _POINTERS if name in location.files), None)
     if pointer is None:
@@ -120,7 +120,9 @@ def _pointed(location: Location) -> Location | None:
 
 
 def _newest(location: Location, detect: Callable[[Location], bool]) -> Location | None:
-    """Return the one of the highest number; None if that is an interrupted save."""
+    """Return the checkpoint of the highest number; None if no number has a checkpoint."""
+    # The highest number may be an interrupted save. `checkpoint` refuses it, because an older
+    # checkpoint is not what the user expects.
     numbers = numbered(location)
     if any(checkpoint(folder, None, detect, 1) for folder in numbers.values()):
         return numbers[max(numbers)]

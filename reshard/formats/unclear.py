@@ -1,4 +1,4 @@
-"""Refuse what is not a checkpoint by itself, with a hint: one shard, a wrong level ..."""
+"""Refuse paths that are not a checkpoint by themselves, with a hint: one shard, a wrong level."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.location import Location
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
 _TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; without an index
-_MODEL_PARALLEL = re.compile(  # Meta, Megatron and others; what stands before the rank's number
+_MODEL_PARALLEL = re.compile(  # Meta, Megatron and others; up to the rank's number
     r"^((?:consolidated\.|.*(?:tp|pp|mp|ep)[-_]rank[-_])\d+)"
 )
 _MODEL = re.compile(
@@ -35,6 +35,7 @@ def refuse_one_of_many(location: Location) -> None:
         IncompleteError: a shard of a Hugging Face model, given without its index.
         UnsupportedError: one rank's file of a format that is not read yet; torchtune's old shards.
     """
+    # nanotron names a rank's file like a shard: ``..._tp-rank-0-of-2.safetensors``.
     if registry.detects("nanotron", location):
         return
     names = [location.chosen] if location.chosen else []
@@ -81,10 +82,10 @@ def refuse_one_of_many(location: Location) -> None:
 
 
 def refuse_beside_runs(location: Location) -> None:
-    """Refuse to take a loose file for the model where runs lie in folders beside it.
+    """Refuse to take a loose file for the model if the folders beside it are runs.
 
     Raises:
-        UnrecognisedError: naming the runs and the file.
+        UnrecognisedError: there is a loose file, and runs; the message names them.
     """
     if location.chosen or not registry.is_loose(location):
         return
@@ -106,13 +107,13 @@ def _is_run(location: Location) -> bool:
 
     try:
         return run.checkpoint(location, None, known) is not None
-    except UnrecognisedError:  # a pointer to what is gone, or several
+    except UnrecognisedError:  # its pointer names a missing checkpoint, or it has several
         return True
 
 
 def suggest(location: Location) -> str:
     """Return the checkpoints one level below or above, as a hint."""
-    from tarfile import is_tarfile  # which imports every way to compress
+    from tarfile import is_tarfile  # imported late, since it imports all compression modules
 
     if location.chosen and is_tarfile(location.path):
         return "it is a tar archive (NeMo's .nemo is one): unpack it, and give the directory"

@@ -1,8 +1,9 @@
 """Open thousands of archives of one tensor each, and parse those of equal structure once.
 
-What a parse says is a function of the archive's structure: its local headers and pickle before the
-data, and its directory behind them. Items of one shape differ there only in the CRC of the data and
-in an id that nobody reads, so the same bytes give the same answer, and the CRC is taken anew.
+The result of a parse depends only on the archive's structure: its local headers and pickle before
+the data, and its directory behind them. Items of one shape differ there only in the CRC of the data
+and in an id that no program reads. Equal bytes therefore give an equal result, except for the CRC,
+which is read from each archive.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from reshard.files import Section
 from reshard.manifest import Record
 
 _CRC = 16  # byte of the CRC in a central directory entry, which is 4 bytes long
-_READ_MEMBERS = ("data.pkl", "byteorder", "version")  # whose CRCs a parse looks at
+_READ_MEMBERS = ("data.pkl", "byteorder", "version")  # members whose CRCs a parse checks
 
 
 @dataclass(frozen=True, slots=True)
 class _ArchiveTemplate:
-    """One structure, and what was read from it."""
+    """The structure of an archive, and the result of its parse."""
 
     head: bytes  # up to the data
     directory: int  # where the central directory begins
     tail: bytes  # from there on, with the CRCs of `free` members blank
-    free: tuple[int, ...]  # their places in the tail
-    crc: int  # the place of the data's CRC in the tail
+    free: tuple[int, ...]  # their offsets in the tail
+    crc: int  # offset of the data's CRC in the tail
     data: int  # where the data begin
     checked: bool
     file: TorchFile
@@ -42,6 +43,7 @@ class ArchiveCache:
 
     def open(self, archive: Section) -> TorchFile:
         """Open an archive like `torch_reader.read_archive`, and raise the same errors."""
+        # Archives of one structure have one size: few templates have to be compared.
         for form in self._forms[archive.nbytes]:
             found = _apply_template(form, archive)
             if found:
@@ -59,11 +61,11 @@ def _build_template(file: TorchFile, archive: Section) -> _ArchiveTemplate | Non
     if not isinstance(tensor, Tensor) or len(file.records) != 1:
         return None
     (record,) = file.records.values()
-    places = dict(zip_reader.list_central_offsets(archive))
-    directory = min(places.values())
+    offsets = dict(zip_reader.list_central_offsets(archive))
+    directory = min(offsets.values())
     free = tuple(
-        place + _CRC - directory
-        for name, place in places.items()
+        offset + _CRC - directory
+        for name, offset in offsets.items()
         if name.rsplit("/", 1)[-1] not in _READ_MEMBERS
     )
     data = record.byte_offset - archive.start
@@ -72,7 +74,7 @@ def _build_template(file: TorchFile, archive: Section) -> _ArchiveTemplate | Non
         directory=directory,
         tail=_blank_crcs(archive.read(directory, archive.nbytes - directory), free),
         free=free,
-        crc=places[record.name] + _CRC - directory,
+        crc=offsets[record.name] + _CRC - directory,
         data=data,
         checked=record.crc32 is not None,
         file=file,
@@ -80,10 +82,10 @@ def _build_template(file: TorchFile, archive: Section) -> _ArchiveTemplate | Non
     )
 
 
-def _blank_crcs(tail: bytes, places: tuple[int, ...]) -> bytes:
+def _blank_crcs(tail: bytes, offsets: tuple[int, ...]) -> bytes:
     blanked = bytearray(tail)
-    for place in places:
-        blanked[place : place + 4] = bytes(4)
+    for offset in offsets:
+        blanked[offset : offset + 4] = bytes(4)
     return bytes(blanked)
 
 

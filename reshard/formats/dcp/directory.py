@@ -1,4 +1,4 @@
-"""Which files are DCP's, by their names."""
+"""Recognize DCP's files by their names."""
 
 from __future__ import annotations
 

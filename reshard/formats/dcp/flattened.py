@@ -1,8 +1,8 @@
 """Restore the shape of tensors that Megatron-core 0.6 to 0.15 saved as flat ranges.
 
-Each rank of a distributed optimizer had a run of its part of a parameter there
+There, each rank of a distributed optimizer has a run of its part of a parameter
 (``fully_sharded_model_space``). A tensor of shape ``(X, Y)`` in parts of ``(x, y)`` is stored as
-one of shape ``(X / x, Y / y, x * y)``, whose last dim is cut anywhere; ``.metadata`` says the
+one of shape ``(X / x, Y / y, x * y)``, whose last dim is cut anywhere; ``.metadata`` has the
 first shape.
 
 Source: Megatron-LM core_v0.15.3 ``core/dist_checkpointing/strategies/torch.py``
@@ -26,7 +26,7 @@ def restore(where: object, key: str, stored: GlobalTensor, shape: Index) -> Glob
     """Return the tensor in the shape that the metadata give.
 
     Raises:
-        CorruptError: that shape has no such parts.
+        CorruptError: the shape cannot be divided into such parts.
     """
     *parts, numel = stored.shape
     fits = len(parts) == len(shape) and all(
@@ -51,7 +51,7 @@ def _iterate_boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterat
     if any(extent != 1 for extent in ones) or start + length > prod(part):
         raise CorruptError(where, f"places a range of {key!r} at {chunk.box}, outside its part")
     at = [number * extent for number, extent in zip(numbers, part, strict=True)]
-    held = run_chunks(chunk.file, chunk.byte_offset, chunk.dtype, part, start, start + length)
-    for box in held:
+    boxes = run_chunks(chunk.file, chunk.byte_offset, chunk.dtype, part, start, start + length)
+    for box in boxes:
         origin = tuple(a + b for a, b in zip(at, box.box.origin, strict=True))
         yield replace(box, box=Box(origin, box.box.shape))

@@ -1,8 +1,8 @@
 """Read HuggingFaceStorageWriter's files before consolidation: blocks in safetensors files.
 
-There is no ``.metadata``. Each file says in its header where its tensors' blocks begin; how large
-a tensor is, nothing says: it reaches as far as its blocks do, and a hole inside is found by the
-proof of coverage.
+There is no ``.metadata``. Each file's header states where its tensors' blocks begin; no file states
+the size of a tensor. It is taken to end with its last blocks, and the proof of coverage finds a
+hole inside.
 
 Source: torch 2.13 ``distributed/checkpoint/hf_storage.py``, ``_hf_utils.py``
 (``_gen_file_name``, ``DCP_SHARDING_INFO``).
@@ -34,10 +34,11 @@ def read(location: Location) -> ParsedTree:
 
     Raises:
         IncompleteError: a rank's shard is missing.
-        CorruptError: a header that does not say where its blocks lie.
+        CorruptError: a header does not state where its blocks begin.
     """
     shards = {name: path for name, path in location.files.items() if is_hf_shard(name)}
     ranks = {int(HF_SHARD.fullmatch(name)[1]) for name in shards}  # type: ignore[index]
+    # The ranks in these names count from 1 (``_gen_file_name``).
     missing = missing_ranks({rank - 1 for rank in ranks}, max(ranks))
     if missing:
         raise IncompleteError(

@@ -1,7 +1,7 @@
-"""Read the items of DCP: a ``torch.save`` archive each, or tensors of a safetensors stream.
+"""Read the items of DCP: each a ``torch.save`` archive, or a tensor of a safetensors stream.
 
-Items begin at any byte, so nothing in them is aligned; and a tensor is stored in its memory order,
-which only the pickle inside the item says.
+Items begin at any byte, so nothing in them is aligned. A tensor is stored in its memory order,
+which only the pickle inside the item states.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Items:
         """Return a block's chunk; or the `Call` of a tensor whose class computes its elements.
 
         Raises:
-            CorruptError: another tensor than was announced is stored there.
+            CorruptError: the stored tensor is not the announced one.
         """
         section = self._section(str(path), block)
         if section is None:
@@ -82,8 +82,8 @@ class Items:
         """Return a stored object; its tensors are described, and its classes are names.
 
         Raises:
-            UnsupportedError: it was saved in another way than by ``torch.save``.
-            CorruptError: it is damaged.
+            UnsupportedError: the object was not saved by ``torch.save``.
+            CorruptError: the archive is damaged.
         """
         section = self._section(str(path), block)
         if section is None:
@@ -120,14 +120,14 @@ class Items:
     def _in_stream(self, name: str, block: Block, dtype: DType) -> Chunk:
         """Return a chunk of a safetensors stream, one for each file, which follows any objects.
 
-        All of the stream's tensors are given the place where it begins.
+        The metadata give the offset of the stream for each of its tensors.
         """
-        place = (name, block.byte_offset)
-        if place not in self._streams:
+        position = (name, block.byte_offset)
+        if position not in self._streams:
             nbytes = self._size(name) - block.byte_offset
             section = Section(self._pool, name, block.byte_offset, nbytes)
-            self._streams[place] = safetensors.read_section(section).tensors
-        chunk = self._streams[place].get(block.key)
+            self._streams[position] = safetensors.read_section(section).tensors
+        chunk = self._streams[position].get(block.key)
         box = block.box or Box((), ())
         if chunk is None or (chunk.box.shape, chunk.dtype) != (box.shape, dtype):
             raise CorruptError(

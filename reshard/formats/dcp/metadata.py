@@ -52,9 +52,9 @@ class Metadata:
     """The content of one or several metadata files."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    objects: dict[str, Block | None] = field(default_factory=dict)  # None: its place is not known
+    objects: dict[str, Block | None] = field(default_factory=dict)  # None: location not yet known
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # key -> path in the state dict
-    shapes: dict[str, Index] = field(default_factory=dict)  # of what is stored in another one
+    shapes: dict[str, Index] = field(default_factory=dict)  # of tensors stored in another shape
     globals: set[str] = field(default_factory=set)
     version: str = ""
 
@@ -63,10 +63,10 @@ def read(files: Sequence[Path]) -> Metadata:
     """Return the union of the metadata files of one checkpoint.
 
     Raises:
-        CorruptError: a file is no DCP metadata, or two contradict each other.
+        CorruptError: a file is not DCP metadata, or two contradict each other.
         IncompleteError: a chunk is announced and stored nowhere.
-        UnsafeError: a file outside the directory is named.
-        UnsupportedError: a dtype that is not known, or a stream extension.
+        UnsafeError: the metadata name a file outside the directory.
+        UnsupportedError: a dtype is unknown, or there is a stream extension.
     """
     found = Metadata()
     for path in files:
@@ -107,8 +107,11 @@ def _add_file(found: Metadata, path: Path) -> None:
 
 def _read_shapes(about: Mapping[str, Any]) -> dict[str, Index]:
     """Return the shapes of tensors that Megatron-core stored as flat ranges (`flattened`)."""
-    said = {key: held.get("nd_reformulated_orig_global_shape") for key, held in about.items()}
-    return {key: as_index(shape) for key, shape in said.items() if shape is not None}
+    shapes = {
+        key: properties.get("nd_reformulated_orig_global_shape")
+        for key, properties in about.items()
+    }
+    return {key: as_index(shape) for key, shape in shapes.items() if shape is not None}
 
 
 def _refuse_unannounced(keys: set[str], root: Call) -> None:
@@ -167,8 +170,9 @@ def _add_item(
 ) -> None:
     kind = about.name.rsplit(".", 1)[-1]
     if kind == "BytesStorageMetadata":
-        place = stored.get((key, None))
-        found.objects[key] = found.objects.get(key) or (place and Block(key, None, *place))
+        location = stored.get((key, None))
+        # Of several ranks' files, only one may state the location of an object that all announce.
+        found.objects[key] = found.objects.get(key) or (location and Block(key, None, *location))
         return
     if kind != "TensorStorageMetadata":
         raise ValueError(f"{key!r} is a {about.name}")
@@ -185,8 +189,8 @@ def _add_item(
         box = Box(
             as_index(chunk.get("offsets"), len(shape)), as_index(chunk.get("sizes"), len(shape))
         )
-        place = stored.get((key, box.origin))
-        if place is None:
+        location = stored.get((key, box.origin))
+        if location is None:
             if box.volume == 0:
                 continue
             raise IncompleteError(
@@ -195,11 +199,12 @@ def _add_item(
                 " stored",
                 "the save was interrupted, or a rank's part is missing",
             )
-        tensor.blocks.append(Block(key, box, *place))
+        tensor.blocks.append(Block(key, box, *location))
 
 
 def _parse_dtype(path: Path, key: str, properties: Call) -> DType:
     state = properties.state
+    # ``TensorProperties.__getstate__`` returns a tuple that begins with the dtype (torch 2.13).
     named = state[0] if isinstance(state, tuple) else properties.get("dtype")
     dtype = dtypes.BY_NAME.get(named.name.removeprefix("torch."))
     if dtype is None:

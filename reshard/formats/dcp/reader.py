@@ -36,8 +36,8 @@ def read(location: Location) -> ParsedTree:
         CorruptError: files contradict each other.
         UnsafeError: the metadata name a file outside the directory.
     """
-    about, found = _read_stored(location)
-    return replace(found, root=_nest(location, about, found.root))
+    about, parsed = _read_stored(location)
+    return replace(parsed, root=_nest(location, about, parsed.root))
 
 
 def read_flat(location: Location) -> ParsedTree:
@@ -46,8 +46,8 @@ def read_flat(location: Location) -> ParsedTree:
     Raises:
         ReshardError: as `read`.
     """
-    _, found = _read_stored(location)
-    return found
+    _, parsed = _read_stored(location)
+    return parsed
 
 
 def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
@@ -57,13 +57,14 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
         items = Items(pool)
         leaves: dict[str, Any] = {}
         for key, stored in about.tensors.items():
-            held = [
+            blocks = [
                 items.chunk(_find_data_file(location, block.file), block, stored.dtype)
                 for block in stored.blocks
             ]
-            chunks = tuple(each for each in held if isinstance(each, Chunk))
-            if len(chunks) < len(held):
-                leaves[key] = next(each for each in held if not isinstance(each, Chunk))
+            chunks = tuple(each for each in blocks if isinstance(each, Chunk))
+            # The class of such a tensor computes its elements: only its description is kept.
+            if len(chunks) < len(blocks):
+                leaves[key] = next(each for each in blocks if not isinstance(each, Chunk))
                 continue
             leaf = GlobalTensor(stored.dtype, stored.shape, chunks)
             shape = about.shapes.get(key)
@@ -74,7 +75,7 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
             )
     used = {block.file for stored in about.tensors.values() for block in stored.blocks}
     used |= {block.file for block in objects.values()}
-    found = ParsedTree(
+    parsed = ParsedTree(
         root=leaves,
         where=str(location),
         files=items.sources(),
@@ -83,7 +84,7 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
         plain_is_buffer=False,
         notes=_describe_stale(location, used),
     )
-    return about, found
+    return about, parsed
 
 
 def _describe_stale(location: Location, used: set[str]) -> list[str]:
@@ -166,7 +167,7 @@ def _find_positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int
 def _parse_flat_paths(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]] | None:
     """Return the paths of a state dict that its program flattened; None if it did not.
 
-    Else the moments, ``optimizer.state.<fqn>.<slot>``, would be weights of that name.
+    Otherwise the moments, ``optimizer.state.<fqn>.<slot>``, would look like weights.
     ``model.<fqn>`` is the weight that the optimizer calls ``<fqn>``, where it does.
     """
     matches = {key: _OPTIMIZER_KEY.match(key) for key, path in paths.items() if len(path) == 1}

@@ -2,7 +2,7 @@
 
 Each item is a complete ``torch.save`` archive, as ``FileSystemWriter`` makes them, with two
 differences: items begin at multiples of 64 bytes, so that tensors do too, and ``.metadata`` neither
-says where the directory lay nor is written in protocol 4.
+states the path of the directory nor is written in protocol 4.
 
 Sources: torch 2.13 ``distributed/checkpoint/{metadata,filesystem,default_planner,_traverse}.py``,
 ``distributed/checkpoint/planner_helpers.py`` (which blocks a DTensor has).
@@ -51,17 +51,17 @@ def lay_out(
     """Lay out one DCP directory of a training state.
 
     Args:
-        shards: data files; each tensor is cut along its first dim as FSDP 2 cuts it.
+        shards: number of data files; each tensor is cut along its first dim as FSDP 2 cuts it.
         model_key, optimizer_key: the names at the top; None leaves that part out.
-        directory: where below the destination.
-        dtype: of the parameters; None keeps each in that of its master, of which PyTorch's sharded
+        directory: path below the destination.
+        dtype: dtype of the parameters; None keeps that of each master, because PyTorch's sharded
             training has no other copy.
-        extra: plain values beside them; by default those that
+        extra: plain values beside model and optimizer; by default those that
             `torch_state_dict.collect_extra_state` finds.
 
     Raises:
         IncompleteError: the source lacks what the optimizer needs.
-        UsageError: no shards, or nothing to write.
+        UsageError: there are no shards, or there is nothing to write.
     """
     if shards < 1:
         raise UsageError(f"{shards} shards", "at least one is needed")
@@ -140,17 +140,17 @@ def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") 
         if isinstance(value, Value):
             _add_tensor(about, files, key, value)
         else:
-            held = value.value if isinstance(value, StoredObject) else value
-            about.add_object(key, files[0], files[0].add_object(held))
+            item = value.value if isinstance(value, StoredObject) else value
+            about.add_object(key, files[0], files[0].add_object(item))
     pickle = about.pickled(f"{prefix}.metadata")
-    made = [file.finished() for file in files if file.at]
-    return skeletons.join([*made, skeletons.lay_out_bytes(f"{prefix}.metadata", pickle)])
+    data_files = [file.finished() for file in files if file.at]
+    return skeletons.join([*data_files, skeletons.lay_out_bytes(f"{prefix}.metadata", pickle)])
 
 
 def flatten(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     """Yield leaves with their paths, as ``flatten_state_dict`` makes them.
 
-    Dicts always; a list only where it holds dicts or tensors. An empty dict is lost.
+    Dicts are always flattened, a list only if it has dicts or tensors. An empty dict is lost.
     """
     if isinstance(value, Entry):
         value = Value(value.dtype, value.shape, value)
@@ -174,18 +174,18 @@ def divide(value: Value, shards: int) -> list[tuple[int, Box]]:
     """Return (shard, block) of a tensor; of empty blocks at one origin, only the first.
 
     >>> from reshard import dtypes
-    >>> [(r, b.origin, b.shape) for r, b in blocks(Value(dtypes.UINT8, (3,), divided=True), 4)]
+    >>> [(r, b.origin, b.shape) for r, b in divide(Value(dtypes.UINT8, (3,), divided=True), 4)]
     [(0, (0,), (1,)), (1, (1,), (1,)), (2, (2,), (1,)), (3, (3,), (0,))]
     """
     if not value.divided or not value.shape:
         return [(0, whole(value.shape))]
-    found: dict[Index, tuple[int, Box]] = {}
+    by_origin: dict[Index, tuple[int, Box]] = {}
     zeros = (0,) * (len(value.shape) - 1)
     for rank in range(shards):
         start, stop = equal_piece(value.shape[0], shards, rank)
         box = Box((start, *zeros), (stop - start, *value.shape[1:]))
-        found.setdefault(box.origin, (rank, box))
-    return list(found.values())
+        by_origin.setdefault(box.origin, (rank, box))
+    return list(by_origin.values())
 
 
 def _add_tensor(
@@ -207,7 +207,7 @@ class _ItemTemplate:
 
 
 class _TemplateCache(dict[tuple[DType, Index], _ItemTemplate]):
-    """Items of equal form, each laid out once."""
+    """Items of equal dtype and shape, each laid out once."""
 
     def __missing__(self, key: tuple[DType, Index]) -> _ItemTemplate:
         dtype, shape = key
