@@ -92,19 +92,19 @@ def _read(path: Path) -> Config:
 
 
 def build_missing_error(
-    where: object, found: Sequence[Part], shapes: Mapping[str, Index]
+    where: object, parts: Sequence[Part], shapes: Mapping[str, Index]
 ) -> IncompleteError:
     """Return the error for a missing configuration, with the values that the tensors reveal."""
-    ranks = _ranks(found, shapes)
+    ranks = _ranks(parts, shapes)
     usual = Counter(ranks.values()).most_common(1)
     text: dict[str, Any] = {"peft_type": "LORA", "r": usual[0][0] if usual else None}
     others = {strip_root(layer): rank for layer, rank in ranks.items() if rank != text["r"]}
     if others:
         text["rank_pattern"] = others
     text["target_modules"] = sorted({strip_root(layer).rpartition(".")[2] for layer in ranks})
-    if any(each.role == MAGNITUDE for each in found):
+    if any(each.role == MAGNITUDE for each in parts):
         text["use_dora"] = True
-    modules = {each.layer.rpartition(".")[2] for each in found if each.role == SAVED_MODULE}
+    modules = {each.layer.rpartition(".")[2] for each in parts if each.role == SAVED_MODULE}
     if modules:
         text["modules_to_save"] = sorted(modules)
     known = json.dumps(text)[:-1]
@@ -117,7 +117,7 @@ def build_missing_error(
     )
 
 
-def check(config: Config, found: Sequence[Part], shapes: Mapping[str, Index]) -> None:
+def check(config: Config, parts: Sequence[Part], shapes: Mapping[str, Index]) -> None:
     """Compare a configuration with the tensors of its adapter.
 
     Args:
@@ -127,12 +127,12 @@ def check(config: Config, found: Sequence[Part], shapes: Mapping[str, Index]) ->
         IncompleteError: a layer has one of ``lora_A`` and ``lora_B`` without the other.
         CorruptError: the configuration belongs to another adapter.
     """
-    _refuse_halves(config, found)
+    _refuse_halves(config, parts)
     wrong = chain(
-        _wrong_ranks(config.values, _ranks(found, shapes)),
-        _wrong_targets(config.values, found),
-        _wrong_parts(config.values, found),
-        _wrong_modules(config.values, found, shapes),
+        _wrong_ranks(config.values, _ranks(parts, shapes)),
+        _wrong_targets(config.values, parts),
+        _wrong_parts(config.values, parts),
+        _wrong_modules(config.values, parts, shapes),
     )
     problems = list(islice(wrong, _MOST_PROBLEMS))
     if problems:
@@ -143,15 +143,15 @@ def check(config: Config, found: Sequence[Part], shapes: Mapping[str, Index]) ->
         )
 
 
-def _ranks(found: Iterable[Part], shapes: Mapping[str, Index]) -> dict[str, int]:
+def _ranks(parts: Iterable[Part], shapes: Mapping[str, Index]) -> dict[str, int]:
     """Return layer -> its LoRA rank, the first dim of ``lora_A``."""
     return {
-        each.layer: shapes[each.fqn][0] for each in found if each.role in IN and shapes[each.fqn]
+        each.layer: shapes[each.fqn][0] for each in parts if each.role in IN and shapes[each.fqn]
     }
 
 
-def _refuse_halves(config: Config, found: Sequence[Part]) -> None:
-    halves = [{each.layer for each in found if each.role in roles} for roles in (IN, OUT)]
+def _refuse_halves(config: Config, parts: Sequence[Part]) -> None:
+    halves = [{each.layer for each in parts if each.role in roles} for roles in (IN, OUT)]
     alone = sorted(halves[0] ^ halves[1])
     if alone:
         raise IncompleteError(
@@ -173,39 +173,39 @@ def _wrong_ranks(values: Mapping[str, Any], ranks: Mapping[str, int]) -> Iterato
             yield f"r is {declared[0]}, but {layer} has rank {rank}"
 
 
-def _wrong_targets(values: Mapping[str, Any], found: Sequence[Part]) -> Iterator[str]:
+def _wrong_targets(values: Mapping[str, Any], parts: Sequence[Part]) -> Iterator[str]:
     targets, others = values.get("target_modules"), values.get("target_parameters") or ()
     if isinstance(targets, str) or isinstance(others, str):
         return  # a regular expression, or all-linear
     named = {*(targets or ()), *(each.rpartition(".")[0] for each in others)}
-    layers = dict.fromkeys(each.layer for each in found if each.role in IN)
+    layers = dict.fromkeys(each.layer for each in parts if each.role in IN)
     for layer in layers:
         if named.isdisjoint(_endings(layer)):
             yield f"target_modules do not name {layer}"
 
 
-def _wrong_parts(values: Mapping[str, Any], found: Sequence[Part]) -> Iterator[str]:
+def _wrong_parts(values: Mapping[str, Any], parts: Sequence[Part]) -> Iterator[str]:
     """Yield the options whose tensors are missing, or present without the option."""
     has = {
-        "use_dora": any(each.role == MAGNITUDE for each in found),
-        "lora_bias": any(each.role in OUT and each.fqn.endswith(".bias") for each in found),
-        "trainable_token_indices": any(each.role == TOKENS for each in found),
+        "use_dora": any(each.role == MAGNITUDE for each in parts),
+        "lora_bias": any(each.role in OUT and each.fqn.endswith(".bias") for each in parts),
+        "trainable_token_indices": any(each.role == TOKENS for each in parts),
     }
-    for option, there in has.items():
-        if there != bool(values.get(option)):
-            tensors = "its tensors are present" if there else "its tensors are missing"
+    for option, present in has.items():
+        if present != bool(values.get(option)):
+            tensors = "its tensors are present" if present else "its tensors are missing"
             yield f"{option} is {shown(values.get(option))}, but {tensors}"
 
 
 def _wrong_modules(
-    values: Mapping[str, Any], found: Sequence[Part], shapes: Mapping[str, Index]
+    values: Mapping[str, Any], parts: Sequence[Part], shapes: Mapping[str, Index]
 ) -> Iterator[str]:
     named = set(values.get("modules_to_save") or ())
     sizes = set(map(len, named))
-    for layer in dict.fromkeys(each.layer for each in found if each.role == SAVED_MODULE):
+    for layer in dict.fromkeys(each.layer for each in parts if each.role == SAVED_MODULE):
         if not any(layer[-size:] in named for size in sizes):  # PEFT compares the end of the name
             yield f"modules_to_save do not name {layer}"
-    if not any(each.adapter for each in found):
+    if not any(each.adapter for each in parts):
         return  # in PEFT's own file a saved module has its original name
     for fqn in shapes:
         if parse_part(fqn) is None and not named.isdisjoint(

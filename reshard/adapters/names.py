@@ -73,16 +73,16 @@ def parse_part(fqn: str) -> Part | None:
 
 def find_parts(fqns: Iterable[str]) -> list[Part]:
     """Return the tensors that belong to adapters."""
-    return [found for fqn in fqns if (found := parse_part(fqn))]
+    return [part for fqn in fqns if (part := parse_part(fqn))]
 
 
 def explain_separate(fqns: Iterable[str]) -> list[str]:
     """Return the note that adapters are written separately, not added to the weights."""
-    found = find_parts(fqns)
-    lora = [each for each in found if each.role in MATRICES]
+    parts = find_parts(fqns)
+    lora = [each for each in parts if each.role in MATRICES]
     if not lora:
         return []
-    adapters = list(dict.fromkeys(each.adapter or DEFAULT for each in found))
+    adapters = list(dict.fromkeys(each.adapter or DEFAULT for each in parts))
     text = (
         f"{counted(len(lora), 'LoRA tensor')} ({some([each.fqn for each in lora])}) written under"
         " PEFT's names, not added to the adapted weights. Pass --adapter"
@@ -117,18 +117,18 @@ def strip_root(layer: str) -> str:
 
 
 def choose_saved(
-    fqns: Iterable[str], found: Iterable[Part], name: str, config: Mapping[str, Any]
+    fqns: Iterable[str], parts: Iterable[Part], name: str, config: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return fqn -> name in PEFT's file, for every tensor that PEFT saves with an adapter.
 
     Args:
         fqns: names of all weights, with the aliases of tied ones.
-        found: the parts among them (`find_parts`).
+        parts: the parts among them (`find_parts`).
         name: the adapter's name; empty if the source is PEFT's own file, which is saved whole.
     """
     if not name:
         return {fqn: add_root(fqn) for fqn in fqns}
-    by_name = {each.fqn: each for each in found}
+    by_name = {each.fqn: each for each in parts}
     is_saved = _saved_of_base(by_name.values(), config)
     chosen = {}
     for fqn in fqns:
@@ -139,9 +139,9 @@ def choose_saved(
     return chosen
 
 
-def _saved_of_base(found: Iterable[Part], config: Mapping[str, Any]) -> Callable[[str], bool]:
+def _saved_of_base(parts: Iterable[Part], config: Mapping[str, Any]) -> Callable[[str], bool]:
     """Return a test for the base model's tensors that are saved: biases, embeddings."""
-    layers = {each.layer for each in found if each.role in MATRICES}
+    layers = {each.layer for each in parts if each.role in MATRICES}
     targets, bias = config.get("target_modules"), config.get("bias") or "none"
     embeds = isinstance(targets, str) or not set(_EMBEDDINGS).isdisjoint(targets or ())
     if config.get("trainable_token_indices") is not None:

@@ -1,7 +1,8 @@
 """The command line: parse, call, print. Results on stdout, progress and messages on stderr.
 
 Exit codes: 0 done; 1 checked and different, or incomplete; 2 usage or unrecognised; 3 corrupt
-input; 4 not enough memory or disk; 5 refused as unsafe; 70 a bug of ours; 130 interrupted.
+input; 4 not enough memory or disk; 5 refused as unsafe; 6 a program that a check needs did not
+run to its end; 70 a bug in reshard; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from reshard.errors import INTERRUPTED, ReshardError
 __all__ = ["cli", "main"]
 
 _LACKING = "out of memory; pass a smaller --max-memory or fewer --workers"
-_NEW_OBJECTS = (
-    50_000  # new objects per garbage collection; the default of 700 costs a tenth of the start
-)
+# New objects per garbage collection; the default of 700 costs a tenth of the start.
+_NEW_OBJECTS = 50_000
 
 
 def main() -> NoReturn:
@@ -33,9 +33,8 @@ def main() -> NoReturn:
     gc.set_threshold(_NEW_OBJECTS)
     try:
         with signals.raised():
-            code = (
-                cli(standalone_mode=False) or 0
-            )  # an int if the command returned its own exit code
+            # In this mode, click returns the exit code instead of ending the process.
+            code = cli(standalone_mode=False) or 0
     except BaseException as error:  # noqa: BLE001 - every failure gets a message and a code
         if "-v" in sys.argv or "--verbose" in sys.argv:
             import traceback
@@ -61,7 +60,7 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exi
         )
     if isinstance(error, SystemExit):  # click raises it when the reader of stdout is gone
         return 0
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, BrokenPipeError):  # Python flushes stdout at exit, which would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, MemoryError):
@@ -72,7 +71,7 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exi
 
 
 def _explain_system(error: OSError) -> int:
-    """Print what the system refused; the exit code."""
+    """Print the error of a system call and return its exit code."""
     if error.errno == errno.ENOMEM:
         return _fail(f"{_LACKING}; {error.filename or error.strerror}", code=4)
     if isinstance(error, FileNotFoundError) and _is_adrift():

@@ -13,7 +13,7 @@ from reshard.version import __version__
 
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda token: token.replace("_", "-"),
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # --world_size, too
     "max_content_width": 100,
 }
 _sources = click.argument("sources", metavar="SOURCE...", nargs=-1, required=True, type=PATH)

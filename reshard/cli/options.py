@@ -1,4 +1,4 @@
-"""The options of commands, made from the dataclasses that declare them (`reshard.options`)."""
+"""The options of commands, built from the dataclasses that declare them (`reshard.options`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Where(click.Path):
 
 
 class _Parsed(_ParamType):
-    """A text with a meaning of its own, such as a size."""
+    """A text that a function of the option parses, such as a size."""
 
     name = "text"
 
@@ -43,7 +43,7 @@ class _Parsed(_ParamType):
     def convert(
         self, value: Any, _param: click.Parameter | None, _context: click.Context | None
     ) -> Any:
-        """Return what the text means."""
+        """Return the parsed value; a default may be one already."""
         return self._parse(value) if isinstance(value, str) else value
 
 
@@ -97,10 +97,14 @@ class Command(click.Command):
     def params(self) -> list[click.Parameter]:
         """The arguments, the declared options, and those of the command line alone."""
         if self._params is None:
-            made = _make_options(self.declared, self._required) if self._name_of_kind else ()
+            declared = _make_options(self.declared, self._required) if self._name_of_kind else ()
             given = self._given
             arguments = [each for each in given if isinstance(each, click.Argument)]
-            self._params = [*arguments, *made, *(each for each in given if each not in arguments)]
+            self._params = [
+                *arguments,
+                *declared,
+                *(each for each in given if each not in arguments),
+            ]
         return self._params
 
     @params.setter
@@ -130,7 +134,7 @@ def take_options(kind: type[Options], values: dict[str, Any], **further: Any) ->
     """Remove the declared options from the values of a command; return the dataclass of them.
 
     Args:
-        further: fields of the dataclass that are no options.
+        further: fields of the dataclass that are not options.
     """
     taken = {}
     for each in options_of(kind):

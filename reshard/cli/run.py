@@ -58,7 +58,7 @@ def write(
     try:
         with torchrun.join_team() as team:
             if not team.first:
-                values["html"] = None
+                values["html"] = None  # one rank writes the page
             shows_progress = team.first and _shows_progress(quiet=quiet)
             chosen = take_options(kind, values, team=team)
             report = run(sources, destination, chosen, show_progress if shows_progress else None)
@@ -83,7 +83,7 @@ def show_progress(total: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def show_programs() -> Iterator[Callable[[str, float, str], None]]:
-    """Yield what shows how long a program runs and what it printed last, on stderr.
+    """Yield a function that shows on stderr how long a program runs and its last line.
 
     On a terminal that is one line that changes every second; elsewhere a line every 30 seconds.
     """
@@ -116,7 +116,7 @@ def show_result(result: Any, *, as_json: bool) -> None:
     """Print a report on stdout, as text or as one JSON document.
 
     Raises:
-        ResourceError: stdout cannot be written; the message says that the output is whole.
+        ResourceError: stdout cannot be written; the message states that the output itself is complete.
     """
     try:
         if as_json:
@@ -131,7 +131,7 @@ def show_result(result: Any, *, as_json: bool) -> None:
     except OSError as error:
         from reshard.commands.page import describe_whole_output
 
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
         done = describe_whole_output(result.destination) if getattr(result, "done", False) else ""
         raise ResourceError(
             "standard output", f"the report cannot be written: {error.strerror}", done

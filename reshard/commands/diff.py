@@ -56,7 +56,7 @@ class DiffOptions(ReadOptions):
         """Refuse values that are not allowed, and a tolerance together with ``exact``.
 
         Raises:
-            UsageError: naming the option.
+            UsageError: a value is not allowed; the message names the option.
         """
         super().__post_init__()
         if self.exact and (self.atol or self.rtol or self.ulp):
@@ -207,8 +207,8 @@ def compare(
         shown = ", ".join(paired.unnamed[:LISTED])
         report.notes.append(f"tied weights that only one checkpoint names: {shown}")
     if selection.has_train_state:
-        found = train.find_differences(left, right)
-        report.train = [value for value in found if selection.is_selected(value.name)]
+        values = train.find_differences(left, right)
+        report.train = [value for value in values if selection.is_selected(value.name)]
         paired.pairs += (
             each for each in _pair_own_tensors(left, right) if selection.is_selected(each.fqn)
         )
@@ -301,9 +301,9 @@ def _compare(
             window_bytes=window_bytes,
             progress=progress,
         )
-    found = {compared[position][0]: difference for position, difference in differing.items()}
+    by_pair = {compared[position][0]: difference for position, difference in differing.items()}
     for number, each in enumerate(pairs):
-        unequal = _describe_difference(each, found.get(number), dtype)
+        unequal = _describe_difference(each, by_pair.get(number), dtype)
         if unequal is not None:
             report.unequal.append(unequal)
             continue
@@ -313,14 +313,14 @@ def _compare(
 
 def _explain_dtypes(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterator[str]:
     """Yield hints for tensors whose values are equal in the narrower of their two dtypes."""
-    found: dict[str, list[Unequal]] = {}
+    by_dtype: dict[str, list[Unequal]] = {}
     for each in unequal:
         both = [dtypes.parse(name) for name in (each.a, each.b)] if each.what == "dtype" else []
         if both and not each.count and all(dtype.family == "float" for dtype in both):
             narrow = min(both, key=lambda dtype: dtype.itemsize)
-            found.setdefault(narrow.name, []).append(each)
+            by_dtype.setdefault(narrow.name, []).append(each)
     how = "the same" if tolerance.is_exact else "the same under the tolerance"
-    for name, tensors in found.items():
+    for name, tensors in by_dtype.items():
         scope = "" if all(each.kind in (WEIGHT, COPY) for each in tensors) else " (weights only)"
         yield (
             f"{len(tensors)} of the unequal tensors differ only in dtype: as {name}, their values"
@@ -348,19 +348,19 @@ def _are_floats(each: Pair) -> bool:
 
 
 def _describe_difference(
-    each: Pair, found: TensorDifference | None, dtype: DType | None
+    each: Pair, difference: TensorDifference | None, dtype: DType | None
 ) -> Unequal | None:
     """Return how a pair differs in shape, dtype or values; None if it does not."""
     a, b = each.a, each.b
     values = Unequal(each.kind, each.fqn, "values", "", "", numel=a.numel)
-    if found is not None:
-        values.a, values.b = (f"{value:.9g}" for value in found.first_values)
-        values.at = index_of(found.first, a.shape)
-        values.count, values.not_finite = found.count, found.not_finite
-        values.max_abs, values.max_rel = found.max_abs, found.max_rel
-        values.max_ulp = found.max_ulp
+    if difference is not None:
+        values.a, values.b = (f"{value:.9g}" for value in difference.first_values)
+        values.at = index_of(difference.first, a.shape)
+        values.count, values.not_finite = difference.count, difference.not_finite
+        values.max_abs, values.max_rel = difference.max_abs, difference.max_rel
+        values.max_ulp = difference.max_ulp
     if a.shape != b.shape:
         return replace(values, what="shape", a=str(list(a.shape)), b=str(list(b.shape)))
     if a.dtype != b.dtype and not (dtype and _is_cast(each)):
         return replace(values, what="dtype", a=str(a.dtype), b=str(b.dtype))
-    return values if found is not None else None
+    return values if difference is not None else None

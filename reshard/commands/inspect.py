@@ -144,8 +144,8 @@ class Inspection:
         for name, value in (("scheduler", train.scheduler), ("scaler", train.scaler)):
             for state in value if isinstance(value, list) else filter(None, [value]):
                 pairs = state.items() if isinstance(state, dict) else [("", state)]
-                words = [str(v) if k in ("", "class") else f"{k} {v}" for k, v in pairs]
-                yield _row(name, ", ".join(words)[:100])
+                texts = [str(v) if k in ("", "class") else f"{k} {v}" for k, v in pairs]
+                yield _row(name, ", ".join(texts)[:100])
         if train.client:
             yield _row("client", ", ".join(train.client)[:100])
 
@@ -182,7 +182,7 @@ def inspect(path: formats.Paths, options: InspectOptions | None = None) -> Inspe
     """Describe a checkpoint from its headers.
 
     Raises:
-        ReshardError: as `formats.read`; or the page cannot be written.
+        ReshardError: as in `formats.read`, or the page cannot be written.
     """
     options = options or InspectOptions()
     check_page(options, formats.as_paths(path))
@@ -218,17 +218,17 @@ def count_parameters(manifest: Manifest) -> int:
 
 def summarize_kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
     """Return kind -> number of tensors, logical bytes and dtypes; weights come first."""
-    found: dict[str, dict[str, Any]] = {}
+    summary: dict[str, dict[str, Any]] = {}
     present = {entry.kind for entry in manifest.entries.values()}
     order = [kind for kind in (PARAM, BUFFER, MASTER) if kind in present]
     for kind in [*order, *sorted(present - set(WEIGHT_KINDS))]:
         entries = list(manifest.of_kind(kind))
-        found[kind] = {
+        summary[kind] = {
             "tensors": len(entries),
             "bytes": sum(entry.nbytes for entry in entries),
             "dtypes": sorted({str(entry.dtype) for entry in entries}),
         }
-    return found
+    return summary
 
 
 def list_tensors(manifest: Manifest) -> Iterator[str]:

@@ -192,7 +192,7 @@ class OutputOptions(ValueOptions):
         """Return how bytes are moved.
 
         Raises:
-            ReshardError: as `budget`.
+            ReshardError: as in `budget`.
         """
         workers, window_bytes = self.budget()
         return MoveOptions(

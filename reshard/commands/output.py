@@ -126,7 +126,7 @@ def write(
         check: reads the headers of the written files and compares them with the plan.
 
     Raises:
-        ReshardError: nothing is left at the destination then.
+        ReshardError: the output could not be written; the destination is unchanged.
     """
     team = options.team
     job = jobs.describe(manifest.files.values(), options.shaping_output(), plan.target)
@@ -138,37 +138,42 @@ def write(
         resume=options.resume,
         team=team,
     )
-    with claimed as place, open_progress(meter, plan.target.nbytes) as bar, team.abort_on_failure():
-        growing = open_unfinished(place, job, plan, manifest.files, options.move_options(bar))
-        done, notes = _resume_or_clear(place, growing, options)
+    with (
+        claimed as partial,
+        open_progress(meter, plan.target.nbytes) as bar,
+        team.abort_on_failure(),
+    ):
+        unfinished = open_unfinished(partial, job, plan, manifest.files, options.move_options(bar))
+        done, notes = _resume_or_clear(partial, unfinished, options)
         if done is not None:
             bar(done.nbytes)
-        outcome = growing.finish(done)
+        outcome = unfinished.finish(done)
+        # After the last read, so that no change of a source is missed.
         jobs.check_sources(job, select_share(team, list(manifest.files.values())))
-        _check_written(outcome, plan.target, place.output, options, check)
+        _check_written(outcome, plan.target, partial.output, options, check)
     return WriteResult(outcome, done.nbytes if done else 0, notes)
 
 
 def _resume_or_clear(
-    place: commit.PartialOutput, growing: Unfinished, options: OutputOptions
+    partial: commit.PartialOutput, unfinished: Unfinished, options: OutputOptions
 ) -> tuple[Outcome | None, list[str]]:
     """Return what an interrupted run had written, or clear it if it is not resumed; and notes."""
     team = options.team
-    left = growing.read_progress() if options.resume and team.first else None
+    left = unfinished.read_progress() if options.resume and team.first else None
     is_resumed = broadcast_text(team, "on" if left else "")
     if not is_resumed:
-        size = place.used_bytes if team.first else 0
+        size = partial.used_bytes if team.first else 0
         if team.first:
-            place.clear()
+            partial.clear()
         team.barrier()
-        gone = f"{units.show_bytes(size)} of an interrupted run were removed from {place.path}"
-        missed = "" if options.resume else "; --resume would have continued it"
-        return None, [gone + missed] if size else []
+        note = f"{units.show_bytes(size)} of an interrupted run were removed from {partial.path}"
+        advice = "" if options.resume else "; --resume would have continued it"
+        return None, [note + advice] if size else []
     left = left or Outcome()
-    done = growing.check_progress(left)
+    done = unfinished.check_progress(left)
     lost = left.nbytes - done.nbytes
-    again = f"{units.show_bytes(lost)} of the interrupted run had changed and were written again"
-    return done, [again] if lost > 0 else []
+    note = f"{units.show_bytes(lost)} of the interrupted run had changed and were written again"
+    return done, [note] if lost > 0 else []
 
 
 def _check_written(
@@ -212,9 +217,10 @@ def check_skeleton(skeleton: Skeleton) -> None:
     """Check the coverage of planned files by the proof that sources must pass.
 
     Raises:
-        ReshardError: an element is missing, or is there twice.
+        ReshardError: an element is missing, or is stored twice.
     """
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
+    # Several entries may have one name here, so the keys are numbered.
     entries = {(e.kind, f"{e.fqn} ({e.dtype}, {n})"): e for n, e in enumerate(skeleton.entries)}
     check_manifest(Manifest(Origin("target", ""), entries, files, ordered=False))
 

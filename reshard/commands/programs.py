@@ -21,7 +21,7 @@ _WATCH_EVERY_S = 1.0
 _CHECK_S = 0.1  # between two checks for a signal
 _LAST_LINES = 12
 _LAST_BYTES = 16 << 10
-# Real-time signals have no names.
+# Real-time signals have no names, so look-ups have a default.
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 _EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception)\b")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
@@ -37,7 +37,7 @@ class ProgramResult:
 
     Args:
         exit_code: minus the number of the signal, if one ended the program.
-        last_lines: of stderr, or of stdout if stderr is empty.
+        last_lines: the last lines of stderr, or of stdout if stderr is empty.
     """
 
     exit_code: int
@@ -130,7 +130,7 @@ def run(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                start_new_session=True,
+                start_new_session=True,  # a process group of its own, for `_end`
             )
             _wait(process, folder, timeout_s, watch)
         except OSError as error:

@@ -35,7 +35,7 @@ def check_trust(manifest: Manifest, allowed: Sequence[str]) -> None:
     """Refuse a source whose pickles name unknown classes that the user does not allow.
 
     Raises:
-        UnsafeError: naming these classes.
+        UnsafeError: there are such classes; the message names them.
     """
     refused = [name for name in manifest.unknown_globals if name not in allowed]
     if refused:

@@ -128,10 +128,10 @@ class VerifyReport:
         yield f"{self.source}: {self._verdict()}" + (f" ({what})" if what else "")
         for check in self.checks:
             yield f"{check.name:<12}{_MARKS[check.status]:<9}{check.looked_at}"
-            found = [*check.failures, *check.warnings]
-            yield from (f"{'':<21}{text}" for text in found[:LISTED])
-            if len(found) > LISTED:
-                yield f"{'':<21}... {len(found) - LISTED} more (all of them with --json)"
+            findings = [*check.failures, *check.warnings]
+            yield from (f"{'':<21}{text}" for text in findings[:LISTED])
+            if len(findings) > LISTED:
+                yield f"{'':<21}... {len(findings) - LISTED} more (all of them with --json)"
         yield from (f"{'note':<12}{text}" for text in self.notes)
         if self.manifest:
             yield f"{'manifest':<12}{self.manifest}"
@@ -156,7 +156,7 @@ def verify(
     """Check a checkpoint; damage is in the report, not an error.
 
     Raises:
-        ReshardError: no check can run (the path does not exist, the form is not supported), or a
+        ReshardError: no check can run (the path does not exist, or the format is not supported), or a
             manifest cannot be read or written.
     """
     options = options or VerifyOptions()

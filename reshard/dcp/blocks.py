@@ -20,8 +20,8 @@ from reshard.manifest import BUFFER, Entry
 from reshard.move.fill import fill
 from reshard.plan.copies import Copy, plan_block
 
-_STAGED_BYTES = 4 << 20  # of a tensor on another device, or not contiguous
-_BATCH_BYTES = 64 << 20  # of targets held at a time: a planner may make a temporary for each
+_STAGED_BYTES = 4 << 20  # read at a time for a tensor on another device, or not contiguous
+_BATCH_BYTES = 64 << 20  # of targets in memory: a planner may create a temporary for each
 
 
 @dataclass(slots=True)
@@ -79,6 +79,7 @@ def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
 def _read_batch(pool: SourceFiles, batch: list[Job], planner: LoadPlanner) -> None:
     copies: list[tuple[Copy, memoryview]] = []
     staged: list[tuple[Job, torch.Tensor]] = []
+    # Detached, because torch refuses to change a leaf that requires gradients in place.
     targets = [(job, planner.resolve_tensor(job.item).detach()) for job in batch]
     filled = set()
     overflowed: Counter[str] = Counter()

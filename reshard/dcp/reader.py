@@ -78,6 +78,7 @@ class StorageReader(storage.StorageReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> torch_metadata.Metadata:
         """Return metadata whose keys are resolved when the planner looks them up."""
+        # Another load may pass a state dict with other prefixes.
         self._keys = Keys(self._state, *self._prefixes)
         return torch_metadata.Metadata(self._keys, planner_data=self._keys.paths)
 
@@ -93,9 +94,9 @@ class StorageReader(storage.StorageReader):
             UsageError: the checkpoint has another number of parameter groups.
         """
         requested = {
-            found.group
+            value.group
             for item in plan.items
-            if isinstance(found := self._resolve(item), Hyper) and found.group is not None
+            if isinstance(value := self._resolve(item), Hyper) and value.group is not None
         }
         available = len(self._state.groups)
         if requested and requested != set(range(available)):
@@ -122,13 +123,13 @@ class StorageReader(storage.StorageReader):
         values = Values(self._keys, planner)
         jobs = []
         for item in plan.items:
-            found = self._resolve(item)
-            if isinstance(found, Entry):
-                refuse_other_shape(item, found, values.targets)
+            value = self._resolve(item)
+            if isinstance(value, Entry):
+                refuse_other_shape(item, value, values.targets)
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                jobs.append(Job(item, found, box))
+                jobs.append(Job(item, value, box))
             else:
-                values.add(item, found)
+                values.add(item, value)
         values.load()
         with SourceFiles() as pool:
             read(pool, jobs, planner)
@@ -138,5 +139,5 @@ class StorageReader(storage.StorageReader):
 
     def _resolve(self, item: ReadItem) -> Resolved:
         key = item.storage_index.fqn
-        self._keys[key]
+        self._keys[key]  # the lookup resolves the key
         return self._keys.resolved[key]

@@ -126,6 +126,7 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         super().__setitem__(key, _build_metadata(value))
 
     def __contains__(self, key: object) -> bool:
+        # torch 2.13 `create_default_local_load_plan` checks a key before it looks it up.
         return isinstance(key, str)
 
     def __getitem__(self, key: str) -> torch_metadata.STORAGE_TYPES:
@@ -137,7 +138,7 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         """Return the value that a key refers to.
 
         Raises:
-            UsageError: it can be read in two ways, or under two prefixes.
+            UsageError: the key can be read in two ways, or under two prefixes.
         """
         for option, find, names in self._iterate_readings():
             matches = {

@@ -30,9 +30,8 @@ class Values:
     steps: list[tuple[ReadItem, Step]] = field(default_factory=list)
     hypers: list[tuple[ReadItem, Hyper]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    used_groups: dict[int, int] = field(
-        default_factory=dict
-    )  # the target's group -> the checkpoint's
+    # The target's group -> the checkpoint's group.
+    used_groups: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # DefaultLoadPlanner's flat view of the target; another planner may have none.
@@ -151,8 +150,8 @@ class Values:
         """Raise an error if a key is missing.
 
         Raises:
-            UsageError: it is there under another prefix, or the keys are numbers.
-            IncompleteError: it is not there.
+            UsageError: the key exists under another prefix, or the target's keys are numbers.
+            IncompleteError: the checkpoint lacks the key.
         """
         missing = [key for key in self.missing if not self._is_harmless(key)]
         partial = getattr(self.planner, "allow_partial_load", False)
@@ -185,7 +184,7 @@ class Values:
         )
 
     def _is_harmless(self, key: str) -> bool:
-        """Return whether a missing key is an empty tensor or an alias of a tensor that was found.
+        """Return whether a missing key is an empty tensor or an alias of a tensor that is loaded.
 
         DeepSpeed leaves empty parameters out of its optimizer, and Hugging Face aliases out of its
         files.
@@ -196,7 +195,7 @@ class Values:
         if target.numel() == 0:
             return True
         owner, _, leaf = key.rpartition(".")
-        if leaf == STEP:
+        if leaf == STEP:  # its parameter is empty if all of its slots are
             slots = [t for name, t in self._iterate_tensors() if name.rpartition(".")[0] == owner]
             return len(slots) > 1 and not any(t.numel() for t in slots if t is not target)
         return identify_memory(target) in self._loaded_memory

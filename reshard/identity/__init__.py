@@ -39,7 +39,7 @@ class Identity:
 
     Args:
         trust: how much was compared.
-        evidence: the kinds of evidence that the files carry.
+        evidence: the kinds of evidence that the files contain.
         compared: number of elements that were compared with a second copy.
     """
 
@@ -54,19 +54,19 @@ class Identity:
     def __str__(self) -> str:
         if self.trust == "none":
             return "not checked (--trust none)"
-        found = list(self.evidence)
+        texts = list(self.evidence)
         if self.compared:
-            found.append(
+            texts.append(
                 f"{counted(self.compared, 'element')} of weights equal those of their masters"
             )
-        return ", ".join(found) or "the files carry no evidence of the rank or save they belong to"
+        return ", ".join(texts) or "the files carry no evidence of the rank or save they belong to"
 
 
 def refuse_conflicts(files: Mapping[str, SourceFile]) -> list[str]:
     """Refuse files whose claims contradict one another, and return the evidence that they do not.
 
     Raises:
-        CorruptError: naming the first such file and both claims.
+        CorruptError: two claims contradict each other; the error names the first such file.
     """
     compared = compare_claims(files)
     for conflict in compared.conflicts:

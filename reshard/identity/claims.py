@@ -54,12 +54,12 @@ def find_conflicts(files: Mapping[str, SourceFile]) -> list[Conflict]:
 
 
 def _list_evidence(files: Mapping[str, SourceFile], siblings: Mapping[str, int]) -> list[str]:
-    made: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for file in files.values():
         for claim in file.claims:
             if claim.about != FILE_NAME or _names_sibling(file, claim, siblings):
-                made[f"{claim.about} by {claim.evidence}"] += 1
-    return [f"{what} ({number} files)" for what, number in made.items() if number > 1]
+                counts[f"{claim.about} by {claim.evidence}"] += 1
+    return [f"{what} ({number} files)" for what, number in counts.items() if number > 1]
 
 
 def mask_digits(name: str) -> str:
@@ -89,7 +89,7 @@ def _names_sibling(file: SourceFile, claim: Claim, siblings: Mapping[str, int]) 
 
 
 def _misplaced(files: Mapping[str, SourceFile], siblings: Mapping[str, int]) -> Iterator[Conflict]:
-    """Yield the files that state another name, rank or place than the one that they have."""
+    """Yield a conflict for each file that states another name, rank or step than its path does."""
     for file in files.values():
         for claim in file.claims:
             expected = claim.expected
@@ -101,11 +101,11 @@ def _misplaced(files: Mapping[str, SourceFile], siblings: Mapping[str, int]) -> 
                     f"{claim.evidence} says that its {claim.about} is {claim.value}, but it lies"
                     f" here as {expected}: the file of another rank or save was put in its place",
                 )
-                break
+                break  # one conflict of a file is enough
 
 
 def _other_saves(files: Mapping[str, SourceFile]) -> Iterator[Conflict]:
-    """Yield the files that state another save, step or world size than most files do."""
+    """Yield a conflict for each file that states another save, step or world size than most do."""
     stated: dict[str, list[tuple[SourceFile, Claim]]] = defaultdict(list)
     for file in files.values():
         for claim in file.claims:

@@ -54,7 +54,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One box of a weight that lies in one block of its master weights."""
+    """One box of a weight that is inside of one block of its master weights."""
 
     fqn: str
     box: Box
@@ -81,13 +81,13 @@ def compare_masters(manifest: Manifest, *, every_element: bool = False) -> Compa
     Raises:
         ReshardError: a file cannot be read.
     """
-    found = Compared()
+    result = Compared()
     mismatches: Counter[tuple[str, str]] = Counter()  # (file of masters, file of weights)
     totals: Counter[tuple[str, str]] = Counter()
     examples: dict[tuple[str, str], str] = {}
     with SourceFiles() as pool:
         for batch in _batches(_samples(manifest, every_element=every_element)):
-            found.elements += sum(sample.box.volume for sample in batch)
+            result.elements += sum(sample.box.volume for sample in batch)
             for sample, is_equal in zip(batch, _compare(pool, batch), strict=True):
                 pair = sample.master[0].file, sample.weight[0].file
                 totals[pair] += 1
@@ -96,7 +96,7 @@ def compare_masters(manifest: Manifest, *, every_element: bool = False) -> Compa
                     examples.setdefault(pair, sample.fqn)
     for pair, number in mismatches.most_common():
         master, weight = pair
-        found.unequal.append(
+        result.unequal.append(
             Unequal(
                 master,
                 f"holds other master weights than {PurePath(weight).name} has weights: {number} of"
@@ -104,7 +104,7 @@ def compare_masters(manifest: Manifest, *, every_element: bool = False) -> Compa
                 f" {examples[pair]!r}; one of the files is of another rank, step or run",
             )
         )
-    return found
+    return result
 
 
 def _samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
@@ -140,8 +140,8 @@ def _first_copies(entry: Entry) -> Iterator[Chunk]:
 def _sampled_box(fqn: str, chunk: Chunk) -> Box:
     """Return a small box inside a chunk; the same one every time.
 
-    Its place depends on the name, so that weights of one shape are not all compared at the same
-    place, where a pattern of the data (a first row of zeros) could hide a difference.
+    Its position depends on the name, so that weights of one shape are not all compared at the same
+    position, where a pattern of the data (a first row of zeros) could hide a difference.
     """
     seed = zlib.crc32(fqn.encode())
     room, shape = _SAMPLED, []
@@ -151,6 +151,7 @@ def _sampled_box(fqn: str, chunk: Chunk) -> Box:
     shape.reverse()
     origin: list[int] = []
     for start, extent, own in zip(chunk.box.origin, chunk.box.shape, shape, strict=True):
+        # Knuth's multiplicative hash; the quotient is the seed of the next dim.
         seed, at = divmod(seed * 2654435761 % (1 << 61), extent - own + 1)
         origin.append(start + at)
     return Box(tuple(origin), tuple(shape))
@@ -190,10 +191,10 @@ def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
     for number, sample in enumerate(batch):
         groups[sample.dtypes].append(number)
     equal = [True] * len(batch)
-    for (held, trained), numbers in groups.items():
-        masters = _read(pool, [batch[n].master for n in numbers], held)
+    for (source, trained), numbers in groups.items():
+        masters = _read(pool, [batch[n].master for n in numbers], source)
         weights = _read(pool, [batch[n].weight for n in numbers], trained)
-        different = _differs(masters, weights, held, trained)
+        different = _differs(masters, weights, source, trained)
         stop = 0
         for number in numbers:
             start, stop = stop, stop + batch[number].box.volume
@@ -212,29 +213,29 @@ def _read(pool: SourceFiles, blocks: Sequence[Sequence[Copy]], dtype: DType) -> 
     return buffer
 
 
-def _differs(masters: bytearray, weights: bytearray, held: DType, trained: DType) -> bytes:
+def _differs(masters: bytearray, weights: bytearray, source: DType, trained: DType) -> bytes:
     """Return a byte for each element: 1 if the weight is not the cast of its master, else 0.
 
     A few elements that are all equal need no numpy: its import takes longer than a small merge may.
     """
-    numel = len(masters) // held.itemsize
+    numel = len(masters) // source.itemsize
     if (
         numel <= _FEW
         and "numpy" not in sys.modules
-        and _cast(masters, held, trained) == bytes(weights)
+        and _cast(masters, source, trained) == bytes(weights)
     ):
         return bytes(numel)
-    return _differ_as_numbers(masters, weights, held, trained)
+    return _differ_as_numbers(masters, weights, source, trained)
 
 
-def _cast(masters: bytearray, held: DType, trained: DType) -> bytes | None:
-    """Round to nearest even, as `move.cast` does; None for other dtypes and for overflows."""
-    if held == trained:
+def _cast(masters: bytearray, source: DType, trained: DType) -> bytes | None:
+    """Return the cast, rounded to nearest even as in `move.cast`; None if numpy is needed for it."""
+    if source == trained:
         return bytes(masters)
-    if (held, trained) == (FLOAT32, BFLOAT16):
-        numbers = memoryview(masters).cast("I")
+    if (source, trained) == (FLOAT32, BFLOAT16):
+        numbers = memoryview(masters).cast("I")  # a NaN can round to 17 bits
         return array("H", (min(_rounded(bits), 0xFFFF) for bits in numbers)).tobytes()
-    if (held, trained) == (FLOAT32, FLOAT16):
+    if (source, trained) == (FLOAT32, FLOAT16):
         with contextlib.suppress(OverflowError):
             floats = memoryview(masters).cast("f")
             return struct.pack(f"<{len(floats)}e", *floats)
@@ -247,21 +248,21 @@ def _rounded(bits: int) -> int:
 
 
 def _differ_as_numbers(
-    masters: bytearray, weights: bytearray, held: DType, trained: DType
+    masters: bytearray, weights: bytearray, source: DType, trained: DType
 ) -> bytes:
     import numpy as np
 
     from reshard.move import cast
 
-    wanted: NDArray[Any] = np.frombuffer(masters, cast.numpy_dtype(held, casting=True))
+    expected: NDArray[Any] = np.frombuffer(masters, cast.numpy_dtype(source, casting=True))
     stored: NDArray[Any] = np.frombuffer(weights, cast.numpy_dtype(trained, casting=True))
-    if held != trained:
-        made = np.empty(stored.size, stored.dtype)
-        cast.cast(wanted, made, held, trained, clamp=False)
-        wanted = made
+    if source != trained:
+        rounded = np.empty(stored.size, stored.dtype)
+        cast.cast(expected, rounded, source, trained, clamp=False)
+        expected = rounded
     bits = f"u{trained.itemsize}"
-    different: NDArray[Any] = wanted.view(bits) != stored.view(bits)
+    different: NDArray[Any] = expected.view(bits) != stored.view(bits)
     if different.any():  # a NaN has many bit patterns
-        numbers = [cast.as_numbers(each, trained) for each in (wanted, stored)]
+        numbers = [cast.as_numbers(each, trained) for each in (expected, stored)]
         different &= ~(np.isnan(numbers[0]) & np.isnan(numbers[1]))
     return different.tobytes()

@@ -1,1 +1,1 @@
-"""Which elements of a tensor lie where: partitions, equal runs, flat parameters, plans of dims."""
+"""Layouts of tensors: partitions, equal runs, flat parameters, meshes, tensor-parallel plans."""

@@ -1,7 +1,7 @@
 """Offsets of parameters in an FSDP1 flat parameter, in elements.
 
 Source: torch 2.13 ``torch/distributed/fsdp/_flat_param.py``, ``_init_flat_param_and_metadata`` and
-``_get_aligned_numel``. `partition.equal_piece` says how the whole is then cut over the ranks.
+``_get_aligned_numel``. `partition.equal_piece` then cuts the whole over the ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A device mesh, what each of its axes does, and where it puts a parameter.
+"""Device meshes: the roles of their axes, and the placement of each parameter on them.
 
 ``fully_shard`` after ``parallelize_module`` has its axes in one order: replicate, shard, tensor. It
-cuts dim 0 of what tensor parallelism has left of a parameter, so where that has cut dim 0 too the
-shard is strided. A parameter that tensor parallelism leaves alone knows nothing of that axis: its
-mesh is the slice of the others.
+cuts dim 0 of the block that tensor parallelism leaves to a rank; if tensor parallelism cuts dim 0,
+too, the shard is strided. The mesh of a parameter that tensor parallelism does not touch lacks that
+axis: it is a slice along the other axes.
 
 Sources: torch 2.13 ``distributed/device_mesh.py`` (``_init_process_groups``, ``_create_sub_mesh``,
 ``_concatenate``), ``distributed/fsdp/_fully_shard/_fsdp_param.py`` (``_init_sharding_spec_tp``,
@@ -47,11 +47,11 @@ _NOT_OURS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """Where a tensor lies.
+    """The axes of a mesh on which a tensor is placed, and how each of them cuts it.
 
     Args:
-        axes: the mesh axes that its own mesh has, in order; none where every rank has a plain one.
-        cuts: one for each of them.
+        axes: axes of the tensor's own mesh, in order; empty if every rank stores a plain tensor.
+        cuts: one cut for each axis.
     """
 
     axes: Index
@@ -60,11 +60,11 @@ class TensorPlacement:
 
 @dataclass(frozen=True, slots=True)
 class MeshGrid:
-    """A device mesh over all ranks, as ``init_device_mesh`` makes it.
+    """A device mesh over all ranks, as ``init_device_mesh`` creates it.
 
     Args:
-        names: of its axes; torch loads a DTensor only into a model on a mesh of the same names.
-            A single axis without a name shards.
+        names: names of its axes; torch loads a DTensor only into a model on a mesh with the same
+            names. A single axis without a name shards.
         device: its type, which must be the model's as well: ``cuda``, ``cpu`` ...
     """
 
@@ -79,10 +79,10 @@ class MeshGrid:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """What each axis does.
+        """The role of each axis.
 
         Raises:
-            UnsupportedError: that is not known.
+            UnsupportedError: the role of an axis is not known.
         """
         if self.names is None and len(self.sizes) == 1:
             return ("shard",)
@@ -92,38 +92,39 @@ class MeshGrid:
         return tuple(ROLES[name] for name in self.names or ())
 
     def size(self, *roles: Role) -> int:
-        """How many ranks the axes with these roles have together; 1 where there are none."""
+        """Return the number of ranks along the axes with these roles; 1 without such an axis."""
         pairs = zip(self.roles, self.sizes, strict=True)
         return prod(size for role, size in pairs if role in roles)
 
     def coordinate(self, rank: int) -> Index:
-        """Where a rank stands."""
+        """Return the position of a rank on each axis."""
         steps = row_major(self.sizes)
         return tuple(rank // step % size for step, size in zip(steps, self.sizes, strict=True))
 
     def group_names(self, rank: int) -> tuple[str, ...]:
         """Return torch's names of a rank's process groups, one per axis.
 
-        They are numbers, counted from the default group's 0 axis by axis; an axis of all ranks has
-        the default group. This holds where the mesh is the first to make groups.
+        torch numbers the groups as it creates them: 0 is the default group, then come the groups
+        of each axis in turn. An axis of all ranks uses the default group. This holds if nothing
+        created a group before the mesh.
         """
-        at, made, names = self.coordinate(rank), 0, []
+        at, created, names = self.coordinate(rank), 0, []
         for axis, size in enumerate(self.sizes):
             if size == self.world:
                 names.append("0")
                 continue
             others = [other for other in range(len(self.sizes)) if other != axis]
             steps = row_major([self.sizes[other] for other in others])
-            place = sum(at[other] * step for other, step in zip(others, steps, strict=True))
-            names.append(str(made + place + 1))
-            made += self.world // size
+            index = sum(at[other] * step for other, step in zip(others, steps, strict=True))
+            names.append(str(created + index + 1))
+            created += self.world // size
         return tuple(names)
 
     def box(self, shape: Index, placed: TensorPlacement, rank: int) -> Box:
-        """Return the block of a tensor that a rank holds.
+        """Return the block of a tensor that a rank stores.
 
         Raises:
-            UnsupportedError: it cannot be cut so.
+            UnsupportedError: the mesh cannot cut the tensor in this way.
         """
         at = self.coordinate(rank)
         sizes = [self.sizes[axis] for axis in placed.axes]
@@ -140,7 +141,7 @@ class MeshGrid:
 
 @dataclass(frozen=True, slots=True)
 class MeshPlacements:
-    """Where a mesh puts each parameter.
+    """The placement of each parameter on a mesh.
 
     Args:
         tensor: how tensor parallelism cuts the parameters that it touches; None replicates.
@@ -152,12 +153,13 @@ class MeshPlacements:
 
     def of(self, fqn: str) -> TensorPlacement:
         """Return the parameter's placement, which its optimizer slots share."""
-        if fqn not in self._known:  # every rank asks
+        if fqn not in self._known:  # computed once for all ranks
             self._known[fqn] = self._placed(fqn)
         return self._known[fqn]
 
     def _placed(self, fqn: str) -> TensorPlacement:
         touched, cut = fqn in self.tensor, self.tensor.get(fqn)
+        # fully_shard cuts what tensor parallelism left of dim 0: a strided shard, see `Cut`.
         factor = self.grid.size("tensor") if cut and cut.dim == 0 else 1
         cuts = {"replicate": None, "shard": Cut(0, factor), "tensor": cut}
         roles = self.grid.roles
@@ -169,7 +171,8 @@ def parse_mesh(text: str, device: str) -> MeshGrid:
     """Parse ``--mesh NAME=SIZE,...``.
 
     Raises:
-        UsageError: it says nothing, or not what each axis does, or what torch does not do.
+        UsageError: the text is not a mesh, an axis has no known role, or torch creates no
+            DTensors on such a mesh.
     """
     option = f"--mesh {text}"
     matches = [_AXIS.fullmatch(part.strip()) for part in text.split(",")]

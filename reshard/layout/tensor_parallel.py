@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: which parameters are cut, along which dim. From a file or a model.
+"""Plans of tensor parallelism: which parameters are cut, along which dim.
 
 A pattern names modules or parameters; each of its dot-separated parts may have wildcards. A style
 says how they are cut, with the meaning of torch's ``parallelize_module``:
@@ -195,5 +195,6 @@ def _cut_of_layer(fqn: str, shape: Index, style: str, plan: Plan) -> Cut | None:
                 "give the dim, or replicate",
             )
         return Cut(0) if style == "colwise" else None
+    # colwise cuts the output features: dim 0 of a Linear's weight, dim 1 of an Embedding's.
     embeds = plan.embeddings is not None and fqn in plan.embeddings
     return Cut(len(shape) - (2 if (style == "colwise") != embeds else 1))

@@ -83,7 +83,7 @@ def _build_from(config: Any, source: Path | str) -> nn.Module:
                 built = cls(config)
                 return built
             for auto in autos:
-                if type(config) in auto._model_mapping:  # noqa: SLF001 - from_config's own question
+                if type(config) in auto._model_mapping:  # noqa: SLF001 - as from_config checks it
                     built = auto.from_config(config, **_OPTIONS)
                     return built
     except Exception as error:
@@ -96,9 +96,9 @@ def _build_from(config: Any, source: Path | str) -> nn.Module:
 def _find_model_class(transformers: Any, architectures: object) -> Any:
     """Return the transformers class of the first architecture, or None if there is none."""
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    found = getattr(transformers, name, None) if isinstance(name, str) else None
-    model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return found if model else None
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    return cls if is_model else None
 
 
 def _from_factory(spec: str) -> nn.Module:
@@ -142,9 +142,9 @@ def _without_values() -> Iterator[None]:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            given = args[0] if args else (kwargs or {}).get("tensor")
-            if getattr(func, "__name__", "") in _DRAWS and given is not None and given.is_meta:
-                return given
+            tensor = args[0] if args else (kwargs or {}).get("tensor")
+            if getattr(func, "__name__", "") in _DRAWS and tensor is not None and tensor.is_meta:
+                return tensor
             return func(*args, **(kwargs or {}))
 
     with torch.device("meta"), NoValues():
@@ -159,7 +159,7 @@ def _working_directory_importable() -> Iterator[None]:
     try:
         yield
     finally:
-        if here in sys.path:
+        if here in sys.path:  # the user's code may have removed it
             sys.path.remove(here)
 
 

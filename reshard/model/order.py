@@ -24,14 +24,14 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
         entry = replace(saved, fqn=model.saved_names.get(saved.fqn, saved.fqn))
         dtypes[entry.fqn] = saved.dtype
         first = model.tied.get(entry.fqn, entry.fqn)
-        wanted = shapes.get(first)
-        if wanted != entry.shape:
-            found = (
-                f"has shape {entry.shape}, in the model {wanted}"
-                if wanted
+        expected = shapes.get(first)
+        if expected != entry.shape:
+            problem = (
+                f"has shape {entry.shape}, in the model {expected}"
+                if expected
                 else "is not in the model"
             )
-            raise UsageError(model.source, f"is another model: {entry.fqn!r} {found}")
+            raise UsageError(model.source, f"is another model: {entry.fqn!r} {problem}")
         if first in stored:
             raise UnsupportedError(
                 manifest.origin.path,
@@ -61,10 +61,12 @@ def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
     if missing:
         raise UsageError(model.source, f"is another model: no file holds {missing[0]!r}")
     for fqn, shape in stored.items():
-        wanted = shapes.get(originals[fqn])
-        if wanted != shape:
-            found = f"has shape {shape}, in the model {wanted}" if wanted else "is not in the model"
-            raise UsageError(model.source, f"is another model: {fqn!r} {found}")
+        expected = shapes.get(originals[fqn])
+        if expected != shape:
+            problem = (
+                f"has shape {shape}, in the model {expected}" if expected else "is not in the model"
+            )
+            raise UsageError(model.source, f"is another model: {fqn!r} {problem}")
     positions = {name: number for number, name in enumerate(shapes)}
     order = {fqn: positions[first] for fqn, first in originals.items()}
     entries = sorted(manifest.entries.values(), key=lambda entry: order[entry.fqn])

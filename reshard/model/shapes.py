@@ -42,8 +42,7 @@ class ModelShapes:
     Args:
         source: the config or code that describes the model, and its class.
         parameters: shapes by name, tied ones once, in ``named_parameters()`` order. A parameter
-            that
-            two units share is listed once per unit: FSDP1 trains it as two.
+            that two units share is listed once per unit: FSDP1 trains it as two.
         buffers: shapes of the buffers that are saved; shared ones once.
         tied: every further name of a parameter or a saved buffer -> its first name.
         units: in the order in which FSDP1 numbers its flat parameters; empty if not requested.
@@ -68,10 +67,10 @@ def of_module(
     """Return the names, shapes and units of a module.
 
     Args:
-        policy: how FSDP 1 wrapped the module; None if that is unknown: there are then no units.
+        policy: how FSDP 1 wrapped the module; None if that is unknown, and the result has no units.
 
     Raises:
-        UsageError, UnsupportedError: FSDP 1 could not have wrapped it so.
+        UsageError, UnsupportedError: FSDP 1 could not have wrapped the module in this way.
     """
     wrapped = wrapped_in(root, policy or Policy(), mixed_precision=mixed_precision)
     owners = _find_owners(root, wrapped)
@@ -126,12 +125,12 @@ def _collect_tensor_plans(root: nn.Module) -> dict[str, str]:
 
     Source: transformers 5.23 ``distributed/mixin.py`` (``init_parallel_plans``).
     """
-    found: dict[str, str] = {}
+    plans: dict[str, str] = {}
     for path, module in root.named_modules():
         plan = getattr(module, "tp_plan", None)
         for pattern, style in plan.items() if isinstance(plan, dict) else ():
-            found.setdefault(_join(path, pattern), style)
-    return found
+            plans.setdefault(_join(path, pattern), style)
+    return plans
 
 
 def _collect_embeddings(root: nn.Module) -> frozenset[str]:
@@ -154,7 +153,7 @@ def _collect_saved_names(root: nn.Module, fqns: Iterable[str]) -> dict[str, str]
     Source: transformers 5.23 ``core_model_loading.py`` (``revert_weight_conversion``),
     ``conversion_mapping.py``.
     """
-    transformers = sys.modules.get("transformers")  # which a model of it has imported
+    transformers = sys.modules.get("transformers")  # a model of transformers has imported it
     if transformers is None or not isinstance(root, transformers.PreTrainedModel):
         return {}
     try:
@@ -166,15 +165,15 @@ def _collect_saved_names(root: nn.Module, fqns: Iterable[str]) -> dict[str, str]
     reverse = [transform.reverse_transform() for transform in reversed(transforms)]
     converters = [each for each in reverse if not isinstance(each, WeightRenaming)]
     renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for fqn in fqns:
         if any(each.rename_source_key(fqn)[1] is not None for each in converters):
             continue
         name = fqn
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
-        found[name] = fqn
-    return {name: fqn for name, fqn in found.items() if name != fqn}
+        names[name] = fqn
+    return {name: fqn for name, fqn in names.items() if name != fqn}
 
 
 def _find_owners(root: nn.Module, wrapped: set[nn.Module]) -> dict[nn.Module, nn.Module]:
@@ -201,9 +200,8 @@ def _collect_members(
     """Return the parameters of one unit in flat order, each with its first name in the unit.
 
     A parameter of two modules in two units is in both: with ``use_orig_params=False`` they are
-        trained
-    as two from then on. With ``use_orig_params=True`` FSDP1 gives it to the first, and no forward
-    of the second succeeds.
+    trained as two from then on. With ``use_orig_params=True`` FSDP1 gives it to the first unit, and
+    no forward of the second succeeds.
     """
     members: dict[nn.Parameter, str] = {}
     for path, module in unit.named_modules(remove_duplicate=False):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(?:e\+?(\d{1,2})|([KMBGT]))?", re.IGNORECASE)
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 OWN_LAYERS = "_no_split_modules"
-"""The classes that a transformers model itself says are not to be cut."""
+"""The attribute in which a transformers model lists the classes of its blocks."""
 _WRITE = f"write LlamaDecoderLayer[,OtherClass], size=100M, none or {OWN_LAYERS}"
 
 
@@ -87,13 +87,13 @@ def wrapped_in(root: nn.Module, policy: Policy, *, mixed_precision: bool) -> set
     if policy.least is not None:
         by_size = _BySize(policy.least, always)
         by_size.search(root)
-        found = by_size.found
+        modules = by_size.found
     elif policy.classes:
         classes = (*_resolve_classes(root, policy.classes), *always)
-        found = {module for module in root.modules() if isinstance(module, classes)}
+        modules = {module for module in root.modules() if isinstance(module, classes)}
     else:
-        found = set()
-    return found - {root}
+        modules = set()
+    return modules - {root}
 
 
 def batch_norm() -> type[nn.Module]:
@@ -131,7 +131,7 @@ def _own_layers(root: nn.Module, present: set[str]) -> tuple[str, ...]:
     """Return the model's ``_no_split_modules`` that it has, as Accelerate's default takes them.
 
     Raises:
-        UsageError: the model names none.
+        UsageError: the model has no ``_no_split_modules``.
     """
     named = sorted(getattr(root, OWN_LAYERS, None) or ())
     if not named:
@@ -147,9 +147,9 @@ class _BySize:
     """The search of ``size_based_auto_wrap_policy``, from the leaves up.
 
     Args:
-        least: number of elements outside inner units from which on a module is wrapped.
-        always: classes that are wrapped whatever their size. torch evaluates their policy too, and
-            that always looks inside.
+        least: a module with at least this many elements outside of inner units is wrapped.
+        always: classes that are wrapped whatever their size. With any of them, torch also
+            evaluates a policy that always searches the children.
     """
 
     def __init__(self, least: int, always: tuple[type[nn.Module], ...]) -> None:
@@ -170,6 +170,7 @@ class _BySize:
                 "name the classes that FSDP wrapped",
             )
         numel = sum(parameter.numel() for parameter in module.parameters())
+        # FORCE_LEAF_MODULES and, below, EXCLUDE_WRAP_MODULES of size_based_auto_wrap_policy.
         large = numel >= self._least and not isinstance(module, nn.MultiheadAttention)
         if not large and not self._always:
             return 0

@@ -86,34 +86,34 @@ def select_adapter(
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     tied = {alias: kept for alias, kept in manifest.tied.items() if _role(alias) != names.TOKENS}
     shapes |= {alias: shapes[kept] for alias, kept in tied.items() if kept in shapes}
-    found = names.find_parts(shapes)
-    in_names = _find_name_in_tensors(where, name, found)
-    strange = names.find_unknown(shapes)
-    if strange:
-        raise UnsupportedError(where, f"{some(strange)}: not a known part of LoRA")
-    own = [each for each in found if each.adapter == in_names]
+    parts = names.find_parts(shapes)
+    in_names = _find_name_in_tensors(where, name, parts)
+    unknown = names.find_unknown(shapes)
+    if unknown:
+        raise UnsupportedError(where, f"{some(unknown)}: not a known part of LoRA")
+    own = [each for each in parts if each.adapter == in_names]
     config = configs.find(name, hf_dir, near)
     if config is None:
         raise configs.build_missing_error(where, own, shapes)
     configs.check(config, own, shapes)
-    saved = names.choose_saved(shapes, found, in_names, config.values)
+    saved = names.choose_saved(shapes, parts, in_names, config.values)
     left = f"; {len(shapes) - len(saved)} others are left out" if len(shapes) > len(saved) else ""
     beside = companions.others(config.path.parent, {})
     return Adapter(
         keys.select(manifest, saved),
         {path.name: read_small_file(path) for path in (*beside, config.path)},
         [f"adapter {name}: {len(saved)} tensors, with {config.path}{left}"],
-        [*_note_trained_base(manifest, saved, found), *_note_empty_files(manifest, near)],
+        [*_note_trained_base(manifest, saved, parts), *_note_empty_files(manifest, near)],
     )
 
 
-def _find_name_in_tensors(where: str, name: str, found: Sequence[Part]) -> str:
+def _find_name_in_tensors(where: str, name: str, parts: Sequence[Part]) -> str:
     """Return the adapter's name in the names of its tensors; empty if PEFT itself saved them.
 
     Raises:
         UsageError: there is no adapter of this name.
     """
-    present = list(dict.fromkeys(each.adapter for each in found))
+    present = list(dict.fromkeys(each.adapter for each in parts))
     if not present:
         raise UsageError(where, "contains no LoRA adapter", "leave out --adapter")
     if present == [""]:
@@ -128,10 +128,10 @@ def _find_name_in_tensors(where: str, name: str, found: Sequence[Part]) -> str:
 
 
 def _note_trained_base(
-    manifest: Manifest, saved: Mapping[str, str], found: Sequence[Part]
+    manifest: Manifest, saved: Mapping[str, str], parts: Sequence[Part]
 ) -> list[str]:
     """Return a note on trained weights of the base model, which PEFT's file does not contain."""
-    apart = {*saved, *manifest.frozen, *(each.fqn for each in found)}
+    apart = {*saved, *manifest.frozen, *(each.fqn for each in parts)}
     groups = manifest.train.param_groups
     left = [fqn for group in groups for fqn in group.fqns if fqn not in apart]
     count = counted(len(left), "trained weight")

@@ -58,7 +58,7 @@ def merge(
         meter: opens a progress display for a number of bytes.
 
     Raises:
-        ReshardError: see its subclasses; nothing is left at the destination then.
+        ReshardError: see its subclasses; the destination is then unchanged.
     """
     options = options or MergeOptions()
     began = time.perf_counter()
@@ -155,7 +155,7 @@ def _prepare(
     except CorruptError:
         if is_directory:
             raise
-        companions = Companions(None, None, ())  # a file needs no config
+        companions = Companions(None, None, ())  # one file of weights needs no config
     named = naming.choose_names(
         manifest,
         registry.describe_source(manifest).names,
@@ -200,7 +200,7 @@ def _prepare(
 def _prepare_adapter(
     manifest: Manifest, name: str, near: Sequence[Path], options: MergeOptions
 ) -> _Job:
-    """Like `_prepare`, for the tensors of an adapter only; tied ones get all their names."""
+    """Plan the merge of an adapter's tensors, like `_prepare`; tied ones get all their names."""
     edited = keys.edit(manifest, options.edits)
     from reshard.commands.merge import adapter
 
@@ -320,13 +320,13 @@ def _check_output(job: _Job, staging: Path) -> None:
     """Check that the headers of the written files state what was planned.
 
     Raises:
-        DifferentError: they do not.
+        DifferentError: a header states another tensor, shape, dtype or offset.
     """
     expected = {entry.fqn: entry for entry in job.skeleton.entries}
-    found = formats.read_outputs(staging, [file.name for file in job.skeleton.files])
-    if found.keys() != expected.keys():
+    written = formats.read_outputs(staging, [file.name for file in job.skeleton.files])
+    if written.keys() != expected.keys():
         raise DifferentError(staging.name, "the tensors in it are not the planned ones")
-    for fqn, entry in found.items():
+    for fqn, entry in written.items():
         planned = expected[fqn]
         chunk, planned_chunk = entry.chunks[0], planned.chunks[0]
         if (entry.shape, chunk.dtype, chunk.byte_offset) != (

@@ -93,7 +93,7 @@ class Base:
         return [
             fqn
             for fqn in suspects
-            if (found := offered.get(fqn) or offered.get(heads.get(fqn, ""))) and found.numel
+            if (base := offered.get(fqn) or offered.get(heads.get(fqn, ""))) and base.numel
         ]
 
     def _check_same_model(self, present: Mapping[str, Entry], offered: Mapping[str, Entry]) -> None:

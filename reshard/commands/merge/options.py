@@ -59,7 +59,7 @@ class MergeOptions(NamingOptions, OutputOptions):
         """Refuse values that are not allowed, and options that contradict each other.
 
         Raises:
-            UsageError: naming the option.
+            UsageError: an option is refused; the message names it.
         """
         super().__post_init__()
         if self.fill_missing_from and (self.edits.include or self.edits.exclude):
@@ -75,7 +75,7 @@ class MergeOptions(NamingOptions, OutputOptions):
         """Refuse options of a whole model.
 
         Raises:
-            UsageError: naming the option.
+            UsageError: an option is refused; the message names it.
         """
         for name in _OF_WHOLE_MODELS:
             if getattr(self, name) not in (None, False, "auto"):
