@@ -116,7 +116,7 @@ def show_result(result: Any, *, as_json: bool) -> None:
     """Print a report on stdout, as text or as one JSON document.
 
     Raises:
-        ResourceError: stdout cannot be written; the message states that the output itself is complete.
+        ResourceError: stdout cannot be written; the message says that the output is complete.
     """
     try:
         if as_json:

@@ -156,8 +156,8 @@ def verify(
     """Check a checkpoint; damage is in the report, not an error.
 
     Raises:
-        ReshardError: no check can run (the path does not exist, or the format is not supported), or a
-            manifest cannot be read or written.
+        ReshardError: no check can run (the path does not exist, the format is not supported), or
+            a manifest cannot be read or written.
     """
     options = options or VerifyOptions()
     began = time.perf_counter()

@@ -134,5 +134,5 @@ def _measure_difference(base: LossRun, run: LossRun, key: str) -> Difference:
 
 
 def _is_same(a: float | None, b: float | None) -> bool:
-    """Whether two values are the same number; NaN equals NaN."""
+    """Return whether two values are the same number; NaN equals NaN."""
     return a == b or (a is not None and b is not None and a != a and b != b)  # noqa: PLR0124

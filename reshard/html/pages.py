@@ -25,7 +25,7 @@ def inspected(document: Document, manifest: Manifest) -> Page:
     """Build the page that describes a checkpoint."""
     warnings = list(document["warnings"])
     absent = [f"{fqn}: listed, but no rank stores a value" for fqn in document["absent"]]
-    strange = [f"pickles name {name}" for name in document["unknown_globals"]]
+    unknown = [f"pickles name {name}" for name in document["unknown_globals"]]
     return Page(
         "inspect",
         document["path"],
@@ -37,7 +37,7 @@ def inspected(document: Document, manifest: Manifest) -> Page:
             _training_panel(document),
         ),
         findings=(
-            Findings("Warnings", [*warnings, *strange], "bad"),
+            Findings("Warnings", [*warnings, *unknown], "bad"),
             Findings("Without a value", absent, "bad"),
             Findings("Tied", [f"{name} = {kept}" for name, kept in document["tied"].items()]),
             Findings("Frozen", document["frozen"]),

@@ -144,7 +144,7 @@ def _resume_rows(document: Document) -> list[tuple[str, str]]:
 
 
 def _show_control(control: Document) -> str:
-    """Say whether these steps would reveal a lost optimizer."""
+    """Return a sentence on whether these steps would reveal a lost optimizer."""
     noticed = "noticed" if control["noticed"] else "NOT noticed: these steps cannot tell"
     far = _max_relative(control["trajectory"], "loss")
     distance = f", by {far:.2g} relative" if isinstance(far, float) else ""

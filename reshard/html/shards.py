@@ -184,7 +184,7 @@ def _group_into_rows(
 ) -> Iterator[tuple[str, int | None, list[str]]]:
     """Yield the rows in order: ranks by number, then other files, grouped by directory.
 
-    A universal checkpoint has a directory a parameter; shards of a model lie side by side.
+    A universal checkpoint has one directory per parameter; all shards of a model are in one.
     """
     ranks: dict[int, list[str]] = {}
     others: dict[str, list[str]] = {}
@@ -246,7 +246,7 @@ def _join_chunks(number: int, entry: Entry) -> Iterator[tuple[str, Piece]]:
 
 
 def _is_run(box: Index, shape: Index) -> bool:
-    """Whether a box is a run of the flattened tensor: whole in every dim after its first.
+    """Return whether a box is a run of the flattened tensor: whole in every dim after its first.
 
     >>> _is_run((1, 2, 4), (3, 3, 4)), _is_run((2, 2, 4), (3, 3, 4))
     (True, False)
@@ -263,6 +263,7 @@ def _coarsen(rows: list[Row], most: int) -> tuple[int, list[Row]]:
     smallest = max(sum(sizes) // most, 1)
     while True:
         joined = [replace(row, pieces=_join_small(row.pieces, smallest)) for row in rows]
+        # Beyond the size of the largest row, every row is one piece already.
         if _count_distinct(joined) <= most or smallest > max(sizes):
             return smallest, joined
         smallest *= 2
@@ -304,7 +305,7 @@ class _Layout:
     count: int = 1
 
     def accepts(self, starts: list[int]) -> bool:
-        """Whether the next row fits the pattern; if it does, it is counted."""
+        """Return whether the next row fits the pattern; if it does, count it."""
         steps = self.steps
         if steps is None:
             steps = [b - a for a, b in zip(self.starts, starts, strict=True)]

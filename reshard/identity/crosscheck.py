@@ -229,7 +229,7 @@ def _differs(masters: bytearray, weights: bytearray, source: DType, trained: DTy
 
 
 def _cast(masters: bytearray, source: DType, trained: DType) -> bytes | None:
-    """Return the cast, rounded to nearest even as in `move.cast`; None if numpy is needed for it."""
+    """Return the cast, rounded to nearest even as in `move.cast`; None if it needs numpy."""
     if source == trained:
         return bytes(masters)
     if (source, trained) == (FLOAT32, BFLOAT16):

@@ -189,14 +189,14 @@ class _ResumeCheck:
                 self._source, self._root / "planned", replace(chosen, dry_run=True, overwrite=True)
             )
             layout = _Layout(chosen, planned, self._program.layout_flags(planned))
-            layouts.setdefault(layout.name, layout)
+            layouts.setdefault(layout.name, layout)  # two choices can mean the same layout
         return list(layouts.values())
 
     def _run_unbroken(self) -> ProgramRun:
         """Resume from the source as it is, or read the given log of such a run.
 
         Raises:
-            NotRunError: the run failed.
+            NotRunError: the program did not run to its end.
             IncompleteError: the run did not continue from the step of the source.
         """
         given = self._options.unbroken
@@ -238,6 +238,7 @@ class _ResumeCheck:
         checkpoint = folder / "checkpoint"
         written = split(self._source, checkpoint, layout.options, meter)
         chosen = layout.options
+        # The options that are reset describe the source, not the output.
         loaded = comparison.open_checkpoint(
             checkpoint,
             replace(chosen, tag=None, key=None, source_format=None, to=None),
@@ -246,7 +247,7 @@ class _ResumeCheck:
         state = comparison.compare(self._manifest, loaded, own, meter)
         run = self._resume_layout(layout, checkpoint, folder)
         if self._options.keep is None:
-            shutil.rmtree(checkpoint)
+            shutil.rmtree(checkpoint)  # so that the disk needs room for one layout only
         result = LayoutResult(run, written, state)
         if run.series and unbroken.series:
             result.trajectory = trajectory.compare(unbroken.series, run.series)

@@ -58,7 +58,7 @@ class ResumeCheckOptions(LayoutOptions, ValueOptions):
         """Refuse values that are not allowed.
 
         Raises:
-            UsageError: naming the option and what it allows.
+            UsageError: a value is not allowed; the message names the option.
         """
         super().__post_init__()
         if self.timeout_s <= 0 or not 0 <= self.rtol < 1:

@@ -25,7 +25,7 @@ class Program:
     """A command with placeholders.
 
     Args:
-        step: of the source; None if its files do not state one.
+        step: the step of the source; None if its files do not state one.
         layout_flags: returns further words of the command for a layout.
     """
 
@@ -39,7 +39,7 @@ class Program:
         """Return the command that resumes from one checkpoint and writes ``folder/log.jsonl``.
 
         Args:
-            zero_stage: of a layout of DeepSpeed.
+            zero_stage: the stage of a layout of DeepSpeed.
 
         Raises:
             UsageError: a placeholder has no value.
@@ -128,7 +128,7 @@ def make_loadable(manifest: Manifest, folder: Path) -> Path:
     """Return the path of the source that its framework loads.
 
     DeepSpeed loads the parent directory with its file ``latest``. If that file is missing or names
-    another checkpoint, a directory with a link to the source is made in ``folder``.
+    another checkpoint, a directory with a link to the source is created in ``folder``.
     """
     path = Path(manifest.origin.path).resolve()
     latest = registry.describe_source(manifest).pointer

@@ -101,7 +101,7 @@ class ControlRun:
     """A run that resumed from a copy with a wiped optimizer: its losses must differ."""
 
     run: ProgramRun
-    tensors: int  # that were wiped
+    tensors: int  # number of tensors that were wiped
     trajectory: Trajectory | None = None
 
     def noticed(self, rtol: float) -> bool:

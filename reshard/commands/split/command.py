@@ -44,23 +44,23 @@ def split(
     """Write the training state of ``source`` for another number of ranks, or in another layout.
 
     Raises:
-        ReshardError: see its subclasses; nothing is left at the destination then.
+        ReshardError: see its subclasses; the destination is then unchanged.
     """
     options = options or SplitOptions()
     began = time.perf_counter()
-    sources, place = formats.as_paths(source), resolve_destination(destination)
-    check_page(options, sources, place)
-    with report_untouched(place):
-        manifest = open_source(sources, place, options, is_directory=not is_single_file(place))
+    sources, output = formats.as_paths(source), resolve_destination(destination)
+    check_page(options, sources, output)
+    with report_untouched(output):
+        manifest = open_source(sources, output, options, is_directory=not is_single_file(output))
         identity = check_identity(manifest, options.trust)
         kinds = WEIGHT_KINDS if options.without_optimizer else None
         with replicas.average_replicas(manifest, options.replicas, kinds) as (averaged, means):
-            job = _prepare(averaged, place, options, str(destination), means)
+            job = _prepare(averaged, output, options, str(destination), means)
             report = job.report
             report.destination, report.identity = str(destination), identity
             report.options = options.given()
             if not options.dry_run:
-                _write(job, place, options, meter)
+                _write(job, output, options, meter)
                 report.seconds = time.perf_counter() - began
             write_page(
                 options,
@@ -72,7 +72,7 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A split that is planned, with nothing written yet.
+    """A planned split, of which nothing is written yet.
 
     Args:
         manifest: the source, with the parts that are created for the output.
@@ -93,7 +93,7 @@ def _prepare(
     report_as: str,
     means: Sequence[str],
 ) -> _Job:
-    """Run all passes, lay the output out and plan the copies.
+    """Run all passes, plan the files of the output and the copies that fill them.
 
     Args:
         report_as: the destination as the user wrote it.
@@ -138,10 +138,10 @@ def _open(
 def _plan(
     conversion: Conversion, state: Training, destination: Path, options: SplitOptions
 ) -> _Job:
-    """Lay the output out, and plan the copies that fill it."""
+    """Plan the files of the output, and the copies that fill them."""
     writer, request, manifest = conversion.writer, conversion.request, conversion.manifest
-    laid = writer.lay_out(state, request)
-    skeleton = laid.skeleton
+    layout = writer.lay_out(state, request)
+    skeleton = layout.skeleton
     if not is_single_file(destination):
         beside, above = writer.find_companion_folders(skeleton, state, request)
         skeleton = with_companions(skeleton, state.manifest, beside=beside, above=above)
@@ -153,7 +153,7 @@ def _plan(
     filled = passes.without_zeros(skeleton, state)
     plan = Plan(manifest.entries, filled, options.budget()[1])
     report = describe_split(conversion, state, skeleton, plan)
-    report.notes = [*laid.notes, *report.notes]
+    report.notes = [*layout.notes, *report.notes]
     names = [file.name for file in skeleton.files]
     report.warnings += engines.describe_defects(
         engines.Form(writer.name, names, bool(state.groups))
@@ -188,7 +188,7 @@ def _check_destination(destination: str, writer: Writer) -> None:
     """Refuse the name of a file for a layout that is a directory.
 
     Raises:
-        UsageError: the destination ends as a file does, and the layout cannot be one file.
+        UsageError: the destination has the suffix of a file, and the layout is a directory.
     """
     suffix = Path(destination).suffix
     if is_single_file(destination) and not (

@@ -48,7 +48,7 @@ class LayoutOptions(TargetOptions, NamingOptions):
         """Refuse values that are not allowed, and options that contradict each other.
 
         Raises:
-            UsageError: naming the option.
+            UsageError: an option is refused; the message names it.
         """
         super().__post_init__()
         if not self.without_optimizer:

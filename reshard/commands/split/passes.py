@@ -77,8 +77,8 @@ def choose_optimizer(
 ) -> tuple[SplitOptions, list[str]]:
     """Return the options for weights alone if the source has nothing else, and notes on that.
 
-    For a layout that needs an optimizer the options stay: the user must then say what becomes of
-    it.
+    For a layout that needs an optimizer the options stay: the user must then decide what
+    happens to it.
     """
     is_decided = options.init_optimizer or options.weights_only or options.param_groups
     train = manifest.train

@@ -1,4 +1,4 @@
-"""What was written, read as a stranger would: by the reader of its format."""
+"""Check of a written output: the reader of its format must find what was planned."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from reshard.training.state import Training
 def check(
     staging: Path, skeleton: Skeleton, state: Training, named: Naming, options: SplitOptions
 ) -> None:
-    """Its reader must find what was planned, and all of it.
+    """Check that the reader of the output's format finds exactly what was planned.
 
     Raises:
-        DifferentError: it is something else.
+        DifferentError: it finds a tensor at another location, or misses one.
     """
     seen = formats.read(staging, model=options.model, wrap=options.wrap, rules=options.rules)
     above = staging.parent if staging.is_file() else staging
@@ -31,11 +31,12 @@ def check(
         named.name_in_table(alias): named.name_in_table(kept)
         for alias, kept in state.manifest.tied.items()
     }
-    for fqn, found in _by_name(seen.entries.values(), named).items():  # one tensor's chunks at once
-        wanted = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
-        places = {_place(chunk, f"{above}/") for entry in wanted for chunk in entry.chunks}
-        for chunk in (chunk for entry in found for chunk in entry.chunks if chunk.box.volume):
-            if _place(chunk) not in places and not _is_padding(chunk, wanted):
+    for fqn, entries in _by_name(seen.entries.values(), named).items():
+        expected = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
+        # Of one tensor at a time, because all chunks of a large run need much memory.
+        locations = {_location(chunk, f"{above}/") for entry in expected for chunk in entry.chunks}
+        for chunk in (chunk for entry in entries for chunk in entry.chunks if chunk.box.volume):
+            if _location(chunk) not in locations and not _is_padding(chunk, expected):
                 raise DifferentError(
                     chunk.file,
                     f"holds {fqn!r} at byte {chunk.byte_offset}, where it was not put: the files of"
@@ -45,27 +46,27 @@ def check(
 
 
 def _by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[Entry]]:
-    found = defaultdict(list)
+    by_name = defaultdict(list)
     for entry in entries:
-        found[named.name_in_table(entry.fqn)].append(entry)
-    return found
+        by_name[named.name_in_table(entry.fqn)].append(entry)
+    return by_name
 
 
-def _place(chunk: Chunk, staging: str = "") -> tuple[str, int, DType]:
+def _location(chunk: Chunk, staging: str = "") -> tuple[str, int, DType]:
     return staging + chunk.file, chunk.byte_offset, chunk.dtype
 
 
-def _is_padding(chunk: Chunk, wanted: Sequence[Entry]) -> bool:
-    """Whether it begins behind the tensor: a rank's part that is all rows of no word."""
-    ends = (zip(chunk.box.origin, entry.shape, strict=False) for entry in wanted)
+def _is_padding(chunk: Chunk, expected: Sequence[Entry]) -> bool:
+    """Return whether a chunk begins behind its tensor: a rank's part that is all padding rows."""
+    ends = (zip(chunk.box.origin, entry.shape, strict=False) for entry in expected)
     return any(at >= size for dims in ends for at, size in dims)
 
 
 def _check_all(seen: Manifest, state: Training, named: Naming) -> None:
-    """Every weight and every optimizer slot is there again.
+    """Check that every weight and every optimizer slot reads back.
 
     Raises:
-        DifferentError: one is not.
+        DifferentError: one does not.
     """
     names = {
         named.name_in_table(fqn) for fqn in (*(e.fqn for e in seen.entries.values()), *seen.tied)

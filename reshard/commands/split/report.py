@@ -1,4 +1,4 @@
-"""What a split did or would do, in words and as JSON: what was kept, derived and dropped."""
+"""The report of a split, as text and as JSON: what was kept, derived and dropped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SplitReport:
     done: bool = False
     verified: bool = False
     files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes
-    identity: Identity | None = None  # what showed that the files belong together
+    identity: Identity | None = None  # evidence that the files belong to one save
     weights: int = 0
     optimizer_tensors_in: int = 0
     optimizer_tensors_out: int = 0
@@ -45,16 +45,18 @@ class SplitReport:
     kept: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # the target's own: derived, or not carried
+    notes: list[str] = field(
+        default_factory=list
+    )  # of the target, and on values that were not read
     overflowed: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     bytes_read: int = 0
     bytes_written: int = 0
-    resumed_bytes: int = 0  # of those, what an interrupted run had done
+    resumed_bytes: int = 0  # of those, written by an interrupted run
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """One document with a stable schema."""
+        """Return one document with a stable schema."""
         return {"schema": SCHEMA, "command": "split", **asdict(self)}
 
     def lines(self) -> Iterator[str]:
@@ -94,7 +96,7 @@ def describe_split(
     has_stage = request.separate_masters and request.parallel.is_one
     no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.TENSOR)
     out = {e.key for e in skeleton.entries if e.kind not in no_slots}
-    held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
+    before = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
         source=manifest.origin.path,
         format=manifest.origin.description,
@@ -104,7 +106,7 @@ def describe_split(
         ranks=request.world_size,
         files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
         weights=len(state.weights),
-        optimizer_tensors_in=len(held),
+        optimizer_tensors_in=len(before),
         optimizer_tensors_out=len(out),
         leaves=count_leaves(manifest),
         derived=list(notes.derived),
@@ -125,30 +127,30 @@ def describe_split(
         names = ", ".join(state.slots)
         groups = units.counted(len(state.groups), "param group")
         report.kept.append(f"{names}; step {state.step()}; {groups}")
-    elif held:
+    elif before:
         why = "--init-optimizer zeros" if state.groups else "--weights-only"
-        report.dropped.append(f"{len(held)} optimizer tensors ({why})")
+        report.dropped.append(f"{len(before)} optimizer tensors ({why})")
     if state.zero_slots:
         report.derived += _masters(state, request)
     return report
 
 
 def _unread(manifest: Manifest) -> Iterator[str]:
-    """Yield what no target can hold because nothing reads it: another model, objects, bytes.
+    """Yield notes on values that no target writes, because reshard does not read them.
 
-    What is among the train state is not here: each target says which of that it has no place for.
+    Values of the script are left out here: each target reports those that it cannot store.
     """
     client = manifest.train.client
-    of_kinds: dict[str, list[str]] = {}
+    by_kind: dict[str, list[str]] = {}
     for name, kind in manifest.unread.items():
         if not any(name == own or name.startswith(f"{own}.") for own in client):
-            of_kinds.setdefault(kind, []).append(name)
-    for kind, names in of_kinds.items():
+            by_kind.setdefault(kind, []).append(name)
+    for kind, names in by_kind.items():
         yield f"not carried: {units.some(names)} ({kind})"
 
 
 def _masters(state: Training, request: Request) -> Iterator[str]:
-    """Masters that a new optimizer begins with, where the source's weights are narrower."""
+    """Yield notes on the masters of a new optimizer that are cast from narrower weights."""
     written = request.master_dtype
     narrow = Counter(
         member.weight.value.dtype.name

@@ -42,7 +42,7 @@ def choose_writer(manifest: Manifest, options: SplitOptions) -> Writer:
 def resolve_request(
     manifest: Manifest, shapes: ModelShapes | None, writer: Writer, options: SplitOptions
 ) -> Request:
-    """Return the options of the output, with nothing left open but what its writer decides.
+    """Return the options of the output, complete except for what its writer decides.
 
     Args:
         shapes: the model, if it is known.
