@@ -45,14 +45,14 @@ class FileNames:
     """The names of each rank's files, with ``{rank}`` and ``{world}``.
 
     Args:
-        optimizer: the same as ``model`` if both are in one file, under two keys.
+        optimizer: equal to ``model`` if both are in one file, under two keys.
         extra_state: a file of each rank for the scheduler; empty for none.
         train_state: a file of rank 0 for everything else; empty for none.
         about: a file that states the number of ranks; empty for none.
-        accelerate: whether Accelerate reads them.
+        accelerate: whether Accelerate reads them, which needs further files.
         keyed: how the optimizer names its parameters.
-        meshes: the names of the axes of a mesh that is known to be read, the usual first; empty
-            for any.
+        meshes: the axis names of each mesh that the reader accepts, the usual one first; empty if
+            it accepts any.
     """
 
     model: str
@@ -96,7 +96,7 @@ LOCAL = FileNames(  # the same of LOCAL_STATE_DICT
 TRAINER_RANKS = replace(ACCELERATE, accelerate=False)  # our trainer needs no further files
 TRAINER_LOCAL = replace(LOCAL, accelerate=False)
 _KEYS = ("model", "optimizer")
-_SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # FSDP's, or as it
+_SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # sharded as by FSDP
 
 
 # FSDP 2
@@ -116,30 +116,31 @@ def lay_out_fsdp2(
     """Lay out one file of DTensors for each rank, as ``fully_shard`` builds them.
 
     Args:
-        grid: the device mesh of the training to come, which must have its names and device.
-        whole_weights: each rank has whole weights, and shards of the optimizer's state: FSDP 1's
-            NO_SHARD with ``use_orig_params=False``.
+        grid: the device mesh of the new run, with its axis names and device type.
+        whole_weights: whether each rank has whole weights but shards of the optimizer's state, as
+            under FSDP 1's NO_SHARD with ``use_orig_params=False``.
         tensor: how a tensor-parallel axis of the mesh cuts the parameters.
-        model: says which weights are buffers, where the source does not.
-        dtype: of the parameters; None keeps each in that of its master.
+        model: shows which weights are buffers, if the source does not.
+        dtype: dtype of the parameters; None keeps that of each master.
 
     Raises:
-        IncompleteError: the source lacks what the optimizer needs, or does not tell buffers.
-        UnsupportedError: a slot that has another shape than its parameter; a packed weight.
+        IncompleteError: the source lacks optimizer state, or does not show which weights are
+            buffers.
+        UnsupportedError: a slot has another shape than its parameter, or a weight is packed.
         UsageError: the plan does not fit the parameters.
     """
-    held = torch_state_dict.build_weights(
+    values = torch_state_dict.build_weights(
         state, dtype=dtype, divided=build_is_divided(state, model)
     )
-    placing = MeshPlacements(grid, find_tensor_cuts(grid, tensor, held))
+    placing = MeshPlacements(grid, find_tensor_cuts(grid, tensor, values))
     moments = None if weights_only else torch_state_dict.build_optimizer(state, naming.keyed, model)
     _refuse_factored(moments)
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
-        weights: OrderedDict[str, Any] = OrderedDict(held)
+        weights: OrderedDict[str, Any] = OrderedDict(values)
         if whole_weights:
             uncut = WholeSlots()
-            weights = OrderedDict((name, uncut(value)) for name, value in held.items())
+            weights = OrderedDict((name, uncut(value)) for name, value in values.items())
         names = [
             name.format(rank=rank, world=grid.world) for name in (naming.model, naming.optimizer)
         ]
@@ -164,10 +165,11 @@ def find_tensor_cuts(
     """Return how the tensor-parallel axis, if any, cuts each parameter that it touches.
 
     Args:
-        weights: those of `torch_state_dict.build_weights`; all names of a tensor have one value.
+        weights: as from `torch_state_dict.build_weights`; all names of a tensor have one value.
 
     Raises:
-        UsageError, UnsupportedError: as `tensor_parallel.cuts`; there is no plan.
+        UsageError: there is no plan.
+        UsageError, UnsupportedError: as `tensor_parallel.cuts`.
     """
     if "tensor" not in grid.roles:
         return {}
@@ -181,7 +183,7 @@ def find_tensor_cuts(
     for name, value in weights.items():
         if value.divided:
             names.setdefault(value.owner, []).append(name)
-    return cuts(plan, [(held, weights[held[0]].shape) for held in names.values()])
+    return cuts(plan, [(owned, weights[owned[0]].shape) for owned in names.values()])
 
 
 def assign_files(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
@@ -198,14 +200,14 @@ def lay_out_extras(
     state: Training, naming: FileNames, rank: int, world: int, *, version: int, weights_only: bool
 ) -> Iterator[Skeleton]:
     """Yield the files beside weights and optimizer."""
-    carried = {} if weights_only else torch_state_dict.collect_extra_state(state.manifest.train)
-    if naming.train_state and carried and rank == 0:
+    extra = {} if weights_only else torch_state_dict.collect_extra_state(state.manifest.train)
+    if naming.train_state and extra and rank == 0:
         stamp = state.stamp(naming.train_state, rank, world)
-        yield torch_writer.lay_out_object(naming.train_state, carried, stamp=stamp)
+        yield torch_writer.lay_out_object(naming.train_state, extra, stamp=stamp)
     if naming.extra_state and not weights_only:
         name = naming.extra_state.format(rank=rank, world=world)
-        held = {"lr_scheduler": carried.get("scheduler")}
-        yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, world))
+        scheduler = {"lr_scheduler": extra.get("scheduler")}
+        yield torch_writer.lay_out_object(name, scheduler, stamp=state.stamp(name, rank, world))
     if naming.about and rank == 0:
         text = json.dumps({"FSDP_version": version, "world_size": world}, indent=4)
         yield skeletons.lay_out_bytes(naming.about, text.encode())
@@ -229,18 +231,19 @@ def build_is_divided(state: Training, model: ModelShapes | None) -> Callable[[We
     """Return a function that tells parameters, which are cut, from buffers, which are whole."""
     owned = {member.fqn for group in state.groups for member in group.members}
     owned |= state.manifest.frozen
-    told = any(weight.is_buffer for weight in state.weights)
-    told = told or state.manifest.origin.format.startswith("deepspeed")
-    by_rows = cache(lambda: _is_sharded_by_rows(state))  # few sources leave it open
+    # A source that marks some buffers marks all of them; DeepSpeed's list buffers by name.
+    marks_buffers = any(weight.is_buffer for weight in state.weights)
+    marks_buffers = marks_buffers or state.manifest.origin.format.startswith("deepspeed")
+    # Computed once, and only for the few sources that leave the question open.
+    by_rows = cache(lambda: _is_sharded_by_rows(state))
 
     def divided(weight: Weight) -> bool:
         if not weight.shape or weight.is_buffer:
             return False
         if model is not None:
             return _is_parameter(model, weight.fqn)
-        if (
-            told or weight.fqn in owned or len(_find_boxes(weight)) > 1
-        ):  # FSDP shards parameters alone
+        # FSDP shards only parameters, so a weight in several blocks is one.
+        if marks_buffers or weight.fqn in owned or len(_find_boxes(weight)) > 1:
             return True
         if weight.shape[0] > 1 and by_rows():  # a parameter would lie on several ranks
             return False
@@ -299,18 +302,18 @@ def lay_out_fsdp1_full(
     """Lay out FSDP 1's FULL_STATE_DICT, named as by Accelerate: whole tensors, all by fqn.
 
     Args:
-        rank: which one the files state as the one that saved them.
-        accelerate: whether there is what Accelerate wants beside them.
+        rank: the rank that the files' stamps name as the one that saved them.
+        accelerate: whether to add the files that Accelerate needs beside them.
     """
     weights = OrderedDict(torch_state_dict.build_weights(state, dtype=dtype))
     moments = None if weights_only else torch_state_dict.build_optimizer(state, "fqn")
     files = assign_files(names, weights, moments)
-    made = [
+    laid_out = [
         torch_writer.lay_out_object(
             name, root, slot_of=WholeSlots(), stamp=state.stamp(name, rank, ranks)
         )
         for name, root in files.items()
     ]
     if accelerate and not weights_only:
-        made += lay_out_accelerate_extras(state, ranks)
-    return skeletons.join(made)
+        laid_out += lay_out_accelerate_extras(state, ranks)
+    return skeletons.join(laid_out)

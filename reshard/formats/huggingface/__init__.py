@@ -1,7 +1,7 @@
 """The Hugging Face model directory: sharded weights with an index, and its JSON files.
 
-    format      the format as one object: how it is found, read and written
-    directory   which files are a model's
+    format      the format as one object: detection and reading
+    directory   the names of a model's files
     reader      weights, through their index or without one
 
 Sources: transformers 5 ``modeling_utils.py`` (file names, ``{"format": "pt"}``), huggingface_hub 1

@@ -1,4 +1,4 @@
-"""Which files of a directory are a model's weights, by their names."""
+"""Recognize the files of a model's weights by their names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def detect(location: Location) -> bool:
 
 
 def find_index(location: Location) -> str | None:
-    """Return the name of a directory's index of shards; None without one for a model."""
+    """Return the name of a directory's index of shards; None without one, or with several."""
     usual = next((name for name in _INDEXES if name in location.files), None)
     others = [name for name in location.files if is_index(name)]
     return usual or (others[0] if len(others) == 1 else None)

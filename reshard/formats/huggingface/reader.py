@@ -42,23 +42,23 @@ def read(location: Location) -> Manifest:
 
     Raises:
         UnsafeError: the index names a file outside its directory.
-        IncompleteError: a shard, or a tensor that the index promises, is missing.
+        IncompleteError: a shard, or a tensor that the index lists, is missing.
         CorruptError: shards and index contradict each other.
-        UnrecognisedError: several files and no index.
+        UnrecognisedError: there are several files and no index.
     """
-    made = _read(location)
-    others = list_other_weights(location, {Path(path).name for path in made.files})
+    manifest = _read(location)
+    others = list_other_weights(location, {Path(path).name for path in manifest.files})
     if others and not location.chosen:
         text = f"holds other weights beside, which are not read: {some(others)}"
-        made = replace(made, warnings=(*made.warnings, text))
-    return made
+        manifest = replace(manifest, warnings=(*manifest.warnings, text))
+    return manifest
 
 
 def _read(location: Location) -> Manifest:
     if location.chosen and not is_index(location.chosen):
         return _read_file(location.path)
     if not location.chosen and "model.safetensors" in location.files:
-        # as transformers chooses, before any .bin index
+        # transformers, too, prefers it to any .bin index.
         return _read_file(location.files["model.safetensors"])
     index = location.chosen or find_index(location)
     if index is not None:
@@ -79,12 +79,12 @@ def _read(location: Location) -> Manifest:
 def _read_unindexed(directory: Path, shards: Sequence[Path]) -> Manifest:
     """Read all shards of a save whose index is missing; each states its own tensors."""
     read = [_read_shard(path) for path in shards]
-    entries = [entry for held, _, _ in read for entry in held]
-    made = _build_manifest(
+    entries = [entry for tensors, _, _ in read for entry in tensors]
+    manifest = _build_manifest(
         directory, entries, {source.path: source for _, source, _ in read}, set()
     )
     text = f"no model.safetensors.index.json: {len(shards)} shards belong together by their names"
-    return replace(made, warnings=(*made.warnings, text))
+    return replace(manifest, warnings=(*manifest.warnings, text))
 
 
 def _read_file(path: Path) -> Manifest:
@@ -113,9 +113,9 @@ def _read_indexed(location: Location, index: Path) -> Manifest:
         shard = location.files.get(name)
         if shard is None:
             raise IncompleteError(index, f"names {name}, which is missing", "fetch that file")
-        held, source, seen = _read_shard(shard)
-        _check_shard(index, shard, {entry.fqn for entry in held}, weight_map)
-        entries += held
+        tensors, source, seen = _read_shard(shard)
+        _check_shard(index, shard, {entry.fqn for entry in tensors}, weight_map)
+        entries += tensors
         sources[source.path] = source
         globals_ |= seen
     order = {fqn: position for position, fqn in enumerate(weight_map)}
@@ -127,13 +127,13 @@ def _is_plain_name(name: str) -> bool:
     return bool(name) and PurePosixPath(name).name == name and name not in (".", "..")
 
 
-def _check_shard(index: Path, shard: Path, held: set[str], weight_map: Mapping[str, str]) -> None:
+def _check_shard(index: Path, shard: Path, stored: set[str], weight_map: Mapping[str, str]) -> None:
     promised = {fqn for fqn, name in weight_map.items() if name == shard.name}
-    if promised - held:
-        fqn = min(promised - held)
+    if promised - stored:
+        fqn = min(promised - stored)
         raise IncompleteError(index, f"lists {fqn!r} in {shard.name}, which does not contain it")
-    if held - promised:
-        fqn = min(held - promised)
+    if stored - promised:
+        fqn = min(stored - promised)
         raise StaleError(
             shard, f"holds {fqn!r}, which {index.name} does not list there: a stale index or shard"
         )
@@ -156,12 +156,12 @@ def _read_torch_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
 
     file = torch_reader.read(path)
     state = sections.find(tree.convert_file(file), str(path)).model
-    held = [
+    entries = [
         Entry(name, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
         for name, leaf in state.items()
         if (tensor := tree.as_global(leaf))
     ]
-    return held, file.source(), file.globals
+    return entries, file.source(), file.globals
 
 
 def _build_manifest(

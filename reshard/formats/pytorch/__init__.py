@@ -1,13 +1,13 @@
 """Directories of PyTorch-native training: DCP, rank files, whole files, in any mixture.
 
 Accelerate, HF Trainer, Lightning, verl, torchtitan, FairScale and plain scripts differ in how they
-name these parts; what is in them is told by its form (`state_dict.sections`).
+name these parts; their content is identified by its structure (`state_dict.sections`).
 
-    format      the format as one object: how it is found, read and written
-    directory   which files are parts, and whether there are any
-    ranks       the files that ranks saved, as one
-    reader      every part at a place as one manifest
-    provenance  what the parts' names say: who wrote them, at which step
+    format      the format as one object: detection, reading and writing
+    directory   the names of parts, and detection by them
+    ranks       the files of all ranks, joined
+    reader      every part in a directory as one manifest
+    provenance  the framework and the step that the parts' names state
     layouts     the layouts that PyTorch-native training loads
     writer      one file, as a script without sharding saves it
 

@@ -1,6 +1,6 @@
-"""Which files and folders are parts of a training checkpoint, by their names.
+"""Recognize the files and folders of a training checkpoint by their names.
 
-Libraries number the files of ranks in different ways; this module has what they have in common.
+Libraries number the files of ranks in different ways; the patterns here cover what they share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from reshard.location import Location
 
 NAME = "torch"
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
-# Between these words and the suffix stands the rank.
+# The rank is between one of these words and the suffix.
 _SUFFIX = "|".join(map(re.escape, SUFFIXES))
 RANK = re.compile(
     rf"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)*(?:{_SUFFIX}))$"
@@ -44,7 +44,7 @@ def detect_loosely(location: Location) -> bool:
     """Return whether any ``torch.save`` file is here that no other format recognizes.
 
     Raises:
-        CorruptError: a file that is by its name a part of the checkpoint is none.
+        CorruptError: a file has the name of a part of the checkpoint but is not one.
     """
     if location.chosen:
         return is_torch_file(location.path)
@@ -75,14 +75,14 @@ def find_torch_files(location: Location) -> dict[str, Path]:
     """Return the ``torch.save`` files, except shards of an index and the trainer's arguments.
 
     Raises:
-        CorruptError: one that is by its name a part of the checkpoint is none.
+        CorruptError: a file has the name of a part of the checkpoint but is not one.
     """
-    found = {}
+    torch_files = {}
     for name, path in location.files.items():
         if path.suffix not in SUFFIXES or _HF_SHARD.search(name) or path.stem == _ARGUMENTS:
             continue
         if is_torch_file(path):
-            found[name] = path
+            torch_files[name] = path
         elif is_part(name):
             size = path.stat().st_size
             raise CorruptError(
@@ -90,4 +90,4 @@ def find_torch_files(location: Location) -> dict[str, Path]:
                 f"is not a file of torch.save ({size} bytes)" if size else "is empty",
                 "fetch it again; a node-local disk may still hold it",
             )
-    return found
+    return torch_files

@@ -25,7 +25,7 @@ from reshard.training import copied_files, schedules
 from reshard.training.state import Training, describe_lost_setup
 from reshard.training.trainer_run import Run
 
-_BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
+_BY_ACCELERATE = ("step", "scheduler", "scaler")  # parts that its directory can store
 
 
 def lay_out_dcp(state: Training, request: Request) -> LaidOut:
@@ -47,8 +47,8 @@ def lay_out_accelerate(state: Training, request: Request) -> LaidOut:
         UsageError: a form that Accelerate does not load.
         ReshardError: as the layout of that form.
     """
-    made = _ddp if request.state_dict_type == "unsharded" else _accelerate
-    return LaidOut(made(state, request), _by_accelerate(state, request))
+    lay_out = _ddp if request.state_dict_type == "unsharded" else _accelerate
+    return LaidOut(lay_out(state, request), _by_accelerate(state, request))
 
 
 def lay_out_fsdp(state: Training, request: Request) -> LaidOut:
@@ -58,8 +58,8 @@ def lay_out_fsdp(state: Training, request: Request) -> LaidOut:
         UsageError: a form that FSDP does not load, or flat parameters of an unknown model.
         ReshardError: as the layout of that form.
     """
-    made = _local if request.state_dict_type == "local" else _accelerate
-    return LaidOut(made(state, request), _by_accelerate(state, request))
+    lay_out = _local if request.state_dict_type == "local" else _accelerate
+    return LaidOut(lay_out(state, request), _by_accelerate(state, request))
 
 
 def lay_out_fsdp2(state: Training, request: Request) -> LaidOut:
@@ -82,9 +82,9 @@ def lay_out_verl(state: Training, request: Request) -> LaidOut:
         UsageError: version 1 of an unknown model, or a mesh that verl does not make.
         ReshardError: as the layout of that version.
     """
-    made = _flat_ranks if request.fsdp_version == 1 else _verl_ranks
+    lay_out = _flat_ranks if request.fsdp_version == 1 else _verl_ranks
     return LaidOut(
-        made(state, request), (*_note_tensor_plan(state, request), *_notes(state, "scheduler"))
+        lay_out(state, request), (*_note_tensor_plan(state, request), *_notes(state, "scheduler"))
     )
 
 
@@ -115,7 +115,7 @@ def lay_out_trainer(state: Training, request: Request) -> LaidOut:
     """Lay out a run directory of our trainer, in the form in which it was saved.
 
     Raises:
-        UsageError: the source is no run of the trainer, or the trainer does not save such a form.
+        UsageError: the source is not a run of the trainer, or the trainer does not save this form.
         ReshardError: as the layout of that form.
     """
     run = request.run
@@ -131,8 +131,10 @@ def lay_out_trainer(state: Training, request: Request) -> LaidOut:
             f"a run with --strategy {run.settings['strategy']} has DeepSpeed's layout",
             "leave out --to; for --strategy fsdp or fsdp2, write --to fsdp",
         )
-    held = _lay_out_checkpoint(state, request, run)
-    return LaidOut(run.directory(held), _notes(state, "step", "global_samples", "skipped_steps"))
+    checkpoint = _lay_out_checkpoint(state, request, run)
+    return LaidOut(
+        run.directory(checkpoint), _notes(state, "step", "global_samples", "skipped_steps")
+    )
 
 
 def lay_out_torch(state: Training, request: Request) -> LaidOut:
@@ -252,7 +254,7 @@ def _wrapped(request: Request, by: str) -> ModelShapes:
     """Return the model with its FSDP units, which flat parameters need.
 
     Raises:
-        UsageError: nobody said.
+        UsageError: the user names no model, or not how it is wrapped.
     """
     if request.model is None or not request.model.units:
         raise UsageError(
@@ -296,7 +298,7 @@ def _grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
     """Return the requested mesh, else the usual one of a single axis.
 
     Raises:
-        UsageError: nothing that reads such files makes that mesh.
+        UsageError: no reader of such files creates that mesh.
     """
     if request.grid is None:
         usual = naming.meshes[0] if naming.meshes else None
@@ -343,23 +345,25 @@ def _by_accelerate(state: Training, request: Request) -> tuple[str, ...]:
     return (*schedule, *_notes(state, *_BY_ACCELERATE, copied=copied))
 
 
-def _notes(state: Training, *held: str, copied: Container[str] = ()) -> tuple[str, ...]:
+def _notes(state: Training, *storable: str, copied: Container[str] = ()) -> tuple[str, ...]:
     """Return notes on what is derived and dropped.
 
     Args:
-        held: the parts of the train state that the layout has a place for; none: all parts.
+        storable: the parts of the train state that the layout can store; empty for all parts.
         copied: the parts that are copied as files of their own.
     """
     train = state.manifest.train
     files = {name: path for name, path in train.kept_files.items() if Path(name).stem not in copied}
-    told = {Path(name).stem for name in files} if held else set[str]()
+    described = {Path(name).stem for name in files} if storable else set[str]()
     lost = [
         f"not carried: {name}"
-        for name in torch_state_dict.list_dropped(train, held or None)
-        if name not in copied and name not in told
+        for name in torch_state_dict.list_dropped(train, storable or None)
+        if name not in copied and name not in described
     ]
     lost += copied_files.describe_lost(files)
-    derived = torch_state_dict.describe_derived(train) if not held or "scaler" in held else []
+    derived = (
+        torch_state_dict.describe_derived(train) if not storable or "scaler" in storable else []
+    )
     return (*derived, *lost, *describe_lost_setup(state))
 
 

@@ -1,4 +1,4 @@
-"""Find out from names who wrote a checkpoint, which kinds of files it has, and its step."""
+"""Derive from names who wrote a checkpoint, which kinds of files it has, and its step."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ def detect_framework(location: Location, found: ParsedTree, run: Run | None) -> 
     """Return the framework that wrote the checkpoint, as far as names tell.
 
     Args:
-        run: of our trainer, where its document lies there.
+        run: the run of our trainer, if its document is there.
     """
     present = [location.chosen] if location.chosen else [*location.files, *location.folders]
     root = found.root if isinstance(found.root, dict) else {}
     is_dcp = any(map(dcp.is_part, present))
+    # In order: a library is tested before the one whose files it uses as well (HF Trainer writes
+    # Accelerate's names, torchtitan DCP's).
     signs = {
         trainer_run.NAME: run is not None,
         "hf-trainer": TRAINER_STATE in present,
@@ -50,7 +52,7 @@ def detect_framework(location: Location, found: ParsedTree, run: Run | None) -> 
 
 
 def describe_files(location: Location) -> str:
-    """Return the kinds of files that there are."""
+    """Describe the kinds of files in a directory."""
     if location.chosen:
         return "state dict"
     kinds = []

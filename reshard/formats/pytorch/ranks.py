@@ -39,8 +39,8 @@ class RankFiles:
 
     def only(self, ranks: Container[int]) -> RankFiles:
         """Return the files of some ranks."""
-        held = {rank: file for rank, file in self.files.items() if rank in ranks}
-        return RankFiles(held, {rank: self.trees[rank] for rank in held})
+        files = {rank: file for rank, file in self.files.items() if rank in ranks}
+        return RankFiles(files, {rank: self.trees[rank] for rank in files})
 
     def joined(self, place: object) -> ParsedTree:
         """Join all files into one tree.
@@ -73,19 +73,19 @@ def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
 
 
 def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
-    """Group files by the common part of their names: rank -> file; a single file is rank 0's.
+    """Group files by the common part of their names: name -> rank -> file; a lone file is rank 0's.
 
     Raises:
         IncompleteError: a rank between others, or of a stated world size, has no file.
         CorruptError: two files are of one rank.
     """
-    found: dict[str, dict[int, Path]] = {}
+    families: dict[str, dict[int, Path]] = {}
     pattern = _NUMBERED if _is_numbered_by_rank(files) else RANK
     for name, path in files.items():
         match = pattern.fullmatch(name)
         common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1]) if match else path.stem
         rank = int(match[2]) if match else 0
-        ranks = found.setdefault(common.strip("_-.") or "rank", {})
+        ranks = families.setdefault(common.strip("_-.") or "rank", {})
         if rank in ranks:
             raise StaleError(
                 path,
@@ -93,18 +93,19 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
                 "files of two runs are mixed: move one run's files away",
             )
         ranks[rank] = path
-    for ranks in found.values():
+    for ranks in families.values():
         _check_ranks(ranks)
-    sizes = {len(ranks) for ranks in found.values()} - {1}
+    # A part with one file is rank 0's alone (a scheduler); other ranks need none.
+    sizes = {len(ranks) for ranks in families.values()} - {1}
     if len(sizes) > 1:
         most = max(sizes)
-        stem, ranks = next((s, r) for s, r in found.items() if 1 < len(r) < most)
+        stem, ranks = next((s, r) for s, r in families.items() if 1 < len(r) < most)
         raise IncompleteError(
             next(iter(ranks.values())).parent,
             f"holds {stem} files of {len(ranks)} ranks, others of {most}",
             "copy the missing files here (a node-local disk may still hold them)",
         )
-    return found
+    return families
 
 
 def _check_ranks(ranks: Mapping[int, Path]) -> None:
@@ -116,8 +117,8 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
             f"holds files of worlds of {' and '.join(sorted(stated))} ranks",
             "files of two runs are mixed: move one run's files away",
         )
-    wanted = int(stated.pop()) if stated else max(ranks) + 1
-    missing = missing_ranks(ranks, wanted)
+    world = int(stated.pop()) if stated else max(ranks) + 1
+    missing = missing_ranks(ranks, world)
     if missing:
         raise IncompleteError(
             first.parent,
@@ -125,7 +126,5 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
             "copy the missing files here (a node-local disk may still hold them), or give that"
             " node's directory as a second source",
         )
-    if max(ranks) >= wanted:
-        raise StaleError(
-            ranks[max(ranks)], f"is of rank {max(ranks)}, the others of {wanted} ranks"
-        )
+    if max(ranks) >= world:
+        raise StaleError(ranks[max(ranks)], f"is of rank {max(ranks)}, the others of {world} ranks")

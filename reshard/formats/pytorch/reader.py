@@ -40,15 +40,15 @@ def read(
     """Read every part of a checkpoint as one manifest, or one file by itself.
 
     Args:
-        key: which state dict is the model, dotted.
-        model: what the user says of the model, where the files do not (see `model.describe`).
-        wrap: how FSDP 1 wrapped it, or the model of a config beside the checkpoint.
+        key: the dotted path of the state dict that is the model.
+        model: the user's description of the model (see `model.describe`).
+        wrap: how FSDP 1 wrapped that model, or the one of a config beside the checkpoint.
 
     Raises:
         IncompleteError: a rank's file is missing.
         CorruptError: files contradict each other.
-        UnrecognisedError: no weights among the parts, or several models.
-        UsageError: a way to wrap, and no model.
+        UnrecognisedError: the parts have no weights, or several models.
+        UsageError: ``wrap`` is given, and there is no model.
     """
     if location.chosen and not is_rank_file(location.chosen):
         saved, trainer = [(RankFiles.open({0: location.path}).joined(location), list[str]())], {}
@@ -93,7 +93,7 @@ def read(
     return beside.with_kept_files(made, location)
 
 
-Collected = tuple[ParsedTree, list[str]]  # with what is to be said of it
+Collected = tuple[ParsedTree, list[str]]  # a tree, and warnings about it
 
 
 def _read_stages(
@@ -102,10 +102,10 @@ def _read_stages(
     """Read what each pipeline stage saved, like `_collect_parts`; one tree without a pipeline.
 
     Args:
-        chosen: the rank's file that the user gave.
+        chosen: name of the rank's file that the user passed.
 
     Returns:
-        Also the key, without the name of a file whose tree stands for the whole.
+        The trees, and the key, without the name of a file whose tree became the whole.
     """
     parts_of_model = (
         item
@@ -113,25 +113,25 @@ def _read_stages(
         if not copied_files.is_accelerates_own(item[0])
     )
     grouped = group_by_family(dict(parts_of_model))
-    families = {stem: RankFiles.open(held) for stem, held in grouped.items()}
+    families = {stem: RankFiles.open(files) for stem, files in grouped.items()}
     keyed = f"{key or ''}."
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)
-    given = (stem for stem, held in grouped.items() if chosen in {p.name for p in held.values()})
+    given = (stem for stem, files in grouped.items() if chosen in {p.name for p in files.values()})
     families, warnings = _select_checkpoint(
         families, by_key or next(given, None) or _find_newest(families)
     )
-    found = _find_stages(families.values(), key)
-    if not found:
+    stages = _find_stages(families.values(), key)
+    if not stages:
         collected = _collect_parts(location, families, warnings)
         if key and by_key and by_key not in collected[0].root:
             key = key[len(by_key) + 1 :] or None
         return [collected], key
-    parted = [
-        {stem: held for stem, each in families.items() if (held := each.only(ranks)).files}
-        for ranks in found
+    by_stage = [
+        {stem: files for stem, each in families.items() if (files := each.only(ranks)).files}
+        for ranks in stages
     ]
-    first = _collect_parts(location, parted[0], warnings)
-    return [first, *((_read_stage_alone(location, held), []) for held in parted[1:])], key
+    first = _collect_parts(location, by_stage[0], warnings)
+    return [first, *((_read_stage_alone(location, files), []) for files in by_stage[1:])], key
 
 
 def _select_checkpoint(
@@ -140,15 +140,15 @@ def _select_checkpoint(
     """Return the selected checkpoint without complete other ones beside it."""
     if wanted is None:
         return families, []
-    others = [s for s, held in families.items() if s != wanted and _is_checkpoint(held)]
+    others = [s for s, files in families.items() if s != wanted and _is_checkpoint(files)]
     warnings = [f"{stem} is another checkpoint; it is not read" for stem in others]
-    return {stem: held for stem, held in families.items() if stem not in others}, warnings
+    return {stem: files for stem, files in families.items() if stem not in others}, warnings
 
 
 def _find_newest(families: Mapping[str, RankFiles]) -> str | None:
-    """Return the selected one of several checkpoints of a run in one directory; None without.
+    """Return the newest of a run's checkpoints in one directory; None if there are not several.
 
-    Composer's ``latest-rank0.pt``, else the highest number (``ep1-ba20-rank0.pt``).
+    That is Composer's ``latest-rank0.pt``, else the highest number (``ep1-ba20-rank0.pt``).
     """
     numbers = {stem: run.number_of(stem) for stem in families if stem != _LATEST}
     if len(families) < _SEVERAL or None in numbers.values():
@@ -161,9 +161,9 @@ def _find_newest(families: Mapping[str, RankFiles]) -> str | None:
 def _is_checkpoint(family: RankFiles) -> bool:
     """Return whether a file has a model with an optimizer or a step."""
     for root in family.trees.values():
-        with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or no telling which
-            held = sections.find(root, "")
-            return bool(held.optimizers) or held.step is not None
+        with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or several
+            parts = sections.find(root, "")
+            return bool(parts.optimizers) or parts.step is not None
     return False
 
 
@@ -184,8 +184,8 @@ def _find_stages(families: Iterable[RankFiles], key: str | None) -> list[set[int
                 with contextlib.suppress(UnrecognisedError, UsageError):  # no model is in this file
                     names.setdefault(rank, set()).update(sections.find(root, "", key).model)
     ranks: dict[frozenset[str], set[int]] = {}
-    for rank, held in names.items():
-        ranks.setdefault(frozenset(held), set()).add(rank)
+    for rank, fqns in names.items():
+        ranks.setdefault(frozenset(fqns), set()).add(rank)
     apart = len(frozenset().union(*ranks)) == sum(map(len, ranks))
     return list(ranks.values()) if len(ranks) > 1 and apart and all(ranks) else []
 
@@ -194,19 +194,19 @@ def _join_stages(
     saved: Sequence[Collected], origin: Origin, key: str | None, model_hint: ModelHint | None
 ) -> Manifest:
     """Join all pipeline stages, whose optimizers each number their own parameters."""
-    held = [
+    stages = [
         assemble.build_manifest(found, origin, key=key, warnings=warnings)
         for found, warnings in saved
     ]
-    mesh = {"world": sum(stage.origin.world for stage in held), "pp": len(held)}
-    made = join(held)
-    made = replace(made, origin=replace(made.origin, mesh=mesh))
+    mesh = {"world": sum(stage.origin.world for stage in stages), "pp": len(stages)}
+    joined = join(stages)
+    joined = replace(joined, origin=replace(joined.origin, mesh=mesh))
     if model_hint is None:
-        return made
+        return joined
     note = (
         f"the files say which parameters each stage has: --model {model_hint.model} was not needed"
     )
-    return replace(made, warnings=(*made.warnings, note))
+    return replace(joined, warnings=(*joined.warnings, note))
 
 
 def _collect_parts(
@@ -222,6 +222,7 @@ def _collect_parts(
         if is_dcp_part(name, folder):
             _add_part(found, name, reader.read(folder))
     weights = _find_safetensors(location)
+    # Of two copies of a model, one is read: otherwise a key would have to choose.
     if "model" in weights and "pytorch_model" in families:
         del families["pytorch_model"]
         warnings.append(_COPY.format("pytorch_model.bin", "the safetensors beside it"))
@@ -274,6 +275,10 @@ def _find_safetensors(location: Location) -> dict[str, Path]:
 
 
 def _read_safetensors(location: Location, path: Path) -> ParsedTree:
-    made = of_huggingface.read(Location(location.directories, path.name))
-    state = {e.fqn: GlobalTensor(e.dtype, e.shape, tuple(e.chunks)) for e in made.entries.values()}
-    return ParsedTree(state, str(location), dict(made.files), plain_is_buffer=False, ordered=False)
+    manifest = of_huggingface.read(Location(location.directories, path.name))
+    state = {
+        e.fqn: GlobalTensor(e.dtype, e.shape, tuple(e.chunks)) for e in manifest.entries.values()
+    }
+    return ParsedTree(
+        state, str(location), dict(manifest.files), plain_is_buffer=False, ordered=False
+    )

@@ -41,7 +41,7 @@ def lay_out_unsharded(
     """Lay out the directory for a number of ranks.
 
     Raises:
-        IncompleteError: nothing says in which order the optimizer numbers its parameters.
+        IncompleteError: the order in which the optimizer numbers its parameters is unknown.
     """
     tensors = [
         (weight.value, torch_state_dict.choose_weight_dtype(weight, dtype))
@@ -62,8 +62,8 @@ def lay_out_unsharded(
 def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]:
     """Yield the files that Accelerate's ``load_state`` needs beside weights and optimizer.
 
-    It finds its count of steps among each rank's random states; where those are of ranks that are
-    gone, it goes on without them (``load_accelerator_state``).
+    It reads its count of steps from each rank's random states; it continues without states if they
+    cannot be loaded (``load_accelerator_state``).
     """
     beside, factor = (
         torch_state_dict.collect_extra_state(state.manifest.train),
@@ -71,7 +71,7 @@ def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]
     )
     files = dict(state.manifest.train.kept_files)
     if "scheduler" in beside and (state.regrouped or _SCHEDULER not in files):
-        files.pop(_SCHEDULER, None)  # the lists in it are of the source's groups
+        files.pop(_SCHEDULER, None)  # its lists have the source's groups
         own = schedules.scale(beside["scheduler"], factor).state
         yield torch_writer.lay_out_object(_SCHEDULER, own)
     for name, path in files.items():
@@ -91,5 +91,5 @@ def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]
     for rank in range(ranks):
         states = rng.build_file(state.rng[rank], rng.ACCELERATE) if state.rng else {}
         if counted or states:
-            name, held = f"random_states_{rank}.pkl", {**counted, **states}
-            yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, ranks))
+            name, content = f"random_states_{rank}.pkl", {**counted, **states}
+            yield torch_writer.lay_out_object(name, content, stamp=state.stamp(name, rank, ranks))

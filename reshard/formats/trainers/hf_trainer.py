@@ -4,8 +4,8 @@
     sharded, full    FSDP: Accelerate's files
     DeepSpeed        its native directory, ``latest`` and ``global_stepN/``
 
-Beside each: ``scheduler.pt``, without which the Trainer passes the optimizer by in silence, random
-states, and ``trainer_state.json``.
+Beside each: ``scheduler.pt``, without which the Trainer silently skips the optimizer; random
+states; ``trainer_state.json``.
 
 Source: transformers 5.23 ``trainer.py`` (``_load_optimizer_and_scheduler``, ``_load_rng_state``,
 ``_init_training_state``), ``trainer_callback.py`` (``TrainerState``), ``trainer_utils.py``
@@ -31,9 +31,9 @@ from reshard.training import rng, trainer_run
 from reshard.training.batch import BATCH, BATCH_BEFORE
 from reshard.training.state import Training
 
-_SHARD_BYTES = 5 * 10**9  # of model.safetensors, as merge has it
-_GROUPS = 2  # `Trainer.create_optimizer`
-_EVERY = 500  # steps: what TrainingArguments has for logging, evaluation and saving
+_SHARD_BYTES = 5 * 10**9  # of model.safetensors, the default of merge
+_GROUPS = 2  # param groups of `Trainer.create_optimizer`
+_EVERY = 500  # steps: the default of TrainingArguments for logging, evaluation and saving
 _CHECKPOINT = re.compile(r"checkpoint-\d+")  # ``PREFIX_CHECKPOINT_DIR`` of trainer_utils.py
 _MICRO = "train_micro_batch_size_per_gpu"
 
@@ -49,11 +49,11 @@ def is_checkpoint(name: str) -> bool:
 
 
 def lay_out_run(
-    state: Training, held: Skeleton, *, ranks: int, deepspeed: bool, weights_only: bool
+    state: Training, checkpoint: Skeleton, *, ranks: int, deepspeed: bool, weights_only: bool
 ) -> Skeleton:
     """Lay out the run directory around one form of weights and optimizer."""
     beside = () if weights_only else _lay_out_extras(state, ranks, deepspeed=deepspeed)
-    parts = [held, *beside]
+    parts = [checkpoint, *beside]
     return skeletons.move_into(skeletons.join(parts), name_directory(state))
 
 
@@ -86,8 +86,8 @@ def _lay_out_extras(state: Training, ranks: int, *, deepspeed: bool) -> Iterator
         yield torch_writer.lay_out_object("scheduler.pt", build_scheduler(state))
     for rank, kept in enumerate(state.rng):
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
-        held, stamp = rng.build_file(kept, rng.HF_TRAINER), state.stamp(name, rank, ranks)
-        yield torch_writer.lay_out_object(name, held, stamp=stamp)
+        states, stamp = rng.build_file(kept, rng.HF_TRAINER), state.stamp(name, rank, ranks)
+        yield torch_writer.lay_out_object(name, states, stamp=stamp)
     before = state.manifest.train.opaque.get(BATCH_BEFORE)
     if before:
         yield skeletons.lay_out_bytes(BATCH_BEFORE, format_json(before))
@@ -99,15 +99,16 @@ def _lay_out_extras(state: Training, ranks: int, *, deepspeed: bool) -> Iterator
 def build_scheduler(state: Training) -> Any:
     """Return the source's scheduler if it is torch's; else a ``LambdaLR`` at the same step.
 
-    That keeps the rates with which the run to come makes it.
+    Without ``base_lrs`` in its state, a scheduler keeps those with which the new run creates it.
     """
-    found = _get_scheduler(state)
-    if _is_torch_scheduler(found):
-        return found
+    scheduler = _get_scheduler(state)
+    if _is_torch_scheduler(scheduler):
+        return scheduler
     return {
         "last_epoch": state.step(),
         "_step_count": state.step() + 1,
         "_last_lr": [group.hyper.get("lr") for group in state.groups],
+        # torch stores None for a lambda that is a function (``LambdaLR.state_dict``).
         "lr_lambdas": [None] * len(state.groups),
     }
 
@@ -121,7 +122,7 @@ def _is_torch_scheduler(found: Any) -> bool:
 
 
 def _is_deepspeed_scheduler(found: Any) -> bool:
-    """Return whether it is one of DeepSpeed's own schedulers, which its model states hold."""
+    """Return whether it is one of DeepSpeed's own schedulers, stored in its model states."""
     return isinstance(found, dict) and "last_batch_iteration" in found
 
 
@@ -150,8 +151,8 @@ def _find_micro_batch(state: Training) -> int:
     if run is not None:
         return int(run.settings["micro_batch"])
     config = state.manifest.train.config
-    found = config.get(_MICRO) if isinstance(config, dict) else None
-    return found if type(found) is int else 1
+    micro = config.get(_MICRO) if isinstance(config, dict) else None
+    return micro if type(micro) is int else 1
 
 
 def describe_derived(state: Training, *, deepspeed: bool, weights_only: bool) -> Iterator[str]:
