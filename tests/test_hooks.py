@@ -81,7 +81,7 @@ def fsdp_files(ranks, directory):
         torch.save(reshard.stamp(state, step=STEP), path)
         held = torch.load(path, weights_only=False)
         (model if name == "model" else optimizer).load_state_dict(held)
-    ranks.wait()  # the store ends with rank 0
+    ranks.all_reduce_max(0)  # the store ends with rank 0
     if ranks.rank == 0:  # no rank waits for another
         torch.save(reshard.stamp({"w": torch.ones(1), "n": 1}, step=STEP), f"{directory}/whole.pt")
     return ranks.rank

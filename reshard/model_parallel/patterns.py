@@ -70,7 +70,7 @@ class Pattern:
 def make_group_key(name: str) -> str:
     """Return a name without its last component and its numbers; few patterns share a key.
 
-    >>> group_of("decoder.layers.12.mlp.linear_fc1.weight")
+    >>> make_group_key("decoder.layers.12.mlp.linear_fc1.weight")
     'decoder.layers.#.mlp.linear_fc#'
     """
     return _DIGITS.sub("#", name.rpartition(".")[0])

@@ -13,7 +13,7 @@ from reshard.model_parallel.rules import Table
 def pad_rows(words: int, multiple: int) -> int:
     """Return the number of rows with padding: the next multiple.
 
-    >>> padded(101, 8)
+    >>> pad_rows(101, 8)
     104
     """
     return -(-words // multiple) * multiple

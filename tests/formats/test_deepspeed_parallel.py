@@ -62,14 +62,21 @@ def test_the_grid_it_came_from_has_the_files_it_came_from(tmp_path):
 
 
 def test_a_scripts_own_tensors_are_in_the_file_of_every_rank(tmp_path):
-    run = SAMPLE.parent.parent / "gpt_neox/tp2pp2/run"
-    split(run, tmp_path / "out", SplitOptions(tp=1, pp=2, dp=1))
-    (source,) = run.glob("*/mp_rank_00_model_states.pt")
-    held = torch.load(source, weights_only=False)["torch_rng_state"]
+    """But for the random states, of which each model-parallel rank has its own."""
+    run = shutil.copytree(SAMPLE.parent.parent / "gpt_neox/tp2pp2/run", tmp_path / "run")
+    own = torch.arange(3.0)
+    for path in run.glob("*/mp_rank_*_model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        assert "torch_rng_state" in states
+        torch.save({**states, "own": own}, path)
+    report = split(run, tmp_path / "out", SplitOptions(tp=1, pp=2, dp=1))
     files = sorted((tmp_path / "out").glob("*/mp_rank_*_model_states.pt"))
     assert len(files) == 2
     for path in files:
-        assert torch.equal(torch.load(path, weights_only=False)["torch_rng_state"], held)
+        states = torch.load(path, weights_only=False)
+        assert torch.equal(states["own"], own)
+        assert "torch_rng_state" not in states
+    assert any("torch_rng_state" in text for text in report.notes)
 
 
 def test_the_vocabulary_is_padded_for_the_new_grid(held, tmp_path):

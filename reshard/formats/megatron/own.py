@@ -150,7 +150,7 @@ def collect_from_dist(root: Mapping[str, Any]) -> OwnStates:
 def name_in_model(key: str) -> str:
     """Return the name in the model of a key of torch_dist.
 
-    >>> of_whole_model("decoder.layers.mlp.linear_fc1._extra_state/shard_2_4")
+    >>> name_in_model("decoder.layers.mlp.linear_fc1._extra_state/shard_2_4")
     'decoder.layers.2.mlp.linear_fc1._extra_state'
     """
     match = _SHARD.fullmatch(key)

@@ -15,16 +15,13 @@ from typing import Any
 from reshard.containers import skeletons
 from reshard.formats.deepspeed import dialects, neox
 from reshard.formats.deepspeed.write.pipeline import list_layers
-from reshard.formats.deepspeed.write.spec import select_extra_state
+from reshard.formats.deepspeed.write.spec import RANDOM_STATES, select_extra_state
 from reshard.manifest import Skeleton
 from reshard.model_parallel.sizes import Sizes
 from reshard.training.state import Training
 
 _ARGS, _RANKS = "args", "model_parallel_size"
 _UNIT = "make_vocab_size_divisible_by"
-_RANDOM = frozenset(
-    "random_rng_state np_rng_state torch_rng_state cuda_rng_state rng_tracker_states".split()
-)
 
 
 def copy_settings(state: Training, tag: str) -> Skeleton:
@@ -64,7 +61,7 @@ def notes(state: Training, sizes: Sizes) -> Iterator[str]:
     if before != after or state.manifest.origin.mesh.get("pp", 1) != sizes.pipeline:
         changed |= {name: after[name] for name in (_RANKS, _UNIT) if name in after}
         changed["pipe_parallel_size"] = sizes.pipeline if list_layers(state.manifest) else 0
-    if not select_extra_state(state)[0].keys() >= _RANDOM:
+    if not select_extra_state(state)[0].keys() >= RANDOM_STATES:
         changed["no_load_rng"] = "true"
     if changed:
         shown = ", ".join(f"{name} {value}" for name, value in changed.items())

@@ -319,14 +319,22 @@ def _convert_scaler(
     return scaler and complete_scaler(scaler, order.section(config, "fp16"))
 
 
+RANDOM_STATES = frozenset(
+    "random_rng_state np_rng_state torch_rng_state cuda_rng_state rng_tracker_states".split()
+)
+
+
 def select_extra_state(state: Training) -> tuple[dict[str, Any], list[str]]:
     """Return the values beside DeepSpeed's own that can be written, and the names of the others."""
     train = state.manifest.train
     kept: dict[str, Any] = {}
     lost: list[str] = []
     of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
+    # Programs with Megatron's arguments save the states of one model-parallel rank in each file.
+    # The manifest has those of the first rank, which would repeat its dropout on every other one.
+    random = RANDOM_STATES if "args" in train.client else frozenset[str]()
     for values, fits in (
-        (train.client, train.client.keys() - ENGINE_KEYS),
+        (train.client, train.client.keys() - ENGINE_KEYS - random),
         (train.opaque, train.opaque.keys() & ENGINE_KEYS if of_deepspeed else frozenset[str]()),
     ):
         for name, value in values.items():
