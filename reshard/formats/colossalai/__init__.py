@@ -13,7 +13,7 @@ Source: ColossalAI 0.5.0 ``checkpoint_io/general_checkpoint_io.py``,
 ``booster/plugin/hybrid_parallel_plugin.py`` (get_param_info); ``applications/Colossal-LLaMA``
 (``ckpt_io.py``).
 
-    format      the format as one object: how it is found, read and written
+    format      the format as one object: detection, reading and writing
     directory   the folders of weights and optimizer
     reader      weights, optimizer, scheduler and running states
     writer      the files of an optimizer on another grid

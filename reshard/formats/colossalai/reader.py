@@ -40,6 +40,7 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
     """
     if location.chosen:
         location = Location(location.directories)
+    # The user may pass the optimizer's folder, whose sibling has the weights.
     if find_weights(location) is None:
         location = location.above()
     weights, states = find_weights(location), find_optimizer(location)
@@ -56,13 +57,13 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
     root: dict[str, Any] = {
         "model": {e.fqn: GlobalTensor(e.dtype, e.shape, tuple(e.chunks)) for e in entries}
     }
-    found = ParsedTree(root, str(location), dict(saved.files), globals=set(saved.unknown_globals))
-    root["optimizer"] = _read_optimizer(states, found)
+    parsed = ParsedTree(root, str(location), dict(saved.files), globals=set(saved.unknown_globals))
+    root["optimizer"] = _read_optimizer(states, parsed)
     scheduler = location.files.get(_SCHEDULER)
     if scheduler and is_torch_file(scheduler):
-        root[_SCHEDULER] = _read_file(scheduler, found)
+        root[_SCHEDULER] = _read_file(scheduler, parsed)
     manifest = assemble.build_manifest(
-        found,
+        parsed,
         Origin(format=NAME, path=str(location), mesh=_build_mesh(pipeline)),
         model_hint=ModelHint(model, wrap) if model else None,
     )
@@ -84,7 +85,7 @@ def _find_stage(entry: Entry) -> int:
     return int(match[1]) if match else 0
 
 
-def _read_optimizer(location: Location, found: ParsedTree) -> dict[str, Any]:
+def _read_optimizer(location: Location, parsed: ParsedTree) -> dict[str, Any]:
     """Read the state dict of an optimizer from its shards and its file of groups.
 
     Raises:
@@ -106,7 +107,7 @@ def _read_optimizer(location: Location, found: ParsedTree) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     for name in sorted({str(shard) for shard in listed.values()}):
         shard = _require_file(location, path, name)
-        content = _read_file(shard, found)
+        content = _read_file(shard, parsed)
         expect(shard, content, _SHARD)
         state.update(content)
     numbers = {key: counts.natural(key) for key in listed}
@@ -116,7 +117,7 @@ def _read_optimizer(location: Location, found: ParsedTree) -> dict[str, Any]:
             path, f"lists the state of parameter {missing[0]}, which no shard contains"
         )
     shared = _require_file(location, path, str(metadata.get("param_groups")))
-    groups = _read_file(shared, found)
+    groups = _read_file(shared, parsed)
     expect(shared, groups, _GROUPS)
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -128,8 +129,8 @@ def _require_file(location: Location, index: Path, name: str) -> Path:
     return path
 
 
-def _read_file(path: Path, found: ParsedTree) -> Any:
+def _read_file(path: Path, parsed: ParsedTree) -> Any:
     file = torch_reader.read(path)
-    found.files[file.path] = file.source()
-    found.globals |= file.globals
+    parsed.files[file.path] = file.source()
+    parsed.globals |= file.globals
     return tree.convert_file(file)

@@ -39,7 +39,7 @@ def lay_out(
 
     Raises:
         IncompleteError: the source has no optimizer, or no numbers of its parameters.
-        UnsupportedError: the optimizer is not one of torch.
+        UnsupportedError: the optimizer has a setting that torch's lacks.
     """
     above = "" if weights_only else "modeling/"
     parts = [

@@ -1,6 +1,6 @@
 """Llama as Meta publishes it: ``consolidated.NN.pth`` per tensor-parallel rank, and params.json.
 
-    format      the format as one object: how it is found, read and written
+    format      the format as one object: detection, reading and writing
     directory   the names of the files
     reader      every rank's file as one manifest
     writer      the files of other ranks

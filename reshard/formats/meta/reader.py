@@ -54,7 +54,7 @@ def read(location: Location, table: Table | None = None) -> Manifest:
         IncompleteError: a rank's file is missing.
         CorruptError: files contradict each other, or params.json.
         UnsupportedError: there are more ranks than key and value heads.
-        UsageError: no rule says how a tensor is cut.
+        UsageError: no rule states how a tensor is cut.
     """
     table = table or load_table(NAME)
     files = {

@@ -26,8 +26,9 @@ def lay_out(
     """Lay out the directory.
 
     Raises:
-        UsageError: the ranks do not divide a tensor, or no rule says how one is cut.
+        UsageError: the ranks do not divide a tensor, or no rule states how one is cut.
     """
+    # Meta's model never ties weights: ``tok_embeddings`` and ``output`` are both written.
     tied = {kept: alias for alias, kept in state.manifest.tied.items()}
     tensors: dict[str, tuple[Entry, DType]] = {}
     for weight in state.weights:
@@ -74,6 +75,7 @@ def params_of(traits: Traits) -> dict[str, Any]:
         "n_kv_heads": traits.groups,
         "vocab_size": traits.vocab,
         "multiple_of": 1,
+        # The model truncates the product: half a unit keeps float rounding from losing one.
         "ffn_dim_multiplier": (ffn + 0.5) / base if base else None,
         "norm_eps": traits.norm_eps,
         "rope_theta": traits.rope_theta,

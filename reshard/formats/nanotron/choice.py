@@ -41,25 +41,25 @@ def layout_of(state: Training) -> Layout:
     Raises:
         UsageError: the source is not a nanotron checkpoint.
     """
-    found = state.manifest.train.opaque.get(layout.KEY)
-    if not isinstance(found, Layout):
+    stated = state.manifest.train.opaque.get(layout.KEY)
+    if not isinstance(stated, Layout):
         raise UsageError(
             _TO,
             f"requires a nanotron checkpoint as source: a {state.manifest.origin.format} checkpoint"
             " does not state how parameters are cut, and on which stage they are",
         )
-    return found
+    return stated
 
 
 def resolve_layout(state: Training, wanted: Wanted) -> Layout:
     """Return the layout of the requested run, if the source determines all of it.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the source does not determine it.
         IncompleteError: a moment of a parameter, or a step, is missing.
         UnsupportedError: a parameter is cut in an unknown way.
     """
-    found, mesh = layout_of(state), state.manifest.origin.mesh
+    stated, mesh = layout_of(state), state.manifest.origin.mesh
     before = parse_mesh(mesh)
     if max(wanted.sizes.expert, before.expert, mesh.get("cp", 1)) > 1:
         raise UsageError(
@@ -67,7 +67,7 @@ def resolve_layout(state: Training, wanted: Wanted) -> Layout:
             "does not support expert-parallel or context-parallel ranks",
             "write the weights with reshard merge",
         )
-    for fqn, cut in found.cuts.items():
+    for fqn, cut in stated.cuts.items():
         if cut is None:
             raise UnsupportedError(
                 state.manifest.origin.path,
@@ -75,20 +75,20 @@ def resolve_layout(state: Training, wanted: Wanted) -> Layout:
                 " match the layers of nanotron",
                 "write the weights with reshard merge",
             )
-    if wanted.sizes.tensor > 1 and not found.cuts:
+    if wanted.sizes.tensor > 1 and not stated.cuts:
         raise UsageError(
             f"--tp {wanted.sizes.tensor}",
             "no parameter of the source states how ranks share it",
             "save it with nanotron's own layers, whose headers state it also at --tp 1",
         )
     if not wanted.weights_only:
-        _check_optimizer(state, found)
+        _check_optimizer(state, stated)
     if wanted.sizes.pipeline == before.pipeline:
-        return found
-    return _change_stages(state, found, before.pipeline, wanted.sizes.pipeline)
+        return stated
+    return _change_stages(state, stated, before.pipeline, wanted.sizes.pipeline)
 
 
-def _change_stages(state: Training, found: Layout, before: int, after: int) -> Layout:
+def _change_stages(state: Training, stated: Layout, before: int, after: int) -> Layout:
     """Return the layout of the run on another number of pipeline stages.
 
     Raises:
@@ -97,27 +97,29 @@ def _change_stages(state: Training, found: Layout, before: int, after: int) -> L
     """
     path, entries = state.manifest.origin.path, state.manifest.entries
     fqns = [fqn for kind, fqn in entries if kind == PARAM]
-    blocks = stages.blocks(path, found.config, fqns)
+    blocks = stages.blocks(path, stated.config, fqns)
+    # The rule is trusted for the new stages only if it gives the stages of the source.
     own, others = blocks.stages(before), blocks.stages(after)
-    for stage, (here, held) in enumerate(zip(own, found.stages, strict=False)):
-        there = {fqn for group in held.groups for fqn in group.fqns}
+    for stage, (here, stored) in enumerate(zip(own, stated.stages, strict=False)):
+        there = {fqn for group in stored.groups for fqn in group.fqns}
         if there and there != set(here):
-            odd = ", ".join(sorted(there.symmetric_difference(here))[:_SHOWN])
+            differing = ", ".join(sorted(there.symmetric_difference(here))[:_SHOWN])
             raise UnsupportedError(
                 path,
                 f"stage {stage} of {before} differs from the one that nanotron derives from"
-                f" {MODEL_CONFIG}: {odd}",
+                f" {MODEL_CONFIG}: {differing}",
                 f"keep the source's number of stages: --pp {before}",
             )
-    saved = {fqn: cut.stage for fqn, cut in found.cuts.items() if cut}
-    made = found.on(own, found.stages)
-    if any(cut and cut.stage != saved[fqn] for fqn, cut in made.cuts.items()):
+    # The weights' file names state their stages as well: both have to agree with the derived ones.
+    saved = {fqn: cut.stage for fqn, cut in stated.cuts.items() if cut}
+    derived = stated.on(own, stated.stages)
+    if any(cut and cut.stage != saved[fqn] for fqn, cut in derived.cuts.items()):
         raise UnsupportedError(
             path,
             f"weights are on other stages than nanotron derives from {MODEL_CONFIG}",
             f"keep the source's number of stages: --pp {before}",
         )
-    empty = next((stage for stage, held in enumerate(others) if not held), None)
+    empty = next((stage for stage, stored in enumerate(others) if not stored), None)
     if empty is not None:
         raise UsageError(
             f"--pp {after}",
@@ -125,40 +127,42 @@ def _change_stages(state: Training, found: Layout, before: int, after: int) -> L
             " train that",
             "pass a smaller --pp",
         )
-    return found.on(others, stages.redistribute(path, found.stages, others) if found.stages else ())
+    return stated.on(
+        others, stages.redistribute(path, stated.stages, others) if stated.stages else ()
+    )
 
 
-def _check_optimizer(state: Training, found: Layout) -> None:
+def _check_optimizer(state: Training, stated: Layout) -> None:
     """Refuse an optimizer that would differ from the source's.
 
     Raises:
-        UsageError: it is newly created, or in other groups.
-        IncompleteError: it lacks a moment of a parameter, or a step.
-        UnsupportedError: it lacks parameters, or has some on the first rank only.
+        UsageError: the optimizer is newly created, or in other groups.
+        IncompleteError: the optimizer lacks a moment of a parameter, or a step.
+        UnsupportedError: the optimizer lacks parameters, or has some on the first rank only.
     """
     path, alone = state.manifest.origin.path, "write only the weights: --weights-only"
     if state.zero_slots or state.regrouped:
         raise UsageError(
             "--init-optimizer zeros, --param-groups", f"are not supported by {_TO}", alone
         )
-    if found.unnamed:
+    if stated.unnamed:
         raise UnsupportedError(
             path,
-            f"{found.unnamed} parameters were never stepped, and have no name in the optimizer:"
+            f"{stated.unnamed} parameters were never stepped, and have no name in the optimizer:"
             " nanotron cannot load such an optimizer",
             alone,
         )
     for trained in state.groups:
         for member in trained.members:
             torch_state_dict.check_adam_slots(state, trained, member)
-    for group in (group for stage in found.stages for group in stage.groups):
+    for group in (group for stage in stated.stages for group in stage.groups):
         if not torch_state_dict.is_restorable(group.hyper):
             raise UnsupportedError(
                 path, "a param group has settings that are not plain values", alone
             )
         for fqn in group.fqns:
-            above = found.cuts.get(f"{fqn.removesuffix('.bias')}.weight")
-            if fqn.endswith(".bias") and fqn not in found.cuts and above and above.dim == 1:
+            above = stated.cuts.get(f"{fqn.removesuffix('.bias')}.weight")
+            if fqn.endswith(".bias") and fqn not in stated.cuts and above and above.dim == 1:
                 raise UnsupportedError(
                     path,
                     f"only the first tensor-parallel rank has {fqn!r}, the bias of a layer that is"

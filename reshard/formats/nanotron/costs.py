@@ -53,6 +53,7 @@ def blocks(config: Mapping[str, Any]) -> dict[str, int]:
         width = 4 * hidden
     if type(width) is not int:
         return {}
+    # Four projections of attention; key and value heads count in full, as in nanotron's formula.
     layer = 4 * heads * (hidden // heads) * hidden + family.matrices * width * hidden
     return {
         family.first: 0,

@@ -85,9 +85,8 @@ def locate(location: Location) -> Location | None:
     above = location
     for _ in range(_DEPTH):
         inside, above = above.name, Location([d.resolve().parent for d in above.directories])
-        outermost = (
-            inside in (_MODEL, _OPTIMIZER) and above.name != _MODEL
-        )  # a module may have the name, too
+        # A module of the model may be called "model", too: the outermost such folder counts.
+        outermost = inside in (_MODEL, _OPTIMIZER) and above.name != _MODEL
         if outermost and _holds_weights(above.folders.get(_MODEL), _DEPTH):
             return above
     return None

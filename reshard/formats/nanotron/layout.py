@@ -27,7 +27,7 @@ class Cut:
     Args:
         stage: the pipeline stage whose rank saves it.
         dim: the dim that is cut.
-        parts: extents of the fused parts along it, each cut by itself; empty if nothing is fused.
+        parts: extents of the fused parts along it, each cut by itself; empty if there are none.
         texts: entries of its header that are the same for any number of ranks.
     """
 
@@ -96,7 +96,7 @@ class Layout:
 def cut(fqn: str, shape: Index, stage: int, headers: Sequence[Mapping[str, str]]) -> Cut | None:
     """Return how a parameter is cut, from the headers of all ranks' files in rank order.
 
-    Return None if a header written for the same ranks would differ from the one in the files.
+    The result is None if a header that `Cut` writes would differ from the one in the files.
     """
     ranks, first = len(headers), headers[0]
     if PAIRS not in first or SHAPE not in first:

@@ -69,22 +69,23 @@ def read(census: Census, parts: PartTable, pool: SourceFiles) -> Optimizer:
         CorruptError: ranks contradict each other, or their weights.
         IncompleteError: a parameter has state but no weights.
     """
-    found = Optimizer()
+    parsed = Optimizer()
     chunks: dict[Key, tuple[Entry, list[Chunk]]] = {}
     for rank in census.optimizer:
         file = torch_reader.read(rank.path)
-        found.files.append(file)
+        parsed.files.append(file)
         names = _check_names(file)
         for fqn, kind, tensor in _iterate_tensors(file, names):
-            place = _find_part(file, rank, parts, fqn)
-            _add_tensor(chunks, place, (kind, fqn), tensor.chunk, rank)
-        _add_non_tensors(found, file, names, pool)
+            part = _find_part(file, rank, parts, fqn)
+            _add_tensor(chunks, part, (kind, fqn), tensor.chunk, rank)
+        _add_non_tensors(parsed, file, names, pool)
+        # The first rank has elements of every parameter (`piece`), so its groups are complete.
         if all(rank.rank(axis) == 0 for axis in ("dp", "tp", "exp")):
-            found.stages.append(_read_groups(found, file, names))
-    found.entries = [
+            parsed.stages.append(_read_groups(parsed, file, names))
+    parsed.entries = [
         Entry(e.fqn, e.kind, e.dtype, e.shape, tuple(parts)) for e, parts in chunks.values()
     ]
-    return found
+    return parsed
 
 
 def _check_names(file: TorchFile) -> dict[Any, str]:
@@ -128,9 +129,8 @@ def _find_part(file: TorchFile, rank: RankFile, part_table: PartTable, fqn: str)
         )
     tp, exp = rank.rank("tp"), rank.rank("exp")
     whole = next(iter(parts.values())) if len(parts) == 1 else None
-    part = (
-        whole or parts.get((tp, exp)) or parts.get((tp, 0))
-    )  # only files of experts name their rank
+    # Only the files of experts name an expert rank; all others count as rank 0.
+    part = whole or parts.get((tp, exp)) or parts.get((tp, 0))
     if part is None:
         raise CorruptError(file.path, f"has a part of {fqn!r} that no weights have", _MIXED)
     return part
@@ -146,7 +146,7 @@ def _add_tensor(
     """Add the chunks of one rank's tensor.
 
     Raises:
-        CorruptError: its size is not that of the weights.
+        CorruptError: its shape does not match the rank's part of the weights.
     """
     kind, fqn = key
     if "dp" in rank.ranks:

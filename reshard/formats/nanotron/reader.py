@@ -53,12 +53,12 @@ def read(location: Location) -> Manifest:
     cuts: dict[str, Cut | None] = {}
     weights = {fqn: _read_weight(census, fqn, files, places, cuts) for fqn in census.weights}
     with SourceFiles() as pool:
-        found = optimizer.read(census, places, pool)
-    files |= {file.path: file.source() for file in found.files}
+        states = optimizer.read(census, places, pool)
+    files |= {file.path: file.source() for file in states.files}
     about = _read_json(census.location, METADATA)
     train = about.get("metas") if isinstance(about.get("metas"), dict) else {}
     opened = [torch_reader.read(path) for path in census.schedulers]
-    stage_list = _build_stages(found, [to_plain(file.root) for file in opened])
+    stage_list = _build_stages(states, [to_plain(file.root) for file in opened])
     whole = stages.join_stages(stage_list)
     order, ordered = _sort_weights(weights, stage_list, whole)
     versions = {"checkpoint": str(about["version"])} if "version" in about else {}
@@ -72,13 +72,13 @@ def read(location: Location) -> Manifest:
             mesh=_build_mesh(census, about),
             precision=most_common_dtype(entry.dtype for entry in weights.values()),
         ),
-        entries=index_entries([*(weights[fqn] for fqn in order), *found.entries]),
+        entries=index_entries([*(weights[fqn] for fqn in order), *states.entries]),
         files=files,
         train=TrainState(
             step=_count(train, "last_train_step"),
             samples=_count(train, "consumed_train_samples"),
-            optimizer_step=found.steps,
-            non_tensor_state=found.other,
+            optimizer_step=states.steps,
+            non_tensor_state=states.other,
             param_groups=whole.groups,
             scheduler=whole.scheduler,
             client={METADATA: about} if about else {},
@@ -87,15 +87,15 @@ def read(location: Location) -> Manifest:
                     cuts=cuts,
                     stages=stage_list,
                     config=_read_json(census.location, MODEL_CONFIG) or None,
-                    unnamed=found.unnamed,
+                    unnamed=states.unnamed,
                     beside=beside(census.location),
                 ),
             },
         ),
         trained_dtypes={fqn: entry.dtype for fqn, entry in weights.items()},
-        warnings=tuple(_notes(census, found)),
+        warnings=tuple(_notes(census, states)),
         unknown_globals=trust.unknown(
-            set().union(*(file.globals for file in [*found.files, *opened]))
+            set().union(*(file.globals for file in [*states.files, *opened]))
         ),
         ordered=ordered,
     )
@@ -111,7 +111,7 @@ def _read_weight(
     """Read a parameter of all ranks; add the part of each rank to ``places``, the cut to ``cuts``.
 
     Raises:
-        CorruptError: a file has other content, or ranks contradict each other.
+        CorruptError: a file has unexpected content, or ranks contradict each other.
     """
     chunks: list[Chunk] = []
     first: Entry | None = None
@@ -157,9 +157,9 @@ def _read_json(location: Location, name: str) -> dict[str, Any]:
 def _build_stages(found: Optimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
     """Return the param groups and the scheduler of each pipeline stage."""
     groups: Sequence[Sequence[ParamGroup]] = found.stages or [()] * bool(schedulers)
-    one = schedulers[0] if len(schedulers) == 1 else None
-    every = schedulers if len(schedulers) == len(groups) else [one] * len(groups)
-    return tuple(Stage(tuple(g), each) for g, each in zip(groups, every, strict=True))
+    shared = schedulers[0] if len(schedulers) == 1 else None
+    schedulers_of = schedulers if len(schedulers) == len(groups) else [shared] * len(groups)
+    return tuple(Stage(tuple(g), each) for g, each in zip(groups, schedulers_of, strict=True))
 
 
 def _count(table: Mapping[str, Any] | None, name: str) -> int | None:
@@ -198,6 +198,7 @@ def _sort_weights(
 ) -> tuple[Sequence[str], bool]:
     """Return the weights in the model's order, and whether that order is known."""
     fqns = [fqn for group in whole.groups for fqn in group.fqns]
+    # Several groups with several parameters each (decay and none) break up the model's order.
     in_order = len(whole.groups) == 1 or stages.is_one_each(stage_list)
     if in_order and len(fqns) == len(weights) and set(fqns) == set(weights):
         return fqns, True

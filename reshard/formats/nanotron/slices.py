@@ -17,7 +17,7 @@ from reshard.chunks import Chunk
 from reshard.errors import CorruptError, UnsupportedError
 
 SHAPE, PAIRS = "unsharded_shape", "local_global_slices_pairs"
-_SIZE = re.compile(r"(?:np\.\w+\()?(\d{1,19})\)?")  # numpy's numbers print with their class
+_SIZE = re.compile(r"(?:np\.\w+\()?(\d{1,19})\)?")  # numpy 2 prints np.int64(8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,9 @@ class Stage:
 
 def join_stages(stages: Sequence[Stage]) -> Stage:
     """Return the groups and the scheduler of a single stage of all parameters."""
-    places = _find_groups(stages)
-    if places is not None:
-        return _pick_groups(stages, places.values())
+    indices = _find_groups(stages)
+    if indices is not None:
+        return _pick_groups(stages, indices.values())
     groups = join_groups(stage.groups for stage in stages)
     return Stage(tuple(groups), stages[0].scheduler if stages else None)
 
@@ -58,9 +58,9 @@ def redistribute(
             raise UnsupportedError(
                 path, "its stages' schedulers are at different steps", "keep the source's --pp"
             )
-    places = _find_groups(stages)
-    if places is not None:
-        return tuple(_pick_groups(stages, (places[fqn] for fqn in each)) for each in fqns)
+    indices = _find_groups(stages)
+    if indices is not None:
+        return tuple(_pick_groups(stages, (indices[fqn] for fqn in each)) for each in fqns)
     hypers = [[group.hyper for group in stage.groups] for stage in stages]
     if any(one != two for one, two in pairwise(hypers)):
         raise UnsupportedError(
@@ -88,11 +88,11 @@ def _find_groups(stages: Sequence[Stage]) -> dict[str, _GroupIndex] | None:
     """Return the (first) group of each parameter; None if parameters share a group."""
     if not is_one_each(stages):
         return None
-    made: dict[str, _GroupIndex] = {}
+    first: dict[str, _GroupIndex] = {}
     for stage, each in enumerate(stages):
         for number, group in enumerate(each.groups):
-            made.setdefault(group.fqns[0], (stage, number))
-    return made
+            first.setdefault(group.fqns[0], (stage, number))
+    return first
 
 
 def _pick_groups(stages: Sequence[Stage], places: Iterable[_GroupIndex]) -> Stage:
@@ -137,7 +137,7 @@ class Blocks:
 
     Args:
         cost: cost of each block with parameters, in the model's order.
-        members: the parameters of a block; of a tied head, the embedding.
+        members: the parameters of a block; those of a tied head are the embedding's.
     """
 
     cost: Mapping[str, int]
@@ -145,10 +145,10 @@ class Blocks:
 
     def stages(self, ranks: int) -> list[tuple[str, ...]]:
         """Return the parameters of each stage, in the model's order; a tied one may be in two."""
-        held: list[dict[str, None]] = [{} for _ in range(ranks)]
+        by_stage: list[dict[str, None]] = [{} for _ in range(ranks)]
         for block, stage in zip(self.cost, costs.stages([*self.cost.values()], ranks), strict=True):
-            held[stage].update(dict.fromkeys(self.members[block]))
-        return [tuple(stage) for stage in held]
+            by_stage[stage].update(dict.fromkeys(self.members[block]))
+        return [tuple(stage) for stage in by_stage]
 
 
 def blocks(path: str, config: Mapping[str, Any] | None, fqns: Iterable[str]) -> Blocks:
@@ -183,11 +183,12 @@ def blocks(path: str, config: Mapping[str, Any] | None, fqns: Iterable[str]) -> 
             )
         members[block].append(fqn)
     first, *_, head = members
+    # A tied head has no file of its own, but its stage holds a copy of the embedding.
     if not members[head]:
         members[head] = [fqn for fqn in members[first] if fqn.endswith("token_embedding.weight")]
-    for block, held in members.items():
-        if not held:
+    for block, names in members.items():
+        if not names:
             raise UnsupportedError(
                 path, f"has no parameter of {block}, which its model_config.json implies"
             )
-    return Blocks(cost, {block: tuple(held) for block, held in members.items()})
+    return Blocks(cost, {block: tuple(names) for block, names in members.items()})

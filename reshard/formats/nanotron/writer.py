@@ -50,7 +50,7 @@ def lay_out(state: Training, wanted: Wanted) -> Skeleton:
 
 
 def notes(state: Training) -> Iterator[str]:
-    """Yield what is not copied."""
+    """Yield a note on each part of the source that is not copied."""
     train = state.manifest.train
     for name in (
         *torch_state_dict.list_dropped(train),
@@ -75,24 +75,24 @@ class _Run:
         for weight in self._state.weights:
             entry, dtype = self._find_source(weight)
             *modules, leaf = weight.fqn.split(".")
-            place = "/".join(("model", *modules, f"model_{leaf}"))
+            path = "/".join(("model", *modules, f"model_{leaf}"))
             cut = self._known.cuts.get(weight.fqn)
             if cut is None:
                 whole = slices.of_whole(weight.shape)
-                yield _lay_out_weight(f"{place}.safetensors", entry, dtype, whole, {})
+                yield _lay_out_weight(f"{path}.safetensors", entry, dtype, whole, {})
                 continue
             for rank in range(self._ranks):
-                name = f"{place}_{self._suffix(cut.stage, rank, '-rank')}.safetensors"
+                name = f"{path}_{self._suffix(cut.stage, rank, '-rank')}.safetensors"
                 header = cut.header(weight.fqn, weight.shape, self._ranks, rank)
                 yield _lay_out_weight(name, entry, dtype, self._find_part(weight, rank), header)
 
     def _find_source(self, weight: Weight) -> tuple[Entry, DType]:
         """Return the entry that fills a weight, and its dtype in the output."""
         dtype = self._wanted.dtype if weight.dtype.family == "float" else None
-        held = self._state.manifest.entries.get((PARAM, weight.fqn))
-        if held is None or dtype not in (None, held.dtype):
+        trained = self._state.manifest.entries.get((PARAM, weight.fqn))
+        if trained is None or dtype not in (None, trained.dtype):
             return weight.value, dtype or weight.dtype
-        return held, held.dtype
+        return trained, trained.dtype
 
     def _find_part(self, weight: Weight, rank: int) -> Placed:
         cut = self._known.cuts.get(weight.fqn)
@@ -104,9 +104,9 @@ class _Run:
     def _suffix(self, stage: int, rank: int, word: str = "", data: int | None = None) -> str:
         """Return the suffix of a rank's file names."""
         sizes = self._wanted.sizes
-        found = [f"pp{word}-{stage}-of-{sizes.pipeline}"]
-        found += [] if data is None else [f"dp{word}-{data}-of-{self._wanted.data}"]
-        return "_".join((*found, f"tp{word}-{rank}-of-{sizes.tensor}"))
+        parts = [f"pp{word}-{stage}-of-{sizes.pipeline}"]
+        parts += [] if data is None else [f"dp{word}-{data}-of-{self._wanted.data}"]
+        return "_".join((*parts, f"tp{word}-{rank}-of-{sizes.tensor}"))
 
     def _iterate_writers(self) -> Iterator[tuple[int, int, int | None, str]]:
         """Yield (stage, tensor rank, data rank, suffix) of the ranks that write an optimizer."""
@@ -184,19 +184,19 @@ class _Run:
     def _build_optimizer(self, stage: int, rank: int, data: int | None) -> dict[str, Any]:
         """Return a rank's state dict, with the parameters of which it has at least one element."""
         groups: list[dict[str, Any]] = []
-        held: list[_Piece] = []
+        own: list[_Piece] = []
         for group in self._known.stages[stage].groups:
             pieces = (self._build_piece(fqn, rank, data) for fqn in group.fqns)
             mine = [piece for piece in pieces if piece.start < piece.stop]
-            numbers = range(len(held), len(held) + len(mine))
+            numbers = range(len(own), len(own) + len(mine))
             groups.append({**group.hyper, "params": [*numbers]})
-            held += mine
+            own += mine
         root = {
-            "state": {number: self._build_slots(piece) for number, piece in enumerate(held)},
+            "state": {number: self._build_slots(piece) for number, piece in enumerate(own)},
             "param_groups": groups,
-            "names": {number: piece.member.fqn for number, piece in enumerate(held)},
+            "names": {number: piece.member.fqn for number, piece in enumerate(own)},
         }
-        masters = [piece for piece in held if piece.member.weight.value.kind == MASTER]
+        masters = [piece for piece in own if piece.member.weight.value.kind == MASTER]
         return {**root, "gradient_accumulator": _concatenate_masters(masters)} if masters else root
 
     def _build_piece(self, fqn: str, rank: int, data: int | None) -> _Piece:
@@ -246,15 +246,15 @@ def _concatenate_masters(pieces: list[_Piece]) -> dict[str, Slot]:
     parts: list[Part] = []
     starts: list[int] = []
     numel = 0
-    for held in pieces:
+    for each in pieces:
         starts.append(numel)
-        value = held.member.weight.value
-        parts += (replace(part, offset=part.offset + numel) for part in held.parts(value))
-        numel += held.numel
+        value = each.member.weight.value
+        parts += (replace(part, offset=part.offset + numel) for part in each.parts(value))
+        numel += each.numel
     storage = Storage(FLOAT32, numel, tuple(parts))
     return {
-        held.member.fqn: Slot(storage, held.shape, offset=start, requires_grad=True)
-        for held, start in zip(pieces, starts, strict=True)
+        each.member.fqn: Slot(storage, each.shape, offset=start, requires_grad=True)
+        for each, start in zip(pieces, starts, strict=True)
     }
 
 
@@ -263,11 +263,11 @@ def _lay_out_weight(
 ) -> Skeleton:
     """Lay out one file with one tensor."""
     stored = Entry("data", entry.kind, dtype, place.local, ())
-    head, (laid,), nbytes = safetensors.lay_out(name, [(stored, dtype)], header)
-    start = laid.chunks[0].byte_offset
+    head, (local,), nbytes = safetensors.lay_out(name, [(stored, dtype)], header)
+    start = local.chunks[0].byte_offset
     chunks = tuple(
         contiguous(name, start + at * dtype.itemsize, dtype, box, box.shape)
         for box, at in place.runs(0, prod(place.local))
     )
-    made = Entry(entry.fqn, entry.kind, dtype, entry.shape, chunks)
-    return Skeleton((OutputFile(name, nbytes, ((0, head),)),), (made,))
+    laid_out = Entry(entry.fqn, entry.kind, dtype, entry.shape, chunks)
+    return Skeleton((OutputFile(name, nbytes, ((0, head),)),), (laid_out,))
