@@ -83,15 +83,7 @@ class WholeLayout:
         Raises:
             CorruptError: the slot does not have this layout.
         """
-        tensor = as_global(value)
-        if tensor is None:
-            raise CorruptError(
-                next(iter(value.pieces.values())).file,
-                f"{slot} of {owner!r} has different shapes on different ranks:"
-                f" {sorted(value.shapes())}",
-                "slices of a flat optimizer are stored under a parameter's name: save it with DCP",
-            )
-        yield Entry(owner, slot, tensor.dtype, tensor.shape, tensor.chunks)
+        yield _build_whole_entry(owner, slot, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +99,7 @@ class RunLayout(WholeLayout):
     def sign(self, slots: Slots) -> Signature:
         """Return the number of elements that the ranks of a replica have together."""
         sizes = set()
-        for value in select_tensors(slots).values():
+        for value in _select_cut(slots):
             replicas = _split_replicas(value, self.shards) if _is_1d(value) else None
             sizes |= (
                 {sum(c.box.volume for c in pieces) for pieces in replicas} if replicas else {-1}
@@ -116,6 +108,9 @@ class RunLayout(WholeLayout):
 
     def entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
         """Yield one entry, with the chunks of all replicas."""
+        if _is_0d(value):
+            yield _build_whole_entry(owner, slot, value)
+            return
         shape = self.known.shapes[owner]
         tensors = [
             flat_params.join_slices(pieces[0].file, owner, shape, pieces)
@@ -138,7 +133,7 @@ class UnitLayout(WholeLayout):
     def sign(self, slots: Slots) -> Signature:
         """Return the number of elements in a rank's piece."""
         sizes = set()
-        for value in select_tensors(slots).values():
+        for value in _select_cut(slots):
             sizes |= {c.box.volume for c in value.pieces.values()} if _is_1d(value) else {-1}
         return _get_single_size(sizes)
 
@@ -147,7 +142,10 @@ class UnitLayout(WholeLayout):
         return [member.fqn for member in owner.members]
 
     def entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
-        """Yield one entry for each member."""
+        """Yield one entry for each member; all of them have the unit's 0-d values."""
+        if _is_0d(value):
+            yield from (_build_whole_entry(fqn, slot, value) for fqn in self.fqns(owner))
+            return
         pieces = [
             piece
             for replica in _split_replicas(value, self.shards)
@@ -157,6 +155,17 @@ class UnitLayout(WholeLayout):
             yield Entry(fqn, slot, tensor.dtype, tensor.shape, tensor.chunks)
 
 
+def _build_whole_entry(fqn: str, slot: str, value: Any) -> Entry:
+    tensor = as_global(value)
+    if tensor is None:
+        raise CorruptError(
+            next(iter(value.pieces.values())).file,
+            f"{slot} of {fqn!r} has different shapes on different ranks: {sorted(value.shapes())}",
+            "slices of a flat optimizer are stored under a parameter's name: save it with DCP",
+        )
+    return Entry(fqn, slot, tensor.dtype, tensor.shape, tensor.chunks)
+
+
 def _get_single_size(sizes: set[int]) -> Signature:
     """Return the only size; -1, which nothing has, if there are several; None if there is none."""
     return sizes.pop() if len(sizes) == 1 else -1 if sizes else None
@@ -164,6 +173,15 @@ def _get_single_size(sizes: set[int]) -> Signature:
 
 def _is_1d(value: Any) -> bool:
     return isinstance(value, LocalTensors) and all(len(shape) == 1 for shape in value.shapes())
+
+
+def _is_0d(value: Any) -> bool:
+    return isinstance(value, LocalTensors) and value.shapes() == {()}
+
+
+def _select_cut(slots: Slots) -> Iterator[Any]:
+    """Yield the slots that ranks have a piece of; a 0-d value (``mu_product``) is on each rank."""
+    return (value for value in select_tensors(slots).values() if not _is_0d(value))
 
 
 def _split_replicas(value: LocalTensors, shards: int) -> list[list[Chunk]]:

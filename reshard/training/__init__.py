@@ -2,6 +2,8 @@
 
 state         the state that targets write: weights, optimizer groups and their members
 optimizers    the table of known optimizers: slots and step counters of each
+shared_scalars
+              0-d optimizer values of a flat tensor, which its members share
 param_groups  param groups that the user gives
 fresh_adam    an Adam at step 0, for a source without an optimizer
 loss_scale    dynamic loss scalers of torch and DeepSpeed

@@ -6,6 +6,7 @@ Each job is a function of (ranks, ...) for `worlds.run` and returns plain values
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ def live(ranks, kind, build, seed=7):
     """A model as one of torch's wrappers has it, and its optimizer with two groups.
 
     ``kind`` is the wrapper, and then in any order: ``mesh`` for FSDP 1 on a device mesh, ``named``
-    for one whose axis has a name, ``orig`` for use_orig_params.
+    for one whose axis has a name, ``orig`` for use_orig_params, an optimizer other than AdamW.
     """
     wrapper, *said = kind.split()
     torch.manual_seed(seed)
@@ -69,10 +70,11 @@ def live(ranks, kind, build, seed=7):
             device_mesh=mesh if "mesh" in said else None,
             use_orig_params="orig" in said,
         )
-    return model, torch.optim.AdamW(grouped(model, units=kind in FLAT), lr=1e-2)
+    make = next((OPTIMIZERS[word] for word in said if word in OPTIMIZERS), torch.optim.AdamW)
+    return model, make(grouped(model, units=wrapper == "fsdp1" and "orig" not in said), lr=1e-2)
 
 
-FLAT = ("fsdp1", "fsdp1 mesh named")
+OPTIMIZERS = {"nadam": torch.optim.NAdam, "asgd": partial(torch.optim.ASGD, t0=1.0)}
 
 
 def grouped(model, *, units):
@@ -128,7 +130,7 @@ def differing(found, wanted):
 def groups(state):
     """Without what torch itself changes (a group's order, betas as a list), and without names."""
     return [
-        {**group, "params": sorted(group["params"]), "betas": tuple(group["betas"])}
+        {**group, "params": sorted(group["params"]), "betas": tuple(group.get("betas", ()))}
         | {"param_names": None}
         for group in state["optim"]["param_groups"]
     ]
@@ -147,7 +149,7 @@ def save(ranks, kind, build, place):
     if kind == "fsdp1":
         for held in optimizer.state.values():
             held[OWN] = 0.25
-    if kind == "fsdp2":
+    if kind.startswith("fsdp2"):
         state = {
             "model": get_model_state_dict(model),
             "optim": get_optimizer_state_dict(model, optimizer),

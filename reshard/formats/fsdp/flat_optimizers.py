@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.containers.torch_writer import Slot, Storage
+from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.formats.fsdp.flat_units import Flat, iterate_run
@@ -15,13 +15,21 @@ from reshard.manifest import Entry
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, torch_state_dict
 from reshard.state_dict.slots import build_whole_slot
-from reshard.training.state import TrainedParameter, Training, refuse_non_elementwise_slots
+from reshard.training.shared_scalars import build_shared_scalars
+from reshard.training.state import (
+    TrainedParameter,
+    Training,
+    collect_slot_names,
+    refuse_non_elementwise_slots,
+)
+
+_REMEDY = "write DCP or whole files"
 
 
 def _build_optimizer(state: Training) -> dict[str, Any]:
     """Build the optimizer by names; refuse what flat parameters cannot hold."""
     why = "it has no place in a flat parameter"
-    refuse_non_elementwise_slots(state, why, "write DCP or whole files")
+    refuse_non_elementwise_slots(state, why, _REMEDY, placed=state.scalars)
     return torch_state_dict.build_optimizer(state, "fqn")  # refuses what is missing
 
 
@@ -30,11 +38,13 @@ class _FlatState:
     """The optimizer's state of one flat parameter; it is empty if that was never stepped.
 
     Args:
+        scalars: the 0-d slots, which every rank has.
         loose: what is neither tensor nor step.
     """
 
     flat: Flat
     slots: Mapping[str, tuple[DType, tuple[tuple[int, Entry], ...]]] = field(default_factory=dict)
+    scalars: Mapping[str, Slot] = field(default_factory=dict)
     step: float | None = None
     loose: Mapping[str, Any] = field(default_factory=dict)
 
@@ -46,7 +56,7 @@ class _FlatState:
         for name, (dtype, entries) in self.slots.items():
             storage = Storage(dtype, size, tuple(iterate_run(entries, start, stop)))
             made[name] = Slot(storage, (size,))
-        return nested_slots.unflatten({**made, **self.loose})
+        return nested_slots.unflatten({**made, **self.scalars, **self.loose})
 
 
 _FlatGroup = tuple[dict[str, Any], list[_FlatState]]
@@ -104,7 +114,7 @@ def _build_flat_state(
         raise UnsupportedError(
             unit,
             f"its members were stepped {sorted(map(str, steps))} times: one parameter has one step",
-            "write DCP or whole files",
+            _REMEDY,
         )
     for name in dict.fromkeys(name for member in stepped for name in held[member.fqn]):
         values = [held[member.fqn].get(name) for member in stepped]
@@ -113,10 +123,13 @@ def _build_flat_state(
                 unit,
                 f"the optimizer keeps a different {name} for each member, and one parameter has"
                 " one",
-                "write DCP or whole files",
+                _REMEDY,
             )
+    scalars = _build_scalars(unit, stepped)
     slots = {}
-    for name in dict.fromkeys(name for member in stepped for name in member.slots):
+    for name in collect_slot_names(stepped):
+        if name in scalars:
+            continue
         entries = []
         for (start, _), member in zip(flat.members, members, strict=True):
             entry = member.slots.get(name)
@@ -124,7 +137,23 @@ def _build_flat_state(
                 entries.append((start, entry))
         widest = max((entry.dtype for _, entry in entries), key=lambda dtype: dtype.itemsize)
         slots[name] = (widest, tuple(entries))
-    return _FlatState(flat, slots, first.step, held[first.fqn])
+    return _FlatState(flat, slots, scalars, first.step, held[first.fqn])
+
+
+def _build_scalars(unit: str, stepped: Sequence[TrainedParameter]) -> dict[str, Slot]:
+    """Return the 0-d values of a flat parameter, which all its members must have alike.
+
+    torch 2.13 ``distributed/fsdp/_optim_utils.py`` (``_flatten_zero_dim_tensor_optim_state``).
+    """
+    why = "a flat parameter has one value for all its members"
+    scalars = build_shared_scalars(stepped, why, _REMEDY)
+    for name in scalars:
+        lacking = [member.fqn for member in stepped if name not in member.slots]
+        if lacking:
+            raise UnsupportedError(
+                unit, f"the optimizer keeps no {name} of {lacking[0]!r}: {why}", _REMEDY
+            )
+    return scalars
 
 
 class FlatOptimizer:
@@ -151,6 +180,7 @@ class OrigOptimizer:
         self._state = state
         self._flats = flats
         self._compute = compute
+        self._scalars = state.scalars
         self._unsure = torch_state_dict.needs_param_names(state)
         self._groups = [
             (torch_state_dict.build_hyper(state, group), held)
@@ -178,6 +208,9 @@ class OrigOptimizer:
             return {}
         made = _build_step(member.step, member.slots)
         for name, entry in member.slots.items():
+            if name in self._scalars:
+                made[name] = build_whole_tensor(entry, entry.dtype)
+                continue
             parts = tuple(iterate_run([(0, entry)], start, stop))
             shape = entry.shape if ranks == 1 else (stop - start,)
             made[name] = Slot(Storage(entry.dtype, stop - start, parts), shape)

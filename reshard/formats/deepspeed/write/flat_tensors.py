@@ -5,19 +5,17 @@ The runs are at the same positions in the masters and in every slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from reshard.box import Box, run_boxes, whole
-from reshard.chunks import Chunk
-from reshard.containers.torch_objects import read_number
+from reshard.box import Box, run_boxes
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError
-from reshard.files import SourceFiles
 from reshard.manifest import MASTER, Entry
 from reshard.training import optimizers
+from reshard.training.shared_scalars import build_shared_scalars
 from reshard.training.state import TrainedParameter, collect_scalar_names, collect_slot_names
 
 Value = Callable[[TrainedParameter], Entry | None]  # a member's master, or one of its slots
@@ -116,38 +114,14 @@ def slot_dtypes(members: Sequence[TrainedParameter]) -> dict[str, DType]:
 
 
 def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
-    """Return the 0-d values of a flat tensor's state, which all its members share.
+    """Return the 0-d values of a flat tensor's state.
 
     Raises:
         UnsupportedError: two members have different values.
     """
-    scalars: dict[str, Slot] = {}
-    for name in sorted(collect_scalar_names(members)):
-        entries = {m.fqn: entry for m in members if (entry := m.slots.get(name)) is not None}
-        _refuse_unequal(name, entries)
-        # All members fill the one element, so that each counts as written.
-        parts = tuple(Part(name, fqn, (), whole(())) for fqn in entries)
-        scalars[name] = Slot(Storage(next(iter(entries.values())).dtype, 1, parts), ())
-    return scalars
-
-
-def _refuse_unequal(name: str, entries: Mapping[str, Entry]) -> None:
-    """Refuse members with different values of a 0-d slot: ZeRO has one for all of a group."""
-    values: dict[Chunk, float] = {}
-    first: tuple[str, float] | None = None
-    with SourceFiles() as files:
-        for fqn, entry in entries.items():
-            chunk = entry.chunks[0]
-            if chunk not in values:
-                values[chunk] = read_number(files, chunk)
-            first = first or (fqn, values[chunk])
-            if values[chunk] != first[1]:
-                raise UnsupportedError(
-                    chunk.file,
-                    f"{name} is {first[1]} for {first[0]!r} and {values[chunk]} for {fqn!r}: ZeRO"
-                    " keeps one value for all parameters of a group",
-                    "stage 0 keeps one for each parameter: --zero-stage 0",
-                )
+    why = "ZeRO keeps one value for all parameters of a group"
+    remedy = "stage 0 keeps one for each parameter: --zero-stage 0"
+    return build_shared_scalars(members, why, remedy)
 
 
 def common_step(members: Sequence[TrainedParameter], path: str) -> float | None:
