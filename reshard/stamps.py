@@ -34,8 +34,8 @@ class Stamp:
         rank: the rank that the file belongs to, from 0 on.
         world_size: the number of ranks of the save.
         step: the optimizer step of the save; None where the writer does not know it.
-        file: the final name of the file, without its directory; empty where the writer that made
-            the stamp does not know the name.
+        file: the final name of the file, without its directory; empty if the writer of the
+            stamp does not know it.
     """
 
     save_id: str

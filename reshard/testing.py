@@ -36,7 +36,7 @@ _CASES = 6  # altered copies per file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A checkpoint of the format, and what the framework says that it contains.
+    """A checkpoint of the format, and the values that the framework reports for it.
 
     Args:
         path: the checkpoint, as a user gives it.
@@ -68,23 +68,23 @@ def check_format(
     Args:
         candidate: the format; it need not be registered.
         directory: an empty directory for copies.
-        seed: of the random damage.
+        seed: the seed of the random damage.
 
     Raises:
-        AssertionError: naming every check that failed.
+        AssertionError: a check failed; the message names every one that did.
     """
     problems: list[str] = []
     with registry.add_format(candidate):
         for number, example in enumerate(examples):
-            place = directory / str(number)
-            place.mkdir(parents=True)
+            folder = directory / str(number)
+            folder.mkdir(parents=True)
             for name, run in _CHECKS.items():
                 problems += [
-                    f"{example.path}: {name}: {each}" for each in run(candidate, example, place)
+                    f"{example.path}: {name}: {each}" for each in run(candidate, example, folder)
                 ]
             problems += [
                 f"{example.path}: damage: {each}"
-                for each in _check_damage(candidate, example, place, random.Random(seed))  # noqa: S311 - reproducible damage
+                for each in _check_damage(candidate, example, folder, random.Random(seed))  # noqa: S311 - reproducible damage
             ]
     if problems:
         raise AssertionError("\n".join(problems))
@@ -97,7 +97,7 @@ def _read(candidate: Format, path: Path) -> Manifest:
     return manifest
 
 
-def _check_detection(candidate: Format, example: Example, _place: Path) -> Iterator[str]:
+def _check_detection(candidate: Format, example: Example, _folder: Path) -> Iterator[str]:
     """Yield what is wrong with the choice of the format, and with the listed files."""
     manifest = formats.read(example.path)
     if manifest.origin.format not in candidate.sources:
@@ -107,43 +107,43 @@ def _check_detection(candidate: Format, example: Example, _place: Path) -> Itera
             yield f"the manifest lists {name}, which does not exist"
 
 
-def _check_merge(_candidate: Format, example: Example, place: Path) -> Iterator[str]:
+def _check_merge(_candidate: Format, example: Example, folder: Path) -> Iterator[str]:
     """Yield the merged weights that are not the framework's."""
-    api.merge(example.path, place / "merged.safetensors", **example.merge_options)
-    with api.open(place / "merged.safetensors") as merged:
+    api.merge(example.path, folder / "merged.safetensors", **example.merge_options)
+    with api.open(folder / "merged.safetensors") as merged:
         yield from _compare({name: merged[name][...] for name in merged}, example.weights)
 
 
-def _check_slots(_candidate: Format, example: Example, _place: Path) -> Iterator[str]:
+def _check_slots(_candidate: Format, example: Example, _folder: Path) -> Iterator[str]:
     """Yield the optimizer slots that are not the framework's."""
     with api.open(example.path) as source:
         for slot, values in example.slots.items():
             stored = source.optimizer(slot)
-            found = {name: stored[name][...] for name in stored}
-            yield from (f"{slot} of {each}" for each in _compare(found, values))
+            actual = {name: stored[name][...] for name in stored}
+            yield from (f"{slot} of {each}" for each in _compare(actual, values))
 
 
-def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:
+def _compare(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:
     import torch
 
-    if found.keys() != expected.keys():
+    if actual.keys() != expected.keys():
         yield (
-            f"names: only found {some(sorted(found.keys() - expected.keys()))},"
-            f" only expected {some(sorted(expected.keys() - found.keys()))}"
+            f"names: only found {some(sorted(actual.keys() - expected.keys()))},"
+            f" only expected {some(sorted(expected.keys() - actual.keys()))}"
         )
-    for name in found.keys() & expected.keys():
-        ours, theirs = found[name], expected[name]
+    for name in actual.keys() & expected.keys():
+        ours, theirs = actual[name], expected[name]
         if ours.dtype != theirs.dtype:
             yield f"{name} is {ours.dtype}, expected {theirs.dtype}"
         elif not torch.equal(ours, theirs):
             yield f"{name} has other values"
 
 
-def _check_round_trips(_candidate: Format, example: Example, place: Path) -> Iterator[str]:
+def _check_round_trips(_candidate: Format, example: Example, folder: Path) -> Iterator[str]:
     """Yield the states that are not the same after a split to other ranks and back."""
     ranks = api.inspect(example.path).manifest.origin.world
     for world_size in example.world_sizes:
-        there, back = place / f"to_{world_size}", place / f"from_{world_size}"
+        there, back = folder / f"to_{world_size}", folder / f"from_{world_size}"
         api.split(example.path, there, world_size=world_size, **example.split_options)
         api.split(there, back, world_size=ranks, **example.split_options)
         for path in (there, back):
@@ -162,12 +162,12 @@ _CHECKS: dict[str, _Check] = {
 
 
 def _check_damage(
-    candidate: Format, example: Example, place: Path, rng: random.Random
+    candidate: Format, example: Example, folder: Path, rng: random.Random
 ) -> Iterator[str]:
     """Yield damage that is answered with anything but an error of reshard, or an equal manifest."""
     sound = _summarize(_read(candidate, example.path))
     files = [example.path] if example.path.is_file() else sorted(_list_files(example.path))
-    copy = place / "damaged" / example.path.name
+    copy = folder / "damaged" / example.path.name
     for file in files:
         name = file.relative_to(example.path)  # "." of a checkpoint that is one file
         for damage in _list_damage(file, rng):
@@ -175,6 +175,7 @@ def _check_damage(
             damage.apply(copy / name if copy.is_dir() else copy)
             try:
                 read = _summarize(_read(candidate, copy))
+                # An altered byte can be a name or a shape that is as valid as the old one.
                 if damage.at is None and read != sound:
                     yield f"{file.name} {damage}: read as another state, without an error"
             except ReshardError as error:
@@ -231,5 +232,5 @@ def _copy(source: Path, destination: Path) -> None:
 
 
 def _summarize(manifest: Manifest) -> object:
-    """Return the tensors of a manifest, without where they are stored."""
+    """Return the tensors of a manifest, without their locations."""
     return {key: (entry.shape, entry.dtype.name) for key, entry in manifest.entries.items()}

@@ -31,7 +31,7 @@ def schedule_ends_early(settings: Settings) -> bool:
 
 
 def _warmup_steps(settings: Settings) -> int:
-    return max(2, settings.warmup_steps)
+    return max(2, settings.warmup_steps)  # as in DeepSpeed; `log` of 1 step would be 0
 
 
 def _warmup_ratio(settings: Settings, iteration: int) -> float:

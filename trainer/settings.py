@@ -1,6 +1,6 @@
 """Every setting, declared once: its name, type, default and help text.
 
-The command line is made from these fields (``cli.py``), and the configuration files of DeepSpeed
+The command line is built from these fields (``cli.py``), and the configuration files of DeepSpeed
 and Accelerate are read into them (``config/``). `resolve.resolve` returns the Settings of a run,
 which have no contradictions.
 """

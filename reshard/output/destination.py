@@ -147,5 +147,5 @@ def check_space(destination: Path, nbytes: int) -> None:
 
 
 def _is_export(name: str) -> bool:
-    # DeepSpeed's rank files end in _states.pt: --overwrite never removes a training checkpoint.
+    # DeepSpeed's rank files end in _states.pt: they are a training checkpoint, not an export.
     return Path(name).suffix in _EXPORT_SUFFIXES and not name.endswith("_states.pt")

@@ -80,6 +80,7 @@ class _Saved:
         self._engine = engine
         whole = (directory / MODEL).exists()
         files_of_ranks = dict(_find_optimizer_files(directory))
+        # Stages 1 and 2 have the same layout, so 2 stands for both.
         self.stage = 3 if not whole else min(2, len(files_of_ranks))
         path = directory / model_file(self.stage, 0)
         self.model = self.load(path)
@@ -120,11 +121,11 @@ class _Saved:
         """Raise CheckpointError if names or shapes of the trainable parameters differ."""
         expected = self._engine.shard.partition.shapes
         for name in [*expected, *saved]:
-            there, here = saved.get(name), expected.get(name)
-            if there != here:
+            stored, own = saved.get(name), expected.get(name)
+            if stored != own:
                 raise CheckpointError(
-                    f"{self.directory}: {name} is {there or 'absent'} in the checkpoint and "
-                    f"{here or 'absent (or frozen)'} in this run",
+                    f"{self.directory}: {name} is {stored or 'absent'} in the checkpoint and "
+                    f"{own or 'absent (or frozen)'} in this run",
                     "give the same --model, --tie-embeddings and --freeze as the run that saved it",
                 )
 
@@ -183,23 +184,27 @@ def _find_optimizer_files(directory: Path) -> Iterator[tuple[int, Path]]:
         yield int(match[1]), path
 
 
-def _check_complete(directory: Path, found: dict[int, Path], world: int) -> list[Path]:
-    """Return the files of ranks 0 to world - 1; raise CheckpointError if some lack or are more."""
-    missing = [rank for rank in range(world) if rank not in found]
+def _check_complete(directory: Path, by_rank: dict[int, Path], world: int) -> list[Path]:
+    """Return the files of ranks 0 to world - 1.
+
+    Raises:
+        CheckpointError: files of ranks are missing, or there are more.
+    """
+    missing = [rank for rank in range(world) if rank not in by_rank]
     if missing:
-        example = next(iter(found.values())).name
+        example = next(iter(by_rank.values())).name
         name = re.sub(r"rank_\d+", f"rank_{missing[0]}", example, count=1)
         raise CheckpointError(
-            f"{directory / name} is missing: {world} ranks saved, and {len(found)} of their files "
-            "are in the directory",
+            f"{directory / name} is missing: {world} ranks saved, and {len(by_rank)} of their "
+            "files are in the directory",
             "copy all ranks' files into the directory, or resume from another --tag",
         )
-    if len(found) > world:
+    if len(by_rank) > world:
         raise CheckpointError(
-            f"{directory} has {len(found)} optimizer files, and {world} ranks saved",
+            f"{directory} has {len(by_rank)} optimizer files, and {world} ranks saved",
             "remove the files of another run",
         )
-    return [found[rank] for rank in range(world)]
+    return [by_rank[rank] for rank in range(world)]
 
 
 def _fill_shard(saved: _Saved, engine: ZeroEngine) -> Any:
@@ -215,7 +220,7 @@ def _fill_shard(saved: _Saved, engine: ZeroEngine) -> Any:
         {key: torch.zeros(flat.numel) for key in ("master", *STATE)}
         for flat in shard.partition.flats
     ]
-    for rank in overlaps or [0]:
+    for rank in overlaps or [0]:  # a rank without elements needs the loss scale, too
         states = saved.load_rank(rank)
         scaler = states.scaler
         for run, own in overlaps.get(rank, []):

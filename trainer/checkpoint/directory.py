@@ -166,9 +166,8 @@ def _restore_replaced(path: Path) -> None:
     for aside in path.glob(".global_step*.old"):
         name = path / aside.name[1 : -len(".old")]
         if not name.exists():
-            with contextlib.suppress(
-                OSError
-            ):  # another rank was faster, or the directory is read-only
+            # Another rank was faster, or the directory is read-only.
+            with contextlib.suppress(OSError):
                 aside.rename(name)
 
 
@@ -208,9 +207,8 @@ class RunDirectory:
             SettingsError: another run is writing there.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(
-            self.path, os.O_RDONLY
-        )  # the directory itself, so that no lock file is left
+        # The lock is on the directory itself, so that no lock file is left.
+        self._lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -219,6 +217,7 @@ class RunDirectory:
                 f"another run is writing to {self.path}", "wait for it, or choose another --save"
             ) from None
         except OSError as error:
+            # EBADF: NFS locks exclusively only what is open for writing, which no directory is.
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
                 raise  # a file system that cannot lock a directory is used without a lock
 

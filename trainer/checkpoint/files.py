@@ -65,14 +65,14 @@ def check_keys(content: Any, path: Path, *keys: str) -> None:
     Raises:
         CheckpointError: it is not, or lacks a key.
     """
-    found = ""
+    problem = ""
     if not isinstance(content, dict):
-        found = f"contains a {type(content).__name__}, expected a dictionary"
+        problem = f"contains a {type(content).__name__}, expected a dictionary"
     elif missing := [key for key in keys if key not in content]:
-        found = f"has no {missing[0]}"
-    if found:
+        problem = f"has no {missing[0]}"
+    if problem:
         raise CheckpointError(
-            f"{path} {found}",
+            f"{path} {problem}",
             "the file is damaged or from another program; resume from another --tag or copy it "
             "again",
             one_rank=True,

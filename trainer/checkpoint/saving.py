@@ -91,16 +91,16 @@ def resume(checkpoint: Path, settings: Settings, engine: Engine) -> tuple[Progre
     Raises:
         CheckpointError: the checkpoint does not fit this run.
     """
-    found = directory.detect_layout(checkpoint)
+    layout = directory.detect_layout(checkpoint)
     own = settings.layout
     readable = {own, "Megatron-LM"} if own == "FSDP" else {own}
-    if found and found not in readable:
+    if layout and layout not in readable:
         split = f"reshard split {checkpoint} OUT --to {own.lower()} --world-size {settings.nproc}"
-        convert = f", or convert it: {split}" if found != "Megatron-LM" else ""
+        convert = f", or convert it: {split}" if layout != "Megatron-LM" else ""
         raise CheckpointError(
-            f"{checkpoint} has the layout of {found}, and --strategy {settings.strategy} reads "
+            f"{checkpoint} has the layout of {layout}, and --strategy {settings.strategy} reads "
             f"the layout of {own}",
-            f"resume with --strategy {_READERS[found]}{convert}",
+            f"resume with --strategy {_READERS[layout]}{convert}",
         )
     _, read = choose_format(settings)
     recorded = read(checkpoint, engine)

@@ -145,9 +145,8 @@ _FP16: Table = {
     "min_loss_scale": into("min_loss_scale", number),
     **refused("hysteresis is reset only when the scale doubles", "consecutive_hysteresis"),
     **refused(_16_BIT_STATE, "fp16_master_weights_and_grads"),
-    **without_effect(
-        "auto_cast"
-    ),  # it casts floating-point inputs, and the inputs here are token numbers
+    # It casts floating-point inputs, and the inputs here are token numbers.
+    **without_effect("auto_cast"),
 }
 
 _OPTIMIZER: Table = {

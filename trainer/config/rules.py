@@ -129,6 +129,7 @@ class Walk:
             converted = rule.kind(value)
         except ValueError as error:
             raise self.wrong(path, str(error), value) from None
+        # A rule without settings only checks the value, so the lengths can differ.
         several = converted if len(rule.settings) > 1 else (converted,)
         for setting, each in zip(rule.settings, several, strict=False):
             self.choices.state(setting, each, self.origin(path))

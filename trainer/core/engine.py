@@ -146,6 +146,7 @@ class NativeEngine(ABC):
             finite = math.isfinite(average)
             if finite:
                 clip = self.settings.clip
+                # DeepSpeed's formula (0.19.8 runtime/zero/stage_1_and_2.py).
                 excess = max(1.0, (average + 1e-6) / clip) if clip else 1.0
                 self._update_weights(gradients, 1.0 / (divisor * excess), lr)
             self.scaler.update(overflow=not finite)

@@ -83,6 +83,7 @@ def partition_groups(groups: Sequence[Sequence[str]], shapes: Shapes, world: int
     flats, runs = [], {}
     for group, names in enumerate(groups):
         total = sum(math.prod(shapes[name]) for name in names)
+        # The 2 is DeepSpeed's nccl_start_alignment_factor.
         piece = 2 * math.ceil(total / (2 * world))
         paddings = tuple(
             piece - _count_overlap(0, total, rank * piece, piece) for rank in range(world)

@@ -136,7 +136,7 @@ class Zero3Engine(ZeroEngine):
             unit.update(new)
 
     def _exchange_parameters(self) -> None:
-        if self._persistent:
+        if self._persistent:  # `gather` does nothing while the old values are there
             self._persistent.release()
             self._persistent.gather()
 

@@ -92,6 +92,7 @@ class Pipeline:
         """
         number = len(batches)
         if number not in self._schedules:
+            # scale_grads would divide by the number of micro batches, as the engine's step does.
             self._schedules[number] = self._schedule(
                 self._stage, number, loss_fn=self._loss, scale_grads=False
             )
