@@ -141,7 +141,7 @@ def read_archive(
     if len(pickles) != 1:
         raise CorruptError(path, f"a zip archive with {len(pickles)} data.pkl, expected one")
     root = pickles[0].removesuffix("data.pkl")
-    # torch writes CRC 0 everywhere if it is told not to compute them; no real CRC of these is 0.
+    # Under ``set_crc32_options(False)`` torch writes CRC 0 for every member; no real CRC here is 0.
     checked = members.get(f"{root}version", members[pickles[0]]).crc32 != 0
     if members.get(f"{root}byteorder"):
         order = members[f"{root}byteorder"].read(archive, checked=checked)

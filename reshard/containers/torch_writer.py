@@ -3,8 +3,8 @@
 The bytes are those that torch writes for the same object to a file of that name, with one
 exception: the 40 digits of ``.data/serialization_id`` (and its CRC). torch's are hashes of the
 members' names and of their CRCs, in the order of a hash table, and we do not know the CRCs before
-the data. Ours are a hash of the pickle and of every storage's size and, where it is known, content.
-No known program compares them: `torch.load` only logs them.
+the data. Ours are a hash of the pickle and of every storage's size and, if it is known, content. No
+known program compares them: `torch.load` only logs them.
 
 Sources: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py``
 (``_reduce_ex_internal``), ``caffe2/serialize/inline_container.cc`` (``basename``,
@@ -151,7 +151,7 @@ def lay_out_object(
 
     Args:
         root: values as `unpickle.loads` yields them, with a `Slot` for each tensor.
-        slot_of: the slot for a value of another type; None where it has none.
+        slot_of: returns the slot for a value of another type, or None.
         stamp: states the file's place in its save; not written if the root is not a dict.
         in_stream: whether the framework saves it into a stream, so that the archive is not named
             after the file.

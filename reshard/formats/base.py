@@ -177,7 +177,7 @@ class Writer(ABC):
         return ()
 
     def describe(self, request: Request) -> str:
-        """Return what the name of the writer leaves open, for reports."""
+        """Describe the layout in more detail than the writer's name does, for reports."""
         return str(request.grid or request.parallel)
 
     def settings_of_run(self, _request: Request) -> Mapping[str, str]:
@@ -200,7 +200,7 @@ class Writer(ABC):
         return (str(parent) if self.is_tagged else ""), ""
 
     def place(self, skeleton: Skeleton, _state: Training, _destination: str) -> Skeleton:
-        """Return the files as they lie in a directory with the name that the user gave."""
+        """Return the files with their paths below the destination that the user named."""
         return skeleton
 
 
@@ -210,14 +210,14 @@ class Format:
 
     Args:
         name: the name for ``--from``.
-        detect: whether a checkpoint of the format lies directly at a location; decides by names of
+        detect: whether a checkpoint of the format is directly at a location; decides by names of
             files, or by their first bytes.
         read: reads headers and pickles, never tensor elements, into a manifest.
         sources: ``Origin.format`` -> what commands need to know about such a checkpoint.
         writers: the layouts of the format.
         detect_loosely: like ``detect``, by evidence that other formats may show as well; tried
             after ``detect`` of all formats.
-        claims: whether a directory belongs to a run of the format although no checkpoint lies
+        claims: whether a directory belongs to a run of the format although no checkpoint is
             directly in it; see ``yields_to_runs``.
         is_generic: whether runs of other formats may contain files of this format; extensions
             are tried before such a format.

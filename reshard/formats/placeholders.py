@@ -1,4 +1,4 @@
-"""Detect weights of shape [0], which ZeRO 3 leaves in a module that nobody gathered.
+"""Detect weights of shape [0], which ZeRO 3 leaves in a module that was not gathered before saving.
 
 A model may have a parameter without elements, so a weight of shape [0] is judged by what else is
 known: the config beside the checkpoint, else its own name and the same weight of other layers.

@@ -1,8 +1,8 @@
 """Parameter names: those of the source, Hugging Face's, or those that a writer's files need.
 
-options     what the user states about names; a training state under the names to write
-tables      other names, by the table of the model's family
-config      the model's family and traits, by a config of transformers
+options     the user's options for names; a training state under the names to write
+tables      renaming, by the table of the model's family
+config      the model's family and traits, from a config of transformers
 """
 
 from __future__ import annotations

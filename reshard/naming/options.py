@@ -1,4 +1,4 @@
-"""What the user states about names, and a training state under the names to write."""
+"""The user's options for names, and a training state under the names to write."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameOptions:
-    """What the user states about names.
+    """The user's options for names.
 
     Args:
         names: the naming scheme; None: Hugging Face's names, if they are known.
@@ -64,8 +64,8 @@ class Naming:
     """A training state under the names to write.
 
     Args:
-        config: of the model, if the names are Hugging Face's now: the given one, else one made
-            from what the source states.
+        config: the model's config, if the names are Hugging Face's now: the given one, else one
+            that is derived from the source.
         described: the model, if the names are those of a writer's table.
         trimmed: (table, vocab_size) if padding rows of the vocabulary were removed: the table of
             the source's names, and the number of rows that remain.

@@ -10,7 +10,7 @@ from typing import Any
 class Canonicalizer:
     """Makes equal texts and tuples of a tree one object; tensors and objects stay as they are.
 
-    A pickle shares what is one object, so the bytes of a file then depend on values alone.
+    A pickle stores one object once, so the bytes of a file then depend on values alone.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from reshard.pickles.machine import Machine
 from reshard.pickles.opcodes import HANDLERS
 from reshard.pickles.values import BUILDERS, Builder
 
-_MAX_SHARED = 4  # repeated references; up to so many, the size is not checked
+_MAX_SHARED = 4  # repeated references that never need the check of the size
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class Call:
 def require_hashable(value: Any) -> Any:
     """Return a dict key or set element, unchanged, if it can be hashed in little time.
 
-    Python hashes a tuple anew at each use, recursively; a frozenset stores its hash.
+    Python hashes a tuple again at each use, recursively; a frozenset stores its hash.
 
     Raises:
         TypeError, ValueError: the value cannot be a key, or is too expensive to hash.

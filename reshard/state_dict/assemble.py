@@ -184,9 +184,10 @@ def _find_frozen(
 def _resolve_step(
     parts: sections.Sections, steps: Mapping[str, float]
 ) -> tuple[int | None, dict[str, Any]]:
-    """Return the run's step, and Accelerate's own count where it differs."""
+    """Return the run's step, and Accelerate's own count if it differs."""
     if parts.accumulated is None:
         return parts.step, {}
+    # Accelerate counts micro batches of one epoch; the optimizer's own count gives the updates.
     updates = int(max(steps.values(), default=parts.accumulated))
     step = updates if parts.step is None else parts.step
     return step, {} if parts.accumulated == step else {sections.ACCUMULATED: parts.accumulated}
@@ -390,7 +391,7 @@ def _describe_unread(parts: sections.Sections, kept: Container[str]) -> dict[str
 def _collect_notes(
     parts: sections.Sections, parsed: ParsedTree, read: Iterable[ParsedOptimizer], names: set[str]
 ) -> Iterable[str]:
-    """Yield what the user should know about values that were chosen or left out."""
+    """Yield notes for the user about values that were chosen or left out."""
     for one in read:
         yield from one.notes
     unknown = sorted({entry.fqn for one in read for entry in one.entries} - names)

@@ -86,7 +86,7 @@ def is_numbered(value: Any) -> bool:
 
 
 def find_keying(values: Iterable[Any]) -> Keyed | None:
-    """Return how optimizers call their parameters; None where there are none, or they differ."""
+    """Return how optimizers identify their parameters; None if there are none, or they differ."""
     kinds: set[Keyed] = set()
     for value in values:
         state, groups = _normalize(value)

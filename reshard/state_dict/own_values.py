@@ -45,14 +45,14 @@ def _describe_tensors(copier: _Copier, value: Any, name: str) -> Any:
 
 
 def find_scheduler(train: TrainState) -> Any:
-    """Return the scheduler's state as it was saved; None where a manifest only describes it."""
+    """Return the scheduler's state as it was saved; None if the manifest only describes it."""
     if SCHEDULER in train.objects:
         return train.objects[SCHEDULER]
     return train.scheduler if is_plain(train.scheduler) else None
 
 
 class _Copier:
-    """Copies a value: tensors become entries, numpy arrays the calls that made them.
+    """Copies a value: tensors become entries, numpy arrays the calls that build them.
 
     A tensor of several ranks, which may differ, stays as it is, and so does a tensor in a value
     that refers to itself: such a value cannot be written.

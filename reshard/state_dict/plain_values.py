@@ -32,7 +32,7 @@ def is_description(value: dict[Any, Any]) -> bool:
 
 
 def _is_count(value: dict[Any, Any]) -> bool:
-    """Return whether a dict is the count that stands for a part (see `_summarize`)."""
+    """Return whether a dict is the count that replaces a part (see `_summarize`)."""
     return len(value) == 1 and all(k in _COUNTED and type(n) is int for k, n in value.items())
 
 
@@ -105,7 +105,7 @@ def _convert_scalar(value: Any) -> Any:
 
 
 def _summarize(value: Any) -> dict[str, Any]:
-    """Return what stands for a part that is not shown."""
+    """Return a short description of a part that is not shown: its class or its length."""
     if isinstance(value, Call):
         return {"class": value.name}
     return {type(value).__name__: len(value)}

@@ -49,7 +49,8 @@ def convert_to_deepspeed(state: Any, steps: int) -> dict[str, Any] | None:
     Args:
         steps: number of steps of the run, including those that overflowed.
 
-    DeepSpeed has one factor for both ways: a ``GradScaler`` whose two differ has no such form.
+    DeepSpeed raises and lowers by one factor, so a ``GradScaler`` with two different ones has no
+    such form.
 
     >>> scaler = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5,
     ...           "growth_interval": 1000, "_growth_tracker": 4}

@@ -127,7 +127,7 @@ def _format_option(path: Path) -> str:
     return f"--param-groups {path}"
 
 
-# Groups made anew
+# New groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ def _unwrap_number(value: Any) -> Any:
 
 
 def _regroup_scheduler(
-    state: Training, origins: Sequence[Sequence[int]], made: Sequence[TrainedGroup]
+    state: Training, origins: Sequence[Sequence[int]], groups: Sequence[TrainedGroup]
 ) -> tuple[Any, list[str]]:
     """Regroup the lists of a torch scheduler, which have one value for each group.
 
@@ -287,7 +287,7 @@ def _regroup_scheduler(
     notes += [
         f"group {number} is given lr {group.hyper['lr']}, its scheduler begins from"
         f" {group.hyper['initial_lr']}: the next step goes by the scheduler"
-        for number, group in enumerate(made)
+        for number, group in enumerate(groups)
         if group.hyper.get("initial_lr", group.hyper.get("lr")) != group.hyper.get("lr")
         and all(state.groups[n].hyper.get("lr") != group.hyper["lr"] for n in origins[number])
     ]

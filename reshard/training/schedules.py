@@ -27,7 +27,7 @@ from reshard.training.copied_files import SCHEDULER
 _COUNTER = "collections.Counter"  # of MultiStepLR's milestones
 _INNER = "_schedulers"  # of SequentialLR and ChainedScheduler
 _STEPS = "last_epoch"
-_WHOLE = ("step_size", "total_iters", "patience")  # exact only where they stay whole numbers
+_WHOLE = ("step_size", "total_iters", "patience")  # exact only if they stay whole numbers
 
 
 def steps_per_update(train: TrainState, processes: int) -> int | None:
@@ -103,15 +103,15 @@ _SPLIT = (
 
 
 def _describe_file(
-    name: str, made: ScaledSchedule | None, before: int, processes: int
+    name: str, scaled: ScaledSchedule | None, before: int, processes: int
 ) -> Iterator[str]:
     """Describe the changes in one file."""
-    if made is None:
+    if scaled is None:
         yield f"{name} is not a torch scheduler's state: copied as saved for {before} processes"
         return
-    changes = ", ".join(made.changes)
+    changes = ", ".join(scaled.changes)
     yield f"{name}: {changes} (counted for {processes} processes instead of {before})"
-    for text in made.inexact:
+    for text in scaled.inexact:
         yield f"{name}: {text}; it is rounded up, and the learning rate changes at other updates"
 
 

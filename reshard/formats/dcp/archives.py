@@ -45,13 +45,13 @@ class ArchiveCache:
         """Open an archive like `torch_reader.read_archive`, and raise the same errors."""
         # Archives of one structure have one size: few templates have to be compared.
         for form in self._forms[archive.nbytes]:
-            found = _apply_template(form, archive)
-            if found:
-                return found
+            opened = _apply_template(form, archive)
+            if opened:
+                return opened
         file = torch_reader.read_archive(archive)
-        made = _build_template(file, archive)
-        if made is not None:
-            self._forms[archive.nbytes].append(made)
+        template = _build_template(file, archive)
+        if template is not None:
+            self._forms[archive.nbytes].append(template)
         return file
 
 

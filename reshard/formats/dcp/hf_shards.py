@@ -64,7 +64,7 @@ def read(location: Location) -> ParsedTree:
                 f"holds the same blocks as {other.name}: DCP writes each block once",
                 "one of them is a copy of the other: fetch both again from their ranks",
             )
-    state = {fqn: _join_blocks(fqn, held) for fqn, held in chunks.items()}
+    state = {fqn: _join_blocks(fqn, blocks) for fqn, blocks in chunks.items()}
     return ParsedTree(
         state, str(location), sources, world=len(ranks), plain_is_buffer=False, proved=False
     )
@@ -85,6 +85,6 @@ def _join_blocks(fqn: str, chunks: list[Chunk]) -> GlobalTensor:
 def _parse_origins(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     try:
         info: dict[str, Any] = json.loads(metadata[_INFO])
-        return {fqn: as_index(held["saved_offsets"]) for fqn, held in info.items()}
+        return {fqn: as_index(item["saved_offsets"]) for fqn, item in info.items()}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptError(path, f"has no readable {_INFO} in its header") from error

@@ -168,7 +168,7 @@ def _parse_flat_paths(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tupl
     """Return the paths of a state dict that its program flattened; None if it did not.
 
     Otherwise the moments, ``optimizer.state.<fqn>.<slot>``, would look like weights.
-    ``model.<fqn>`` is the weight that the optimizer calls ``<fqn>``, where it does.
+    ``model.<fqn>`` is taken for the weight ``<fqn>`` of the optimizer if all its names match.
     """
     matches = {key: _OPTIMIZER_KEY.match(key) for key, path in paths.items() if len(path) == 1}
     found = {key: (match[1], key[match.end() :]) for key, match in matches.items() if match}

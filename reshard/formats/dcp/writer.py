@@ -200,10 +200,10 @@ def _add_tensor(
 
 @dataclass(frozen=True, slots=True)
 class _ItemTemplate:
-    """An item of one dtype and shape, as it would be at the beginning of a file."""
+    """An item of one dtype and shape, laid out as at the beginning of a file."""
 
     skeleton: Skeleton
-    chunk: Chunk | None  # where its elements lie, if it has any
+    chunk: Chunk | None  # the position of its elements, if it has any
 
 
 class _TemplateCache(dict[tuple[DType, Index], _ItemTemplate]):
@@ -213,9 +213,9 @@ class _TemplateCache(dict[tuple[DType, Index], _ItemTemplate]):
         dtype, shape = key
         box = whole(shape)
         parts = (Part("", "", shape, box),) if box.volume else ()
-        made = torch_writer.lay_out_object("", Slot(Storage(dtype, box.volume, parts), shape))
-        chunk = made.entries[0].chunks[0] if made.entries else None
-        return self.setdefault(key, _ItemTemplate(made, chunk))
+        skeleton = torch_writer.lay_out_object("", Slot(Storage(dtype, box.volume, parts), shape))
+        chunk = skeleton.entries[0].chunks[0] if skeleton.entries else None
+        return self.setdefault(key, _ItemTemplate(skeleton, chunk))
 
 
 _Place = tuple[int, int]  # byte offset, nbytes
@@ -334,8 +334,8 @@ class _MetadataBuilder:
 
     def _store(self, index: dict[str, Any], file: _DataFile, place: _Place) -> None:
         info = {"relative_path": file.name, "offset": place[0], "length": place[1]}
-        made = Call(f"{_DCP}.filesystem._StorageInfo", (), info)
-        self.stored[_build_object("MetadataIndex", index)] = made
+        storage_info = Call(f"{_DCP}.filesystem._StorageInfo", (), info)
+        self.stored[_build_object("MetadataIndex", index)] = storage_info
 
     def _size(self, index: Index) -> Call:
         return self.sizes.setdefault(index, Call("torch.Size", (index,)))

@@ -245,7 +245,7 @@ def build_is_divided(state: Training, model: ModelShapes | None) -> Callable[[We
         # FSDP shards only parameters, so a weight in several blocks is one.
         if marks_buffers or weight.fqn in owned or len(_find_boxes(weight)) > 1:
             return True
-        if weight.shape[0] > 1 and by_rows():  # a parameter would lie on several ranks
+        if weight.shape[0] > 1 and by_rows():  # a parameter would be on several ranks
             return False
         if weight.dtype.family not in ("float", "float8"):
             return False
@@ -262,12 +262,12 @@ def build_is_divided(state: Training, model: ModelShapes | None) -> Callable[[We
 
 
 def _find_boxes(weight: Weight) -> set[Box]:
-    """Return the blocks in which the source's ranks held a weight."""
+    """Return the blocks of a weight that the source's ranks stored."""
     return {chunk.box for chunk in weight.value.chunks if chunk.box.volume}
 
 
 def _is_sharded_by_rows(state: Training) -> bool:
-    """Return whether the source's ranks held weights in shards, all cut along dim 0 as by FSDP.
+    """Return whether the source's ranks stored weights in shards, all cut along dim 0 as by FSDP.
 
     A tensor-parallel run cuts others along dim 1, and leaves parameters whole.
     """

@@ -208,15 +208,15 @@ class _Run:
         start, stop = piece(numel, self._wanted.data, data)
         return _Piece(member, place, start, stop, (stop - start,))
 
-    def _build_slots(self, held: _Piece) -> dict[str, Any]:
+    def _build_slots(self, own: _Piece) -> dict[str, Any]:
         """Return the state of one parameter: step, slots, and values that are not tensors."""
-        member, slots = held.member, dict[str, Any]()
+        member, slots = own.member, dict[str, Any]()
         if member.step is not None:
             data = struct.pack("<f", member.step)
             slots["step"] = Slot(Storage(FLOAT32, 1, data=data), ())
         for name, entry in member.slots.items():
-            parts = tuple(held.parts(entry))
-            slots[name] = Slot(Storage(entry.dtype, held.numel, parts), held.shape)
+            parts = tuple(own.parts(entry))
+            slots[name] = Slot(Storage(entry.dtype, own.numel, parts), own.shape)
         return {**slots, **self._state.manifest.train.non_tensor_state.get(member.fqn, {})}
 
 

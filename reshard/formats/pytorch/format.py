@@ -104,7 +104,7 @@ class HFTrainer(_StateDicts):
         return True
 
     def has_separate_masters(self, source: Manifest, options: TargetOptions) -> bool:
-        """Return whether the checkpoint is DeepSpeed's: as requested, else as the source is.
+        """Return whether to write DeepSpeed's checkpoint: as requested, else like the source.
 
         Raises:
             UsageError: both a ZeRO stage and a state dict type are given.

@@ -34,10 +34,10 @@ def lay_out_dcp(state: Training, request: Request) -> LaidOut:
     Raises:
         ReshardError: as `dcp.writer.lay_out`.
     """
-    made = dcp.lay_out(
+    skeleton = dcp.lay_out(
         state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
     )
-    return LaidOut(made, _notes(state))
+    return LaidOut(skeleton, _notes(state))
 
 
 def lay_out_accelerate(state: Training, request: Request) -> LaidOut:
@@ -71,8 +71,8 @@ def lay_out_fsdp2(state: Training, request: Request) -> LaidOut:
     source, naming = state.manifest, state_dict.PAIR
     if source.origin.format == "fsdp" and source.keyed == "fqn":
         naming = replace(naming, keyed="fqn")
-    made = _rank_files(state, request, naming)
-    return LaidOut(made, (*_note_tensor_plan(state, request), *_notes(state)))
+    skeleton = _rank_files(state, request, naming)
+    return LaidOut(skeleton, (*_note_tensor_plan(state, request), *_notes(state)))
 
 
 def lay_out_verl(state: Training, request: Request) -> LaidOut:
@@ -100,7 +100,7 @@ def lay_out_hf_trainer(state: Training, request: Request) -> LaidOut:
         files, notes = registry.find_writer("deepspeed").lay_out(state, request)
     else:
         files, notes = _lay_out_state_dicts(state, request), _notes(state, "scheduler", "step")
-    made = hf_trainer.lay_out_run(
+    skeleton = hf_trainer.lay_out_run(
         state,
         files,
         ranks=request.world_size,
@@ -108,7 +108,7 @@ def lay_out_hf_trainer(state: Training, request: Request) -> LaidOut:
         weights_only=request.weights_only,
     )
     own = hf_trainer.describe_derived(state, deepspeed=deepspeed, weights_only=request.weights_only)
-    return LaidOut(made, (*notes, *own))
+    return LaidOut(skeleton, (*notes, *own))
 
 
 def lay_out_trainer(state: Training, request: Request) -> LaidOut:
@@ -143,14 +143,14 @@ def lay_out_torch(state: Training, request: Request) -> LaidOut:
     Raises:
         ReshardError: as `pytorch.writer.plain`.
     """
-    made = writer.lay_out(
+    skeleton = writer.lay_out(
         state,
         name=request.file,
         model=request.model,
         weights_only=request.weights_only,
         dtype=request.dtype,
     )
-    return LaidOut(made, _notes(state))
+    return LaidOut(skeleton, _notes(state))
 
 
 def _lay_out_checkpoint(state: Training, request: Request, run: Run) -> Skeleton:

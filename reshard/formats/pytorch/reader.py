@@ -26,7 +26,7 @@ from reshard.training import copied_files, trainer_run
 from reshard.training.batch import BATCH_BEFORE
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
-_LATEST, _SEVERAL = "latest", 2
+_LATEST, _SEVERAL = "latest", 2  # Composer's symlink; how many checkpoints make several
 _COPY = "{} is taken to be the same model as {}; it is not read"
 
 
@@ -50,18 +50,19 @@ def read(
         UnrecognisedError: the parts have no weights, or several models.
         UsageError: ``wrap`` is given, and there is no model.
     """
+    # One rank's file stands for all of them; any other file is read by itself.
     if location.chosen and not is_rank_file(location.chosen):
         saved, trainer = [(RankFiles.open({0: location.path}).joined(location), list[str]())], {}
     else:
         chosen, location = location.chosen, Location(location.directories)
         (saved, key), trainer = _read_stages(location, key, chosen), beside.trainer_state(location)
-    found = saved[0][0]
+    first = saved[0][0]
     run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
     origin = Origin(
-        format=provenance.detect_framework(location, found, run_of_trainer),
+        format=provenance.detect_framework(location, first, run_of_trainer),
         path=str(location),
         detail=provenance.describe_files(location),
-        versions=provenance.find_versions(found),
+        versions=provenance.find_versions(first),
     )
     model_hint = ModelHint(model, wrap) if model else None
     own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
@@ -69,12 +70,12 @@ def read(
     if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "needs --model: what was wrapped so?")
     if len(saved) > 1:
-        made = _join_stages(saved, origin, key, model_hint)
+        manifest = _join_stages(saved, origin, key, model_hint)
     else:
-        made = assemble.build_manifest(
-            found, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
+        manifest = assemble.build_manifest(
+            first, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
         )
-    train = made.train
+    train = manifest.train
     if trainer:
         step, before = trainer.get("global_step"), beside.batch_before(location)
         train = replace(
@@ -88,9 +89,9 @@ def read(
     if train.step is None:
         train = replace(train, step=provenance.parse_step(location))
     if location.chosen:
-        return replace(made, train=train)
-    made = replace(made, train=replace(train, rng_files=beside.random_files(location)))
-    return beside.with_kept_files(made, location)
+        return replace(manifest, train=train)
+    manifest = replace(manifest, train=replace(train, rng_files=beside.random_files(location)))
+    return beside.with_kept_files(manifest, location)
 
 
 Collected = tuple[ParsedTree, list[str]]  # a tree, and warnings about it
@@ -135,12 +136,12 @@ def _read_stages(
 
 
 def _select_checkpoint(
-    families: dict[str, RankFiles], wanted: str | None
+    families: dict[str, RankFiles], chosen: str | None
 ) -> tuple[dict[str, RankFiles], list[str]]:
     """Return the selected checkpoint without complete other ones beside it."""
-    if wanted is None:
+    if chosen is None:
         return families, []
-    others = [s for s, files in families.items() if s != wanted and _is_checkpoint(files)]
+    others = [s for s, files in families.items() if s != chosen and _is_checkpoint(files)]
     warnings = [f"{stem} is another checkpoint; it is not read" for stem in others]
     return {stem: files for stem, files in families.items() if stem not in others}, warnings
 
@@ -169,10 +170,10 @@ def _is_checkpoint(family: RankFiles) -> bool:
 
 def _read_stage_alone(location: Location, families: Mapping[str, RankFiles]) -> ParsedTree:
     """Read a later stage's files; files beside them are the first stage's."""
-    found = ParsedTree({}, str(location), {})
+    stage = ParsedTree({}, str(location), {})
     for stem, files in families.items():
-        _add_part(found, None if len(families) == 1 else stem, files.joined(location))
-    return found
+        _add_part(stage, None if len(families) == 1 else stem, files.joined(location))
+    return stage
 
 
 def _find_stages(families: Iterable[RankFiles], key: str | None) -> list[set[int]]:
@@ -213,65 +214,65 @@ def _collect_parts(
     location: Location, families: dict[str, RankFiles], warnings: list[str]
 ) -> Collected:
     """Collect all parts into one tree, each under the name of its file or folder."""
-    found = ParsedTree({}, str(location), {})
+    whole = ParsedTree({}, str(location), {})
     if dcp.detect(location):
-        _add_part(found, None, reader.read(location))
+        _add_part(whole, None, reader.read(location))
     if any(map(dcp.is_hf_shard, location.files)):
-        _add_part(found, None, hf_shards.read(location))
+        _add_part(whole, None, hf_shards.read(location))
     for name, folder in location.folders.items():
         if is_dcp_part(name, folder):
-            _add_part(found, name, reader.read(folder))
+            _add_part(whole, name, reader.read(folder))
     weights = _find_safetensors(location)
     # Of two copies of a model, one is read: otherwise a key would have to choose.
     if "model" in weights and "pytorch_model" in families:
         del families["pytorch_model"]
         warnings.append(_COPY.format("pytorch_model.bin", "the safetensors beside it"))
     for stem, files in families.items():
-        alone = len(families) == 1 and not found.root and not weights
-        _add_part(found, None if alone else stem, files.joined(location))
+        alone = len(families) == 1 and not whole.root and not weights
+        _add_part(whole, None if alone else stem, files.joined(location))
     sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *location.folders))
     for stem, path in weights.items():
         if sharded and stem == "model":
             warnings.append(_COPY.format(path.name, "pytorch_model_fsdp*"))
         else:
-            _add_part(found, stem, _read_safetensors(location, path))
-    return found, warnings
+            _add_part(whole, stem, _read_safetensors(location, path))
+    return whole, warnings
 
 
-def _add_part(found: ParsedTree, name: str | None, part: ParsedTree) -> None:
+def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:
     """Add a part's tree to the whole, at the top level if it has no name."""
     added = (
         part.root if name is None and isinstance(part.root, dict) else {name or "state": part.root}
     )
-    twice = found.root.keys() & added.keys()
+    twice = whole.root.keys() & added.keys()
     if twice:
         raise UnrecognisedError(
-            found.where,
+            whole.where,
             f"holds two parts that are called {min(map(str, twice))!r}, and nothing decides between"
             " them",
             "pass the path of one of them, or move the other away",
         )
-    found.root.update(added)
-    found.files.update(part.files)
-    found.globals |= part.globals
-    found.world = max(found.world, part.world)
+    whole.root.update(added)
+    whole.files.update(part.files)
+    whole.globals |= part.globals
+    whole.world = max(whole.world, part.world)
     prefix = () if name is None else (name,)
-    found.differing = [*found.differing, *((*prefix, *path) for path in part.differing)]
-    found.notes += part.notes
-    found.proved = found.proved and part.proved
-    found.ordered = found.ordered and part.ordered
-    found.plain_is_buffer = found.plain_is_buffer and part.plain_is_buffer
+    whole.differing = [*whole.differing, *((*prefix, *path) for path in part.differing)]
+    whole.notes += part.notes
+    whole.proved = whole.proved and part.proved
+    whole.ordered = whole.ordered and part.ordered
+    whole.plain_is_buffer = whole.plain_is_buffer and part.plain_is_buffer
 
 
 def _find_safetensors(location: Location) -> dict[str, Path]:
     """Return full weights in safetensors, by the name of their model."""
-    found = {
+    weights = {
         Path(name).stem: path for name, path in location.files.items() if _WEIGHTS.fullmatch(name)
     }
     index = huggingface.find_index(location)
-    if "model" not in found and index:
-        found["model"] = location.files[index]
-    return found
+    if "model" not in weights and index:
+        weights["model"] = location.files[index]
+    return weights
 
 
 def _read_safetensors(location: Location, path: Path) -> ParsedTree:

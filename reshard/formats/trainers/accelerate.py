@@ -53,8 +53,10 @@ def lay_out_unsharded(
             torch_state_dict.build_optimizer(state, "index", model, named=True)
         )
         stamp = state.stamp("optimizer.bin", 0, ranks)
-        made = torch_writer.lay_out_object("optimizer.bin", root, slot_of=WholeSlots(), stamp=stamp)
-        parts.append(made)
+        optimizer = torch_writer.lay_out_object(
+            "optimizer.bin", root, slot_of=WholeSlots(), stamp=stamp
+        )
+        parts.append(optimizer)
         parts += lay_out_accelerate_extras(state, ranks)
     return skeletons.join(parts)
 
