@@ -129,7 +129,7 @@ class Chunks(ABC):
 
     @abstractmethod
     def find_unproven(self, size_of: Callable[[str], int]) -> Iterable[Chunk]:
-        """Return the chunks that may lie outside the tensor or outside their file.
+        """Return the chunks that may be outside of the tensor or of their file.
 
         Args:
             size_of: returns the size of a file in bytes.

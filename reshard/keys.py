@@ -167,6 +167,7 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
             p.search(fqn) for p in exclude
         )
 
+    # Excluded tensors are not written, so several of them may have one name.
     _refuse_collisions({old: new for old, new in names.items() if is_selected(new)})
     heirs, tied = _reassign_ties(tied, is_selected)
     done.unmatched = [f"--rename {p}={text}" for p, text in edits.rename if p not in used]

@@ -204,7 +204,7 @@ def _type_of(option: Option) -> Any:
         return _Parsed(declared.parse)
     if option.type is Path:
         return PATH
-    if option.type is int and option.choices:
+    if option.type is int and option.choices:  # consecutive numbers; click 8.1's Choice needs texts
         return click.IntRange(min(option.choices), max(option.choices))
     if option.choices:
         return _OpenChoice(option) if declared.find_choices else click.Choice(option.choices)

@@ -21,7 +21,7 @@ from reshard.replicas import Replicas
 
 OnOverflow = Literal["error", "clamp", "allow"]
 
-_MIN_WINDOW = 64 << 10
+_MIN_WINDOW = 64 << 10  # bytes
 _MAX_WORKERS = 8  # by default; more threads seldom read faster
 
 

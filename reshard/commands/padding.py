@@ -19,6 +19,7 @@ def note_trained_padding(manifest: Manifest, table: Table, vocab_size: int) -> l
     with SourceFiles() as pool:
         for entry in manifest.entries.values():
             rule = table.find(entry.fqn, {})
+            # Tuples are compared, because a 0-d value has no first dim.
             padded = (
                 rule is not None and rule.rule.is_vocabulary and entry.shape[:1] > (vocab_size,)
             )

@@ -74,7 +74,7 @@ class Maps:
 
     Args:
         singled: (kind, fqn) of tensors that the viewer may filter for; the kind ``weight``
-            stands for a parameter, its master or a buffer.
+            means a parameter, its master or a buffer.
         singled_as: label of that filter.
     """
 

@@ -217,7 +217,7 @@ def _collect_pieces(tensors: Sequence[Entry]) -> dict[str, list[Piece]]:
         for file, piece in _join_chunks(number, entry):
             by_file.setdefault(file, []).append(piece)
     for pieces in by_file.values():
-        pieces.sort(key=itemgetter(0, 2, 3))
+        pieces.sort(key=itemgetter(0, 2, 3))  # not by shape, which may be None
     return by_file
 
 

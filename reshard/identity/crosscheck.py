@@ -216,7 +216,8 @@ def _read(pool: SourceFiles, blocks: Sequence[Sequence[Copy]], dtype: DType) -> 
 def _differs(masters: bytearray, weights: bytearray, source: DType, trained: DType) -> bytes:
     """Return a byte for each element: 1 if the weight is not the cast of its master, else 0.
 
-    A few elements that are all equal need no numpy: its import takes longer than a small merge may.
+    A few elements that are all equal are compared without numpy, whose import takes longer than a
+    small merge.
     """
     numel = len(masters) // source.itemsize
     if (

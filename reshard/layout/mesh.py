@@ -26,7 +26,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.layout.partition import Cut, mesh_box
 
 Role = Literal["replicate", "shard", "tensor"]
-Cuts = Sequence[Cut | None]  # one a mesh axis; None replicates
+Cuts = Sequence[Cut | None]  # one for each mesh axis; None replicates
 
 ROLES: Mapping[str, Role] = {  # in the order in which fully_shard joins them
     **dict.fromkeys(("replicate", "dp_replicate", "ddp"), "replicate"),

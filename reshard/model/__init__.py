@@ -1,7 +1,7 @@
 """A model's names, shapes and FSDP1 units, from its config or its code, on the meta device.
 
 Some checkpoints need them: an FSDP1 flat parameter (``LOCAL_STATE_DICT``, the raw optimizer) is one
-long vector, and only the wrapped model says which parameters are in it.
+long vector, and only the wrapped model shows which parameters are in it.
 
 build   the module itself
 wrap    which of its modules FSDP 1 wraps

@@ -77,6 +77,7 @@ def of_module(
     names = {module: fqn for fqn, module in root.named_modules()}
     excluded = batch_norm() if mixed_precision else ()
     units = []
+    # By unit as well, because a parameter of two units has a first name in each of them.
     firsts: dict[tuple[nn.Module, nn.Parameter], str] = {}
     for unit in root.modules():
         if unit is not root and unit not in wrapped:

@@ -128,7 +128,7 @@ def _resolve_classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Mo
 
 
 def _own_layers(root: nn.Module, present: set[str]) -> tuple[str, ...]:
-    """Return the model's ``_no_split_modules`` that it has, as Accelerate's default takes them.
+    """Return those of the model's ``_no_split_modules`` that it has, like Accelerate's default.
 
     Raises:
         UsageError: the model has no ``_no_split_modules``.

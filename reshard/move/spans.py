@@ -78,7 +78,7 @@ class Spans:
         return reach >= offset + nbytes
 
     def find_inside(self, file: str, offset: int, nbytes: int) -> list[Span]:
-        """Return the ranges that lie inside the given one, sorted by offset."""
+        """Return the ranges that are inside the given one, sorted by offset."""
         stop = offset + nbytes
         return [
             span

@@ -95,6 +95,7 @@ class CopyPlanner:
             common = intersect(box, chunk.box)
             if common:
                 copies.append(_copy_overlap(self.fqn, common, chunk, box, dtype, strides, at))
+        # The index returns chunks in the order of the tensor, which is not always that of the box.
         copies.sort(key=lambda copy: copy.target_offset)
         return _merge_adjacent(copies)
 

@@ -1,7 +1,7 @@
 """The planner: turns a source manifest and a target skeleton into windows.
 
 A plan is plain data. Every byte of every target tensor belongs to exactly one window, every window
-is one contiguous range of one output file, and its copies say where its bytes come from (`copies`).
+is one contiguous range of one output file, and its copies are the sources of its bytes (`copies`).
 This module opens no file.
 """
 
@@ -161,6 +161,7 @@ def _is_interleaved(source: Entry, target: Entry, small: int) -> bool:
         return False
     boxes = [chunk.box for chunk in target.chunks if not _is_run(chunk.box, target.shape)]
     stored_boxes = {chunk.box for chunk in source.chunks} if boxes else set()
+    # A stored block that is wholly inside one target box is read only once in any case.
     return any(
         intersect(box, stored_box) not in (None, stored_box)
         for box in boxes
@@ -208,6 +209,7 @@ def _cut_extent(extent: Extent, planner: CopyPlanner, limit: int) -> Iterator[_W
     """Yield parts of at most `limit` elements: runs where possible, otherwise boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
+    # A run of flat chunks can be cut at any element, and without the geometry of boxes.
     if box is None or (planner.is_flat and extent.is_run):
         for start in range(extent.start, extent.stop, limit):
             stop = min(start + limit, extent.stop)

@@ -123,7 +123,7 @@ def _filesystem(scheme: str) -> Any:
     try:
         import fsspec
 
-        for name in _TALKATIVE:  # they log every failed request, although the error says the same
+        for name in _TALKATIVE:  # they log every failed request, which the error reports anyway
             logging.getLogger(name).addHandler(logging.NullHandler())
         return fsspec.filesystem(scheme, **_OPTIONS.get(scheme, {}))
     except ImportError as error:

@@ -167,7 +167,7 @@ def _prepare(
     edited = keys.edit(named.manifest, options.edits)
     filled: list[str] = []
     notes: list[str] = []
-    if options.fill_missing_from:
+    if options.fill_missing_from:  # after the edits: --rename adapts names to those of the base
         from reshard.commands.merge import filling
 
         base = filling.Base.open(as_path(options.fill_missing_from), options.allow_pickle)
@@ -234,6 +234,7 @@ def _name_options(
     options: MergeOptions, companions: Companions, *, is_directory: bool
 ) -> naming.NameOptions:
     return naming.NameOptions(
+        # A directory is for transformers, so its names are chosen; a file keeps the source's.
         names=options.names or (None if is_directory or options.family else "source"),
         family=options.family,
         rules=options.rules,

@@ -100,6 +100,8 @@ def _prepare(
         means: notes on copies that were averaged.
     """
     conversion, options = _open(manifest, options, report_as, means)
+    # The order matters: copies are compared under the names of the source, which messages name,
+    # and the writer adapts a state that has the names of the output.
     conversion = passes.keep_run(conversion)
     conversion = passes.rebalance_batch(conversion)
     conversion = passes.compare_copies(conversion, options.replicas)

@@ -217,7 +217,7 @@ def choose_random_states(conversion: Conversion, *, checks: bool) -> Conversion:
     manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
     files, policy = manifest.train.rng_files, request.rng
     if conversion.writer.random_states == "own":
-        return conversion
+        return conversion  # the writer has handled them in `adapt`
     if manifest.train.rng is None and not files and not policy:
         return conversion
     if policy == "drop" or request.weights_only:
