@@ -82,6 +82,7 @@ def lay_out_ranks(
         runs = EqualRuns(
             offsets_by_storage[storage], entry.dtype, entry.shape, at - starts[storage]
         )
+        # The other ranks' chunks are computed, not laid out: the first rank's must be the same run.
         if tuple(runs.of_rank(0)) != tuple(entry.chunks):
             raise AssertionError(f"{entry.fqn!r} is not laid out as the first of {len(names)} runs")
         return replace(entry, chunks=runs)

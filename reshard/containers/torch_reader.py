@@ -95,6 +95,7 @@ class PickleCache:
         storages = Storages(path)
         done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
         parsed_storages = tuple(storages.by_key.values())
+        # The elements of arrays are in the pickle, at a position of this file: not to be shared.
         if numpy_arrays.has_arrays(done, parsed_storages):
             return replace(
                 done, value=numpy_arrays.convert(done.value, path, start)
@@ -231,6 +232,7 @@ def _read_structure(
     storages: Storages,
 ) -> tuple[Unpickled, int, list[Any]]:
     """Read the pickles from as much of the file's head as they turn out to need."""
+    # No field gives the length of the pickles, and data of any size follow them.
     limit = min(size, MAX_PICKLE)
     nbytes = min(limit, 1 << 20)
     while True:

@@ -132,6 +132,7 @@ def _locate(archive: Section) -> tuple[int, int, int]:
     path, (tail, at) = archive.path, _read_tail(archive)
     _, _, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
     locator = at - _LOCATOR64.size
+    # torch writes the zip64 records into every archive, other programs into large ones.
     if locator >= 0 and tail.startswith(b"PK\x06\x07", locator):
         _, _, end64, _ = _LOCATOR64.unpack_from(tail, locator)
         if end64 + _END64.size > archive.nbytes:

@@ -40,6 +40,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
     Raises:
         CorruptError: a file is damaged.
     """
+    # HF Trainer and Accelerate have DeepSpeed write its ranks' files into a folder of their own.
     for near in (Location(location.directories), location.above()):
         trainer = trainer_state(near)
         paths = {

@@ -45,6 +45,7 @@ def choose_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> N
             " that they differ from Hugging Face's",
             "leave out --names; single names change with --rename",
         )
+    # The names stay, so only the padding of the vocabulary can change.
     if may_differ and options.vocab_size is not None and not options.family:
         from reshard.naming import tables
 

@@ -35,6 +35,7 @@ def can_be_written(value: Any, *others: type) -> bool:
 
 
 def _is_shallow(value: Any) -> bool:
+    # By levels, not by recursion, because a hostile value may be nested without end.
     level, seen = [value], set[int]()
     for _ in range(_DEEPEST):
         below = [part for each in level for part in _inside(each) if id(part) not in seen]

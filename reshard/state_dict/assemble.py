@@ -178,6 +178,7 @@ def _find_frozen(
     named = {fqn for group in train.param_groups for fqn in group.fqns}
     idle = named - stated - train.opaque.get("optimizer", {}).keys()
     unstated = (fqn for fqn in idle if fqn in weights and weights[fqn].kind == PARAM)
+    # An optimizer without any state has not made a step yet: then nothing shows what is frozen.
     return frozenset(unstated) if stated else frozenset()
 
 
@@ -336,6 +337,7 @@ def _build_weight_entries(
     entries = {}
     for fqn, tensor in weights.items():
         stored = tuple(chunk for chunk in tensor.chunks if chunk.box.volume)
+        # Weights without elements have no bytes that could show a tie.
         kept = first.setdefault(stored, fqn) if stored else fqn
         if kept != fqn:
             tied[fqn] = kept
@@ -358,6 +360,7 @@ def _mark_buffers(
         trained: set[str] = set()
         for value in parts.optimizers.values():
             trained |= optimizer_state.collect_names(value)
+        # A plain tensor beside sharded ones is a buffer, unless an optimizer trains it.
         is_local = {fqn: isinstance(state.get(fqn), LocalTensors) for fqn in entries}
         mixed = parsed.plain_is_buffer and len(set(is_local.values())) > 1
         buffers = {fqn for fqn, local in is_local.items() if mixed and local} - trained

@@ -58,7 +58,7 @@ def find_weights(value: Any, name: str) -> Iterator[str]:
     """Yield the paths of tensors in a container that look like weights."""
     seen: set[int] = set()
     waiting = [(name, value)]
-    for at, item in waiting:
+    for at, item in waiting:  # which grows meanwhile
         if isinstance(item, _CONTAINERS):
             if id(item) not in seen:
                 seen.add(id(item))
@@ -70,6 +70,7 @@ def find_weights(value: Any, name: str) -> Iterator[str]:
 
 def looks_like_weight(value: Any) -> bool:
     """Return whether a value is a float tensor, or array, of more than one element."""
+    # Integers and single values are usually counters or settings, which a report only names.
     if isinstance(value, LocalTensors):
         return any(
             chunk.dtype.family not in ("int", "bool") and chunk.box.volume > 1

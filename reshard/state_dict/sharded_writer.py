@@ -76,6 +76,7 @@ class DTensorBuilder:
     @cached_property
     def _ranks(self) -> Slot:
         world = self.grid.world
+        # ``DeviceMesh`` keeps its ranks as int32, whatever dtype it is given.
         data = struct.pack(f"<{world}i", *range(world))
         return Slot(Storage(_INT32, world, data=data), (world,))
 
@@ -127,6 +128,7 @@ class DTensorBuilder:
 
 
 def _describe_flat_layout(size: int, step: int) -> dict[str, Index]:
+    # torch's canonical form drops dims of size 1 (``_FlatLayout``).
     return {"shape": (size,), "stride": (step,)} if size > 1 else {"shape": (), "stride": ()}
 
 

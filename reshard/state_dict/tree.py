@@ -120,6 +120,7 @@ def _convert(value: Any, leaf: Callable[[Any], Any], done: dict[int, Any]) -> An
     """Copy a container; a shared one is converted once, whatever refers to it."""
     if not isinstance(value, (dict, list, tuple)):
         return leaf(value)
+    # The whole tree stays alive meanwhile, so an id belongs to one container.
     if id(value) not in done:
         done[id(value)] = None  # a cycle ends here
         if isinstance(value, dict):
@@ -181,6 +182,7 @@ class _Joiner:
     def _containers(self, values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
         first = values[0][0]
         if isinstance(first, dict) and all(isinstance(value, dict) for value, _ in values):
+            # Keys may differ: an FSDP 1 rank has no state of parameters that it has no part of.
             keys = dict.fromkeys(key for value, _ in values for key in value)
             return {
                 key: self.join([(v[key], name) for v, name in values if key in v], (*path, key))
@@ -277,7 +279,7 @@ def walk(tree: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield every container down to a depth, the root first, each once, with its first path."""
     seen: set[int] = set()
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
-    for path, node in waiting:
+    for path, node in waiting:  # which grows meanwhile: containers come level by level
         if id(node) in seen:
             continue
         seen.add(id(node))

@@ -147,6 +147,7 @@ def read_bytes(where: str, chunk: Chunk | None, pool: SourceFiles) -> bytes:
     """
     if chunk is None or chunk.dtype != UINT8 or len(chunk.box.shape) != 1:
         raise _build_unsupported_error(where, "a generator of torch's that is no vector of bytes")
+    # The state is read into memory at once, unlike weights.
     if chunk.box.volume > _MAX_BYTES:
         raise _build_unsupported_error(where, f"a generator of {chunk.box.volume} bytes")
     buffer = bytearray(chunk.box.volume)

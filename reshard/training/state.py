@@ -180,6 +180,7 @@ def _build_weight(
     if value is None:  # the caller lists only names that have one of them
         raise AssertionError(fqn)
     dtype = manifest.trained_dtypes.get(fqn)
+    # Best evidence first: what the reader knows, the stored weight, the run's precision.
     if dtype is None and stored is not None:
         dtype = stored.dtype
     if dtype is None and manifest.origin.precision:

@@ -55,6 +55,7 @@ class Items:
         section = self._section(str(path), block)
         if section is None:
             return self._in_stream(str(path), block, dtype)
+        # Blocks of equal form would both read well from one place, one of them with wrong values.
         if (section.path, section.start) in self._taken:
             raise CorruptError(
                 path,

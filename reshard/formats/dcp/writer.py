@@ -324,7 +324,7 @@ class _MetadataBuilder:
             "state_dict_metadata": self.announced,
             "planner_data": self.paths,
             "storage_data": self.stored,
-            "storage_meta": None,
+            "storage_meta": None,  # names the directory; torch's reader accepts None
             "version": _VERSION,
         }
         pickler = Pickler(where)

@@ -247,6 +247,7 @@ def build_is_divided(state: Training, model: ModelShapes | None) -> Callable[[We
             return True
         if weight.shape[0] > 1 and by_rows():  # a parameter would be on several ranks
             return False
+        # Only floating-point tensors can have gradients.
         if weight.dtype.family not in ("float", "float8"):
             return False
         if state.groups:

@@ -80,6 +80,7 @@ class Meta(Writer):
                 f"scales rotations ({traits.rope_scaling}), which params.json cannot describe",
             )
         renamed = renaming.rename_from_hf(manifest, table, traits.architecture())
+        # Meta's files have both tensors: a tied model writes its embedding under two names.
         head = {OUTPUT: EMBEDDING} if traits.tied else {}
         described = Described(
             table, tables.build_architecture(traits, names), writer.params_of(traits)

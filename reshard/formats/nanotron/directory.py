@@ -132,6 +132,7 @@ def _schedulers(folder: Location | None) -> tuple[Path, ...]:
     if not ranked:
         return tuple(folder.files.values())[:1]
     by_stage: dict[int, Path] = {}
+    # Files are in rank order, so `setdefault` keeps the first rank's.
     for file in ranked:
         by_stage.setdefault(file.rank("pp"), file.path)
     return tuple(by_stage.values())

@@ -156,6 +156,7 @@ def _read_json(location: Location, name: str) -> dict[str, Any]:
 
 def _build_stages(found: Optimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
     """Return the param groups and the scheduler of each pipeline stage."""
+    # A scheduler without an optimizer needs a stage to be in, too.
     groups: Sequence[Sequence[ParamGroup]] = found.stages or [()] * bool(schedulers)
     shared = schedulers[0] if len(schedulers) == 1 else None
     schedulers_of = schedulers if len(schedulers) == len(groups) else [shared] * len(groups)

@@ -93,6 +93,7 @@ def of_header(path: str, metadata: Mapping[str, str], local: Index) -> Placed:
         ) from error
     if any(a.shape != b.shape for a, b in pairs):
         raise CorruptError(path, f"its local and global slices differ in size: {pairs}")
+    # Elements outside every pair would be lost.
     if sum(a.volume for a, _ in pairs) != whole(local).volume:
         raise CorruptError(path, f"its slices do not cover its tensor of {local}")
     return Placed(shape, local, pairs)

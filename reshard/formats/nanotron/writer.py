@@ -77,7 +77,7 @@ class _Run:
             *modules, leaf = weight.fqn.split(".")
             path = "/".join(("model", *modules, f"model_{leaf}"))
             cut = self._known.cuts.get(weight.fqn)
-            if cut is None:
+            if cut is None:  # every rank has the same tensor, and nanotron saves it once
                 whole = slices.of_whole(weight.shape)
                 yield _lay_out_weight(f"{path}.safetensors", entry, dtype, whole, {})
                 continue

@@ -220,6 +220,7 @@ class OurTrainer(_StateDicts):
             return request
         if run.has_rank_files and options.state_dict_type is None:
             request = replace(request, rank_files=True)
+        # Flat parameters can only be cut with the model's units; the run states how it was wrapped.
         if request.model is None and run.is_flat:
             config = config_beside(source)
             if config is not None:

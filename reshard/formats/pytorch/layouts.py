@@ -176,6 +176,7 @@ def _lay_out_checkpoint(state: Training, request: Request, run: Run) -> Skeleton
             compute=compute,
             dtype=request.dtype,
         )
+    # Under NO_SHARD with use_orig_params, each rank saves the whole, unsharded state.
     if request.rank_files and whole and run.settings["fsdp_use_orig_params"]:
         return skeletons.join(
             state_dict.lay_out_fsdp1_full(

@@ -86,6 +86,7 @@ def read(
         )
     if run_of_trainer:
         train = run_of_trainer.counted(train)
+    # The name of a directory is the weakest evidence of a step, so it comes last.
     if train.step is None:
         train = replace(train, step=provenance.parse_step(location))
     if location.chosen:
@@ -184,6 +185,7 @@ def _find_stages(families: Iterable[RankFiles], key: str | None) -> list[set[int
             for rank, root in family.trees.items():
                 with contextlib.suppress(UnrecognisedError, UsageError):  # no model is in this file
                     names.setdefault(rank, set()).update(sections.find(root, "", key).model)
+    # Ranks with the same names belong to one stage; two stages have no name in common.
     ranks: dict[frozenset[str], set[int]] = {}
     for rank, fqns in names.items():
         ranks.setdefault(frozenset(fqns), set()).add(rank)
