@@ -96,8 +96,8 @@ class Arguments:
     @property
     def dp(self) -> int:
         """Number of copies of the dense model, without those of context parallelism."""
-        found = self.number("data_parallel_size")
-        return max(found or self.world // (self.tp * self.pp * self.cp), 1)
+        declared = self.number("data_parallel_size")
+        return max(declared or self.world // (self.tp * self.pp * self.cp), 1)
 
     @property
     def gated(self) -> bool:
@@ -218,8 +218,8 @@ class Arguments:
 
     def make_printable(self) -> dict[str, Any]:
         """Return all arguments as values that print and serialize as JSON."""
-        found: dict[str, Any] = to_plain(dict(self.values))
-        return found
+        values: dict[str, Any] = to_plain(dict(self.values))
+        return values
 
 
 def parse(value: Any, source: str) -> Arguments:

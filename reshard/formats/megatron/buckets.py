@@ -50,13 +50,13 @@ def make_buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
         params: in the order of ``named_parameters``.
         size: elements that close a bucket; None: only what stands alone does.
     """
-    found: list[Bucket] = []
+    closed: list[Bucket] = []
     members: list[Member] = []
     end = 0
 
     def close(numel: int) -> None:
         nonlocal end
-        found.append(Bucket(tuple(members), numel))
+        closed.append(Bucket(tuple(members), numel))
         members.clear()
         end = 0
 
@@ -71,39 +71,39 @@ def make_buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
             close(end)
     if members:
         close(end)
-    return found
+    return closed
 
 
 def fit_buckets(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] | None:
     """Return the buckets of a buffer whose bucket sizes are known; None if they do not fit."""
-    found: list[Bucket] = []
-    waiting = list(params)
+    fitted: list[Bucket] = []
+    left = list(params)
     for numel in numels:
         members: list[Member] = []
         end = 0
-        while waiting:
+        while left:
             start = _align(end)
-            stop = start + prod(waiting[-1].shape)
-            if stop > numel or (waiting[-1].alone and members):
+            stop = start + prod(left[-1].shape)
+            if stop > numel or (left[-1].alone and members):
                 break
-            param = waiting.pop()
+            param = left.pop()
             members.append(Member(param.fqn, param.shape, start))
             end = stop
             if param.alone:
                 break
         if numel not in (end, _align(end)):
             return None
-        found.append(Bucket(tuple(members), numel))
-    return None if waiting else found
+        fitted.append(Bucket(tuple(members), numel))
+    return None if left else fitted
 
 
-def concatenate(found: Iterable[Bucket]) -> tuple[list[Member], int]:
+def concatenate(stored: Iterable[Bucket]) -> tuple[list[Member], int]:
     """Return the members of buckets stored one after the other, and the number of elements."""
-    found = list(found)
-    starts = [0, *accumulate(bucket.numel for bucket in found)]
+    stored = list(stored)
+    starts = [0, *accumulate(bucket.numel for bucket in stored)]
     members = [
         Member(member.fqn, member.shape, start + member.start)
-        for start, bucket in zip(starts, found, strict=False)
+        for start, bucket in zip(starts, stored, strict=False)
         for member in bucket.members
     ]
     return members, starts[-1]

@@ -76,8 +76,8 @@ def list_rank_folders(location: Location) -> dict[str, Location]:
 
 
 def _is_rank(name: str, folder: Location) -> bool:
-    held = (*_MODELS, OPTIMIZER)
-    return _RANK.fullmatch(name) is not None and any(file in folder.files for file in held)
+    expected = (*_MODELS, OPTIMIZER)
+    return _RANK.fullmatch(name) is not None and any(file in folder.files for file in expected)
 
 
 def _is_rank_folder(location: Location) -> bool:
@@ -110,10 +110,10 @@ def find_model_file(folder: Location) -> Path:
     Raises:
         IncompleteError: it is not there.
     """
-    found = next((folder.files[name] for name in _MODELS if name in folder.files), None)
-    if found is None:
+    path = next((folder.files[name] for name in _MODELS if name in folder.files), None)
+    if path is None:
         raise IncompleteError(folder, f"{MODEL} is missing", "copy it here from the rank's disk")
-    return found
+    return path
 
 
 def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Location]:
@@ -126,8 +126,8 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
         IncompleteError: one is missing.
         StaleError: folders of another grid lie beside them.
     """
-    held = list_rank_folders(location)
-    wanted = {
+    folders = list_rank_folders(location)
+    expected = {
         GridPosition(pp, ep, tp).name_folder(args): GridPosition(pp, ep, tp)
         for pp in range(args.pp)
         for tp, ep in list_saving_ranks(args)
@@ -135,16 +135,16 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
     grid = ", ".join(
         f"{axis} {size}" for axis, size in (("tp", args.tp), ("pp", args.pp), ("ep", args.ep))
     )
-    missing = [name for name in wanted if name not in held]
+    missing = [name for name in expected if name not in folders]
     if missing:
         raise IncompleteError(
             location,
-            f"was saved with {grid}: {len(wanted)} folders mp_rank_* are expected;"
+            f"was saved with {grid}: {len(expected)} folders mp_rank_* are expected;"
             f" {some(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} missing",
             "copy what is missing here (a node-local disk may still hold it), or give that node's"
             " directory as a second source",
         )
-    extra = [name for name in held if name not in wanted]
+    extra = [name for name in folders if name not in expected]
     if extra:
         raise StaleError(
             location,
@@ -152,7 +152,9 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
             " another run",
             "move them away if the other folders are the run that you mean",
         )
-    return {rank: held[name] for name, rank in sorted(wanted.items(), key=lambda item: item[1])}
+    return {
+        rank: folders[name] for name, rank in sorted(expected.items(), key=lambda item: item[1])
+    }
 
 
 def list_saving_ranks(args: Arguments) -> list[tuple[int, int]]:
@@ -161,5 +163,5 @@ def list_saving_ranks(args: Arguments) -> list[tuple[int, int]]:
     Those of the first copy of the experts (get_expert_data_parallel_rank); dense layers lie over
     ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``).
     """
-    found = {(r % args.tp, r // args.etp % args.ep) for r in range(args.etp * args.ep)}
-    return sorted(found, key=lambda place: (place[1], place[0]))
+    ranks = {(r % args.tp, r // args.etp % args.ep) for r in range(args.etp * args.ep)}
+    return sorted(ranks, key=lambda rank: (rank[1], rank[0]))

@@ -65,8 +65,8 @@ def read(location: Location, table: Table) -> Manifest:
         CorruptError: files contradict each other.
         UnsupportedError: the optimizer is in a form that core 0.13 and older wrote.
     """
-    found = dcp.read_flat(location)
-    tensors, objects = _separate(_strip_prefix(found.root))
+    loaded = dcp.read_flat(location)
+    tensors, objects = _separate(_strip_prefix(loaded.root))
     stored = _join_gated(tensors)
     common, files, seen = _read_common(location, objects)
     args = arguments.parse(common.get("args"), str(location))
@@ -86,27 +86,27 @@ def read(location: Location, table: Table) -> Manifest:
         for entry in keys.entries(slot[2], optimizer.get_kind(slot[1]), tensor)
     ]
     whole = index_entries(grid.sort_entries(weights))
-    held = [RankParam(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
+    params = [RankParam(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
     chained = dist_flat.find_group_states(objects)
-    state = optimizer.read(chained or common.get("optimizer"), held, args, table, str(location))
+    state = optimizer.read(chained or common.get("optimizer"), params, args, table, str(location))
     flat = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location)).read_entries()
     form = _describe_form(common, flat, slots)
-    made = Manifest(
+    manifest = Manifest(
         origin=Origin("megatron", str(location)),
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
-        files={**found.files, **files},
+        files={**loaded.files, **files},
         train=train.make_train_state(
             {**common, own.RNG: _get_first(objects, own.RNG)}, args, state, 0, 0
         ),
         tied={names.OUTPUT: names.EMBEDDING}
         if args.tied and (PARAM, names.EMBEDDING) in whole
         else {},
-        warnings=tuple(found.notes + state.notes),
-        unknown_globals=trust.unknown(found.globals | seen),
+        warnings=tuple(loaded.notes + state.notes),
+        unknown_globals=trust.unknown(loaded.globals | seen),
         ordered=True,  # see `grid.sort_entries`
     )
-    made = own.attach(made, own.collect_from_dist(found.root))
-    return replace(made, origin=train.make_origin(location, args, form, made))
+    manifest = own.attach(manifest, own.collect_from_dist(loaded.root))
+    return replace(manifest, origin=train.make_origin(location, args, form, manifest))
 
 
 def _strip_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,18 +133,18 @@ def _separate(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[st
 
 def _join_gated(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
     """Return tensors with gate and up in one, also those saved apart (singleton_local_shards)."""
-    found: dict[str, GlobalTensor] = {}
+    joined: dict[str, GlobalTensor] = {}
     for key, tensor in stored.items():
         base = key[: -len(_GATE)]
         gate, up = stored.get(base + _GATE), stored.get(base + _UP)
         if not gate or not up or key not in (base + _GATE, base + _UP):
-            found[key] = tensor
+            joined[key] = tensor
         elif key.endswith(_GATE):
             rows = gate.shape[0]
             chunks = [replace(chunk, box=_shift_down(chunk.box, rows)) for chunk in up.chunks]
             shape = (rows + up.shape[0], *gate.shape[1:])
-            found[base] = replace(gate, shape=shape, chunks=(*gate.chunks, *chunks))
-    return found
+            joined[base] = replace(gate, shape=shape, chunks=(*gate.chunks, *chunks))
+    return joined
 
 
 def _shift_down(box: Box, rows: int) -> Box:
@@ -162,14 +162,14 @@ def _read_common(
         if not isinstance(root, dict):
             raise CorruptError(path, "is not a dict")
         return _convert_nemo(root), {file.path: file.source()}, file.globals
-    held = _get_first(objects, _COMMON)
-    if not isinstance(held, dict):
+    common = _get_first(objects, _COMMON)
+    if not isinstance(common, dict):
         raise IncompleteError(
             location,
             f"has neither {directory.COMMON} nor {_COMMON}, which holds the run's arguments",
             "copy it here, or read the weights alone with --from torch",
         )
-    return held, {}, set()
+    return common, {}, set()
 
 
 def _convert_nemo(root: dict[str, Any]) -> dict[str, Any]:
@@ -193,12 +193,12 @@ def _get_first(objects: Mapping[str, list[Any]], key: str) -> Any:
 
 def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entry]) -> str:
     """Return the description of the format: how a distributed optimizer is saved."""
-    about = common.get("content_metadata")
-    kept = about.get("distrib_optim_sharding_type") if isinstance(about, dict) else None
-    if kept is None and flat:
-        kept = "flat"
-    if kept and (flat or slots):
-        return f"torch_dist, distributed optimizer ({kept})"
+    metadata = common.get("content_metadata")
+    sharding = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, dict) else None
+    if sharding is None and flat:
+        sharding = "flat"
+    if sharding and (flat or slots):
+        return f"torch_dist, distributed optimizer ({sharding})"
     return "torch_dist"
 
 
@@ -219,14 +219,14 @@ class _KeyReader:
             yield from self._experts(name.replace("{}", str(index), 1), kind, one)
 
     def _experts(self, name: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
-        found = names.parse_dist_expert(name)
-        if found is None:
+        parsed = names.parse_dist_expert(name)
+        if parsed is None:
             yield self._entry(name, kind, tensor)
             return
-        pattern, number = found
-        held = enumerate(_unstack(tensor)) if number is None else [(number, tensor)]
-        for index, one in held:
-            yield self._entry(pattern.replace("{}", str(index), 1), kind, one)
+        pattern, number = parsed
+        numbered = enumerate(_unstack(tensor)) if number is None else [(number, tensor)]
+        for index, expert in numbered:
+            yield self._entry(pattern.replace("{}", str(index), 1), kind, expert)
 
     def _entry(self, name: str, kind: str, tensor: GlobalTensor) -> Entry:
         fqn = names.spell_as_saved(self._table, name, self._args)

@@ -32,13 +32,13 @@ _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 
 def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
     """Return the optimizer states that model-parallel groups save apart: the first group's."""
-    found: dict[int, dict[str, Any]] = {}
+    states: dict[int, dict[str, Any]] = {}
     for key in sorted(objects):
         chain = CHAIN.fullmatch(key)
         match = _GROUP.fullmatch(chain[2]) if chain else None
         if chain and match and match[2] in ("optimizer", "grad_scaler"):
-            found.setdefault(int(chain[1] or 0), {}).setdefault(match[2], objects[key][0])
-    return [found[number] for number in sorted(found)]
+            states.setdefault(int(chain[1] or 0), {}).setdefault(match[2], objects[key][0])
+    return [states[number] for number in sorted(states)]
 
 
 class FlatBuffers:
@@ -65,9 +65,9 @@ class FlatBuffers:
             chain = CHAIN.fullmatch(key)
             match = _BUCKET.fullmatch(chain[2]) if chain else None
             if chain and match:
-                place = int(chain[1] or 0), int(match[1])
-                held = self._buckets.setdefault(place, {}).setdefault(int(match[2]), {})
-                held.setdefault(match[5], {})[int(match[4])] = tensor
+                group = int(chain[1] or 0), int(match[1])
+                slots = self._buckets.setdefault(group, {}).setdefault(int(match[2]), {})
+                slots.setdefault(match[5], {})[int(match[4])] = tensor
         for key, values in objects.items():
             chain = CHAIN.fullmatch(key)
             match = _GROUP.fullmatch(chain[2]) if chain else None
@@ -82,11 +82,11 @@ class FlatBuffers:
         """
         if not self._buckets and not self._states:
             return []
-        places = directory.list_saving_ranks(self._args)
+        savers = directory.list_saving_ranks(self._args)
         ranks = {
             rank: self._read_rank(rank)
             for pp in range(self._args.pp)
-            for tp, ep in places
+            for tp, ep in savers
             for rank in [GridPosition(pp, ep, tp)]
         }
         return list(grid.join_ranks(ranks, self._args, self._table).entries.values())
@@ -95,31 +95,31 @@ class FlatBuffers:
         params = model.list_params(rank, self._model, self._whole, self._args, self._table)
         chain = [number for number, _ in (*self._buckets, *self._states)]
         shared = optimizer.divide_params(max(chain) + 1, params, self._args, self._table)
-        found: list[Entry] = []
-        for number, mine in enumerate(shared):
-            place = number, self._get_group(rank, experts=number > 0 and number == len(shared) - 1)
-            if place in self._buckets and self._saves(rank, number):
-                found += self._unpack(place, mine)
-            elif place in self._states and self._saves(rank, number):
-                found += optimizer.read_flat(
-                    self._states[place],
+        entries: list[Entry] = []
+        for number, own in enumerate(shared):
+            group = number, self._get_group(rank, experts=number > 0 and number == len(shared) - 1)
+            if group in self._buckets and self._saves(rank, number):
+                entries += self._unpack(group, own)
+            elif group in self._states and self._saves(rank, number):
+                entries += optimizer.read_flat(
+                    self._states[group],
                     1,
-                    mine,
+                    own,
                     self._args,
                     self._table,
                     self._path,
                     stage=rank.pp,
                 )
         experts = self._args.experts // self._args.ep
-        restated = grouped.separate(found, experts, rank.ep * experts)
-        return Manifest(Origin("megatron", self._path), index_entries(restated), {}, ordered=True)
+        separated = grouped.separate(entries, experts, rank.ep * experts)
+        return Manifest(Origin("megatron", self._path), index_entries(separated), {}, ordered=True)
 
     def _saves(self, rank: GridPosition, number: int) -> bool:
         """Whether a rank saves a buffer; ranks of the first experts alone save dense buffers."""
         return number > 0 or rank.ep == self._first_ep(rank.tp)
 
     def _first_ep(self, tp: int) -> int:
-        return min(ep for at, ep in directory.list_saving_ranks(self._args) if at == tp)
+        return min(ep for other, ep in directory.list_saving_ranks(self._args) if other == tp)
 
     def _get_group(self, rank: GridPosition, *, experts: bool) -> int:
         """Return the number of a model-parallel group: tensor, expert, then pipeline ranks.
@@ -133,24 +133,24 @@ class FlatBuffers:
             rank.ep + args.ep * rank.pp
         )
 
-    def _unpack(self, place: tuple[int, int], params: Sequence[RankParam]) -> Iterator[Entry]:
+    def _unpack(self, group: tuple[int, int], params: Sequence[RankParam]) -> Iterator[Entry]:
         buffers = optimizer.group_buffers(params, self._args)
-        held = self._buckets[place]
+        stored = self._buckets[group]
         for number, (_, members) in enumerate(buffers):
-            if number not in held:
+            if number not in stored:
                 raise CorruptError(
                     self._path,
-                    f"holds no flat buffer {number} of group {place[1]}, which {len(members)}"
+                    f"holds no flat buffer {number} of group {group[1]}, which {len(members)}"
                     " parameters fill",
                 )
-            for slot, tensors in held[number].items():
+            for slot, tensors in stored[number].items():
                 ordered = [tensors[index] for index in sorted(tensors)]
                 numels = [prod(tensor.shape) for tensor in ordered]
-                found = buckets.fit_buckets(members, numels)
-                what = f"buffer {number} of group {place[1]}"
-                if found is None:
+                fitted = buckets.fit_buckets(members, numels)
+                what = f"buffer {number} of group {group[1]}"
+                if fitted is None:
                     raise optimizer.make_layout_error(self._path, what, members, sum(numels))
-                for bucket, tensor in zip(found, ordered, strict=True):
+                for bucket, tensor in zip(fitted, ordered, strict=True):
                     pieces = [(chunk.box.origin[0], chunk) for chunk in tensor.chunks]
                     if not _are_on_edges(bucket.members, pieces):
                         raise optimizer.make_layout_error(self._path, what, members, sum(numels))

@@ -37,24 +37,24 @@ def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: T
     ordered = [ranks[rank] for rank in sorted(ranks)]
     stages = []
     for pp in range(args.pp):
-        held = {(r.tp, r.ep): manifest for r, manifest in ranks.items() if r.pp == pp}
+        manifests = {(r.tp, r.ep): manifest for r, manifest in ranks.items() if r.pp == pp}
         dense = [
             combine.join_stages(
-                [_select(m, table, experts=False) for (at, _), m in held.items() if at == tp]
+                [_select(m, table, experts=False) for (at, _), m in manifests.items() if at == tp]
             )
-            for tp in sorted({tp for tp, _ in held})
+            for tp in sorted({tp for tp, _ in manifests})
         ]
         stages.append(combine.join_tensor_ranks(dense, cut))
-        for ep in sorted({ep for _, ep in held}):
+        for ep in sorted({ep for _, ep in manifests}):
             pieces = {
                 args.get_expert_tensor_rank(tp, at): _select(m, table, experts=True)
-                for (tp, at), m in held.items()
+                for (tp, at), m in manifests.items()
                 if at == ep
             }
             stages.append(combine.join_tensor_ranks([pieces[etp] for etp in sorted(pieces)], cut))
     whole = combine.join_stages(stages)
-    again = join(ordered, sort_entries(whole.entries.values()))
-    return _tie_embeddings(_order_groups(again), args)
+    joined = join(ordered, sort_entries(whole.entries.values()))
+    return _tie_embeddings(_order_groups(joined), args)
 
 
 def _select(manifest: Manifest, table: Table, *, experts: bool) -> Manifest:
@@ -73,8 +73,8 @@ def find_split(name: str, args: Arguments, table: Table) -> Split:
     """
     ranks = args.tp if names.find_expert(name, table) is None else args.etp
     if ranks == 1:
-        found = names.find_rule(table, name)
-        return found.rule.split(gated=args.gated, te=args.te) if found else REPLICATED
+        match = names.find_rule(table, name)
+        return match.rule.split(gated=args.gated, te=args.te) if match else REPLICATED
     return names.require_rule(table, name).rule.split(gated=args.gated, te=args.te)
 
 
@@ -103,9 +103,11 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
 
 def _order_groups(manifest: Manifest) -> Manifest:
     """Return a manifest whose param groups are in the order of its weights, as on one rank."""
-    place = {entry.fqn: at for at, entry in enumerate(manifest.of_kind(PARAM))}
+    position = {entry.fqn: at for at, entry in enumerate(manifest.of_kind(PARAM))}
     groups = tuple(
-        replace(group, fqns=tuple(sorted(group.fqns, key=lambda fqn: place.get(fqn, len(place)))))
+        replace(
+            group, fqns=tuple(sorted(group.fqns, key=lambda fqn: position.get(fqn, len(position))))
+        )
         for group in manifest.train.param_groups
     )
     return replace(manifest, train=replace(manifest.train, param_groups=groups))
@@ -127,8 +129,8 @@ def _tie_embeddings(manifest: Manifest, args: Arguments) -> Manifest:
         names.OUTPUT: names.EMBEDDING,
         names.LEGACY_OUTPUT: names.LEGACY_EMBEDDING,
     }
-    held = {entry.fqn for entry in manifest.entries.values()}
-    tied = {alias: kept for alias, kept in aliases.items() if kept in held}
+    fqns = {entry.fqn for entry in manifest.entries.values()}
+    tied = {alias: kept for alias, kept in aliases.items() if kept in fqns}
     entries: list[Entry] = []
     for entry in manifest.entries.values():
         if entry.fqn in tied:

@@ -51,9 +51,9 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
         names = name_separated(entry.fqn, count, first)
         numel = stored[0] * stored[1]
         members = [Member(name, stored, e * numel) for e, name in enumerate(names)]
-        found = flat_chunks(members, (_make_run(c, entry.shape) for c in entry.chunks))
+        chunks_of = flat_chunks(members, (_make_run(c, entry.shape) for c in entry.chunks))
         for name in names:
-            chunks = tuple(map(transpose, found[name]))
+            chunks = tuple(map(transpose, chunks_of[name]))
             yield Entry(name, entry.kind, entry.dtype, stored[::-1], chunks)
 
 

@@ -43,9 +43,9 @@ class GroupKind:
 
 def classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> GroupKind:
     """Return the kind of the group that a parameter is in."""
-    spared = args.flag("apply_wd_to_qk_layernorm") and any(part in fqn for part in _QK)
+    is_exempt = args.flag("apply_wd_to_qk_layernorm") and any(part in fqn for part in _QK)
     return GroupKind(
-        decays=(len(shape) != 1 and not fqn.endswith(".bias")) or spared,
+        decays=(len(shape) != 1 and not fqn.endswith(".bias")) or is_exempt,
         expert=is_expert(fqn, args, table),
         decoupled=args.values.get("decoupled_lr") is not None and fqn in _ENDS,
     )
@@ -83,12 +83,12 @@ def assign_members(
         params: name -> shape, in the order of ``named_parameters``.
     """
     kinds = [classify_group(group) for group in groups]
-    found: list[list[str]] = [[] for _ in groups]
+    members: list[list[str]] = [[] for _ in groups]
     for fqn, shape in params.items():
         kind = classify_param(fqn, shape, args, table)
         if kind in kinds:
-            found[kinds.index(kind)].append(fqn)
-    return found
+            members[kinds.index(kind)].append(fqn)
+    return members
 
 
 def get_hyper(group: Mapping[str, Any]) -> dict[str, Any]:

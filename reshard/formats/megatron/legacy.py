@@ -60,10 +60,12 @@ def read(location: Location, table: Table) -> Manifest:
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         note = f"no rank has {directory.OPTIMIZER}: the optimizer's states are not here"
         whole = replace(whole, warnings=(*whole.warnings, note))
-    held = own.collect_from_ranks(
+    states = own.collect_from_ranks(
         _collect_extra(opened, args, table, offsets), _collect_random(opened, args)
     )
-    return own.attach(replace(whole, origin=train.make_origin(location, args, detail, whole)), held)
+    return own.attach(
+        replace(whole, origin=train.make_origin(location, args, detail, whole)), states
+    )
 
 
 def _collect_extra(
@@ -101,8 +103,8 @@ def _complete_sizes(args: Arguments, location: Location) -> Arguments:
     numbers = [name.split("_")[2:] for name in directory.list_rank_folders(location)]
     values: dict[str, Any] = {}
     for index, name in enumerate(("tensor", "pipeline", "expert")):
-        found = [int(parts[index]) for parts in numbers if len(parts) > index]
-        values[f"{name}_model_parallel_size"] = max(found, default=0) + 1
+        ranks = [int(parts[index]) for parts in numbers if len(parts) > index]
+        values[f"{name}_model_parallel_size"] = max(ranks, default=0) + 1
     return Arguments(args.source, values)
 
 
@@ -115,15 +117,15 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
     """
     first = next(iter(opened.values()))
     for rank, file in opened.items():
-        for what, one, other in (
+        for what, value, expected in (
             ("iteration", file.root.get("iteration"), first.root.get("iteration")),
             ("checkpoint_version", file.version, first.version),
             *((axis, getattr(file.args, axis), getattr(first.args, axis)) for axis in _AXES),
         ):
-            if one != other:
+            if value != expected:
                 name = as_path(first.path).parent.name
                 raise CorruptError(
-                    file.path, f"states {what} {one}, but {name} states {other}", _MIXED
+                    file.path, f"states {what} {value}, but {name} states {expected}", _MIXED
                 )
         count = len(file.read_chunks())
         if count != len(first.read_chunks()):
@@ -222,11 +224,16 @@ def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterato
 
 def _read_seed(state: Any) -> int | None:
     """Read the seed with which a random state begins."""
-    held = as_global(state)
-    if held is None or held.dtype != UINT8 or not held.chunks or prod(held.shape) < _SEED_BYTES:
+    tensor = as_global(state)
+    if (
+        tensor is None
+        or tensor.dtype != UINT8
+        or not tensor.chunks
+        or prod(tensor.shape) < _SEED_BYTES
+    ):
         return None
     with SourceFiles() as pool:
-        chunk = held.chunks[0]
+        chunk = tensor.chunks[0]
         return int.from_bytes(pool.read(chunk.file, chunk.byte_offset, _SEED_BYTES), "little")
 
 
@@ -268,30 +275,30 @@ def _read_rank(
     """Return one rank's manifest: names of the whole model, shapes of the rank."""
     each = args.experts // args.ep
     entries: list[Entry] = []
-    held: list[RankParam] = []
+    params: list[RankParam] = []
     for number, (chunk, layers) in enumerate(zip(file.read_chunks(), offsets, strict=True)):
 
-        def globally(name: str, layers: int = layers) -> str:
+        def global_name(name: str, layers: int = layers) -> str:
             return names.shift_numbers(name, layers=layers, experts=rank.ep * each, table=table)
 
         for kind, tensors in ((PARAM, chunk.params), (BUFFER, chunk.buffers)):
             entries += [
-                Entry(globally(name), kind, tensor.dtype, tensor.shape, tensor.chunks)
+                Entry(global_name(name), kind, tensor.dtype, tensor.shape, tensor.chunks)
                 for name, tensor in tensors.items()
             ]
-        held += [
-            RankParam(globally(name), tensor.shape, tensor.dtype.name, number)
+        params += [
+            RankParam(global_name(name), tensor.shape, tensor.dtype.name, number)
             for name, tensor in chunk.params.items()
         ]
     saved = file.root.get("optimizer")
-    state = optimizer.read(saved, held, args, table, file.path)
+    state = optimizer.read(saved, params, args, table, file.path)
     if file.flat is not None:
-        count, place = len(optimizer.list_states(saved)), file.files[-1].path
-        entries += optimizer.read_flat(file.flat, count, held, args, table, place, stage=rank.pp)
-    restated = grouped.separate([*entries, *state.entries], each, rank.ep * each)
+        count, path = len(optimizer.list_states(saved)), file.files[-1].path
+        entries += optimizer.read_flat(file.flat, count, params, args, table, path, stage=rank.pp)
+    separated = grouped.separate([*entries, *state.entries], each, rank.ep * each)
     return Manifest(
         origin=Origin("megatron", file.path),
-        entries=index_entries(grouped.reorder_heads(restated, file.version, args)),
+        entries=index_entries(grouped.reorder_heads(separated, file.version, args)),
         files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
         train=train.make_train_state(file.root, args, state, each, rank.ep * each),
         warnings=tuple(state.notes),

@@ -40,7 +40,7 @@ def list_params(
     Args:
         held: `index_parameters` of ``whole``, which is every parameter of the model by name.
     """
-    found: list[RankParam] = []
+    params: list[RankParam] = []
     for number, share in enumerate(_list_shares(rank, args)):
         fqns = list(held.find(share))
         if share.ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
@@ -48,11 +48,11 @@ def list_params(
         ordered = sorted(fqns, key=order.sort_key)
         shapes = {fqn: _get_local_shape(fqn, whole, rank, args, table) for fqn in ordered}
         dtypes = {fqn: _get_stored(fqn, whole).dtype.name for fqn in ordered}
-        found += [
+        params += [
             RankParam(fqn, shape, dtypes.get(fqn, dtypes[next(iter(dtypes))]), number)
             for fqn, shape in _group_experts(shapes, args).items()
         ]
-    return found
+    return params
 
 
 def _list_shares(rank: GridPosition, args: Arguments) -> Iterator[ChunkShare]:
@@ -91,13 +91,13 @@ def _group_experts(shapes: Mapping[str, Index], args: Arguments) -> dict[str, In
     if not args.flag("moe_use_legacy_grouped_gemm") or not args.flag("moe_grouped_gemm"):
         return dict(shapes)
     own = args.experts // args.ep
-    found: dict[str, Index] = {}
+    grouped: dict[str, Index] = {}
     for fqn, shape in shapes.items():
         prefix, apart, rest = fqn.partition(".local_experts.")
         if not apart:
-            found[fqn] = shape
+            grouped[fqn] = shape
         elif "linear_fc1" in rest:
-            found[f"{prefix}.weight1"] = (shape[1], shape[0] * own)
+            grouped[f"{prefix}.weight1"] = (shape[1], shape[0] * own)
         else:
-            found[f"{prefix}.weight2"] = (shape[1] * own, shape[0])
-    return found
+            grouped[f"{prefix}.weight2"] = (shape[1] * own, shape[0])
+    return grouped

@@ -62,8 +62,8 @@ def find_expert(name: str, table: Table | None = None) -> int | None:
     match = _EXPERT.search(name)
     if match:
         return int(match[2] or match[4])
-    found = _find_expert_by_rule(name, table)
-    return int(found.fields["e"]) if found else None
+    rule = _find_expert_by_rule(name, table)
+    return int(rule.fields["e"]) if rule else None
 
 
 def shift_numbers(name: str, *, layers: int, experts: int, table: Table | None = None) -> str:
@@ -75,11 +75,11 @@ def shift_numbers(name: str, *, layers: int, experts: int, table: Table | None =
     name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + layers}", name, count=1)
     if _EXPERT.search(name):
         return _EXPERT.sub(lambda m: f"{m[1] or m[3]}{int(m[2] or m[4]) + experts}", name, count=1)
-    found = _find_expert_by_rule(name, table)
-    if found is None:
+    rule = _find_expert_by_rule(name, table)
+    if rule is None:
         return name
-    fields = {**found.fields, "e": int(found.fields["e"]) + experts}
-    whole = found.word.fill(fields)
+    fields = {**rule.fields, "e": int(rule.fields["e"]) + experts}
+    whole = rule.word.fill(fields)
     return f"{whole.rpartition('.')[0]}.{_EXTRA}" if is_extra(name) else whole
 
 
@@ -89,8 +89,8 @@ def _find_expert_by_rule(name: str, table: Table | None) -> RuleMatch | None:
         return None
     if is_extra(name):
         name = f"{name.rpartition('.')[0]}.weight"
-    found = find_rule(table, name)
-    return found if found and "e" in found.fields else None
+    rule = find_rule(table, name)
+    return rule if rule and "e" in rule.fields else None
 
 
 def is_buffer(name: str) -> bool:
@@ -147,10 +147,10 @@ def parse_dist_expert(key: str) -> tuple[str, int | None] | None:
 
 def spell_as_saved(table: Table, name: str, args: Arguments) -> str:
     """Return the saving model's name for a name of torch_dist."""
-    found = table.find(name, {})
-    if found is None:
+    rule = table.find(name, {})
+    if rule is None:
         return name
     if find_expert(name) is None:
-        return name if args.te else found.name
+        return name if args.te else rule.name
     grouped = args.flag("moe_grouped_gemm") and not args.flag("moe_use_legacy_grouped_gemm")
-    return found.spelled("te", {}) if args.te and grouped else found.name
+    return rule.spelled("te", {}) if args.te and grouped else rule.name

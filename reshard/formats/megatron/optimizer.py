@@ -97,21 +97,21 @@ def read(
     Raises:
         CorruptError: what is stored does not fit the model.
     """
-    found = RankOptimizer()
+    result = RankOptimizer()
     states = list_states(value)
     for state, shared in zip(states, divide_params(len(states), params, args, table), strict=False):
         if not isinstance(state, dict):
             continue
-        found.scaler = found.scaler or _read_scaler(state.get("grad_scaler"), args)
+        result.scaler = result.scaler or _read_scaler(state.get("grad_scaler"), args)
         inner = state.get("optimizer", state.get("optimizer_state_dict", state))
         if inner is None:
             continue
         expect(path, inner, _STATE, "optimizer")
-        members = _read_groups(found, inner, shared, args, table)
-        _read_steps(found, inner, members)
-        _read_indexed(found, inner, members)
-        _read_masters(found, state, shared, members, path)
-    return found
+        members = _read_groups(result, inner, shared, args, table)
+        _read_steps(result, inner, members)
+        _read_indexed(result, inner, members)
+        _read_masters(result, state, shared, members, path)
+    return result
 
 
 def _read_scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
@@ -140,7 +140,7 @@ def list_states(value: Any) -> list[Any]:
 
 
 def _read_groups(
-    found: RankOptimizer,
+    result: RankOptimizer,
     inner: Mapping[str, Any],
     params: Sequence[RankParam],
     args: Arguments,
@@ -149,36 +149,36 @@ def _read_groups(
     """Return the parameters of every group of one optimizer."""
     stored: list[dict[str, Any]] = list(inner.get("param_groups", []))
     shapes = {param.fqn: param.shape for param in params}
-    known = groups.assign_members(stored, shapes, args, table)
-    listed: list[list[str | None]] = [list(each) for each in known]
+    assigned = groups.assign_members(stored, shapes, args, table)
+    listed: list[list[str | None]] = [list(each) for each in assigned]
     counts = [len(group["params"]) for group in stored if group.get("params") is not None]
     if counts and counts != list(map(len, listed)):
-        listed = _match_by_shape(found, inner, stored, shapes)
+        listed = _match_by_shape(result, inner, stored, shapes)
     elif stored and sum(map(len, listed)) < len(shapes):
         lost = sorted(shapes.keys() - {fqn for each in listed for fqn in each})
-        found.notes.append(f"{len(lost)} parameters are in no param group, e.g. {lost[0]}: frozen")
+        result.notes.append(f"{len(lost)} parameters are in no param group, e.g. {lost[0]}: frozen")
     for group, fqns in zip(stored, listed, strict=False):
         own = tuple(fqn for fqn in fqns if fqn is not None)
-        found.groups.append(ParamGroup(groups.get_hyper(group), own))
+        result.groups.append(ParamGroup(groups.get_hyper(group), own))
     return listed
 
 
 def _match_by_shape(
-    found: RankOptimizer,
+    result: RankOptimizer,
     inner: Mapping[str, Any],
     stored: Sequence[Mapping[str, Any]],
     shapes: Mapping[str, Index],
 ) -> list[list[str | None]]:
     """Return the members of groups that Megatron did not make, if shapes identify them."""
     state = inner.get("state") or {}
-    signs = [[_get_shape(state.get(i)) for i in group.get("params") or ()] for group in stored]
+    signatures = [[_get_shape(state.get(i)) for i in group.get("params") or ()] for group in stored]
     try:
-        return name_groups(shapes, signs)
+        return name_groups(shapes, signatures)
     except AmbiguousError as reason:
-        found.notes.append(
-            f"the optimizer's groups of {', '.join(str(len(each)) for each in signs)} parameters"
-            f" are not those that Megatron makes of this model, and {reason}; its states are left"
-            " out"
+        result.notes.append(
+            f"the optimizer's groups of {', '.join(str(len(each)) for each in signatures)}"
+            f" parameters are not those that Megatron makes of this model, and {reason}; its states"
+            " are left out"
         )
         return []
 
@@ -191,7 +191,7 @@ def _get_shape(state: Any) -> Index | None:
 
 
 def _read_steps(
-    found: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
+    result: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
     """Read the updates of each parameter.
 
@@ -204,16 +204,16 @@ def _read_steps(
         for group, fqns in zip(inner.get("param_groups", []), members, strict=False):
             for fqn in fqns:
                 own = state.get(index)
-                counted = (
+                counters = (
                     own.get("step") if isinstance(own, dict) else None,
                     group.get("step"),
                     state.get("common_step"),
                 )
                 step = next(
-                    (_read_number(each, pool) for each in counted if each is not None), None
+                    (_read_number(each, pool) for each in counters if each is not None), None
                 )
                 if fqn is not None and step is not None:
-                    found.steps[fqn] = step
+                    result.steps[fqn] = step
                 index += 1
 
 
@@ -225,7 +225,7 @@ def _read_number(value: Any, pool: SourceFiles) -> float | None:
 
 
 def _read_indexed(
-    found: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
+    result: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
     """Read the slots under the parameters' numbers, which run through the groups."""
     state = inner.get("state") or {}
@@ -238,7 +238,7 @@ def _read_indexed(
         for slot, value in slots.items():
             tensor = as_global(value)
             if tensor is not None and slot != "step":
-                found.entries.append(make_entry(fqn, slot, tensor))
+                result.entries.append(make_entry(fqn, slot, tensor))
 
 
 def make_entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
@@ -247,7 +247,7 @@ def make_entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
 
 
 def _read_masters(
-    found: RankOptimizer,
+    result: RankOptimizer,
     state: Mapping[str, Any],
     params: Sequence[RankParam],
     members: Sequence[Sequence[str | None]],
@@ -260,14 +260,15 @@ def _read_masters(
     dtypes = {param.fqn: param.dtype for param in params}
     for fqns, tensors in zip(members, lists, strict=False):
         half = [fqn for fqn in fqns if fqn is not None and dtypes[fqn] != _FULL]
-        held = [tensor for value in tensors if (tensor := as_global(value))]
-        if held and len(half) != len(held):
+        copies = [tensor for value in tensors if (tensor := as_global(value))]
+        if copies and len(half) != len(copies):
             raise CorruptError(
                 path,
-                f"keeps {len(held)} fp32 copies of a param group of {len(half)} 16-bit parameters",
+                f"keeps {len(copies)} fp32 copies of a param group of {len(half)} 16-bit"
+                " parameters",
                 _MIXED,
             )
-        found.entries += map(make_entry, half, [MASTER] * len(held), held)
+        result.entries += map(make_entry, half, [MASTER] * len(copies), copies)
 
 
 def group_buffers(params: Sequence[RankParam], args: Arguments) -> list[tuple[int, list[Param]]]:
@@ -341,14 +342,14 @@ def _place_members(
 
     A list of several is from before February 2024; a file does not say where buckets end.
     """
-    tries: list[list[Bucket] | None] = [
+    candidates: list[list[Bucket] | None] = [
         buckets.make_buckets(members, size),
         buckets.make_buckets(members, None),
         buckets.fit_buckets(members, numels),
     ]
-    for found in tries:
-        if found is not None:
-            flat, total = buckets.concatenate(found)
+    for candidate in candidates:
+        if candidate is not None:
+            flat, total = buckets.concatenate(candidate)
             if total == sum(numels):
                 return flat
     return None
@@ -356,11 +357,11 @@ def _place_members(
 
 def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
     """Return the error for flat elements that are not those of the parameters."""
-    wanted = sum(prod(param.shape) for param in members)
+    expected = sum(prod(param.shape) for param in members)
     return CorruptError(
         path,
         f"{what} holds {numel} elements, which is not how Megatron lays out its {len(members)}"
-        f" parameters of {wanted} elements",
+        f" parameters of {expected} elements",
         "it belongs to another run than the weights, or to a Megatron that reshard does not know",
     )
 

@@ -79,5 +79,5 @@ def is_embedding(fqn: str) -> bool:
 
 
 def _find_prefix(prefixes: Sequence[str], name: str) -> int:
-    found = (number for number, prefix in enumerate(prefixes) if name.startswith(prefix))
-    return next(found, len(prefixes))
+    positions = (number for number, prefix in enumerate(prefixes) if name.startswith(prefix))
+    return next(positions, len(prefixes))

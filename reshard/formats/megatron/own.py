@@ -52,15 +52,15 @@ class OwnStates:
         """Return the modules whose states hold anything."""
         return {
             name
-            for held in self.extra.values()
-            for name, value in held.items()
+            for states in self.extra.values()
+            for name, value in states.items()
             if not is_empty(value)
         }
 
     @property
     def is_strange(self) -> bool:
         """Whether a state is neither a tensor nor a stream of bytes."""
-        values = (value for held in self.extra.values() for value in held.values())
+        values = (value for states in self.extra.values() for value in states.values())
         return any(
             not (
                 as_global(value) or is_empty(value) or isinstance(value, bytes) or _is_stream(value)
@@ -80,8 +80,8 @@ class OwnStates:
         """
         modules = {
             name: None
-            for held in self.extra.values()
-            for name in map(name_in_model, held)
+            for states in self.extra.values()
+            for name in map(name_in_model, states)
             if not is_of_expert(name)
         }
         return OwnStates("torch", {(0, 0): modules})
@@ -95,8 +95,8 @@ def attach(manifest: Manifest, held: OwnStates) -> Manifest:
 
 def get_own(manifest: Manifest) -> OwnStates:
     """Return the states of a source; empty for one that is not Megatron's."""
-    found = manifest.train.opaque.get(_KEY)
-    return found if isinstance(found, OwnStates) else OwnStates("")
+    states = manifest.train.opaque.get(_KEY)
+    return states if isinstance(states, OwnStates) else OwnStates("")
 
 
 def is_of_expert(name: str) -> bool:
@@ -128,9 +128,9 @@ def collect_from_ranks(
         held: a rank's (tensor, expert) place with its states, once for each of its model chunks.
     """
     extra: dict[tuple[int, int], dict[str, Any]] = {}
-    for place, states in held:
-        extra.setdefault(place, {}).update(states)
-    return OwnStates("torch", extra, {place: value for place, value in rng.items() if value})
+    for rank, states in held:
+        extra.setdefault(rank, {}).update(states)
+    return OwnStates("torch", extra, {rank: value for rank, value in rng.items() if value})
 
 
 def collect_from_dist(root: Mapping[str, Any]) -> OwnStates:
@@ -156,9 +156,9 @@ def name_in_model(key: str) -> str:
     match = _SHARD.fullmatch(key)
     if match is None:
         return key
-    name, place = match[1], match[2]
+    name, numbers = match[1], match[2]
     if name.startswith(_LAYERS) and not name[len(_LAYERS) :][0].isdecimal():
-        return name.replace(_LAYERS, f"{_LAYERS}{place}.", 1)
+        return name.replace(_LAYERS, f"{_LAYERS}{numbers}.", 1)
     return name
 
 

@@ -38,8 +38,8 @@ class ModelChunk:
     @property
     def layers(self) -> int:
         """Number of transformer layers in it."""
-        found = (names.find_layer(name) for name in self.params)
-        return len({layer for layer in found if layer is not None})
+        layers = (names.find_layer(name) for name in self.params)
+        return len({layer for layer in layers if layer is not None})
 
 
 @dataclass(slots=True)
@@ -55,8 +55,8 @@ class RankFile:
     @property
     def version(self) -> float:
         """``checkpoint_version``."""
-        found = self.root.get("checkpoint_version", _OLD_VERSION)
-        return float(found) if isinstance(found, (int, float)) else _OLD_VERSION
+        stated = self.root.get("checkpoint_version", _OLD_VERSION)
+        return float(stated) if isinstance(stated, (int, float)) else _OLD_VERSION
 
     def read_chunks(self) -> list[ModelChunk]:
         """Return the model chunks in order: ``model``, or ``model0`` and those after it.
@@ -67,10 +67,10 @@ class RankFile:
         if "model" in self.root:
             return [self._read_chunk("model")]
         keys = [f"model{n}" for n in range(len(self.root))]
-        found = [self._read_chunk(key) for key in keys if key in self.root]
-        if not found:
+        chunks = [self._read_chunk(key) for key in keys if key in self.root]
+        if not chunks:
             raise CorruptError(self.path, "has neither 'model' nor 'model0'")
-        return found
+        return chunks
 
     def _read_chunk(self, key: str) -> ModelChunk:
         chunk = ModelChunk()

@@ -96,14 +96,14 @@ def _choose_random_states(
     if reason:
         return _drop_random_states(states, notes, f"random states: {reason}")
     try:
-        found = carry.rebuild_random(states, manifest.origin.path)
+        rebuilt = carry.rebuild_random(states, manifest.origin.path)
     except UnsupportedError as error:
         if policy == "keep":
             raise
         notes.dropped.append(f"random states: {error.where} {error.problem}")
         return {}
-    notes.kept.append(f"random states of {len(found)} ranks")
-    return dict(found)
+    notes.kept.append(f"random states of {len(rebuilt)} ranks")
+    return dict(rebuilt)
 
 
 def _drop_random_states(states: OwnStates, notes: Notes, text: str) -> dict[own.RankKey, object]:

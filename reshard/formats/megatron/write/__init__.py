@@ -34,21 +34,23 @@ def lay_out(state: Training, wanted: MegatronOptions, described: Described) -> L
     choice = resolve(state, wanted, described)
     inside = legacy.name_directory(choice)
     if wanted.form == "torch_dist":
-        held = dist.files(choice, inside, wanted.sizes.model * wanted.data)
+        laid_out = dist.files(choice, inside, wanted.sizes.model * wanted.data)
     else:
-        held = legacy.files(choice, inside)
-    return LaidOut(skeletons.join([legacy.lay_out_tracker(choice), *held]), tuple(_notes(choice)))
+        laid_out = legacy.files(choice, inside)
+    return LaidOut(
+        skeletons.join([legacy.lay_out_tracker(choice), *laid_out]), tuple(_notes(choice))
+    )
 
 
 def _notes(choice: Resolved) -> list[str]:
-    said = list(choice.notes)
+    notes = list(choice.notes)
     if choice.wanted.weights_only:
-        return [*said, "weights alone, as a release: Megatron loads nothing else of it"]
-    said += [f"not carried: {name}" for name in choice.lost]
-    said += describe_lost_state(choice.state)
-    said += filter(None, [choice.scaler_lost()])
+        return [*notes, "weights alone, as a release: Megatron loads nothing else of it"]
+    notes += [f"not carried: {name}" for name in choice.lost]
+    notes += describe_lost_state(choice.state)
+    notes += filter(None, [choice.scaler_lost()])
     if choice.state.manifest.origin.format != NAME:
-        said += describe_lost_setup(choice.state)
+        notes += describe_lost_setup(choice.state)
     if choice.wanted.form == "torch" and not choice.wanted.carried.rng:
-        said.append("no random states: Megatron loads it with --no-load-rng")
-    return said
+        notes.append("no random states: Megatron loads it with --no-load-rng")
+    return notes

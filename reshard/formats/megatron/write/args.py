@@ -22,9 +22,9 @@ def adapt(
         data: data-parallel ranks.
         padded: rows of the vocabulary with its padding.
     """
-    kept = {name: value for name, value in args.items() if is_plain(value)}
+    adapted = {name: value for name, value in args.items() if is_plain(value)}
     world = sizes.model * data
-    kept.update(
+    adapted.update(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
         transformer_pipeline_model_parallel_size=sizes.pipeline,
@@ -39,9 +39,9 @@ def adapt(
         num_layers=layers,
     )
     if padded is not None:
-        kept["padded_vocab_size"] = padded
-    kept.setdefault("add_position_embedding", True)
-    return kept
+        adapted["padded_vocab_size"] = padded
+    adapted.setdefault("add_position_embedding", True)
+    return adapted
 
 
 def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, Any]:

@@ -46,22 +46,22 @@ class Carried:
         Args:
             experts: those of the whole model that come before the rank's.
         """
-        place = (tensor, expert) if (tensor, expert) in self.extra else (0, 0)
+        rank = (tensor, expert) if (tensor, expert) in self.extra else (0, 0)
         layers = {local.known.layer: names.find_layer(local.name) for local in chunk}
         modules = {local.name.rpartition(".")[0] for local in chunk}
-        experts_here = {
+        local_modules = {
             local.known.weight.fqn.rpartition(".")[0]: local.name.rpartition(".")[0]
             for local in chunk
             if local.known.expert is not None
         }
-        words = {local.known.found.word for local in chunk if local.known.expert is not None}
-        for key, value in self.extra.get(place, {}).items():
+        patterns = {local.known.found.word for local in chunk if local.known.expert is not None}
+        for key, value in self.extra.get(rank, {}).items():
             name = key if self.form == "torch" else own.name_in_model(key)
             layer = names.find_layer(name)
             module, _, last = name.rpartition(".")
-            if module in experts_here:
-                yield f"{experts_here[module]}.{last}", value
-            elif any(word.match(f"{module}.weight", {}) for word in words):
+            if module in local_modules:
+                yield f"{local_modules[module]}.{last}", value
+            elif any(pattern.match(f"{module}.weight", {}) for pattern in patterns):
                 continue  # of another rank's expert
             elif layer is None:
                 if name.rpartition(".")[0] in modules:
@@ -71,15 +71,15 @@ class Carried:
 
     def of_dist(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the states under torch_dist's keys."""
-        held = self.extra.get((0, 0), {})
-        return dict(held if self.form == "torch_dist" else own.spell_keys(held, keys))
+        states = self.extra.get((0, 0), {})
+        return dict(states if self.form == "torch_dist" else own.spell_keys(states, keys))
 
 
 def find_extra_obstacle(
     held: OwnStates, manifest: Manifest, sizes: Sizes, form: str, impl: str
 ) -> str:
     """Return the reason why modules' extra states cannot be kept; empty if they can."""
-    told = _get_impl(manifest)
+    source_impl = _get_impl(manifest)
     loses = (
         held.form == form == "torch"
         and _get_source_sizes(manifest)[1:] != _get_target_sizes(sizes)[1:]
@@ -87,29 +87,29 @@ def find_extra_obstacle(
     obstacles = (
         (not held.form, "it is no checkpoint of Megatron's"),
         (held.is_strange, "one is neither a tensor nor a stream of bytes"),
-        (told != impl, f"those of {told}'s modules are not those of {impl}'s"),
+        (source_impl != impl, f"those of {source_impl}'s modules are not those of {impl}'s"),
         (
             held.of_experts and held.form != form,
             "torch and torch_dist keep those of experts in different ways",
         ),
         (loses, "each is of one tensor- and expert-parallel rank, and there are to be other ranks"),
     )
-    return next((why for found, why in obstacles if found), "")
+    return next((reason for applies, reason in obstacles if applies), "")
 
 
 def make_blank(held: OwnStates, manifest: Manifest, impl: str) -> Carried:
     """Return empty states of the modules that the source's files list."""
     if _get_impl(manifest) != impl:
         return Carried()
-    without = held.blank()
-    return Carried(form=without.form, extra=without.extra)
+    blank = held.blank()
+    return Carried(form=blank.form, extra=blank.extra)
 
 
 def _get_impl(manifest: Manifest) -> str:
     """Return whose layers the source has."""
     config = manifest.train.config
-    told = config.get("transformer_impl") if isinstance(config, dict) else None
-    return "local" if told == "local" else "transformer_engine"
+    impl = config.get("transformer_impl") if isinstance(config, dict) else None
+    return "local" if impl == "local" else "transformer_engine"
 
 
 def _get_source_sizes(manifest: Manifest) -> tuple[int, int, int, int]:
@@ -135,23 +135,23 @@ def lay_out_states(
     """
     entries: list[Entry] = []
 
-    def made(place: tuple[int, int], name: str, value: Any) -> Any:
+    def build(rank: tuple[int, int], name: str, value: Any) -> Any:
         tensor = as_global(value)
         if tensor is None:
             return value
-        fqn = ".".join((*map(str, place), name))
+        fqn = ".".join((*map(str, rank), name))
         entries.append(Entry(fqn, KIND, tensor.dtype, tensor.shape, tensor.chunks))
         return torch_writer.build_whole_tensor(entries[-1], tensor.dtype)
 
-    found = {
-        place: {
-            name: made(place, name, value)
+    extra = {
+        rank: {
+            name: build(rank, name, value)
             for name, value in states.items()
             if form == held.form or not own.is_of_expert(name)
         }
-        for place, states in held.extra.items()
+        for rank, states in held.extra.items()
     }
-    return found, tuple(entries)
+    return extra, tuple(entries)
 
 
 def find_rng_obstacle(
@@ -165,9 +165,9 @@ def find_rng_obstacle(
     if sizes.expert > 1 and held.form != form:
         return "torch and torch_dist keep them in different ways where experts are parallel"
     several = any(isinstance(value, list) and len(value) > 1 for value in held.rng.values())
-    was = manifest.origin.mesh.get("dp", 1)
-    if was != data and (several or (sizes.expert > 1 and form == "torch_dist")):
-        return f"they are of {was} data-parallel ranks, and there are to be {data}"
+    data_before = manifest.origin.mesh.get("dp", 1)
+    if data_before != data and (several or (sizes.expert > 1 and form == "torch_dist")):
+        return f"they are of {data_before} data-parallel ranks, and there are to be {data}"
     return ""
 
 
@@ -179,8 +179,8 @@ def rebuild_random(held: OwnStates, path: str) -> dict[RankKey, Any]:
     """
     with SourceFiles() as pool:
         return {
-            place: [_rebuild(path, one, pool) for one in _list_states(path, value)]
-            for place, value in held.rng.items()
+            rank: [_rebuild(path, state, pool) for state in _list_states(path, value)]
+            for rank, value in held.rng.items()
         }
 
 
@@ -213,5 +213,5 @@ def _rebuild(path: str, held: Mapping[str, Any], pool: SourceFiles) -> dict[str,
         raw(held.get(dialect.cpu)),
         {"cuda": raw(held.get(dialect.device.format("cuda")))},
     )
-    made = {str(name): rng.build_tensor(raw(value)) for name, value in trackers.items()}
-    return {**rng.build_file(state, dialect), _TRACKERS: made}
+    tensors = {str(name): rng.build_tensor(raw(value)) for name, value in trackers.items()}
+    return {**rng.build_file(state, dialect), _TRACKERS: tensors}

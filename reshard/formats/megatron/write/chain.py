@@ -24,15 +24,17 @@ def make_states(choice: Resolved, inner: Inner) -> list[State]:
             where there are masters in fp32.
     """
     groups = choice.groups.groups
-    kinds = [[group for group in groups if group.is_expert == apart] for apart in (False, True)]
-    return [_make_state(choice, held, inner) for held in kinds if held]
+    chain = [
+        [group for group in groups if group.is_expert == of_experts] for of_experts in (False, True)
+    ]
+    return [_make_state(choice, members, inner) for members in chain if members]
 
 
 def _make_state(choice: Resolved, groups: Sequence[MegatronGroup], inner: Inner) -> State:
-    scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
+    scaler = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
     if choice.wanted.distributed:  # whose tensors are elsewhere
-        counted = {"step": int(choice.state.step())}
-        held = [{**group.hyper, **counted} for group in groups]
-        return {"optimizer": {"param_groups": held}, **scaled}
+        step = {"step": int(choice.state.step())}
+        stored = [{**group.hyper, **step} for group in groups]
+        return {"optimizer": {"param_groups": stored}, **scaler}
     state, masters = inner(groups)
-    return {"optimizer": state, **scaled, **masters} if choice.mixed else state
+    return {"optimizer": state, **scaler, **masters} if choice.mixed else state

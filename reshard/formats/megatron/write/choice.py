@@ -98,8 +98,8 @@ class Resolved:
     def carried(self) -> dict[str, Any]:
         """Return the values beside Megatron's own that a pickle can hold; see `lost`."""
         train = self.state.manifest.train
-        held = {name: train.objects.get(name, value) for name, value in train.client.items()}
-        return {n: v for n, v in held.items() if n in train.objects or is_plain(v)}
+        values = {name: train.objects.get(name, value) for name, value in train.client.items()}
+        return {n: v for n, v in values.items() if n in train.objects or is_plain(v)}
 
     @property
     def lost(self) -> list[str]:
@@ -114,15 +114,15 @@ class Resolved:
 
         Source: ``core/optimizer/grad_scaler.py`` (``DynamicGradScaler.state_dict``).
         """
-        found = loss_scale.convert_to_torch(self.state.manifest.train.scaler)
-        if found is None or self.precision != FLOAT16:
+        converted = loss_scale.convert_to_torch(self.state.manifest.train.scaler)
+        if converted is None or self.precision != FLOAT16:
             return None
-        held = self.state.manifest.train.scaler
+        scaler = self.state.manifest.train.scaler
         return {
-            "scale": build_number(found["scale"], (1,)),
-            "growth_tracker": int(found["_growth_tracker"]),
+            "scale": build_number(converted["scale"], (1,)),
+            "growth_tracker": int(converted["_growth_tracker"]),
             "hysteresis_tracker": int(
-                held.get("hysteresis_tracker", self.args.get("hysteresis") or _HYSTERESIS)
+                scaler.get("hysteresis_tracker", self.args.get("hysteresis") or _HYSTERESIS)
             ),
         }
 
@@ -179,11 +179,11 @@ def resolve(state: Training, wanted: MegatronOptions, described: Described) -> R
             "pass the model's config: --model config.json|DIR",
         )
     precision = wanted.dtype or find_most_common_dtype(w for w in state.weights if w.is_float)
-    made = groups.make_groups(
+    param_groups = groups.make_groups(
         state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam
     )
     _check_slots(state, wanted)
-    schedule, said = ({}, []) if wanted.weights_only else scheduler.make_scheduler(state)
+    schedule, schedule_notes = ({}, []) if wanted.weights_only else scheduler.make_scheduler(state)
     adapted = arguments.adapt(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
     adapted.update(arguments.describe_stages(wanted.stage_layers, wanted.sizes))
     adapted["transformer_impl"] = wanted.impl
@@ -198,12 +198,12 @@ def resolve(state: Training, wanted: MegatronOptions, described: Described) -> R
         wanted,
         tuple(weights),
         places,
-        made,
+        param_groups,
         adapted,
         padded,
         precision,
         schedule,
-        (*notes, *made.notes, *said),
+        (*notes, *param_groups.notes, *schedule_notes),
         tuple(f"args.{name}" for name in args if name not in adapted),
     )
 
@@ -226,21 +226,21 @@ def _choose_padding(
     Source: Megatron-LM core_v0.16.1 ``training/tokenizer/tokenizer.py``
     (``_vocab_size_with_padding``).
     """
-    held = set()
+    heights = set()
     for weight in state.weights:
-        found = table.find(weight.fqn, constants)
-        if found is not None and found.rule.is_vocabulary:
-            held.add(weight.shape[0])
-    if not held:
+        match = table.find(weight.fqn, constants)
+        if match is not None and match.rule.is_vocabulary:
+            heights.add(weight.shape[0])
+    if not heights:
         return None, []
-    if len(held) > 1:
+    if len(heights) > 1:
         raise UnsupportedError(
             state.manifest.origin.path,
-            f"has vocabularies of {' and '.join(map(str, sorted(held)))} rows",
+            f"has vocabularies of {' and '.join(map(str, sorted(heights)))} rows",
         )
-    (rows,) = held
-    words = min(architecture.vocab or rows, rows)
-    padded = vocabulary.pad_rows(words, wanted.divisible * wanted.sizes.tensor)
+    (rows,) = heights
+    entries = min(architecture.vocab or rows, rows)
+    padded = vocabulary.pad_rows(entries, wanted.divisible * wanted.sizes.tensor)
     if padded <= rows:  # what is more than that was taken off before
         return rows, []
     return padded, [f"{padded - rows} rows of padding added to the vocabulary of {rows}: zeros"]

@@ -66,12 +66,12 @@ def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
     if not choice.wanted.weights_only:
         _add_optimizer(choice, stacks)
     root: dict[str, Any] = dict(stacks.values())
-    carried, own = choice.wanted.carried, dict.fromkeys(stacks.extra_states())
-    own.update(carried.of_dist([*own]))
-    root.update((key, dcp.StoredObject([value])) for key, value in own.items())
+    carried, extra_states = choice.wanted.carried, dict.fromkeys(stacks.extra_states())
+    extra_states.update(carried.of_dist([*extra_states]))
+    root.update((key, dcp.StoredObject([value])) for key, value in extra_states.items())
     root.update(_lay_out_random(choice))
-    laid = dcp.lay_out_state(root, shards=shards, directory=directory)
-    yield stacks.unstacked(laid)
+    skeleton = dcp.lay_out_state(root, shards=shards, directory=directory)
+    yield stacks.unstacked(skeleton)
     stamp = choice.state.stamp("common.pt", 0, choice.world)
     yield torch_writer.lay_out_object(f"{directory}/common.pt", _make_common(choice), stamp=stamp)
     yield skeletons.lay_out_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
@@ -79,13 +79,13 @@ def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
 
 def _lay_out_random(choice: Resolved) -> Iterator[tuple[str, dcp.StoredObject]]:
     """Yield the random states that are kept, by the rank's position in the grid."""
-    held = choice.wanted.carried.rng
-    if not held or choice.wanted.weights_only:
+    states_of = choice.wanted.carried.rng
+    if not states_of or choice.wanted.weights_only:
         return
-    extents = [1 + max(numbers) for numbers in zip(*held, strict=True)]
+    extents = [1 + max(numbers) for numbers in zip(*states_of, strict=True)]
     size = ".".join(map(str, extents))
-    for place, states in held.items():
-        yield f"{RNG}/shard_{'.'.join(map(str, place))}_{size}", dcp.StoredObject([states])
+    for rank, states in states_of.items():
+        yield f"{RNG}/shard_{'.'.join(map(str, rank))}_{size}", dcp.StoredObject([states])
 
 
 def _add_optimizer(choice: Resolved, stacks: _Stacks) -> None:
@@ -124,7 +124,9 @@ class _Stack:
         Raises:
             UnsupportedError: one is missing.
         """
-        extents = tuple(1 + max(place[dim] for place in self.members) for dim in range(self.dims))
+        extents = tuple(
+            1 + max(position[dim] for position in self.members) for dim in range(self.dims)
+        )
         if prod(extents) != len(self.members):
             raise UnsupportedError(
                 next(iter(self.members.values())).fqn,
@@ -203,28 +205,28 @@ class _Stacks:
                 modules.append(_INPUT.sub(".self_attention.core_attention", match[1]))
             size = ".".join(map(str, extents))
             for module in modules:
-                for place in product(*map(range, extents)):
-                    yield f"{module}._extra_state/shard_{'.'.join(map(str, place))}_{size}"
+                for position in product(*map(range, extents)):
+                    yield f"{module}._extra_state/shard_{'.'.join(map(str, position))}_{size}"
 
-    def unstacked(self, laid: Skeleton) -> Skeleton:
+    def unstacked(self, skeleton: Skeleton) -> Skeleton:
         """Return the skeleton in terms of the tensors that are stacked."""
         entries: dict[Key, Entry] = {}
         chunks: dict[Key, list[Chunk]] = {}
-        for stacked in laid.entries:
+        for stacked in skeleton.entries:
             if stacked.kind == KIND:
                 entries[stacked.key] = replace(stacked, chunks=())
                 chunks[stacked.key] = list(stacked.chunks)
                 continue
             stack = self._stacks[stacked.fqn]
-            for place, entry in stack.members.items():
-                held = list(stacked.chunks)
-                for number in place:
-                    held = list(moves.take_slice(held, number))
+            for position, entry in stack.members.items():
+                own = list(stacked.chunks)
+                for number in position:
+                    own = list(moves.take_slice(own, number))
                 key = entry.kind, entry.fqn
                 entries.setdefault(key, replace(entry, dtype=stack.dtype, chunks=()))
-                chunks.setdefault(key, []).extend(_crop(held, entry.shape))
-        made = tuple(replace(e, chunks=tuple(chunks[key])) for key, e in entries.items())
-        return Skeleton(laid.files, made, laid.checksums)
+                chunks.setdefault(key, []).extend(_crop(own, entry.shape))
+        unstacked = tuple(replace(e, chunks=tuple(chunks[key])) for key, e in entries.items())
+        return Skeleton(skeleton.files, unstacked, skeleton.checksums)
 
 
 def _crop(chunks: Sequence[Chunk], shape: Index) -> Iterator[Chunk]:
@@ -241,7 +243,7 @@ def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
     for known in weights:
         if known.layer is not None:
             names.setdefault(known.layer, set()).add(_LAYERS.sub("", known.found.name))
-    return len(names) == layers and len({frozenset(held) for held in names.values()}) <= 1
+    return len(names) == layers and len({frozenset(own) for own in names.values()}) <= 1
 
 
 # What is no tensor
@@ -250,10 +252,10 @@ def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
 def _make_common(choice: Resolved) -> dict[str, Any]:
     """Return the contents of ``common.pt``."""
     wanted = choice.wanted
-    about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if wanted.distributed:
-        about["distrib_optim_sharding_type"] = "fully_reshardable"
-        about["distrib_optim_fully_reshardable_mem_efficient"] = False
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     args = {
         **choice.args,
         "no_save_rng": not wanted.carried.rng,
@@ -263,7 +265,7 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
         "args": Call(NAMESPACE, (), {**args, "ckpt_format": "torch_dist"}),
         "checkpoint_version": 3.0,
         "iteration": 0 if wanted.weights_only else choice.state.step(),
-        "content_metadata": about,
+        "content_metadata": metadata,
     }
     if not wanted.weights_only:
         root["optimizer"] = _make_optimizers(choice)

@@ -56,34 +56,37 @@ def make_groups(state: Training, experts: frozenset[str], adam: Adam | None) -> 
         CorruptError: a setting that tells groups apart is no number.
     """
     members = {m.fqn: m for group in state.groups for m in group.members}
-    own = all("wd_mult" in g.hyper or "pre_wd_mult" in g.hyper for g in state.groups)
+    is_megatron = all("wd_mult" in g.hyper or "pre_wd_mult" in g.hyper for g in state.groups)
     notes: list[str] = []
-    plain = (
+    sources = (
         [(dict(g.hyper), [m.fqn for m in g.members]) for g in state.groups]
-        if own
+        if is_megatron
         else _group_by_shape(state.groups, notes)
     )
-    fused = adam == "fused" or (adam is None and not (own and is_torch(state)))
-    found: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}
-    for hyper, fqns in plain:
+    fused = adam == "fused" or (adam is None and not (is_megatron and is_torch(state)))
+    merged: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}
+    for hyper, fqns in sources:
         for is_expert in (False, True):
-            held = [fqn for fqn in fqns if (fqn in experts) == is_expert]
-            if not held and (is_expert or not own):
+            members_here = [fqn for fqn in fqns if (fqn in experts) == is_expert]
+            if not members_here and (is_expert or not is_megatron):
                 continue
-            mine = {**_complete_hyper(hyper, state, fused=fused), "is_expert_parallel": is_expert}
-            identity = tuple(_get_setting(mine, key, state) for key in _IDENTITY)
-            known = found.setdefault(identity, (mine, []))
-            if known[0] != mine:
+            completed = {
+                **_complete_hyper(hyper, state, fused=fused),
+                "is_expert_parallel": is_expert,
+            }
+            identity = tuple(_get_setting(completed, key, state) for key in _IDENTITY)
+            known = merged.setdefault(identity, (completed, []))
+            if known[0] != completed:
                 raise UnsupportedError(
                     state.manifest.origin.path,
                     f"has two param groups that are one for Megatron ({identity}), with"
-                    f" different {_name_differences(known[0], mine)}",
+                    f" different {_name_differences(known[0], completed)}",
                     "give like groups with --param-groups FILE, or the weights with --weights-only",
                 )
-            known[1].extend(held)
+            known[1].extend(members_here)
     groups = tuple(
         MegatronGroup(hyper, frozenset(fqns), bool(hyper["is_expert_parallel"]))
-        for hyper, fqns in found.values()
+        for hyper, fqns in merged.values()
         if fqns or not hyper["is_expert_parallel"]
     )
     apart = frozenset(fqn for group in groups if group.is_expert for fqn in group.fqns)
@@ -150,7 +153,7 @@ def _decays(groups: Sequence[TrainedGroup]) -> bool:
 
 def _complete_hyper(hyper: Mapping[str, Any], state: Training, *, fused: bool) -> dict[str, Any]:
     """Return a group's hyperparameters with those that Megatron's groups have besides."""
-    held = {
+    completed = {
         "wd_mult": 1.0,
         "lr_mult": 1.0,
         "is_expert_parallel": False,
@@ -159,13 +162,13 @@ def _complete_hyper(hyper: Mapping[str, Any], state: Training, *, fused: bool) -
         **{key: value for key, value in hyper.items() if key != "param_names"},
     }
     if not fused:
-        held.pop("step", None)
-        return held
+        completed.pop("step", None)
+        return completed
     for key in _TORCH_ONLY:
-        held.pop(key, None)
-    held.setdefault("bias_correction", True)
-    held["step"] = int(state.step())
-    return held
+        completed.pop(key, None)
+    completed.setdefault("bias_correction", True)
+    completed["step"] = int(state.step())
+    return completed
 
 
 def _name_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:

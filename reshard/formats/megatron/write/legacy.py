@@ -38,14 +38,14 @@ _INPUT = re.compile(r"\.(?:linear_qkv|linear_kv_up_proj)$")  # of attention, who
 def files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
     """Yield the files of every rank, below the iteration's directory."""
     for rank in list_ranks(choice.wanted.sizes):
-        held = _Rank(choice, rank)
-        place = f"{directory}/{_name_folder(choice.wanted.sizes, rank)}"
-        roots = {"model_optim_rng.pt": held.root()}
+        content = _Rank(choice, rank)
+        folder = f"{directory}/{_name_folder(choice.wanted.sizes, rank)}"
+        roots = {"model_optim_rng.pt": content.root()}
         if choice.wanted.distributed and not choice.wanted.weights_only:
-            roots["distrib_optim.pt"] = held.distributed()
+            roots["distrib_optim.pt"] = content.distributed()
         for name, root in roots.items():
-            stamp = choice.state.stamp(name, held.number, choice.world)
-            yield torch_writer.lay_out_object(f"{place}/{name}", root, stamp=stamp)
+            stamp = choice.state.stamp(name, content.number, choice.world)
+            yield torch_writer.lay_out_object(f"{folder}/{name}", root, stamp=stamp)
 
 
 def lay_out_tracker(choice: Resolved) -> Skeleton:
@@ -103,10 +103,10 @@ class _Rank:
 
     def _random(self) -> dict[str, Any]:
         """Return the random states that are kept."""
-        rank, held = self._rank, self._choice.wanted.carried.rng
-        place = (rank.stage, rank.tensor)
-        found = held.get(place, held.get((*place, rank.expert)))
-        return {} if found is None else {RNG: found}
+        rank, states = self._rank, self._choice.wanted.carried.rng
+        position = (rank.stage, rank.tensor)
+        state = states.get(position, states.get((*position, rank.expert)))
+        return {} if state is None else {RNG: state}
 
     def _module(self, chunk: Sequence[LocalWeight]) -> OrderedDict[str, Any]:
         """Return the state dict of a model chunk.
@@ -117,29 +117,29 @@ class _Rank:
         rank, before = self._rank, self._choice.places.experts_of(self._rank).start
         carried = self._choice.wanted.carried
         own = dict(carried.of_chunk(rank.tensor, rank.expert, chunk, before))
-        told = bool(own)
-        held: OrderedDict[str, Any] = OrderedDict()
+        is_listed = bool(own)
+        module_state: OrderedDict[str, Any] = OrderedDict()
 
         def end(module: str, *, expert: bool) -> None:
             """Add a module's extra state after its parameters."""
             name = f"{module}._extra_state"
             if name in own:
-                held[name] = own.pop(name)
-            elif _STATEFUL.search(module) and (expert or not told):
-                held[name] = None
+                module_state[name] = own.pop(name)
+            elif _STATEFUL.search(module) and (expert or not is_listed):
+                module_state[name] = None
 
         last, of_expert = "", False
         for local in chunk:
             module = local.name.rpartition(".")[0]
             if last and module != last:
                 end(last, expert=of_expert)
-            held[local.name] = local.slot(*self._choice.stored(local.known.weight))
+            module_state[local.name] = local.slot(*self._choice.stored(local.known.weight))
             last, of_expert = module, local.known.expert is not None
-            if self._choice.wanted.dialect == "te" and _INPUT.search(module) and not told:
-                held[_INPUT.sub(".core_attention._extra_state", module)] = None
+            if self._choice.wanted.dialect == "te" and _INPUT.search(module) and not is_listed:
+                module_state[_INPUT.sub(".core_attention._extra_state", module)] = None
         end(last, expert=of_expert)
-        held.update(own)
-        return held
+        module_state.update(own)
+        return module_state
 
     # The optimizer
 
@@ -160,23 +160,23 @@ class _Rank:
         param_groups = []
         masters: list[list[Slot]] = []
         for group in groups:
-            mine = [local for local in listed if local.known.weight.fqn in group.fqns]
-            numbers = range(len(states), len(states) + len(mine))
+            own = [local for local in listed if local.known.weight.fqn in group.fqns]
+            numbers = range(len(states), len(states) + len(own))
             states.update(
-                (n, self._state(local, group)) for n, local in zip(numbers, mine, strict=True)
+                (n, self._state(local, group)) for n, local in zip(numbers, own, strict=True)
             )
             param_groups.append({**group.hyper, "params": list(numbers)})
-            masters.append([self._master(local) for local in mine if self._is_cast(local)])
+            masters.append([self._master(local) for local in own if self._is_cast(local)])
         inner = {"state": states, "param_groups": param_groups}
         return inner, {"fp32_from_fp16_params": masters}
 
     def _state(self, local: LocalWeight, group: MegatronGroup) -> dict[str, Any]:
         member = self._choice.groups.members[local.known.weight.fqn]
-        counted: dict[str, Any] = {}
+        counter: dict[str, Any] = {}
         if "step" not in group.hyper and member.step is not None:
-            counted = {"step": torch_writer.build_number(member.step)}
+            counter = {"step": torch_writer.build_number(member.step)}
         slots = {name: local.slot(entry, entry.dtype) for name, entry in member.slots.items()}
-        return {**counted, **slots}
+        return {**counter, **slots}
 
     def _is_cast(self, local: LocalWeight) -> bool:
         return self._choice.stored(local.known.weight)[1] != FLOAT32
@@ -188,29 +188,29 @@ class _Rank:
         """Return the contents of ``distrib_optim.pt``: the flat tensors of every buffer."""
         trained = self._trained()
         experts = self._choice.groups.experts
-        kinds = [
-            [local for local in trained if (local.known.weight.fqn in experts) == apart]
-            for apart in (False, True)
+        members = [
+            [local for local in trained if (local.known.weight.fqn in experts) == of_experts]
+            for of_experts in (False, True)
         ]
-        chained = [self._buffers(held) if held else None for held in kinds]
-        if not chained[1]:
-            return chained[0]
-        return [chained[0] if self._rank.is_first else None, chained[1]]
+        buffers = [self._buffers(own) if own else None for own in members]
+        if not buffers[1]:
+            return buffers[0]
+        return [buffers[0] if self._rank.is_first else None, buffers[1]]
 
     def _buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
         """Return a buffer for each model chunk and dtype."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
-        chosen = set(map(id, trained))
+        selected = set(map(id, trained))
         for number, chunk in enumerate(self._chunks):
-            mine = [local for local in chunk if id(local) in chosen]
+            mine = [local for local in chunk if id(local) in selected]
             for dtype in dict.fromkeys(
                 self._choice.stored(local.known.weight)[1] for local in mine
             ):
-                alike = [
+                same_dtype = [
                     local for local in mine if self._choice.stored(local.known.weight)[1] == dtype
                 ]
                 key = (Global(f"torch.{dtype.name}"), Global("torch.float32"))
-                state[len(state) - 1] = {key: self._flat(alike, number)}
+                state[len(state) - 1] = {key: self._flat(same_dtype, number)}
         return state
 
     def _flat(self, locals_: Sequence[LocalWeight], chunk: int) -> dict[str, Any]:

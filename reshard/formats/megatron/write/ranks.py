@@ -85,11 +85,11 @@ class LocalWeight:
         """Yield the parts of the rank's piece, from an element of a flat storage on."""
         row = prod(self.shape[1:])
         for block, local in self.blocks:
-            held = intersect(block, whole(entry.shape)) if block.volume else None
-            if held is None:
+            common = intersect(block, whole(entry.shape)) if block.volume else None
+            if common is None:
                 continue
             offset = local.origin[0] * row if self.shape else 0
-            yield Part(entry.kind, entry.fqn, entry.shape, held, at + offset)
+            yield Part(entry.kind, entry.fqn, entry.shape, common, at + offset)
 
 
 def find_rules(
@@ -111,7 +111,7 @@ def find_rules(
         UsageError: a weight that no rule names.
         UnsupportedError: a weight of another shape than its rule can cut.
     """
-    found = []
+    known = []
     for weight in state.weights:
         rule = table.require(weight.fqn, constants)
         split = rule.rule.split(gated=gated, te=te)
@@ -122,8 +122,8 @@ def find_rules(
         shape = weight.shape
         if split.padded and padded is not None:
             shape = (padded, *shape[1:])
-        found.append(KnownWeight(weight, rule, split, shape))
-    return found
+        known.append(KnownWeight(weight, rule, split, shape))
+    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +229,12 @@ class WeightLocations:
             begins=at == 0,
             ends=at == len(self._chunks) - 1,
         )
-        found = [self._local(known, share, rank) for known in self._model.find(share)]
+        own = [self._local(known, share, rank) for known in self._model.find(share)]
         if self._tied and self._sizes.pipeline > 1:
-            found = [replace(x, shared=x.known is self._tied) for x in found]
+            own = [replace(x, shared=x.known is self._tied) for x in own]
         if self._tied and share.ends and not share.begins:
-            found.append(replace(self._local(self._tied, share, rank), name=HEAD, shared=True))
-        return sorted(found, key=lambda local: order.sort_key(local.name))
+            own.append(replace(self._local(self._tied, share, rank), name=HEAD, shared=True))
+        return sorted(own, key=lambda local: order.sort_key(local.name))
 
     def experts_of(self, rank: WriterRank) -> range:
         """Return the numbers of the experts of each layer that a rank holds.
@@ -257,8 +257,8 @@ class WeightLocations:
             fields["e"] = known.expert - share.experts.start
         local = replace(known.found, fields=fields)
         name = local.spelled(self.dialect_of(known, self._dialect), {})
-        size, place = self._sizes.tensor, rank.tensor
+        size, number = self._sizes.tensor, rank.tensor
         if known.expert is not None:
-            size, place = self._sizes.expert_tensor or size, rank.expert_tensor
-        shape, blocks = shards.list_blocks(name, known.shape, known.split, size, place)
+            size, number = self._sizes.expert_tensor or size, rank.expert_tensor
+        shape, blocks = shards.list_blocks(name, known.shape, known.split, size, number)
         return LocalWeight(name, known, shape, blocks)

@@ -16,15 +16,15 @@ from reshard.training.state import Training
 def make_scheduler(state: Training) -> tuple[dict[str, Any], list[str]]:
     """Return the source's scheduler if it is Megatron's, else a new one; and notes."""
     train = state.manifest.train
-    held = train.scheduler
-    if isinstance(held, Mapping) and "lr_decay_style" in held:
-        return dict(held), []
-    notes = [] if held is None else ["not carried: the scheduler, which is not Megatron's"]
+    stored = train.scheduler
+    if isinstance(stored, Mapping) and "lr_decay_style" in stored:
+        return dict(stored), []
+    notes = [] if stored is None else ["not carried: the scheduler, which is not Megatron's"]
     hypers = [group.hyper for group in state.groups]
     rate = max((hyper.get("lr", 0.0) for hyper in hypers), default=0.0)
     decay = max((hyper.get("weight_decay", 0.0) for hyper in hypers), default=0.0)
     steps = train.samples or 0
-    made = {
+    scheduler = {
         "max_lr": rate,
         "lr_warmup_steps": 0,
         "num_steps": steps,
@@ -41,4 +41,4 @@ def make_scheduler(state: Training) -> tuple[dict[str, Any], list[str]]:
         f"opt_param_scheduler made anew, {at}; Megatron takes its schedule from the command line"
         " with --override-opt-param-scheduler"
     )
-    return made, notes
+    return scheduler, notes
