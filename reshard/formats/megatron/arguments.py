@@ -21,7 +21,7 @@ from reshard.state_dict.plain_values import to_plain
 _GATED = ("swiglu", "quick_geglu", "glu_activation")
 _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})")
 _DECODER = "t"
-_PARALLEL = (  # whose product is at most the number of ranks, with the chunks of pipeline ranks
+_PARALLEL = (  # their product is at most the number of ranks, times the chunks of pipeline ranks
     *("tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
     *("expert_tensor_parallel_size", "context_parallel_size"),
@@ -39,8 +39,8 @@ class Arguments:
     """The arguments of one run; any of them may be missing.
 
     Args:
-        source: who keeps them.
-        values: by name.
+        source: the file that has them, for messages.
+        values: the arguments by name.
     """
 
     source: str
@@ -138,6 +138,7 @@ class Arguments:
         ``distributed/distributed_data_parallel.py`` (__init__) and ``training/training.py``
         (get_model).
         """
+        # Elsewhere the reduction is not on the critical path, so Megatron does not divide it.
         if not self.flag("overlap_grad_reduce") or stage > 0 or chunk > 0:
             return None
         return self.number("ddp_bucket_size") or max(_BUCKET, 1_000_000 * self.dp * self.cp)
@@ -149,7 +150,7 @@ class Arguments:
         ``transformer/pipeline_parallel_layer_layout.py``.
 
         Raises:
-            CorruptError: they do not divide so.
+            CorruptError: the stages do not divide the layers.
         """
         layout = self.values.get("pipeline_model_parallel_layout")
         if isinstance(layout, Call):
@@ -157,6 +158,7 @@ class Arguments:
         if layout:
             return self._arrange_in_rows(_parse_layout(self.source, layout))
         ends = [self.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+        # With these flags the embedding and the loss count as a layer of the first and last chunk.
         embedding = int(self.flag("account_for_embedding_in_pipeline_split"))
         loss = int(self.flag("account_for_loss_in_pipeline_split"))
         total = self.number("num_layers", "encoder_num_layers") + embedding + loss
@@ -186,8 +188,9 @@ class Arguments:
     def get_expert_tensor_rank(self, tp: int, ep: int) -> int:
         """Return the expert-tensor rank of the experts of ``ep`` on a rank of ``tp``.
 
-        Dense layers lie over ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``,
-        initialize_model_parallel): the first rank that is both.
+        Dense layers are assigned to ranks as tp-cp-dp, experts as etp-ep-edp
+        (``core/parallel_state.py``, initialize_model_parallel); the answer is that of the first
+        rank that is both.
         """
         ranks = range(lcm(self.tp, self.etp * self.ep))
         return next(
@@ -226,10 +229,11 @@ def parse(value: Any, source: str) -> Arguments:
     """Return the arguments that an ``argparse.Namespace`` or a dict holds.
 
     Raises:
-        CorruptError: sizes of a grid or of a model that cannot be.
+        CorruptError: impossible sizes of a grid or of a model.
     """
     state = value.state if isinstance(value, Call) else value
     args = Arguments(source, state if isinstance(state, dict) else {})
+    # Readers loop over these numbers, so a damaged one is refused before it is used.
     expect(source, args.values, _KNOWN, "args")
     for name in (*_PARALLEL, *_COUNTS):
         if args.number(name) > 0:
@@ -250,6 +254,7 @@ def _parse_layout(source: str, layout: Any) -> list[int]:
     """
     if isinstance(layout, str):
         text = layout.replace(",", "")
+        # A short text can stand for a huge layout, so the size is checked before each expansion.
         for pattern in _MULTIPLIED:
             if sum(len(m[1]) * int(m[2]) for m in pattern.finditer(text)) > counts.MOST:
                 raise CorruptError(
@@ -265,4 +270,5 @@ def _is_decoder(layer: Any) -> bool:
     name = layer.name if isinstance(layer, Global) else layer
     if isinstance(layer, Call):
         name = layer.args[0] if layer.args else ""
+    # "4" is the value of LayerType.decoder (``core/transformer/enums.py``).
     return isinstance(name, (str, int)) and str(name).lower() in ("decoder", "t", "4")

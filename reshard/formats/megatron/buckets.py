@@ -1,4 +1,4 @@
-"""The distributed optimizer's flat buffers: where each parameter lies in them.
+"""The distributed optimizer's flat buffers, and the position of each parameter in them.
 
 A buffer takes the parameters of one model chunk, dtype and kind (dense, expert) from the last to
 the first. Each starts at a multiple of 64 elements. A bucket closes when it is full, and before and
@@ -27,7 +27,7 @@ class Param:
     """A parameter as one rank holds it.
 
     Args:
-        alone: whether two stages share it, so that it has a bucket of its own.
+        alone: whether two stages share it, so that it has a separate bucket.
     """
 
     fqn: str
@@ -48,7 +48,7 @@ def make_buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
 
     Args:
         params: in the order of ``named_parameters``.
-        size: elements that close a bucket; None: only what stands alone does.
+        size: elements that close a bucket; None: only a shared parameter closes one.
     """
     closed: list[Bucket] = []
     members: list[Member] = []
@@ -91,6 +91,7 @@ def fit_buckets(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] 
             end = stop
             if param.alone:
                 break
+        # A bucket that a shared parameter closes reaches to the aligned start of that parameter.
         if numel not in (end, _align(end)):
             return None
         fitted.append(Bucket(tuple(members), numel))

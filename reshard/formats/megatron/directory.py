@@ -1,4 +1,4 @@
-"""Where a Megatron checkpoint lies, and which rank each of its folders is of.
+"""Find a Megatron checkpoint, and the rank of each of its folders.
 
     <save>/latest_checkpointed_iteration.txt    "3" or "release"
     <save>/iter_0000003/ or release/
@@ -28,7 +28,7 @@ COMMON = "common.pt"
 BACKEND = "metadata.json"
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_MODELS = (MODEL, "model_rng.pt")  # the second beside an optimizer a rank, until 2023
+_MODELS = (MODEL, "model_rng.pt")  # the second until 2023, beside one optimizer file a rank
 _METADATA = ".metadata"
 _LISTED = 4
 
@@ -57,7 +57,7 @@ def detect(location: Location) -> bool:
 
 
 def holds(location: Location) -> bool:
-    """Return whether a location is a run directory of Megatron, whatever else is in it."""
+    """Return whether a location is a run directory of Megatron, which may hold other files."""
     return TRACKER in location.files and any(map(detect, location.folders.values()))
 
 
@@ -85,10 +85,10 @@ def _is_rank_folder(location: Location) -> bool:
 
 
 def find_checkpoint(location: Location) -> Location:
-    """Return the directory of a checkpoint, given it, one of its files or its only rank's folder.
+    """Return the directory of a checkpoint from it, one of its files or its only rank's folder.
 
     Raises:
-        UsageError: one rank's folder of several, or a file of it.
+        UsageError: the location is one rank's folder of several, or a file in it.
     """
     folder = Location(location.directories)
     if not _is_rank_folder(folder):
@@ -108,7 +108,7 @@ def find_model_file(folder: Location) -> Path:
     """Return the file of a rank's weights.
 
     Raises:
-        IncompleteError: it is not there.
+        IncompleteError: the file is missing.
     """
     path = next((folder.files[name] for name in _MODELS if name in folder.files), None)
     if path is None:
@@ -119,12 +119,12 @@ def find_model_file(folder: Location) -> Path:
 def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Location]:
     """Return the folder of every rank that saves, in the order of the grid.
 
-    One rank of each tensor-, pipeline- and expert-parallel place saves (save_checkpoint). What the
-    second number of ``mp_rank_00_001`` is, only the arguments say.
+    One rank of each tensor-, pipeline- and expert-parallel position saves (save_checkpoint). The
+    second number of ``mp_rank_00_001`` is a stage or an expert rank: only the arguments tell which.
 
     Raises:
-        IncompleteError: one is missing.
-        StaleError: folders of another grid lie beside them.
+        IncompleteError: a folder is missing.
+        StaleError: there are folders of another grid.
     """
     folders = list_rank_folders(location)
     expected = {
@@ -160,8 +160,8 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
 def list_saving_ranks(args: Arguments) -> list[tuple[int, int]]:
     """Return the (tensor, expert) ranks of a pipeline stage that save.
 
-    Those of the first copy of the experts (get_expert_data_parallel_rank); dense layers lie over
-    ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``).
+    The ranks with the first copy of the experts save (get_expert_data_parallel_rank). Dense layers
+    are assigned to ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``).
     """
     ranks = {(r % args.tp, r // args.etp % args.ep) for r in range(args.etp * args.ep)}
     return sorted(ranks, key=lambda rank: (rank[1], rank[0]))

@@ -98,6 +98,7 @@ def read(location: Location, table: Table) -> Manifest:
         train=train.make_train_state(
             {**common, own.RNG: _get_first(objects, own.RNG)}, args, state, 0, 0
         ),
+        # Megatron saves the last stage's copy under the embedding's key, so its name is not here.
         tied={names.OUTPUT: names.EMBEDDING}
         if args.tied and (PARAM, names.EMBEDDING) in whole
         else {},
@@ -132,7 +133,7 @@ def _separate(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[st
 
 
 def _join_gated(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
-    """Return tensors with gate and up in one, also those saved apart (singleton_local_shards)."""
+    """Return tensors with gate and up joined, which singleton_local_shards saves separately."""
     joined: dict[str, GlobalTensor] = {}
     for key, tensor in stored.items():
         base = key[: -len(_GATE)]

@@ -1,4 +1,4 @@
-"""The distributed optimizer in torch_dist: flat buffers, which model-parallel groups keep apart.
+"""The distributed optimizer in torch_dist: flat buffers of each model-parallel group.
 
 Sources: Megatron-LM core_v0.16.1 ``core/optimizer/distrib_optimizer.py`` (sharded_param_state_*),
 ``core/optimizer/__init__.py`` (get_megatron_optimizer).
@@ -31,7 +31,7 @@ _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 
 
 def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
-    """Return the optimizer states that model-parallel groups save apart: the first group's."""
+    """Return the states that each optimizer's model-parallel groups save: those of the first."""
     states: dict[int, dict[str, Any]] = {}
     for key in sorted(objects):
         chain = CHAIN.fullmatch(key)
@@ -58,7 +58,8 @@ class FlatBuffers:
         self._path = path
         self._whole = {fqn: entry for (kind, fqn), entry in whole.items() if kind == PARAM}
         self._model = model.index_parameters(self._whole, table)
-        # (optimizer, group) -> buffer -> slot -> buckets; and what gather_scatter keeps
+        # (optimizer, group) -> buffer -> slot -> buckets. The form dp_zero_gather_scatter has whole
+        # states instead.
         self._buckets: dict[tuple[int, int], dict[int, dict[str, dict[int, GlobalTensor]]]] = {}
         self._states: dict[tuple[int, int], Any] = {}
         for key, tensor in stored.items():
@@ -97,6 +98,7 @@ class FlatBuffers:
         shared = optimizer.divide_params(max(chain) + 1, params, self._args, self._table)
         entries: list[Entry] = []
         for number, own in enumerate(shared):
+            # A chain of optimizers ends with the experts'; a single one has all parameters.
             group = number, self._get_group(rank, experts=number > 0 and number == len(shared) - 1)
             if group in self._buckets and self._saves(rank, number):
                 entries += self._unpack(group, own)
@@ -115,7 +117,7 @@ class FlatBuffers:
         return Manifest(Origin("megatron", self._path), index_entries(separated), {}, ordered=True)
 
     def _saves(self, rank: GridPosition, number: int) -> bool:
-        """Whether a rank saves a buffer; ranks of the first experts alone save dense buffers."""
+        """Return whether a rank saves a buffer; only the first experts' ranks save dense ones."""
         return number > 0 or rank.ep == self._first_ep(rank.tp)
 
     def _first_ep(self, tp: int) -> int:
@@ -158,6 +160,6 @@ class FlatBuffers:
 
 
 def _are_on_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:
-    """Whether each stored piece is of one parameter or padding, not across an edge."""
+    """Return whether no stored piece crosses the edge of a parameter."""
     edges = sorted({edge for member in members for edge in (member.start, member.stop)})
     return not any(start < edge < start + c.box.volume for start, c in pieces for edge in edges)

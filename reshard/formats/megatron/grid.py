@@ -21,12 +21,12 @@ def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: T
     """Return the whole model's manifest.
 
     Args:
-        ranks: of every place whose rank saves, each with global names and local shapes.
+        ranks: the manifests of all ranks that save, with global names and local shapes.
 
     Raises:
         IncompleteError: a rank lacks a tensor that another has.
         CorruptError: the pieces do not fit together.
-        UsageError: no rule says how a parameter is cut.
+        UsageError: no rule describes how a parameter is cut.
     """
 
     def cut(name: str, shape: Index) -> Split:
@@ -38,6 +38,7 @@ def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: T
     stages = []
     for pp in range(args.pp):
         manifests = {(r.tp, r.ep): manifest for r, manifest in ranks.items() if r.pp == pp}
+        # The expert ranks of a tensor rank save the same dense layers, which become replicas.
         dense = [
             combine.join_stages(
                 [_select(m, table, experts=False) for (at, _), m in manifests.items() if at == tp]
@@ -52,6 +53,7 @@ def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: T
                 if at == ep
             }
             stages.append(combine.join_tensor_ranks([pieces[etp] for etp in sorted(pieces)], cut))
+    # The loops have seen some ranks several times: all but the entries is joined once, from all.
     whole = combine.join_stages(stages)
     joined = join(ordered, sort_entries(whole.entries.values()))
     return _tie_embeddings(_order_groups(joined), args)
@@ -69,7 +71,7 @@ def find_split(name: str, args: Arguments, table: Table) -> Split:
     """Return how tensor ranks cut a dense parameter, or expert-tensor ranks an expert's.
 
     Raises:
-        UsageError: no rule says so, and there are several.
+        UsageError: no rule names the parameter, and there are several ranks.
     """
     ranks = args.tp if names.find_expert(name, table) is None else args.etp
     if ranks == 1:
@@ -84,7 +86,7 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
     Whether ranks cut it follows from ``transformer_impl`` alone, which a fork may not keep.
 
     Args:
-        shape: of the first rank's tensor.
+        shape: shape of the first rank's tensor.
 
     Raises:
         CorruptError: the ranks' tensors do not add up to that width.
@@ -114,7 +116,7 @@ def _order_groups(manifest: Manifest) -> Manifest:
 
 
 def sort_entries(entries: Iterable[Entry]) -> list[Entry]:
-    """Return entries layer after layer, whatever stage has them."""
+    """Return entries layer after layer, independent of the stage that has them."""
     return sorted(entries, key=lambda entry: order.sort_key(entry.fqn))
 
 

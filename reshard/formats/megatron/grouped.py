@@ -1,7 +1,7 @@
-"""Tensors that hold more than one parameter, or hold one in another order, as what they stand for.
+"""Tensors that hold several parameters, or one in another order, as the parameters themselves.
 
     GroupedMLP  all experts of a rank side by side, transposed
-    old QKV     before checkpoint version 2.0, query, key and value lay in other orders
+    old QKV     before checkpoint version 2.0, query, key and value were in other orders
 
 Sources: Megatron-LM core_v0.16.1 ``transformer/moe/experts.py`` (GroupedMLP), and
 ``megatron/training/checkpointing.py`` (fix_query_key_value_ordering).
@@ -33,11 +33,11 @@ def is_grouped(name: str) -> bool:
 
 
 def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry]:
-    """Yield entries with every expert by itself, named as a module of its own.
+    """Yield entries with a separate tensor for every expert, named like a separate module.
 
     Args:
-        count: experts of the rank.
-        first: the number of its first.
+        count: number of experts of the rank.
+        first: the number of its first expert.
 
     Raises:
         CorruptError: the experts do not share a matrix evenly, or it is not dense.
@@ -58,7 +58,7 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
 
 
 def name_separated(name: str, count: int, first: int) -> list[str]:
-    """Return the names of what a parameter holds: every expert's, or its own."""
+    """Return the names of the experts' parameters in a grouped one; for any other its own name."""
     match = _GROUPED.fullmatch(name)
     if match is None:
         return [name]
@@ -69,7 +69,7 @@ def name_separated(name: str, count: int, first: int) -> list[str]:
 
 def _get_matrix_shape(entry: Entry, number: str, count: int) -> Index:
     """Return the shape of one expert's matrix as it is stored: (in, out)."""
-    dim = 1 if number == "1" else 0
+    dim = 1 if number == "1" else 0  # experts share the rows of weight2, the columns of weight1
     if not count or entry.shape[dim] % count:
         raise CorruptError(
             entry.chunks[0].file, f"{entry.fqn!r} is {entry.shape}, which {count} experts share"

@@ -1,8 +1,9 @@
 """Megatron's param groups: which parameters are in which, and in what order the optimizer has them.
 
-A group is told by what it does to its members: no weight decay for vectors (biases, norms), another
-learning rate for the embedding and the output layer, experts apart. Within a group parameters stand
-in the order of ``named_parameters``, chunk after chunk; the optimizer numbers them through groups.
+Groups differ in how they update their members: no weight decay for vectors (biases, norms), another
+learning rate for the embedding and the output layer, separate groups for experts. Within a group
+parameters are in the order of ``named_parameters``, chunk after chunk; the optimizer numbers them
+through all groups.
 
 Source: Megatron-LM core_v0.16.1 ``core/optimizer/__init__.py`` (_get_param_groups,
 get_standard_config_overrides). Before core 0.9 a group has no ``is_expert_parallel``, and before
@@ -52,10 +53,10 @@ def classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> Gro
 
 
 def is_expert(fqn: str, args: Arguments, table: Table) -> bool:
-    """Return whether a parameter is of an expert that not every rank has, so is reduced apart.
+    """Return whether a parameter is reduced apart, as an expert's that not every rank has.
 
-    ``core/transformer/moe/experts.py`` (``allreduce``): where experts lie over ranks, or are cut
-    otherwise than the dense layers.
+    ``core/transformer/moe/experts.py`` (``allreduce``): where experts are spread over ranks, or cut
+    differently from the dense layers.
     """
     return args.ep > 1 and (names.find_expert(fqn, table) is not None or grouped.is_grouped(fqn))
 
@@ -79,7 +80,7 @@ def assign_members(
     """Return the parameters of each group, in its order.
 
     Args:
-        groups: as stored; two alike share nothing, the first takes all.
+        groups: the stored groups; of two of the same kind the first has all members.
         params: name -> shape, in the order of ``named_parameters``.
     """
     kinds = [classify_group(group) for group in groups]

@@ -97,7 +97,7 @@ def _collect_random(
 
 
 def _complete_sizes(args: Arguments, location: Location) -> Arguments:
-    """Return arguments that state the grid, from the folders' names if the files state none."""
+    """Return arguments that state the grid; if the files have none, from the folders' names."""
     if args.values:
         return args
     numbers = [name.split("_")[2:] for name in directory.list_rank_folders(location)]
@@ -112,7 +112,7 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
     """Check that the ranks' files are of one save.
 
     Raises:
-        CorruptError: two say different things.
+        CorruptError: two files contradict each other.
         IncompleteError: a rank lacks the distributed optimizer's file.
     """
     first = next(iter(opened.values()))
@@ -135,6 +135,7 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
                 _MIXED,
             )
         _check_position(rank, file, args)
+    # Ranks with the same dense layers have one file between them, unless they have experts.
     flat = [file for rank, file in opened.items() if file.flat is not None]
     lacking = [
         f
@@ -182,7 +183,7 @@ def _add_claims(rank: GridPosition, file: RankFile, args: Arguments) -> dict[str
 
 
 def _claim_stage(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
-    """Yield whether a file is that of the last pipeline stage, which alone has the final norm.
+    """Yield a claim whether a file is of the last pipeline stage, which alone has the final norm.
 
     Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py``
     (``has_final_layernorm_in_this_stage``), ``megatron/model/transformer.py`` of 2.x
@@ -246,8 +247,7 @@ _AXES = ("tp", "pp", "ep", "etp", "vp")
 def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -> list[list[int]]:
     """Return the number of layers before each chunk of each stage: ``[stage][chunk]``.
 
-    Files number layers from their own first on; the first chunk of every stage comes before the
-    second of any.
+    Each file numbers its layers from 0. The first chunks of all stages come before the second ones.
 
     Raises:
         CorruptError: the stages do not hold as many layers as the run had.

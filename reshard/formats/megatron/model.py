@@ -38,13 +38,13 @@ def list_params(
     Their shapes are those of the rank's parts.
 
     Args:
-        held: `index_parameters` of ``whole``, which is every parameter of the model by name.
+        held: the `index_parameters` of ``whole``, which has every parameter of the model by name.
     """
     params: list[RankParam] = []
     for number, share in enumerate(_list_shares(rank, args)):
         fqns = list(held.find(share))
         if share.ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
-            fqns.append(names.OUTPUT)
+            fqns.append(names.OUTPUT)  # the last stage has a copy of the tied embedding
         ordered = sorted(fqns, key=order.sort_key)
         shapes = {fqn: _get_local_shape(fqn, whole, rank, args, table) for fqn in ordered}
         dtypes = {fqn: _get_stored(fqn, whole).dtype.name for fqn in ordered}

@@ -1,4 +1,4 @@
-"""What Megatron calls a parameter: local to a rank, global to the model, stacked in torch_dist.
+"""Megatron's names of a parameter: local to a rank, global to the model, stacked in torch_dist.
 
 A manifest has the names that the saving model has on one rank: layers and experts are numbered
 through the whole model. Experts are one tensor each, also where a rank keeps them side by side.
@@ -54,7 +54,7 @@ def find_layer(name: str) -> int | None:
 
 
 def find_expert(name: str, table: Table | None = None) -> int | None:
-    """Return the number of the expert that a parameter is of; None for what every rank has.
+    """Return the number of a parameter's expert; None for a parameter that every rank has.
 
     Args:
         table: rules that may number experts (``{e}``) of modules that Megatron itself lacks.
@@ -70,7 +70,7 @@ def shift_numbers(name: str, *, layers: int, experts: int, table: Table | None =
     """Return a local name with layer and expert numbers of the whole model.
 
     Args:
-        layers, experts: how many precede the rank's own.
+        layers, experts: how many layers and experts precede those of the rank.
     """
     name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + layers}", name, count=1)
     if _EXPERT.search(name):
@@ -84,7 +84,7 @@ def shift_numbers(name: str, *, layers: int, experts: int, table: Table | None =
 
 
 def _find_expert_by_rule(name: str, table: Table | None) -> RuleMatch | None:
-    """Find the rule that numbers an expert in a name; of a module's own state its weight's."""
+    """Find the rule that numbers an expert in a name; for an extra state that of the weight."""
     if table is None:
         return None
     if is_extra(name):
@@ -136,7 +136,7 @@ def parse_stacked(key: str) -> str | None:
 def parse_dist_expert(key: str) -> tuple[str, int | None] | None:
     """Return the name of an expert in torch_dist, with ``{}`` for its number, and the number.
 
-    The number is None where they are stacked; the whole is None where it is no expert's key.
+    The number is None if experts are stacked. The result is None if the key is not an expert's.
     """
     match = _DIST_EXPERT.fullmatch(key)
     if match is None:

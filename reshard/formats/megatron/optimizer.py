@@ -1,7 +1,7 @@
 """The optimizer of one rank: every slot by the parameter's name.
 
 Forms: torch's own dict (fp32), the same beside fp32 masters (bf16, fp16), and flat buffers (the
-distributed optimizer). Dense parameters and experts that lie over ranks have an optimizer each.
+distributed optimizer). Experts that are spread over ranks have a separate optimizer.
 
 Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer.py`` (state_dict of each class),
 ``core/optimizer/distrib_optimizer.py`` (get_parameter_state_dp_zero and
@@ -72,8 +72,8 @@ def divide_params(
     """Return the parameters of each of a rank's optimizers (``get_megatron_optimizer``).
 
     Args:
-        count: of optimizers: one, or one for dense parameters and one for experts; the first chunk
-            has its own before them under ``--overlap-param-gather-with-optimizer-step``.
+        count: number of optimizers: one, or one for dense parameters and one for experts; under
+            ``--overlap-param-gather-with-optimizer-step`` the first chunk has another before them.
     """
     if count <= 1:
         return [list(params)]
@@ -91,8 +91,8 @@ def read(
 
     Args:
         value: what is saved under ``optimizer``: a state, or several in a list or by number.
-        params: in the order of ``named_parameters``, chunk after chunk.
-        path: of the file, for messages.
+        params: the rank's parameters in the order of ``named_parameters``, chunk after chunk.
+        path: path of the file, for messages.
 
     Raises:
         CorruptError: what is stored does not fit the model.
@@ -152,6 +152,7 @@ def _read_groups(
     assigned = groups.assign_members(stored, shapes, args, table)
     listed: list[list[str | None]] = [list(each) for each in assigned]
     counts = [len(group["params"]) for group in stored if group.get("params") is not None]
+    # torch_dist saves groups without ``params``; there Megatron's own rule has to be enough.
     if counts and counts != list(map(len, listed)):
         listed = _match_by_shape(result, inner, stored, shapes)
     elif stored and sum(map(len, listed)) < len(shapes):
@@ -295,7 +296,7 @@ def read_flat(
 
     Args:
         value: the file's contents.
-        count: of the rank's optimizers.
+        count: number of the rank's optimizers.
         stage: the rank's pipeline stage.
 
     Raises:
@@ -306,7 +307,7 @@ def read_flat(
         divide_params(count, params, args, table),
         strict=False,
     ):
-        if isinstance(held, dict):  # else another rank has it
+        if isinstance(held, dict):  # else another rank has saved this optimizer's buffers
             yield from _read_buffers(held, shared, args, path, stage)
 
 
@@ -340,7 +341,8 @@ def _place_members(
 ) -> list[Member] | None:
     """Return the positions of parameters in a buffer whose buckets are stored end to end, or None.
 
-    A list of several is from before February 2024; a file does not say where buckets end.
+    A list of several buckets is from before February 2024. A file does not state where buckets end,
+    so the layout is accepted whose total length is that of the file.
     """
     candidates: list[list[Bucket] | None] = [
         buckets.make_buckets(members, size),

@@ -15,7 +15,7 @@ from reshard.formats.megatron import names
 
 _EMBEDDING = re.compile(r"(language_model\.)?embedding\.")
 _IN_LAYER = re.compile(r".*?\.layers\.\d+\.(.+)")
-_LAYER = (  # the first that a name within its layer begins with
+_LAYER = (  # a name sorts by the first of these with which it begins inside its layer
     "input_layernorm.",
     "self_attention.linear_proj.",
     "self_attention.linear_q_proj.",
@@ -65,7 +65,7 @@ def sort_key(fqn: str) -> SortKey:
     at = _find_prefix(_LAYER, inner)
     expert, second = names.find_expert(fqn), int("linear_fc2" in inner)
     if at == len(_LAYER) or (expert is None and inner.startswith("mlp.experts.")):
-        return (1, layer, at)  # a module that Megatron lacks: as its file lists them
+        return (1, layer, at)  # a module that Megatron lacks keeps the order of its file
     if expert is None:
         return (1, layer, at, bias)
     if ".local_experts." in fqn:  # a module each

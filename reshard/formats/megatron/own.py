@@ -1,8 +1,8 @@
-"""What ranks of a Megatron run save beside the model's tensors: modules' states, random states.
+"""What ranks of a Megatron run save beside the model's tensors: extra states and random states.
 
 A module's ``_extra_state`` is Transformer Engine's (scales of FP8, for example), and opaque. Each
-rank has its own. The torch format keeps all of them; torch_dist keeps those of the first tensor
-rank, which all get when Megatron loads it.
+rank has another one. The torch format stores all of them; torch_dist stores those of the first
+tensor rank, which all ranks get when Megatron loads it.
 
 Sources: Megatron-LM core_v0.16.1 ``core/transformer/utils.py``
 (``make_sharded_object_for_checkpoint``: tensor- and data-parallel ranks are replicas),
@@ -37,11 +37,11 @@ class OwnStates:
 
     Args:
         form: ``torch`` or ``torch_dist``.
-        extra: (tensor, expert) rank -> name in the whole model -> value, None where a module that
-            could have one has none; in torch_dist (0, 0) has those of the first tensor rank under
-            the directory's keys.
-        rng: what each rank saved, by its pipeline and tensor rank; where experts are parallel
-            a third number follows: the expert rank, in torch_dist the data-parallel one.
+        extra: (tensor, expert) rank -> name in the whole model -> value. The value is None for a
+            module that could have a state and has none. In torch_dist (0, 0) has the states of the
+            first tensor rank under the directory's keys.
+        rng: random states by pipeline and tensor rank. With expert parallelism a third number
+            follows: the expert rank, in torch_dist the data-parallel rank.
     """
 
     form: str
@@ -74,9 +74,9 @@ class OwnStates:
         return any(map(is_of_expert, self.names()))
 
     def blank(self) -> OwnStates:
-        """Return the modules that could have a state, with none.
+        """Return the modules that could have a state, with None for each.
 
-        Experts are left out: their names are those of a rank.
+        Experts are left out: their names depend on the rank.
         """
         modules = {
             name: None
@@ -100,7 +100,7 @@ def get_own(manifest: Manifest) -> OwnStates:
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a state is of an expert's module."""
+    """Return whether a state is of an expert's module."""
     return _EXPERT in name
 
 
@@ -125,7 +125,7 @@ def collect_from_ranks(
     """Return the states of a run in the torch format.
 
     Args:
-        held: a rank's (tensor, expert) place with its states, once for each of its model chunks.
+        held: (tensor, expert) rank with its states, once for each of its model chunks.
     """
     extra: dict[tuple[int, int], dict[str, Any]] = {}
     for rank, states in held:

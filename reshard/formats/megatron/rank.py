@@ -23,7 +23,7 @@ from reshard.schema import INTEGER, NUMBER, expect, fields, maybe
 from reshard.state_dict import leaves, tree
 from reshard.state_dict.tree import GlobalTensor, as_global
 
-_OLD_VERSION = 0.0  # of files that say none
+_OLD_VERSION = 0.0  # files without a version are the oldest
 _ROOT = fields(iteration=maybe(INTEGER), checkpoint_version=maybe(NUMBER))
 
 
@@ -62,7 +62,7 @@ class RankFile:
         """Return the model chunks in order: ``model``, or ``model0`` and those after it.
 
         Raises:
-            CorruptError: it holds no model.
+            CorruptError: the file holds no model.
         """
         if "model" in self.root:
             return [self._read_chunk("model")]
@@ -76,7 +76,7 @@ class RankFile:
         chunk = ModelChunk()
         for name, value in _walk(self.root[key], self.path):
             tensor = as_global(value)
-            if not names.is_extra(name):
+            if not names.is_extra(name):  # raises for a weight in a form that is not read
                 leaves.find_opaque(self.path, {name: value}, prefix=f"{key}.")
             if names.is_extra(name) or tensor is None:
                 chunk.extra[name] = value

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def name_extra_states(manifest: Manifest) -> str:
-    """Return how a report calls the modules' extra states of a source; empty: it has none."""
+    """Return the words for a source's extra states in a report; empty if it has none."""
     count = len(own.get_own(manifest).names())
     return f"own states of {count} modules (_extra_state)" if count else ""
 

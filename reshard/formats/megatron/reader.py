@@ -12,12 +12,12 @@ def read(location: Location, table: Table | None = None) -> Manifest:
     """Return the manifest of the checkpoint in a directory ``iter_0000003`` or ``release``.
 
     Args:
-        table: how parameters are cut; None: as Megatron's own are.
+        table: how parameters are cut; None: the built-in table of Megatron.
 
     Raises:
         IncompleteError: a rank's part is missing.
         CorruptError: files contradict each other.
-        UsageError: one rank's part is given, or no rule says how a parameter is cut.
+        UsageError: the location is one rank's part, or no rule describes how a parameter is cut.
     """
     location = directory.find_checkpoint(location)
     table = table or load_table(directory.NAME)

@@ -14,9 +14,9 @@ class Spot(NamedTuple):
     """The position of a parameter in the whole model.
 
     Args:
-        layer: None: before the first layer or after the last.
-        expert: None: not of an expert.
-        begins: of what is in no layer, whether it stands before them.
+        layer: number of the layer; None: before the first layer or after the last.
+        expert: number of the expert; None: not a parameter of an expert.
+        begins: whether a parameter outside the layers comes before them.
     """
 
     layer: int | None
@@ -29,8 +29,8 @@ class ChunkShare:
     """The part of a model that a chunk holds.
 
     Args:
-        experts: of each layer, those whose numbers are here.
-        begins, ends: whether it has what stands before the layers, and after them.
+        experts: numbers of the experts of each layer.
+        begins, ends: whether it has the parameters before the layers, and those after them.
     """
 
     layers: range

@@ -22,7 +22,7 @@ _READ = frozenset(
 
 
 def make_origin(location: Location, args: Arguments, detail: str, manifest: Manifest) -> Origin:
-    """Return which framework wrote the checkpoint, and on what grid."""
+    """Return the framework that wrote the checkpoint, and its grid."""
     return Origin(
         format="megatron",
         path=str(location),
@@ -43,8 +43,8 @@ def make_train_state(
     """Return the training state beside the tensors.
 
     Args:
-        root: what a rank, or rank 0 for all, saved.
-        own: experts of the rank; ``first`` is the number of its first.
+        root: what a rank, or rank 0 for all ranks, saved.
+        own: number of experts of the rank; ``first`` is the number of its first expert.
     """
     client = {
         str(key): to_plain(value)

@@ -28,9 +28,9 @@ class Carried:
     """The states that are written.
 
     Args:
-        extra: as in `own.OwnStates`; a tensor is a slot of an entry.
-        entries: of these tensors.
-        rng: what each rank saved, by its place.
+        extra: extra states as in `own.OwnStates`; a tensor becomes a slot of an entry.
+        entries: the entries of these tensors.
+        rng: random states by the rank's position in the grid.
     """
 
     form: str = ""
@@ -44,7 +44,7 @@ class Carried:
         """Yield the states of the modules in a rank's model chunk, under their names there.
 
         Args:
-            experts: those of the whole model that come before the rank's.
+            experts: number of experts of the whole model that come before the rank's.
         """
         rank = (tensor, expert) if (tensor, expert) in self.extra else (0, 0)
         layers = {local.known.layer: names.find_layer(local.name) for local in chunk}
@@ -62,7 +62,7 @@ class Carried:
             if module in local_modules:
                 yield f"{local_modules[module]}.{last}", value
             elif any(pattern.match(f"{module}.weight", {}) for pattern in patterns):
-                continue  # of another rank's expert
+                continue  # the state of another rank's expert
             elif layer is None:
                 if name.rpartition(".")[0] in modules:
                     yield name, value
@@ -106,7 +106,7 @@ def make_blank(held: OwnStates, manifest: Manifest, impl: str) -> Carried:
 
 
 def _get_impl(manifest: Manifest) -> str:
-    """Return whose layers the source has."""
+    """Return the implementation of the source's layers."""
     config = manifest.train.config
     impl = config.get("transformer_impl") if isinstance(config, dict) else None
     return "local" if impl == "local" else "transformer_engine"
@@ -130,8 +130,8 @@ def lay_out_states(
     """Return modules' own states as they are written, and the entries of their tensors.
 
     Args:
-        form: to be written; in the other one the keys of experts' states, which are empty then (see
-            `find_extra_obstacle`), name no module.
+        form: the form of the output. If the source has the other one, experts' states are empty
+            (see `find_extra_obstacle`), and their keys name no module of the output.
     """
     entries: list[Entry] = []
 
@@ -185,10 +185,10 @@ def rebuild_random(held: OwnStates, path: str) -> dict[RankKey, Any]:
 
 
 def _list_states(path: str, value: Any) -> list[dict[str, Any]]:
-    """Return the state of each data-parallel rank, or the one of all.
+    """Return the state of each data-parallel rank, or the one that all share.
 
     Raises:
-        UnsupportedError: it is something else.
+        UnsupportedError: the value is not a list of states.
     """
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return value

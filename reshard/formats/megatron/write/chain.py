@@ -20,8 +20,8 @@ def make_states(choice: Resolved, inner: Inner) -> list[State]:
     """Return the state of each optimizer.
 
     Args:
-        inner: of one that is not distributed, the optimizer's own state; and what stands beside it
-            where there are masters in fp32.
+        inner: make the state of an optimizer that is not distributed, and what is stored beside it
+            if there are masters in fp32.
     """
     groups = choice.groups.groups
     chain = [

@@ -40,14 +40,14 @@ class MegatronOptions:
     """The given options.
 
     Args:
-        data: data-parallel ranks; files do not depend on them, ``args`` does.
-        stage_layers: layers of each stage; None: as many in each.
+        data: number of data-parallel ranks; only ``args`` depends on it.
+        stage_layers: number of layers of each stage; None: the same in each.
         distributed: whether the distributed optimizer loads the state.
-        adam: which Adam's state; None: the source's, else ``fused``.
-        impl: whose layers the model has: their names differ.
+        adam: the Adam whose state is written; None: the source's, else ``fused``.
+        impl: the implementation of the layers, which decides their names.
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size.
-        dtype: of the module; None: as trained.
-        carried: what ranks saved beside tensors.
+        dtype: dtype of the module; None: as trained.
+        carried: the states that ranks saved beside tensors.
     """
 
     sizes: Sizes
@@ -103,7 +103,7 @@ class Resolved:
 
     @property
     def lost(self) -> list[str]:
-        """Return the names of the others, of which there is a description only."""
+        """Return the names of the values that no pickle can hold."""
         carried = self.carried
         others = [name for name in self.state.manifest.train.client if name not in carried]
         return [*others, *self.args_lost]
@@ -127,7 +127,7 @@ class Resolved:
         }
 
     def scaler_lost(self) -> str:
-        """Return the note about a loss scaler that has no place in the output; else empty."""
+        """Return the note about a loss scaler that the output cannot have; else empty."""
         scaler = self.state.manifest.train.scaler
         if self.grad_scaler is not None or loss_scale.is_idle(scaler):
             return ""
@@ -145,8 +145,8 @@ def resolve(state: Training, wanted: MegatronOptions, described: Described) -> R
     """Resolve everything that the files depend on.
 
     Raises:
-        IncompleteError: the source lacks what Megatron needs to go on.
-        UnsupportedError: state that Megatron has no place for.
+        IncompleteError: the source lacks what Megatron needs to continue training.
+        UnsupportedError: Megatron cannot store a state of the source.
         UsageError: a grid that does not divide the model, or a weight that no rule names.
     """
     if not wanted.weights_only:
@@ -188,7 +188,7 @@ def resolve(state: Training, wanted: MegatronOptions, described: Described) -> R
     adapted.update(arguments.describe_stages(wanted.stage_layers, wanted.sizes))
     adapted["transformer_impl"] = wanted.impl
     if experts:
-        adapted["moe_grouped_gemm"] = grouped  # as the experts are named
+        adapted["moe_grouped_gemm"] = grouped  # it decides the names of experts
         adapted["moe_use_legacy_grouped_gemm"] = False
     adapted["use_distributed_optimizer"] = wanted.distributed
     adapted["untie_embeddings_and_output_weights"] = not tied
@@ -241,7 +241,7 @@ def _choose_padding(
     (rows,) = heights
     entries = min(architecture.vocab or rows, rows)
     padded = vocabulary.pad_rows(entries, wanted.divisible * wanted.sizes.tensor)
-    if padded <= rows:  # what is more than that was taken off before
+    if padded <= rows:  # `Megatron.rename` has removed further rows
         return rows, []
     return padded, [f"{padded - rows} rows of padding added to the vocabulary of {rows}: zeros"]
 

@@ -1,8 +1,8 @@
 """``--ckpt-format torch_dist``: one DCP directory that any grid loads.
 
-Layers are stacked along a first dim, experts along a second; Megatron cuts when it loads. Where
-layers differ, each stands by its own number. The optimizer is in the form that every grid loads:
-``fully_reshardable`` of the distributed one.
+Layers are stacked along a first dim, experts along a second; Megatron cuts when it loads. Layers
+that differ are not stacked but numbered. The optimizer is in the form that every grid loads, which
+is ``fully_reshardable`` for the distributed one.
 
 Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py`` and
 ``core/transformer/moe/experts.py`` (``sharded_state_dict``), ``core/optimizer/optimizer.py`` and
@@ -58,7 +58,7 @@ def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
     """Yield the files of one iteration's directory.
 
     Args:
-        shards: data files.
+        shards: number of data files.
     """
     stacks = _Stacks(choice)
     for known in choice.weights:
@@ -106,7 +106,7 @@ def _add_optimizer(choice: Resolved, stacks: _Stacks) -> None:
 
 @dataclass(slots=True)
 class _Stack:
-    """Tensors that are one in the directory, by their position in it."""
+    """Tensors that one tensor of the directory holds, by their position in it."""
 
     kind: str
     dtype: DType
@@ -122,7 +122,7 @@ class _Stack:
         """Return the shape of the stack: the numbers of members, then a member's shape.
 
         Raises:
-            UnsupportedError: one is missing.
+            UnsupportedError: a member is missing.
         """
         extents = tuple(
             1 + max(position[dim] for position in self.members) for dim in range(self.dims)
@@ -138,7 +138,7 @@ class _Stack:
 
 
 class _Stacks:
-    """The stacked tensors of a directory, which can be taken apart again."""
+    """The stacked tensors of a directory, and the way back to their members."""
 
     def __init__(self, choice: Resolved) -> None:
         self._stacks: dict[str, _Stack] = {}
@@ -238,7 +238,7 @@ def _crop(chunks: Sequence[Chunk], shape: Index) -> Iterator[Chunk]:
 
 
 def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
-    """Whether all layers have the same parameters."""
+    """Return whether all layers have the same parameters."""
     names: dict[int, set[str]] = {}
     for known in weights:
         if known.layer is not None:
@@ -246,7 +246,7 @@ def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
     return len(names) == layers and len({frozenset(own) for own in names.values()}) <= 1
 
 
-# What is no tensor
+# Values that are not tensors
 
 
 def _make_common(choice: Resolved) -> dict[str, Any]:
@@ -256,6 +256,7 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
     if wanted.distributed:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    # Megatron requires random states and an optimizer of the directory unless these are set.
     args = {
         **choice.args,
         "no_save_rng": not wanted.carried.rng,
@@ -293,7 +294,7 @@ def _get_common_step(choice: Resolved, groups: Sequence[MegatronGroup]) -> Slot 
     """Return the step that all parameters share, if the optimizer counts each parameter.
 
     Raises:
-        UnsupportedError: they were updated differently often.
+        UnsupportedError: parameters were updated different numbers of times.
     """
     members: Mapping[str, Any] = choice.groups.members
     steps = {

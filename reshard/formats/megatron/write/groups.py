@@ -23,7 +23,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class MegatronGroup:
-    """One param group of every rank; ``fqns`` are those of its members on any rank."""
+    """One param group of every rank; ``fqns`` are its members on all ranks together."""
 
     hyper: Mapping[str, Any]
     fqns: frozenset[str]
@@ -35,7 +35,7 @@ class Groups:
     """All param groups in Megatron's order, and notes on how they were made.
 
     Args:
-        experts: the parameters whose groups are an optimizer of their own.
+        experts: the parameters whose groups have a separate optimizer.
     """
 
     groups: tuple[MegatronGroup, ...]
@@ -48,12 +48,12 @@ def make_groups(state: Training, experts: frozenset[str], adam: Adam | None) -> 
     """Return the param groups of a training state for Megatron.
 
     Args:
-        experts: the parameters that are in groups of their own; empty without expert parallelism.
+        experts: the parameters that are in separate groups; empty without expert parallelism.
         adam: which Adam's state to write; None: the source's if it is Megatron's, else ``fused``.
 
     Raises:
-        UnsupportedError: groups that Megatron has no place for.
-        CorruptError: a setting that tells groups apart is no number.
+        UnsupportedError: Megatron cannot have these groups.
+        CorruptError: a setting that tells groups apart is not a number.
     """
     members = {m.fqn: m for group in state.groups for m in group.members}
     is_megatron = all("wd_mult" in g.hyper or "pre_wd_mult" in g.hyper for g in state.groups)
@@ -115,7 +115,7 @@ def is_torch(state: Training) -> bool:
 def _group_by_shape(
     groups: Sequence[TrainedGroup], notes: list[str]
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return Megatron's own two groups: the decayed, and those of one dim and biases."""
+    """Return Megatron's two groups: decayed parameters; biases and others of one dim."""
     members = [(m, group.hyper) for group in groups for m in group.members]
     decayed: tuple[dict[str, Any], list[str]] = ({"wd_mult": 1.0}, [])
     plain: tuple[dict[str, Any], list[str]] = ({"wd_mult": 0.0}, [])
@@ -152,7 +152,7 @@ def _decays(groups: Sequence[TrainedGroup]) -> bool:
 
 
 def _complete_hyper(hyper: Mapping[str, Any], state: Training, *, fused: bool) -> dict[str, Any]:
-    """Return a group's hyperparameters with those that Megatron's groups have besides."""
+    """Return a group's hyperparameters with the further ones that Megatron's groups have."""
     completed = {
         "wd_mult": 1.0,
         "lr_mult": 1.0,

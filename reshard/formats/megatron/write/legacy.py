@@ -112,7 +112,7 @@ class _Rank:
         """Return the state dict of a model chunk.
 
         Extra states that are kept have their values, others None. The source's files list the
-        modules that have one; else, and for experts, a rule does.
+        modules that have one. If they do not, and for experts, `_STATEFUL` decides by name.
         """
         rank, before = self._rank, self._choice.places.experts_of(self._rank).start
         carried = self._choice.wanted.carried
@@ -199,7 +199,7 @@ class _Rank:
 
     def _buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
         """Return a buffer for each model chunk and dtype."""
-        state: dict[Any, Any] = {"buckets_coalesced": True}
+        state: dict[Any, Any] = {"buckets_coalesced": True}  # a buffer is one tensor, not a list
         selected = set(map(id, trained))
         for number, chunk in enumerate(self._chunks):
             mine = [local for local in chunk if id(local) in selected]
@@ -222,7 +222,7 @@ class _Rank:
         tensors: dict[str, Any] = {}
         for key in ("param", "exp_avg", "exp_avg_sq"):
             parts: list[Part] = []
-            for local in reversed(locals_):
+            for local in reversed(locals_):  # the order of a buffer (see `buckets`)
                 entry = self._value(local, key)
                 if entry is not None:
                     parts += local.parts(entry, starts[local.name])

@@ -28,7 +28,7 @@ class KnownWeight:
 
     Args:
         split: how tensor-parallel ranks share it.
-        shape: of the whole tensor as Megatron has it: with the padding of the vocabulary.
+        shape: shape of the whole tensor in Megatron, with the padding of the vocabulary.
     """
 
     weight: Weight
@@ -60,8 +60,8 @@ class LocalWeight:
     """A weight on one rank.
 
     Args:
-        name: in the rank's own module.
-        shape: of the rank's tensor.
+        name: name in the rank's module.
+        shape: shape of the rank's tensor.
         blocks: (block of the whole tensor, block of the rank's).
         shared: whether the first and the last stage train it together (tied embedding).
     """
@@ -104,12 +104,12 @@ def find_rules(
     """Return every weight with its rule.
 
     Args:
-        te: whether the layers are to be Transformer Engine's.
+        te: whether the output's layers are Transformer Engine's.
         padded: rows of the vocabulary with its padding; None: as they are.
 
     Raises:
-        UsageError: a weight that no rule names.
-        UnsupportedError: a weight of another shape than its rule can cut.
+        UsageError: no rule names a weight.
+        UnsupportedError: a weight lacks the dim along which its rule cuts.
     """
     known = []
     for weight in state.weights:
@@ -131,7 +131,7 @@ class WriterRank:
     """A model-parallel rank, by its number on each axis.
 
     Args:
-        place: the first rank of its stage that is all of this.
+        place: the first rank of its stage that has these numbers.
     """
 
     tensor: int
@@ -142,17 +142,18 @@ class WriterRank:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first rank with its dense layers, which reads for the others."""
+        """Whether it is the first rank with its dense layers, whose file has their buffers."""
         return self.place == self.tensor
 
 
 def list_ranks(sizes: Sizes) -> list[WriterRank]:
     """Return the ranks that write a file.
 
-    Dense layers lie over ranks as tensor, then data; experts as expert tensor, then expert (core
-    ``parallel_state.py``, ``initialize_model_parallel``: "tp-cp-ep-dp-pp").
+    Dense layers are assigned to ranks as tensor, then data; experts as expert tensor, then expert
+    (core ``parallel_state.py``, ``initialize_model_parallel``: "tp-cp-ep-dp-pp").
     """
     each = sizes.expert_tensor or sizes.tensor
+    # In reverse, so that the dict keeps the first rank of each position.
     places = {
         (r % sizes.tensor, r // each % sizes.expert): r
         for r in reversed(range(lcm(sizes.tensor, each * sizes.expert)))
@@ -168,7 +169,7 @@ class WeightLocations:
     """The ranks that hold each weight.
 
     Args:
-        counts: layers of each stage (and chunk); None: as many in each.
+        counts: number of layers of each stage (and chunk); None: the same in each.
         dialect: of the module's names: ``te`` or ``local``.
         grouped: whether a module holds all experts of a rank (``moe_grouped_gemm``).
     """
@@ -198,10 +199,10 @@ class WeightLocations:
         self._tied = next(embedding, None) if tied else None  # what the last stage has once more
 
     def dialect_of(self, known: KnownWeight, dialect: str) -> str:
-        """Return the dialect in which a parameter is named, where most are in this one.
+        """Return the dialect of a parameter's name, in a model most of whose names are in this one.
 
-        A norm is part of the linear layer behind it where there is that layer. Before experts and
-        before latent attention it is a module of its own.
+        A norm is part of the linear layer behind it, if there is one. Before experts and before
+        latent attention it is a separate module.
 
         Transformer Engine names experts by groups where ``moe_grouped_gemm`` is on, else one by one
         as Megatron's own layers do (core_v0.16.1 ``transformer/moe/experts.py``, ``TEGroupedMLP``

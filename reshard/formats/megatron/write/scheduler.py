@@ -1,4 +1,4 @@
-"""``opt_param_scheduler``: where Megatron's schedules of learning rate and weight decay stand.
+"""``opt_param_scheduler``: the state of Megatron's schedules of learning rate and weight decay.
 
 Source: Megatron-LM core_v0.16.1 ``core/optimizer_param_scheduler.py`` (``state_dict``,
 ``load_state_dict``: every value but ``num_steps`` must be that of the command line, unless
