@@ -12,10 +12,11 @@ class Architecture:
     """The sizes that rules need to cut fused or permuted tensors; None for what is unknown.
 
     Args:
-        source: who says so.
-        heads: attention heads; ``groups`` of them share a key and a value head.
+        source: the file or option that states the sizes, for messages.
+        heads: number of attention heads.
+        groups: number of key-value heads, each of which a group of attention heads shares.
         head_dim: elements of a head.
-        vocab: rows of the embedding that are words; the rest is padding.
+        vocab: rows of the embedding without padding.
         tied: whether the output layer is the embedding.
     """
 
@@ -29,10 +30,10 @@ class Architecture:
     tied: bool | None = None
 
     def require(self, name: str) -> int:
-        """Return a size that a rule cannot do without.
+        """Return a size that a rule requires.
 
         Raises:
-            UsageError: nobody says it.
+            UsageError: the size is not known.
         """
         value = getattr(self, name)
         if value is None:
@@ -41,5 +42,5 @@ class Architecture:
                 f"does not state the model's number of {name}, which its fused tensors need",
                 "give the model's config: --model config.json|DIR",
             )
-        found: int = value
-        return found
+        size: int = value
+        return size

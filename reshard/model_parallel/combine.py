@@ -1,4 +1,4 @@
-"""The manifests of model-parallel ranks made one: pieces gathered, stages joined."""
+"""Join the manifests of model-parallel ranks: tensor-parallel pieces, and stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def join_tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
     """Join the manifests of one stage's tensor-parallel ranks, given in rank order.
 
     Args:
-        split_of: how a parameter is cut, by its name and the first rank's shape of it.
+        split_of: function of a parameter's name and its shape on the first rank that returns how
+            it is cut.
 
     Raises:
         IncompleteError: a rank lacks a tensor that another has.
@@ -29,27 +30,27 @@ def join_tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
     names = dict.fromkeys(key for rank in ranks for key in rank.entries)
     entries = []
     for key in names:
-        held = next(rank.entries[key] for rank in ranks if key in rank.entries)
-        pieces = [rank.entries.get(key) or _make_empty_piece(rank, held) for rank in ranks]
+        sample = next(rank.entries[key] for rank in ranks if key in rank.entries)
+        pieces = [rank.entries.get(key) or _make_empty_piece(rank, sample) for rank in ranks]
         entries.append(gather(pieces, split_of(key[1], pieces[0].shape)))
     return join(ranks, entries)
 
 
-def _make_empty_piece(rank: Manifest, held: Entry) -> Entry:
+def _make_empty_piece(rank: Manifest, other: Entry) -> Entry:
     """Return the entry of a rank whose part of the parameter is empty.
 
-    Optimizers leave such parts out.
+    Optimizers have no state for such parts, while the module's state dict lists them.
 
     Raises:
-        IncompleteError: its part is not known to be empty.
+        IncompleteError: the rank lists no empty part of the parameter.
     """
-    parts = (entry for entry in rank.entries.values() if entry.fqn == held.fqn and not entry.numel)
+    parts = (entry for entry in rank.entries.values() if entry.fqn == other.fqn and not entry.numel)
     part = next(parts, None)
     if part is None:
         raise IncompleteError(
-            rank.origin.path, f"lacks the {held.kind} {held.fqn!r} that other ranks hold", _MIXED
+            rank.origin.path, f"lacks the {other.kind} {other.fqn!r} that other ranks hold", _MIXED
         )
-    return replace(held, shape=part.shape, chunks=())
+    return replace(other, shape=part.shape, chunks=())
 
 
 def join_stages(ranks: Sequence[Manifest]) -> Manifest:
@@ -58,21 +59,21 @@ def join_stages(ranks: Sequence[Manifest]) -> Manifest:
     A tensor that several hold is a replica on each.
 
     Raises:
-        CorruptError: they hold it in different shapes or dtypes.
+        CorruptError: two ranks hold a tensor in different shapes or dtypes.
     """
-    found: dict[Key, Entry] = {}
+    joined: dict[Key, Entry] = {}
     for rank in ranks:
         for key, entry in rank.entries.items():
-            held = found.get(key)
-            if held is None:
-                found[key] = entry
+            known = joined.get(key)
+            if known is None:
+                joined[key] = entry
                 continue
-            if (held.shape, held.dtype) != (entry.shape, entry.dtype):
+            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
                 raise CorruptError(
                     rank.origin.path,
                     f"{entry.fqn!r} ({entry.kind}) is {entry.dtype.name} {entry.shape}, and"
-                    f" {held.dtype.name} {held.shape} on another rank",
+                    f" {known.dtype.name} {known.shape} on another rank",
                     _MIXED,
                 )
-            found[key] = replace(held, chunks=align_copies(held.chunks, entry.chunks))
-    return join(ranks, found.values())
+            joined[key] = replace(known, chunks=align_copies(known.chunks, entry.chunks))
+    return join(ranks, joined.values())

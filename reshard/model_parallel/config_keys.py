@@ -27,7 +27,7 @@ _TOKENS = """
     unk_token_id
 """
 # Dropout and the losses of a router act in training alone; summary_* and labels shape the heads of
-# classifiers, which these names do not hold.
+# classifiers, which none of the tables has.
 _TRAINING = """
     attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout
     embd_dropout embd_pdrop gradient_checkpointing hidden_dropout hidden_dropout_prob id2label
@@ -79,9 +79,9 @@ def find_changing_keys(
     Args:
         implemented: the keys that the family implements.
         neutral: the family's own neutral values, by key.
-        defaults: of the family's class in transformers: the family computes what they say.
+        defaults: the defaults of the family's class in transformers, which the family implements.
     """
-    missing = object()
+    missing = object()  # None is a value that a default may have
     allowed = {**NEUTRAL, **neutral}
     for key, value in config.items():
         if key in implemented or key in IRRELEVANT or key.startswith("_") or value is None:
@@ -91,7 +91,7 @@ def find_changing_keys(
 
 
 def _is_neutral(value: Any, allowed: Any) -> bool:
-    """Whether a value changes nothing, by the values that a family allows."""
+    """Return whether a value is one of those that change nothing in a family."""
     if allowed == ANY:
         return True
     if isinstance(allowed, Mapping):

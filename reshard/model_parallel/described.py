@@ -1,4 +1,4 @@
-"""A model as a target needs it whose files are named and cut by a table."""
+"""The description of a model for a target whose files are named and cut by a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Described:
     """The model of a training state, as far as its files or the user describe it.
 
     Args:
-        args: of the run, under the target's names.
+        args: arguments of the run, under the target's names.
     """
 
     table: Table

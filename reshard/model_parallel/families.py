@@ -1,10 +1,11 @@
 """Families of Hugging Face's models: which one a model is, by which table, and its config.
 
-A table's ``families`` name them by their ``model_type``. ``when`` says which `Traits` a model of
-the family has, a list for one of several, ``any`` for what its config says; ``config`` is its
-config.json, in which ``{trait}`` stands for the value of a trait, ``{trait?}`` for one that may be
-null. ``neutral`` lists values of further keys that change nothing (see `config_keys`), ``alike``
-other model types of transformers that compute the same from these keys: tests compare logits.
+A table's ``families`` name them by their ``model_type``. ``when`` states the `Traits` that a model
+of the family has: a value, a list of possible values, or ``any`` for what its config states.
+``config`` is its config.json, in which ``{trait}`` stands for the value of a trait, and
+``{trait?}`` for one that may be null. ``neutral`` lists values of further keys that change nothing
+(see `config_keys`). ``alike`` lists other model types of transformers that compute the same from
+these keys: tests compare logits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from reshard.model_parallel import config_keys, yarn
 from reshard.model_parallel.rules import Table, load_document, load_table
 from reshard.model_parallel.traits import Traits
 
-TABLES = ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "bloom")  # the more usual first
+# The first family that fits is chosen, so the most usual ones come first.
+TABLES = ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "bloom")
 _META = "meta"
 _ANY = "any"
 _NAMING = ("model_type", "architectures")
@@ -55,19 +57,19 @@ class Family:
 
     def find_mismatches(self, traits: Traits) -> list[str]:
         """Return the traits in which a model differs from this family, in words."""
-        found = [*traits.odd]
-        for name, wanted in self.when.items():
-            allowed = wanted if isinstance(wanted, list) else [wanted]
+        mismatches = [*traits.odd]
+        for name, required in self.when.items():
+            allowed = required if isinstance(required, list) else [required]
             value = getattr(traits, name)
             if value not in allowed and _ANY not in allowed:
-                found.append(f"{name} is {value}, not {' or '.join(map(str, allowed))}")
-        return found
+                mismatches.append(f"{name} is {value}, not {' or '.join(map(str, allowed))}")
+        return mismatches
 
     def make_config(self, traits: Traits) -> dict[str, Any]:
         """Return the config.json of a model of this family.
 
         Raises:
-            UsageError: the source does not say what it needs.
+            UsageError: the source does not state a trait that the config needs.
         """
         return {key: _fill_line(key, value, traits) for key, value in self.config.items()}
 
@@ -76,7 +78,7 @@ class Family:
     ) -> Iterator[tuple[str, Any, Any]]:
         """Yield each setting in which a config of this family differs from a model.
 
-        What only one of the two states is not compared.
+        A setting that only one of the two states is not compared.
 
         Args:
             config: a config.json, without the defaults of its class.
@@ -96,26 +98,26 @@ class Family:
 
 
 def _may_be_null(field_of_line: re.Match[str] | None) -> bool:
-    """Whether null is a value of a config's key, by the field of its line."""
+    """Return whether null is a value of a config's key, by the field of its line."""
     return field_of_line is not None and field_of_line[2] is not None
 
 
-def _is_same(value: Any, held: Any, positions: int | None) -> bool:
-    """Whether two values of a config's key make the same model."""
-    if isinstance(value, Mapping) or isinstance(held, Mapping):
-        return _normalize_scaling(value, positions) == _normalize_scaling(held, positions)
-    if isinstance(value, (int, float)) and isinstance(held, (int, float)):
-        return isclose(value, held, rel_tol=1e-6)
-    if isinstance(value, (list, tuple)) and isinstance(held, (list, tuple)):
-        return list(value) == list(held)
-    return bool(_ALIKE.get(value, value) == _ALIKE.get(held, held))
+def _is_same(value: Any, other: Any, positions: int | None) -> bool:
+    """Return whether two values of a config's key make the same model."""
+    if isinstance(value, Mapping) or isinstance(other, Mapping):
+        return _normalize_scaling(value, positions) == _normalize_scaling(other, positions)
+    if isinstance(value, (int, float)) and isinstance(other, (int, float)):
+        return isclose(value, other, rel_tol=1e-6)
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return list(value) == list(other)
+    return bool(_ALIKE.get(value, value) == _ALIKE.get(other, other))
 
 
 def _normalize_scaling(value: Any, positions: int | None) -> dict[str, Any]:
     """Return a ``rope_scaling`` in a form that compares; empty for none.
 
     Args:
-        positions: of the model; a default of YaRN.
+        positions: number of positions of the model, a default of YaRN.
     """
     stated = {key: each for key, each in (value or {}).items() if each is not None}
     kind = stated.pop("type", None)
@@ -132,14 +134,14 @@ def _fill_line(key: str, value: Any, traits: Traits) -> Any:
     match = _FIELD.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return value
-    found = getattr(traits, match[1])
-    if found is None and not match[2]:
+    trait = getattr(traits, match[1])
+    if trait is None and not match[2]:
         raise UsageError(
             traits.source,
             f"does not state the model's {match[1]}, which its config needs ({key})",
             "give the config: --hf-dir DIR",
         )
-    return dict(found) if isinstance(found, Mapping) else found
+    return dict(trait) if isinstance(trait, Mapping) else trait
 
 
 @cache
@@ -168,7 +170,7 @@ def _parse_families(name: str) -> Iterator[Family]:
 
 
 def is_known(name: object) -> bool:
-    """Whether a value is the name of a family, or a ``model_type`` of one."""
+    """Return whether a value is the name of a family, or a ``model_type`` of one."""
     return bool(_find_families(name))
 
 
@@ -181,14 +183,14 @@ def choose_family(traits: Traits, name: str | None = None) -> Family:
     """Return the family that the user names, else the first that fits the model.
 
     Raises:
-        UsageError: there is none of that name.
-        UnsupportedError: the model differs from it, or none fits; naming in what.
+        UsageError: no family has that name.
+        UnsupportedError: the model differs from the named family, or from all families.
     """
-    found = get_families(name) if name is not None else list(load_families().values())
-    fits = next((family for family in found if not family.find_mismatches(traits)), None)
+    families = get_families(name) if name is not None else list(load_families().values())
+    fits = next((family for family in families if not family.find_mismatches(traits)), None)
     if fits is not None:
         return fits
-    nearest = min(found, key=lambda family: len(family.find_mismatches(traits)))
+    nearest = min(families, key=lambda family: len(family.find_mismatches(traits)))
     differs = "; ".join(nearest.find_mismatches(traits))
     if name is not None:
         raise UnsupportedError(
@@ -208,16 +210,16 @@ def get_families(name: str) -> list[Family]:
     """Return the families of a name, or of a config's ``model_type``.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no family has that name.
     """
-    found = _find_families(name)
-    if not found:
+    families = _find_families(name)
+    if not families:
         raise UsageError(
             f"family {name!r}",
             f"is unknown: reshard has tables of {', '.join(load_families())}",
             "give one whose parameters have the same names: --family NAME",
         )
-    return found
+    return families
 
 
 # The other way: traits of a config
@@ -232,21 +234,21 @@ def read_config(
     """Return the family of a transformers config, and the model's traits.
 
     Args:
-        config: with every default of its class filled in.
-        name: of the family, where the user gives one; None: the config's ``model_type``.
-        defaults_of: the default config of a ``model_type``'s class.
+        config: the config, with every default of its class filled in.
+        name: name of the family from the user; None: the config's ``model_type``.
+        defaults_of: function that returns the default config of a ``model_type``'s class.
 
     Raises:
-        UsageError: there is no family of the name that the user gives.
-        UnsupportedError: the config says what models of the family do not have.
+        UsageError: no family has the name from the user.
+        UnsupportedError: the config has settings that models of the family do not have.
     """
     model_type = str(config.get("model_type"))
-    found = (
+    families = (
         get_families(name)
         if name is not None
         else _find_families(model_type) or _find_alike(model_type)
     )
-    if not found:
+    if not families:
         raise UnsupportedError(
             source,
             f"describes a {model_type} model, of which reshard has no table; it has tables of"
@@ -254,7 +256,7 @@ def read_config(
             _KEEP_NAMES,
         )
     nearest: tuple[Family, list[str]] | None = None
-    for family in found:
+    for family in families:
         flat = _flatten_config(config, family)
         traits, odd = _read_traits(family, flat, source)
         if model_type not in (family.model_type, *family.alike):
@@ -286,10 +288,11 @@ def _read_traits(
 ) -> tuple[Traits, list[str]]:
     """Return the traits in a config by a family's lines, and what contradicts the lines."""
     own = {field.name for field in fields(Traits)}
+    # What `when` requires holds unless the config states it; `find_mismatches` compares the two.
     values: dict[str, Any] = {
-        name: wanted
-        for name, wanted in family.when.items()
-        if name in own and wanted != _ANY and not isinstance(wanted, list)
+        name: required
+        for name, required in family.when.items()
+        if name in own and required != _ANY and not isinstance(required, list)
     }
     odd, read = [], dict[str, Any]()
     for key, line in family.config.items():
@@ -299,6 +302,7 @@ def _read_traits(
         name = _INVERSE.get(match[1], match[1]) if match else ""
         value = _ALIKE.get(config[key], config[key]) if name == "activation" else config[key]
         known = read.get(name, value) if match else line
+        # Keys that state the same trait must agree, and a constant must be met.
         if value != known:
             odd.append(f"{key} is {value}, not {known}")
         elif name in own:

@@ -1,11 +1,11 @@
-"""How one side's tensor is made of the other's: runs of rows, the same list in both directions.
+"""Fused tensors and their parts as runs of rows: one list serves both directions.
 
-One side's tensor is *fused* of the other's *parts*, along dim 0:
+One side's tensor consists of the other side's *parts*, *fused* along dim 0:
 
-    plain        one part, the same
+    plain        one part, unchanged
     gate_up      [gate; up] of a gated linear unit
     qkv          Megatron's attention: for every group of heads its queries, its key, its value
-    qkv_stacked  the same of one part that has all queries, all keys, all values (GPT-2, Phi-3)
+    qkv_stacked  like qkv, with one part that has all queries, all keys, all values (GPT-2, Phi-3)
     rope         rows of a head in pairs (Meta), and in halves (Hugging Face)
 
 Sources: Megatron-LM core_v0.16.1 ``core/transformer/attention.py`` (``linear_qkv``) and ``mlp.py``
@@ -69,8 +69,9 @@ class Form:
 def _reverse_runs(runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (part's row, fused row, count, step in the part) of runs that fuse a part.
 
-    Runs of neighbouring fused rows stay as they are. Of the others, rows that are neighbours in the
-    fused tensor are joined as long as they are equally far apart in the part.
+    Runs of neighbouring fused rows stay as they are. The rows of all other runs are joined anew, as
+    a move needs neighbours in its target: rows that are neighbours in the fused tensor, as long as
+    they are equally far apart in the part.
     """
     apart: list[tuple[int, int]] = []
     for run in runs:
@@ -97,24 +98,24 @@ def make_form(name: str, rows: int, model: Architecture) -> Form:
     """Return the form of a fused tensor of ``rows`` rows.
 
     Raises:
-        UsageError: the model cannot have a tensor of so many rows in this form, or does not say
-            what the form needs.
+        UsageError: the model cannot have a tensor of so many rows in this form, or does not state
+            a size that the form needs.
     """
     return _FORMS[name](rows, model)
 
 
 def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> Form:
-    """Return the form of a tensor that is fused of parts of so many rows each.
+    """Return the form of a tensor that is fused from parts with these numbers of rows.
 
     Raises:
-        CorruptError: it has others.
+        CorruptError: the form's parts have other numbers of rows.
     """
-    found = make_form(name, sum(parts), model)
-    if found.parts != tuple(parts):
+    form = make_form(name, sum(parts), model)
+    if form.parts != tuple(parts):
         raise CorruptError(
-            model.source, f"needs parts of {list(found.parts)} rows, and there are {list(parts)}"
+            model.source, f"needs parts of {list(form.parts)} rows, and there are {list(parts)}"
         )
-    return found
+    return form
 
 
 def _make_plain(rows: int, _model: Architecture) -> Form:
@@ -183,4 +184,4 @@ _FORMS: Mapping[str, Callable[[int, Architecture], Form]] = {
     "rope": _make_rope,
 }
 NAMES = tuple(_FORMS)
-PARTS: Mapping[str, int] = {"gate_up": 2, "qkv": 3}  # of the others one
+PARTS: Mapping[str, int] = {"gate_up": 2, "qkv": 3}  # any other form has one part

@@ -1,4 +1,4 @@
-"""The traits of a model as Megatron-LM and its forks say them in their arguments, and back."""
+"""The traits of a model in the arguments of Megatron-LM and its forks, in both directions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def make_args(traits: Traits) -> dict[str, Any]:
     """Return the arguments with which Megatron-core builds such a model; see `parse_args`.
 
     Raises:
-        UnsupportedError: it cannot.
+        UnsupportedError: Megatron-core cannot build the model.
     """
     scaling = dict(traits.rope_scaling or {})
     kind = scaling.get("rope_type", scaling.get("type"))
@@ -102,10 +102,11 @@ def make_args(traits: Traits) -> dict[str, Any]:
         "use_rope_scaling": kind == "llama3",
         "rope_scaling_factor": scaling.get("factor", 8.0) if kind == "llama3" else 8.0,
         "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
+        # transformers counts the token itself, Megatron only the tokens before it.
         "window_size": (traits.window - 1, 0) if traits.window else None,
         "swiglu": traits.gated,
         "squared_relu": traits.activation == "relu2",
-        "bias_gelu_fusion": gelu and traits.activation != "gelu",  # which is the approximation
+        "bias_gelu_fusion": gelu and traits.activation != "gelu",  # the fused one is approximate
         "normalization": "RMSNorm" if traits.norm == "rmsnorm" else "LayerNorm",
         "norm_epsilon": traits.norm_eps,
         "layernorm_epsilon": traits.norm_eps,
@@ -170,7 +171,7 @@ def _to_int(value: float) -> float:
 
 
 def _is_built_in(scaling: Mapping[str, Any]) -> bool:
-    """Whether Megatron-core has these numbers of a rotation scaling built in, except the factor."""
+    """Return whether Megatron-core has these numbers built in, all but the factor."""
     known = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
     return all(scaling.get(name, value) == value for name, value in known.items())
 
@@ -198,7 +199,7 @@ def _get_groups(args: Mapping[str, Any], heads: int | None) -> int | None:
 
 
 def _get_vocabulary(args: Mapping[str, Any]) -> int | None:
-    """Return the number of embedding rows that are words.
+    """Return the number of embedding rows without padding.
 
     ``vocab_size`` is the tokenizer's, and most often None; NullTokenizer counts one more for its
     end of document (``core/tokenizers/text/libraries/null_tokenizer.py``).
@@ -266,7 +267,8 @@ def _get_activation(args: Mapping[str, Any], *, linear_bias: bool) -> str:
     """Return the activation of a feed-forward layer without gates."""
     if args.get("squared_relu"):
         return "relu2"
-    fused = bool(args.get("bias_gelu_fusion")) and linear_bias  # which is the tanh approximation
+    # The fused kernel, which works only with a bias, computes the tanh approximation.
+    fused = bool(args.get("bias_gelu_fusion")) and linear_bias
     return "gelu_pytorch_tanh" if fused or args.get("openai_gelu") else "gelu"
 
 
@@ -278,10 +280,10 @@ def _get_aux_loss(args: Mapping[str, Any]) -> float:
 
 
 def _list_unsupported(args: Mapping[str, Any], experts: int | None) -> list[str]:
-    """Return the settings of which no transformers model has a counterpart, in words."""
-    norm_by = "norms that multiply by 1 + weight (apply_layernorm_1p)"
-    found = {
-        norm_by: args.get("apply_layernorm_1p"),
+    """Describe the settings that have no counterpart in any transformers model."""
+    one_plus_weight = "norms that multiply by 1 + weight (apply_layernorm_1p)"
+    features = {
+        one_plus_weight: args.get("apply_layernorm_1p"),
         "rotations of neighbouring elements (rotary_interleaved)": args.get("rotary_interleaved"),
         "latent attention (multi_latent_attention)": args.get("multi_latent_attention"),
         "gates of quick GELU (quick_geglu)": args.get("quick_geglu"),
@@ -298,11 +300,11 @@ def _list_unsupported(args: Mapping[str, Any], experts: int | None) -> list[str]
         "residual connections scaled by depth (mup)": args.get("use_mup"),
     }
     if experts:
-        found["routing by a sigmoid (moe_router_score_function)"] = args.get(
+        features["routing by a sigmoid (moe_router_score_function)"] = args.get(
             "moe_router_score_function"
         ) not in (None, "softmax")
-        found["limited routing (moe_router_group_topk)"] = args.get("moe_router_group_topk")
-        found["scaled routing (moe_router_topk_scaling_factor)"] = args.get(
+        features["limited routing (moe_router_group_topk)"] = args.get("moe_router_group_topk")
+        features["scaled routing (moe_router_topk_scaling_factor)"] = args.get(
             "moe_router_topk_scaling_factor"
         ) not in (None, 1, 1.0)
-    return [what for what, is_so in found.items() if is_so]
+    return [feature for feature, is_used in features.items() if is_used]

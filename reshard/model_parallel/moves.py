@@ -1,4 +1,4 @@
-"""Blocks of one tensor that are blocks of another: fusing, cutting and permuting are no more."""
+"""Blocks of one tensor that are blocks of another: all of fusing, cutting and permuting."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ class Move:
     """A block of the source that is a block of the target.
 
     Args:
-        source: in the source tensor; its rows (dim 0) lie ``step`` apart.
-        target: the first element in the target tensor, where the rows are neighbours.
+        source: block of the source tensor; its rows (dim 0) are ``step`` apart, and its extent in
+            dim 0 is their number.
+        target: first element in the target tensor, where the rows are neighbours.
     """
 
     source: Box
@@ -26,7 +27,7 @@ class Move:
 def apply_moves(chunks: Iterable[Chunk], moves: Sequence[Move]) -> Iterator[Chunk]:
     """Yield the stored blocks of the source as blocks of the target.
 
-    What no move takes is left out.
+    Elements that no move takes are left out.
     """
     for chunk in chunks:
         for move in moves:
@@ -43,6 +44,7 @@ def _apply_move(chunk: Chunk, move: Move) -> Chunk | None:
     for dim, (start, extent) in enumerate(zip(box.origin, box.shape, strict=True)):
         step = move.step if dim == 0 else 1
         first = move.source.origin[dim]
+        # The rows of the move that the chunk has: from the first one inside to the last one inside.
         low = max(0, -(-(start - first) // step))
         high = min(move.source.shape[dim], (start + extent - 1 - first) // step + 1)
         if high <= low:
@@ -60,7 +62,7 @@ def _apply_move(chunk: Chunk, move: Move) -> Chunk | None:
 
 
 def align_copies(a: Sequence[Chunk], b: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """Cut two copies of a tensor at the same places, so that they are replicas."""
+    """Cut two copies of a tensor into the same boxes, because only equal boxes are replicas."""
     boxes = dict.fromkeys(chunk.box for chunk in a if chunk.box.volume)
     others = dict.fromkeys(chunk.box for chunk in b if chunk.box.volume)
     if boxes.keys() == others.keys():
@@ -83,7 +85,7 @@ def make_row_moves(
     """Return moves of whole rows: ``(source row, target row, count)`` each.
 
     Args:
-        shape: of the source; one dim at least.
+        shape: shape of the source, with at least one dim.
     """
     tail = tuple(shape[1:])
     zeros = (0,) * len(tail)
@@ -112,5 +114,5 @@ def put_in_stack(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
         yield replace(
             chunk,
             box=Box((index, *chunk.box.origin), (1, *chunk.box.shape)),
-            byte_strides=(0, *chunk.byte_strides),
+            byte_strides=(0, *chunk.byte_strides),  # the new dim has one index, so no stride
         )

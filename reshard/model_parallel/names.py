@@ -1,7 +1,8 @@
 """A training state under Hugging Face's names, or back under a table's: no byte moves.
 
-Every entry is restated, weights and optimizer alike, and with it what else a manifest says of its
-names: param groups, steps, ties, what is frozen. Padding of the vocabulary stays on this side.
+Every entry is renamed, of weights and optimizer, with everything else in a manifest that refers to
+names: param groups, steps, ties, frozen parameters. Hugging Face's side has no padding of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ def rename_to_hf(
     """Return a training state under Hugging Face's names, with fused tensors cut apart.
 
     Args:
-        manifest: under the table's names, or those of a dialect of it.
-        dialect: which, where that is known: dialects number the layers each in its own way.
-        keep_padding: leave the rows that pad the vocabulary where they are.
+        manifest: manifest under the table's names, or those of a dialect of it.
+        dialect: the dialect, if it is known: each numbers the layers differently.
+        keep_padding: keep the padding rows of the vocabulary.
 
     Raises:
-        UsageError: the table does not know a name, or the model says too little of a fused tensor.
-        UnsupportedError: state that cannot be cut as its parameter is.
+        UsageError: the table does not know a name, or the model does not state a size that a fused
+            tensor needs.
+        UnsupportedError: a state cannot be cut like its parameter.
     """
     return _ToHf(manifest, table, model, dialect, keep_padding=keep_padding).rename()
 
@@ -55,11 +57,11 @@ def rename_to_hf(
 def rename_from_hf(manifest: Manifest, table: Table, model: Architecture) -> RenamedState:
     """Return a training state under the table's names; the reverse of `rename_to_hf`.
 
-    The vocabulary keeps its rows: whoever cuts it pads it.
+    The vocabulary keeps its rows: the writer pads it for its tensor-parallel ranks.
 
     Raises:
-        UsageError: the table does not know a name; or parts of a fused tensor differ in what is
-            one for it (param group, step, frozen or not).
+        UsageError: the table does not know a name; or parts of a fused tensor differ in what it
+            has once (param group, step, frozen or not).
         IncompleteError: a part of a fused tensor is missing.
     """
     return _FromHf(manifest, table, model).rename()
@@ -82,11 +84,11 @@ class _Renaming:
     def rename(self) -> RenamedState:
         """Return the renamed manifest."""
         kept = [e for e in self.manifest.entries.values() if self.find_new_names(e.fqn)]
-        again = [e for e in self.manifest.tied_copies if self.find_new_names(e.fqn)]
-        manifest = self._restate(index_entries(self.convert(kept)), tuple(self.convert(again)))
-        left = [fqn for fqn, names in self._new.items() if not names]
-        if left:
-            self.notes[f"not a weight, left out: {some(left, 1)}"] = None
+        copies = [e for e in self.manifest.tied_copies if self.find_new_names(e.fqn)]
+        manifest = self._restate(index_entries(self.convert(kept)), tuple(self.convert(copies)))
+        dropped = [fqn for fqn, names in self._new.items() if not names]
+        if dropped:
+            self.notes[f"not a weight, left out: {some(dropped, 1)}"] = None
         return RenamedState(manifest, tuple(self.notes))
 
     def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
@@ -94,25 +96,25 @@ class _Renaming:
         raise NotImplementedError
 
     def spell(self, fqn: str) -> tuple[str, ...]:
-        """Return the names of what a tensor becomes, or becomes a part of."""
+        """Return the names of the parts of a tensor, or of the one tensor that it is a part of."""
         raise NotImplementedError
 
     def find_new_names(self, fqn: str) -> tuple[str, ...]:
-        """Return the result of `spell`, cached; empty for what is no weight."""
+        """Return the result of `spell`, cached; empty for values that are not weights."""
         if fqn not in self._new:
             opaque = fqn.endswith(_EXTRA) or self.spellings.is_computed(fqn)
             self._new[fqn] = () if opaque else self.spell(fqn)
         return self._new[fqn]
 
     def rename_all(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Return the names of what these become, each once."""
+        """Return the new names of these tensors, each once."""
         return tuple(dict.fromkeys(name for fqn in fqns for name in self.find_new_names(fqn)))
 
     def check_shape(self, entry: Entry, *, plain: bool) -> bool:
-        """Check that an entry has its parameter's shape, and so is cut as the parameter is.
+        """Return whether an entry has its parameter's shape, so that it is cut like the parameter.
 
         Raises:
-            UnsupportedError: it has not, and its parameter is cut.
+            UnsupportedError: it has another shape, and its parameter is cut.
         """
         if entry.shape == self.shapes.get(entry.fqn, entry.shape):
             return True
@@ -125,7 +127,7 @@ class _Renaming:
             )
         return False
 
-    def _restate(self, entries: Mapping[Key, Entry], again: tuple[Entry, ...]) -> Manifest:
+    def _restate(self, entries: Mapping[Key, Entry], tied_copies: tuple[Entry, ...]) -> Manifest:
         old = self.manifest
         sources: dict[str, list[str]] = {}
         for fqn in dict.fromkeys(e.fqn for e in old.of_kind(*WEIGHT_KINDS)):
@@ -150,11 +152,11 @@ class _Renaming:
             entries=entries,
             train=replace(old.train, param_groups=groups, optimizer_step=_drop_unknown(steps)),
             tied=tied,
-            tied_copies=again,
+            tied_copies=tied_copies,
             frozen=frozenset(name for name, is_frozen in frozen.items() if is_frozen),
             trained_dtypes=_drop_unknown(dtypes),
             absent=self.rename_all(old.absent),
-            ordered=False,  # each side's modules stand in an order of their own
+            ordered=False,  # the modules of the two sides are in different orders
         )
 
 
@@ -170,19 +172,19 @@ def _find_common(
     Raises:
         UsageError: they differ.
     """
-    found: dict[str, Any] = {}
+    common: dict[str, Any] = {}
     for name, (first, *others) in sources.items():
-        found[name] = value_of(first)
+        common[name] = value_of(first)
         for other in others:
-            if value_of(other) != found[name]:
+            if value_of(other) != common[name]:
                 raise UsageError(
                     f"{name!r}",
                     f"is one tensor for both {first!r} and {other!r}, which differ in their {what}:"
-                    f" {_format_value(found[name])} and {_format_value(value_of(other))}",
+                    f" {_format_value(common[name])} and {_format_value(value_of(other))}",
                     "give all its parts the same, e.g. with --param-groups, or convert the weights"
                     " alone",
                 )
-    return found
+    return common
 
 
 def _format_value(value: Any) -> str:
@@ -190,29 +192,30 @@ def _format_value(value: Any) -> str:
 
 
 def _join_parts(
-    where: str, name: str, pieces: Mapping[int, Entry], wanted: Mapping[int, str]
+    where: str, name: str, pieces: Mapping[int, Entry], expected: Mapping[int, str]
 ) -> tuple[list[Entry], DType]:
     """Return the parts of one tensor in order, and their dtype.
 
     Args:
-        pieces: what there is, by number; ``wanted``: the name of each that there must be.
+        pieces: the parts that exist, by number.
+        expected: the name of every part that must exist, by number.
     """
-    lacking = [other for number, other in wanted.items() if number not in pieces]
-    held = list(pieces.values())
+    lacking = [other for number, other in expected.items() if number not in pieces]
+    present = list(pieces.values())
     if lacking:
         raise IncompleteError(
             where,
-            f"holds the {held[0].kind} of {held[0].fqn!r}, and none of {lacking[0]!r}:"
+            f"holds the {present[0].kind} of {present[0].fqn!r}, and none of {lacking[0]!r}:"
             f" {name!r} is made of both",
         )
-    odd = next((piece for piece in held if piece.dtype != held[0].dtype), None)
+    odd = next((piece for piece in present if piece.dtype != present[0].dtype), None)
     if odd:
         raise CorruptError(
             where,
-            f"{held[0].fqn!r} ({odd.kind}) is {held[0].dtype}, {odd.fqn!r} {odd.dtype}: they cannot"
-            f" be one tensor, {name!r}",
+            f"{present[0].fqn!r} ({odd.kind}) is {present[0].dtype}, {odd.fqn!r} {odd.dtype}: they"
+            f" cannot be one tensor, {name!r}",
         )
-    return [pieces[number] for number in sorted(pieces)], held[0].dtype
+    return [pieces[number] for number in sorted(pieces)], present[0].dtype
 
 
 class _ToHf(_Renaming):
@@ -245,10 +248,10 @@ class _ToHf(_Renaming):
                     continue
                 number = spelled.fields[spelled.line.stacked]
                 slices.setdefault((entry.kind, name), {})[int(number)] = part
-        for (kind, name), found in slices.items():
-            count = self.model.experts or max(found) + 1
-            wanted = {n: f"slice {n} of {name}" for n in range(count)}
-            parts, dtype = _join_parts(self.manifest.origin.path, name, found, wanted)
+        for (kind, name), parts_by_number in slices.items():
+            count = self.model.experts or max(parts_by_number) + 1
+            expected = {n: f"slice {n} of {name}" for n in range(count)}
+            parts, dtype = _join_parts(self.manifest.origin.path, name, parts_by_number, expected)
             chunks = (c for n, part in enumerate(parts) for c in moves.put_in_stack(part.chunks, n))
             yield Entry(name, kind, dtype, (len(parts), *parts[0].shape), tuple(chunks))
 
@@ -264,32 +267,32 @@ class _ToHf(_Renaming):
             yield _transpose(entry) if line.transposed else entry
             return
         for shape, part in forms.make_form(line.form, entry.shape[0], self.model).cut(entry.shape):
-            made = replace(entry, shape=shape, chunks=tuple(moves.apply_moves(entry.chunks, part)))
-            yield _transpose(made) if line.transposed else made
+            piece = replace(entry, shape=shape, chunks=tuple(moves.apply_moves(entry.chunks, part)))
+            yield _transpose(piece) if line.transposed else piece
 
     def _drop_padding(self, entry: Entry) -> Entry:
         """Return a tensor of the vocabulary without its padding rows.
 
         Raises:
-            UsageError: it has fewer rows than the model has words.
+            UsageError: it has fewer rows than the model's vocabulary.
         """
-        rows, words = entry.shape[0], self.model.vocab
-        if self._keep_padding or rows == words:
+        rows, entries = entry.shape[0], self.model.vocab
+        if self._keep_padding or rows == entries:
             return entry
-        if words is None:
+        if entries is None:
             self.notes[
                 f"the vocabulary has {rows} rows, padding included: nothing says how many are words"
                 " (--vocab-size N takes the rest off)"
             ] = None
             return entry
-        if rows < words:
+        if rows < entries:
             raise UsageError(
                 self.model.source,
-                f"states a vocabulary of {words}, but {entry.fqn!r} has {rows} rows",
+                f"states a vocabulary of {entries}, but {entry.fqn!r} has {rows} rows",
                 "give the true size: --vocab-size N",
             )
-        self.notes[f"padding rows {words} to {rows - 1} of the vocabulary taken off"] = None
-        return vocabulary.take_first_rows(entry, words)
+        self.notes[f"padding rows {entries} to {rows - 1} of the vocabulary taken off"] = None
+        return vocabulary.take_first_rows(entry, entries)
 
 
 class _FromHf(_Renaming):
@@ -310,7 +313,7 @@ class _FromHf(_Renaming):
         return range(shape[0] if shape else self.model.require("experts"))
 
     def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield each fused tensor at the place of the first of its parts."""
+        """Yield each fused tensor at the position of the first of its parts."""
         gathered: dict[Key, tuple[Spelled, dict[int, Entry]]] = {}
         whole: list[Key | Entry] = []
         for entry in entries:
@@ -324,14 +327,14 @@ class _FromHf(_Renaming):
                 key = entry.kind, spelled.own
                 if key not in gathered:
                     whole.append(key)
-                _, held = gathered.setdefault(key, (spelled, {}))
-                held[part.number] = _take_slice(entry, number, transposed=part.line.transposed)
-        for each in whole:
-            yield each if isinstance(each, Entry) else self._fuse(each, *gathered[each])
+                _, pieces = gathered.setdefault(key, (spelled, {}))
+                pieces[part.number] = _take_slice(entry, number, transposed=part.line.transposed)
+        for item in whole:
+            yield item if isinstance(item, Entry) else self._fuse(item, *gathered[item])
 
-    def _fuse(self, key: Key, spelled: Spelled, held: Mapping[int, Entry]) -> Entry:
+    def _fuse(self, key: Key, spelled: Spelled, pieces: Mapping[int, Entry]) -> Entry:
         names = dict(enumerate(spelled.names))
-        parts, dtype = _join_parts(self.manifest.origin.path, key[1], held, names)
+        parts, dtype = _join_parts(self.manifest.origin.path, key[1], pieces, names)
         if spelled.line.form == forms.PLAIN:
             return replace(parts[0], fqn=key[1])
         tail = parts[0].shape[1:]

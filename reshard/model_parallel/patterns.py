@@ -1,8 +1,8 @@
 """Names with fields, as the tables write them: ``decoder.layers.{i}.mlp.linear_fc1.{p}``.
 
 A field of one letter stands for a number, ``{p}`` for the last component of a name (weight, bias),
-``{i+2}`` for a number that the other side counts from two less, and ``{layers+2}`` for one that the
-model's size gives.
+``{i+2}`` for the number ``i`` plus two, because the two sides count from different starts, and
+``{layers+2}`` for a number that follows from the model's size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 
 _FIELD = re.compile(r"\{([a-z]+)([+-]\d+)?\}")
 _DIGITS = re.compile(r"\d+")
-_WORD = "p"  # the one field that is no number
+_WORD = "p"  # the only field that is not a number
 
 Fields = Mapping[str, str | int]
 
@@ -34,15 +34,15 @@ class Pattern:
         """Return the values of the fields that make the pattern this name, or None.
 
         Args:
-            constants: fields that are known beforehand.
+            constants: fields whose values the model gives.
         """
         compiled, fields = _compile(self.text)
-        found = compiled.fullmatch(name)
-        if found is None:
+        match = compiled.fullmatch(name)
+        if match is None:
             return None
         values: dict[str, str | int] = {}
-        for word, (field, added) in zip(found.groups(), fields, strict=True):
-            value: str | int = word if field == _WORD else int(word) - added
+        for text, (field, added) in zip(match.groups(), fields, strict=True):
+            value: str | int = text if field == _WORD else int(text) - added
             known = constants.get(field, values.get(field, value))
             if known != value or (isinstance(value, int) and value < 0):
                 return None
@@ -82,7 +82,7 @@ def _compile(text: str) -> tuple[re.Pattern[str], tuple[tuple[str, int], ...]]:
     at, parts, fields = 0, [], []
     for field in _FIELD.finditer(text):
         parts.append(re.escape(text[at : field.start()]))
-        # a word before a number ends where the number begins
+        # A word is matched lazily, so that it ends where a number behind it begins.
         parts.append(r"([^.]+?)" if field[1] == _WORD else r"(\d{1,9})")
         fields.append((field[1], int(field[2] or 0)))
         at = field.end()

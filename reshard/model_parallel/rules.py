@@ -1,13 +1,13 @@
-"""Tables of parameters: how each is cut, what others call it. Data in ``tables/``, or a user's.
+"""Tables of parameters: how each is cut, and its other names. Data in ``tables/``, or a user's.
 
 A table is YAML. ``parameters`` maps a name (see `patterns`) to its ``cut`` and, by dialect, to its
-other names; ``hf`` maps such a name to what Hugging Face calls it and to the form in which it is
-kept there (see `spellings`). ``base`` names a table that it adds to. A user's file adds to a table
-too; in both cases the lines added count before the others.
+other names; ``hf`` maps such a name to Hugging Face's name and to the form in which it is stored
+there (see `spellings`). ``base`` names a table that this one extends. A user's file extends a table
+too; in both cases the added lines take precedence.
 
-``prefix`` is a first component of Hugging Face's names that files may lack (its base model's, saved
-by itself), ``wrapper`` one that the source's names may have beside their own, and ``computed`` are
-the names, of either side, that whoever loads a model computes.
+``prefix`` is a first component of Hugging Face's names that files may lack, namely those of a base
+model that was saved without its head. ``wrapper`` is a first component that the source's names may
+have in addition. ``computed`` lists tensors of either side that a model computes when it is loaded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rule:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether its rows are words, of which the last may be padding."""
+        """Whether its rows are entries of the vocabulary, the last of which may be padding."""
         return self.cut in _CUTS and _CUTS[self.cut].padded
 
     def get_patterns(self, dialect: str) -> tuple[Pattern, ...]:
@@ -92,14 +92,14 @@ class RuleMatch:
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """A name that a rule has, and the dialect that uses it; None for the table's own."""
+    """A name in a rule, and the dialect that uses it; None for the table's own name."""
 
     rule: Rule
     pattern: Pattern
     dialect: str | None
 
     def is_of(self, dialect: str) -> bool:
-        """Whether a dialect uses it: its own name, else the table's."""
+        """Return whether a dialect uses it: the dialect's name, or else the table's."""
         return self.dialect == dialect or (self.dialect is None and dialect not in self.rule.others)
 
 
@@ -117,6 +117,8 @@ class Table:
 
     def __post_init__(self) -> None:
         """Index the names for `find`."""
+        # A pattern without a group may match any name, so it is in every list, in table order: the
+        # first match counts. The list of None serves names whose group no pattern has.
         words: dict[str | None, list[_Spelling]] = {None: []}
         for word in self._list_spellings():
             group = word.pattern.group
@@ -148,7 +150,7 @@ class Table:
         """Return the rule of a name in the table's own names or a dialect's, or None.
 
         Args:
-            dialect: whose words; None: the table's, then any.
+            dialect: the dialect of the name; None: the table's own names, then those of any.
         """
         name = name.removeprefix(f"{self.wrapper}.") if self.wrapper else name
         for word in self._words.get(make_group_key(name), self._words[None]):
@@ -166,14 +168,14 @@ class Table:
         Raises:
             UsageError: no rule names it.
         """
-        found = self.find(name, constants, dialect)
-        if found is None:
+        match = self.find(name, constants, dialect)
+        if match is None:
             raise UsageError(
                 f"{name!r}",
                 f"matches no rule of {self.source}{self._suggest(name)}",
                 f"state in a file how it is cut, with --rules FILE: {FORM}",
             )
-        return found
+        return match
 
     def _suggest(self, name: str) -> str:
         """Return the nearest known names, as the end of a message."""
@@ -201,7 +203,7 @@ def add_user_rules(table: Table, path: Path | None) -> Table:
     """Return a table with the lines of a user's file before its own.
 
     Raises:
-        UsageError: the file is none.
+        UsageError: the file is not a table.
     """
     if path is None:
         return table
@@ -213,7 +215,7 @@ def parse_document(text: str, source: str) -> Mapping[str, Any]:
     """Return the sections of a table's file.
 
     Raises:
-        UsageError: it is no YAML, or has none.
+        UsageError: the text is not YAML, or has no sections.
     """
     import yaml  # type: ignore[import-untyped]
 

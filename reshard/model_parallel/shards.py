@@ -18,10 +18,10 @@ class Split:
 
     Args:
         dim: the dim that is cut; None: every rank holds the whole.
-        parts: the tensors that are fused along it, in their relative extents; each is cut by
-            itself, so that a rank holds a piece of every one (gate and up: ``(1, 1)``).
+        parts: the relative extents of the tensors that are fused along it. Each is cut separately,
+            so that a rank holds a piece of every one (gate and up: ``(1, 1)``).
         padded: dim 0 is a vocabulary, whose last rows may be padding.
-        widths: the extent of each part on each rank, where a checkpoint says them; they may differ.
+        widths: the extent of each part on each rank, if a checkpoint states it; they may differ.
         summed: every rank holds the same share of the values, whose sum is the parameter.
     """
 
@@ -52,9 +52,9 @@ def gather(pieces: Sequence[Entry], split: Split) -> Entry:
     """
     first = pieces[0]
     for piece in pieces[1:]:
-        alike = split.dim is None or len(piece.shape) == len(first.shape) > split.dim
-        rest = _drop_dim(piece.shape, split.dim) == _drop_dim(first.shape, split.dim)
-        if not (alike and rest) or piece.dtype != first.dtype:
+        same_dims = split.dim is None or len(piece.shape) == len(first.shape) > split.dim
+        same_extents = _drop_dim(piece.shape, split.dim) == _drop_dim(first.shape, split.dim)
+        if not (same_dims and same_extents) or piece.dtype != first.dtype:
             raise CorruptError(
                 piece.chunks[0].file if piece.chunks else piece.fqn,
                 f"{piece.fqn!r} ({piece.kind}) is {piece.dtype.name} {piece.shape} there, and"
@@ -62,10 +62,10 @@ def gather(pieces: Sequence[Entry], split: Split) -> Entry:
                 "the files are of different runs, or a rule has the wrong cut: see --rules",
             )
     if split.dim is None or len(pieces) == 1:
-        held: Sequence[Chunk] = first.chunks
+        copies: Sequence[Chunk] = first.chunks
         for piece in pieces[1:]:
-            held = align_copies(held, piece.chunks)
-        return scale_shares(replace(first, chunks=tuple(held)), split, len(pieces))
+            copies = align_copies(copies, piece.chunks)
+        return scale_shares(replace(first, chunks=tuple(copies)), split, len(pieces))
     extents = [piece.shape[split.dim] for piece in pieces]
     shape = _set_extent(first.shape, split.dim, sum(extents))
     chunks: list[Chunk] = []
@@ -119,16 +119,16 @@ def _cut_blocks(
 ) -> list[tuple[Box, Box]]:
     """Return (block of the whole, block of the rank's piece) for each fused part."""
     dim, zeros = split.dim or 0, (0,) * len(shape)
-    found, start, local = [], 0, 0
+    blocks, start, local = [], 0, 0
     for widths in _get_widths(fqn, split, extents):
         piece = _set_extent(shape, dim, widths[rank])
         at = start + sum(widths[:rank])
-        found.append(
+        blocks.append(
             (Box(_set_extent(zeros, dim, at), piece), Box(_set_extent(zeros, dim, local), piece))
         )
         start += sum(widths)
         local += widths[rank]
-    return found
+    return blocks
 
 
 def _get_widths(fqn: str, split: Split, extents: Sequence[int]) -> list[Sequence[int]]:

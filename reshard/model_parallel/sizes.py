@@ -1,4 +1,4 @@
-"""Over how many ranks a model is spread, each way."""
+"""The number of ranks of each form of model parallelism."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class Sizes:
     """The sizes of model parallelism: ranks that have different parts of a model.
 
     Args:
-        tensor: that share each layer; ``pipeline``: that follow one another.
-        expert: that share the experts of a layer, and see different data.
-        expert_tensor: that share each expert; None: as many as each layer.
-        virtual: parts of the model that each pipeline rank holds (interleaved schedule).
+        tensor: number of ranks that share each layer.
+        pipeline: number of pipeline stages.
+        expert: number of ranks that share the experts of a layer, and see different data.
+        expert_tensor: number of ranks that share each expert; None: as many as share a layer.
+        virtual: number of model chunks of each pipeline rank (interleaved schedule).
     """
 
     tensor: int = 1
@@ -57,11 +58,13 @@ def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before:
     """Return the number of ranks: the given number, else the source's.
 
     Args:
-        world, data: ranks in all, and those that see different data, where they are asked for.
-        before: of the source; from a single one there are as many as a copy of the model takes.
+        world, data: the number of all ranks, and of ranks that see different data; None if the
+            user does not choose it.
+        before: number of ranks of the source. A single one says nothing about the new run, which
+            then has as many ranks as one copy of the model takes.
 
     Raises:
-        UsageError: the numbers do not go together.
+        UsageError: the numbers contradict each other.
     """
     if data is not None and world not in (None, data * sizes.model):
         raise UsageError(
@@ -69,18 +72,18 @@ def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before:
             f"is not --dp {data} times {sizes.model} model-parallel ranks",
             f"leave it out: {data * sizes.model} ranks then",
         )
-    as_before = before if before > 1 else sizes.model * sizes.expert
-    found = data * sizes.model if data is not None else world or as_before
-    if found % sizes.model:
+    default = before if before > 1 else sizes.model * sizes.expert
+    ranks = data * sizes.model if data is not None else world or default
+    if ranks % sizes.model:
         raise UsageError(
-            f"{found} ranks",
+            f"{ranks} ranks",
             f"are not a multiple of the {sizes.model} that one copy of the model takes ({sizes})",
             "give --dp N, or another --world-size",
         )
-    if (found // sizes.model) % sizes.expert:
+    if (ranks // sizes.model) % sizes.expert:
         raise UsageError(
             f"--ep {sizes.expert}",
-            f"does not divide the {found // sizes.model} data-parallel ranks",
+            f"does not divide the {ranks // sizes.model} data-parallel ranks",
             "experts are shared by ranks that see different data: give another --ep or --dp",
         )
-    return found
+    return ranks

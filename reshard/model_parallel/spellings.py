@@ -1,4 +1,4 @@
-"""What Hugging Face calls a parameter: the lines of a table's ``hf`` section.
+"""Hugging Face's names of parameters: the lines of a table's ``hf`` section.
 
 A line maps a name of the table to one of Hugging Face's, or to several in a form (see `forms`):
 
@@ -7,7 +7,7 @@ A line maps a name of the table to one of Hugging Face's, or to several in a for
     NAME: {form: qkv_stacked, names: [OTHER], transposed: true}    rows and columns change places
     NAME: {names: [OTHER], stacked: e}     OTHER has one more dim, in front, which {e} numbers
 
-or to a list of such, where Hugging Face has several ways: the first is written, each is read.
+or to a list of these if Hugging Face has several ways: the first is written, all are read.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Line:
     """One way in which Hugging Face stores a parameter.
 
     Args:
-        own: the table's name of it.
-        names: of the parts that it is fused of.
-        stacked: the field that numbers the slices of each part; none if empty.
+        own: the table's name of the parameter.
+        names: the names of the parts from which it is fused.
+        stacked: the field that numbers the slices of each part; empty if they are not stacked.
     """
 
     own: Pattern
@@ -81,7 +81,7 @@ class Part:
         """Return the parameter that it is a part of.
 
         Args:
-            slice_number: of the stack, where the line has one.
+            slice_number: number of the slice, if the line has a stack.
         """
         stack = {} if slice_number is None else {self.line.stacked: slice_number}
         return Spelled(self.line, {**self.fields, **stack})
@@ -93,14 +93,14 @@ class Spellings:
 
     table: Table
     numbers: Mapping[str, int]  # fields of names that the model gives
-    dialect: str | None = None  # whose words the source's names are; None: the table's, then any
+    dialect: str | None = None  # of the source's names; None: the table's own, then any
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
         """Every line; of several for one parameter, the first is the one that is written.
 
         Raises:
-            UsageError: one is none.
+            UsageError: a value is not a line.
         """
         source = self.table.source
         return tuple(
@@ -120,15 +120,15 @@ class Spellings:
         Raises:
             UsageError: no rule, or no line, has the name.
         """
-        found = self.table.require(name, self.numbers, self.dialect)
+        match = self.table.require(name, self.numbers, self.dialect)
         for line in self.lines:
-            fields = line.own.match(found.name, self.numbers)
+            fields = line.own.match(match.name, self.numbers)
             if fields is not None:
-                return Spelled(line, fields, found)
+                return Spelled(line, fields, match)
         raise UsageError(
             f"{name!r}",
             f"has no Hugging Face name in {self.table.source}"
-            + _suggest(found.name, [line.own.text for line in self.lines]),
+            + _suggest(match.name, [line.own.text for line in self.lines]),
             f"state its name in a file, with --rules FILE: hf: {_WRITE}",
         )
 
@@ -138,11 +138,11 @@ class Spellings:
         Raises:
             UsageError: no line has the name.
         """
-        found = self._find_part(name)
+        part = self._find_part(name)
         prefix = f"{self.table.prefix}."
-        if found is None and self.table.prefix and not name.startswith(prefix):
-            found = self._find_part(prefix + name)
-        if found is None:
+        if part is None and self.table.prefix and not name.startswith(prefix):
+            part = self._find_part(prefix + name)
+        if part is None:
             known = [pattern.text for line in self.lines for pattern in line.names]
             raise UsageError(
                 f"{name!r}",
@@ -150,7 +150,7 @@ class Spellings:
                 "state in a file what it is, with --rules FILE: parameters: NAME: CUT and"
                 f" hf: {_WRITE}",
             )
-        return found
+        return part
 
     def _find_part(self, name: str) -> Part | None:
         for line in self.lines:
@@ -191,7 +191,7 @@ def _find_problems(own: str, value: Any) -> Iterator[str]:
         yield f"the form {form} has {forms.PARTS.get(form, 1)} names, not {len(names)}"
     if value.keys() - _KEYS:
         yield f"{min(value.keys() - _KEYS)!r} is no key of a line"
-    wanted = Pattern(own).fields - {str(value.get("stacked", ""))}
+    required = Pattern(own).fields - {str(value.get("stacked", ""))}
     for name in names:
-        if Pattern(str(name)).fields - set(NUMBERS) != wanted:
+        if Pattern(str(name)).fields - set(NUMBERS) != required:
             yield f"{name!r} does not have its fields, which the way back needs"

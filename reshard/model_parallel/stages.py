@@ -18,25 +18,25 @@ def assign_layers(sizes: Sizes, count: int, counts: Sequence[int] | None = None)
     """Return the layers of each of `list_chunks`, by their numbers in the whole model.
 
     Args:
-        counts: how many each has; None: all as many.
+        counts: number of layers of each; None: the same for all.
 
     Raises:
-        UsageError: they do not add up, or ``count`` cannot be shared evenly.
+        UsageError: ``counts`` do not add up, or ``count`` cannot be shared evenly.
     """
-    places = sizes.pipeline * sizes.virtual
+    chunks = sizes.pipeline * sizes.virtual
     if counts is None:
-        if count % places:
+        if count % chunks:
             raise UsageError(
                 f"pipeline parallel size {sizes.pipeline}"
                 + (f" with {sizes.virtual} chunks each" if sizes.virtual > 1 else ""),
                 f"does not divide the model's {count} layers",
                 "say how many layers each stage has: --stage-layers N,N,...",
             )
-        counts = [count // places] * places
-    if len(counts) != places or sum(counts) != count or min(counts) < 0:
+        counts = [count // chunks] * chunks
+    if len(counts) != chunks or sum(counts) != count or min(counts) < 0:
         raise UsageError(
             f"--stage-layers {','.join(map(str, counts))}",
-            f"does not share {count} layers among {places} stages",
+            f"does not share {count} layers among {chunks} stages",
         )
     ends = list(accumulate(counts))
     return [range(end - n, end) for end, n in zip(ends, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""What kind of model it is: what decides which of Hugging Face's models is the same."""
+"""The traits of a model, which decide the transformers model that is the same."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ class Traits:
     """The traits of a decoder; None for what is unknown.
 
     Args:
-        source: who says so.
+        source: the file that states the traits, for messages.
         positions: ``rope``, ``learned``, ``alibi`` or ``none``.
-        activation: as transformers calls it; ``gated`` where it gates a second projection.
+        activation: transformers' name of it; ``gated`` is whether it gates a second projection.
         norm: ``rmsnorm`` or ``layernorm``.
         grouped: whether several heads share a key and a value.
-        linear_bias: whether all projections have biases; ``qkv_bias`` those of attention's input.
+        linear_bias: whether all projections have biases; ``qkv_bias``: whether those of attention's
+            input do.
         parallel_residual: whether attention and feed-forward layer see the same input.
-        dense_layers: numbers of those without experts, in a model that has some.
+        dense_layers: numbers of the layers without experts, in a model with experts.
         renormalised: whether the chosen experts' weights add up to one.
-        odd: what no model of transformers that a table describes has, in words.
+        odd: descriptions of features that no family has.
     """
 
     source: str
@@ -67,7 +68,7 @@ class Traits:
         """Refuse sizes that no model has.
 
         Raises:
-            CorruptError: sizes that are no numbers, are zero, or are beyond any.
+            CorruptError: a size is not a number, is zero, or is larger than any model's.
         """
         sizes = {
             "layers": self.layers or None,

@@ -10,13 +10,13 @@ from reshard.model_parallel import moves
 from reshard.model_parallel.rules import Table
 
 
-def pad_rows(words: int, multiple: int) -> int:
+def pad_rows(entries: int, multiple: int) -> int:
     """Return the number of rows with padding: the next multiple.
 
     >>> pad_rows(101, 8)
     104
     """
-    return -(-words // multiple) * multiple
+    return -(-entries // multiple) * multiple
 
 
 def take_first_rows(entry: Entry, rows: int) -> Entry:
@@ -31,7 +31,7 @@ def find_row_counts(manifest: Manifest, table: Table, constants: Mapping[str, in
     return {
         weight.shape[0]
         for weight in manifest.of_kind(*WEIGHT_KINDS)
-        if (found := table.find(weight.fqn, constants)) is not None and found.rule.is_vocabulary
+        if (match := table.find(weight.fqn, constants)) is not None and match.rule.is_vocabulary
     }
 
 
@@ -40,14 +40,14 @@ def cut_rows(
 ) -> tuple[Manifest, int]:
     """Return a manifest whose vocabularies have at most ``rows`` rows, and how many were cut.
 
-    Weights and optimizer states are cut alike.
+    Weights and optimizer states are cut in the same way.
     """
-    entries, taken = [], 0
+    entries, removed = [], 0
     for entry in manifest.entries.values():
-        found = table.find(entry.fqn, constants) if entry.shape[:1] > (rows,) else None
-        if found is not None and found.rule.is_vocabulary:
-            taken = entry.shape[0] - rows
+        match = table.find(entry.fqn, constants) if entry.shape[:1] > (rows,) else None
+        if match is not None and match.rule.is_vocabulary:
+            removed = entry.shape[0] - rows
             entries.append(take_first_rows(entry, rows))
         else:
             entries.append(entry)
-    return (manifest.with_entries(entries), taken) if taken else (manifest, 0)
+    return (manifest.with_entries(entries), removed) if removed else (manifest, 0)

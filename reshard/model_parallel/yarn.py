@@ -39,22 +39,24 @@ def make_args(scaling: Mapping[str, Any], max_positions: int | None) -> dict[str
 def list_obstacles(
     scaling: Mapping[str, Any], max_positions: int | None, rotary_percent: float
 ) -> list[str]:
-    """Name the settings of a ``rope_scaling`` that megatron-core's class cannot have."""
-    found = [
+    """Describe the settings of a ``rope_scaling`` that megatron-core's class cannot have."""
+    obstacles = [
         f"YaRN's {key} {value!r}"
         for key, value in scaling.items()
         if value is not None and (key not in _READ or not _is_sound(key, value))
     ]
-    if found:
-        return found
+    if obstacles:
+        return obstacles
     factor, original = _get_sizes(scaling, max_positions)
     if not factor or factor < 1 or not original:
-        found.append(f"YaRN with factor {factor} over {original} positions")
+        obstacles.append(f"YaRN with factor {factor} over {original} positions")
     elif factor == 1 and scaling.get("attention_factor") not in (None, 1):
-        found.append(f"YaRN's attention_factor {scaling['attention_factor']} at factor {factor}")
+        obstacles.append(
+            f"YaRN's attention_factor {scaling['attention_factor']} at factor {factor}"
+        )
     if rotary_percent != 1.0:
-        found.append(f"YaRN on a part of each head ({rotary_percent})")
-    return found
+        obstacles.append(f"YaRN on a part of each head ({rotary_percent})")
+    return obstacles
 
 
 def _is_sound(key: str, value: Any) -> bool:
@@ -79,6 +81,8 @@ def _get_mscales(scaling: Mapping[str, Any], factor: float | None) -> tuple[floa
 
     It is ``m(mscale) / m(mscale_all_dim)`` where ``m(x)`` is ``0.1 * x * log(factor) + 1``.
     """
+    # transformers lets attention_factor override the mscales. The mscale that gives it is the
+    # solution of m(mscale) = attention_factor, as m(0) is 1.
     stated = scaling.get("attention_factor")
     if stated is not None:
         return (float(stated) - 1) / (0.1 * log(factor)) if factor and factor > 1 else 0.0, 0.0
