@@ -83,7 +83,7 @@ class Megatron(Writer):
         if distributed is None:
             distributed = args.get("use_distributed_optimizer") is True
         is_local = args.get("transformer_impl") == "local"
-        wanted = MegatronOptions(
+        megatron_options = MegatronOptions(
             sizes=Sizes(
                 tensor=sizes.tensor, pipeline=sizes.pipeline, expert=sizes.expert, virtual=virtual
             ),
@@ -102,7 +102,7 @@ class Megatron(Writer):
             dtype=request.dtype,
             weights_only=request.weights_only,
         )
-        return replace(request, own=wanted)
+        return replace(request, own=megatron_options)
 
     def describe(self, request: Request) -> str:
         """Return the form and the grid."""

@@ -28,7 +28,7 @@ def _locate(fqn: str, table: Table) -> Spot:
 
 def list_params(
     rank: GridPosition,
-    held: ParameterIndex[str],
+    index: ParameterIndex[str],
     whole: Mapping[str, Entry],
     args: Arguments,
     table: Table,
@@ -38,11 +38,11 @@ def list_params(
     Their shapes are those of the rank's parts.
 
     Args:
-        held: the `index_parameters` of ``whole``, which has every parameter of the model by name.
+        index: the `index_parameters` of ``whole``, which has every parameter of the model by name.
     """
     params: list[RankParam] = []
     for number, share in enumerate(_list_shares(rank, args)):
-        fqns = list(held.find(share))
+        fqns = list(index.find(share))
         if share.ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
             fqns.append(names.OUTPUT)  # the last stage has a copy of the tied embedding
         ordered = sorted(fqns, key=order.sort_key)

@@ -275,11 +275,14 @@ def _read_masters(
 def group_buffers(params: Sequence[RankParam], args: Arguments) -> list[tuple[int, list[Param]]]:
     """Return the flat buffers of an optimizer in order: (model chunk, parameters of one dtype)."""
     shared = (names.OUTPUT, names.EMBEDDING) if args.shares_embedding else ()
-    found: dict[tuple[int, str], list[Param]] = {}
+    buffers_of: dict[tuple[int, str], list[Param]] = {}
     for param in params:
-        held = found.setdefault((param.chunk, param.dtype), [])
-        held.append(Param(param.fqn, param.shape, alone=param.fqn in shared))
-    return [(chunk, held) for (chunk, _), held in sorted(found.items(), key=lambda i: i[0][0])]
+        members = buffers_of.setdefault((param.chunk, param.dtype), [])
+        members.append(Param(param.fqn, param.shape, alone=param.fqn in shared))
+    return [
+        (chunk, members)
+        for (chunk, _), members in sorted(buffers_of.items(), key=lambda i: i[0][0])
+    ]
 
 
 def read_flat(
@@ -302,20 +305,20 @@ def read_flat(
     Raises:
         CorruptError: a buffer is not how Megatron lays out these parameters.
     """
-    for held, shared in zip(
+    for content, own in zip(
         value if isinstance(value, list) else [value],
         divide_params(count, params, args, table),
         strict=False,
     ):
-        if isinstance(held, dict):  # else another rank has saved this optimizer's buffers
-            yield from _read_buffers(held, shared, args, path, stage)
+        if isinstance(content, dict):  # else another rank has saved this optimizer's buffers
+            yield from _read_buffers(content, own, args, path, stage)
 
 
 def _read_buffers(
-    held: Mapping[Any, Any], params: Sequence[RankParam], args: Arguments, path: str, stage: int
+    content: Mapping[Any, Any], params: Sequence[RankParam], args: Arguments, path: str, stage: int
 ) -> Iterator[Entry]:
     for number, (chunk, members) in enumerate(group_buffers(params, args)):
-        states = held.get(number)
+        states = content.get(number)
         if not isinstance(states, dict) or len(states) != 1:
             raise CorruptError(
                 path, f"holds no flat buffer {number}, which {len(members)} parameters fill"

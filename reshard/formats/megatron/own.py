@@ -87,9 +87,9 @@ class OwnStates:
         return OwnStates("torch", {(0, 0): modules})
 
 
-def attach(manifest: Manifest, held: OwnStates) -> Manifest:
+def attach(manifest: Manifest, states: OwnStates) -> Manifest:
     """Return the manifest with these states."""
-    opaque = {**manifest.train.opaque, _KEY: held}
+    opaque = {**manifest.train.opaque, _KEY: states}
     return replace(manifest, train=replace(manifest.train, opaque=opaque))
 
 
@@ -162,9 +162,9 @@ def name_in_model(key: str) -> str:
     return name
 
 
-def spell_keys(held: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def spell_keys(states: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Yield states under the keys that torch_dist has for their names."""
     for key in keys:
         name = name_in_model(key)
-        if name in held:
-            yield key, held[name]
+        if name in states:
+            yield key, states[name]

@@ -33,8 +33,8 @@ def adapt(conversion: Conversion) -> Conversion:
     carried = _choose_extra_states(states, conversion)
     carried = replace(carried, rng=_choose_random_states(states, conversion))
     request = conversion.request
-    wanted = replace(request.own, carried=carried)
-    return replace(conversion, request=replace(request, own=wanted))
+    own_options = replace(request.own, carried=carried)
+    return replace(conversion, request=replace(request, own=own_options))
 
 
 def _choose_extra_states(states: OwnStates, conversion: Conversion) -> Carried:

@@ -76,20 +76,20 @@ class Carried:
 
 
 def find_extra_obstacle(
-    held: OwnStates, manifest: Manifest, sizes: Sizes, form: str, impl: str
+    states: OwnStates, manifest: Manifest, sizes: Sizes, form: str, impl: str
 ) -> str:
     """Return the reason why modules' extra states cannot be kept; empty if they can."""
     source_impl = _get_impl(manifest)
     loses = (
-        held.form == form == "torch"
+        states.form == form == "torch"
         and _get_source_sizes(manifest)[1:] != _get_target_sizes(sizes)[1:]
     )
     obstacles = (
-        (not held.form, "it is no checkpoint of Megatron's"),
-        (held.is_strange, "one is neither a tensor nor a stream of bytes"),
+        (not states.form, "it is no checkpoint of Megatron's"),
+        (states.is_strange, "one is neither a tensor nor a stream of bytes"),
         (source_impl != impl, f"those of {source_impl}'s modules are not those of {impl}'s"),
         (
-            held.of_experts and held.form != form,
+            states.of_experts and states.form != form,
             "torch and torch_dist keep those of experts in different ways",
         ),
         (loses, "each is of one tensor- and expert-parallel rank, and there are to be other ranks"),
@@ -97,11 +97,11 @@ def find_extra_obstacle(
     return next((reason for applies, reason in obstacles if applies), "")
 
 
-def make_blank(held: OwnStates, manifest: Manifest, impl: str) -> Carried:
+def make_blank(states: OwnStates, manifest: Manifest, impl: str) -> Carried:
     """Return empty states of the modules that the source's files list."""
     if _get_impl(manifest) != impl:
         return Carried()
-    blank = held.blank()
+    blank = states.blank()
     return Carried(form=blank.form, extra=blank.extra)
 
 
@@ -125,7 +125,7 @@ def _get_target_sizes(sizes: Sizes) -> tuple[int, int, int, int]:
 
 
 def lay_out_states(
-    held: OwnStates, form: str
+    source: OwnStates, form: str
 ) -> tuple[Mapping[tuple[int, int], Mapping[str, Any]], tuple[Entry, ...]]:
     """Return modules' own states as they are written, and the entries of their tensors.
 
@@ -147,31 +147,31 @@ def lay_out_states(
         rank: {
             name: build(rank, name, value)
             for name, value in states.items()
-            if form == held.form or not own.is_of_expert(name)
+            if form == source.form or not own.is_of_expert(name)
         }
-        for rank, states in held.extra.items()
+        for rank, states in source.extra.items()
     }
     return extra, tuple(entries)
 
 
 def find_rng_obstacle(
-    held: OwnStates, manifest: Manifest, sizes: Sizes, data: int, form: str
+    states: OwnStates, manifest: Manifest, sizes: Sizes, data: int, form: str
 ) -> str:
     """Return the reason why random states cannot be kept; empty if they can."""
-    if not held.rng:
+    if not states.rng:
         return "it has none"
     if _get_source_sizes(manifest) != _get_target_sizes(sizes):
         return "they are those of each model-parallel rank, and there are to be other ranks"
-    if sizes.expert > 1 and held.form != form:
+    if sizes.expert > 1 and states.form != form:
         return "torch and torch_dist keep them in different ways where experts are parallel"
-    several = any(isinstance(value, list) and len(value) > 1 for value in held.rng.values())
+    several = any(isinstance(value, list) and len(value) > 1 for value in states.rng.values())
     data_before = manifest.origin.mesh.get("dp", 1)
     if data_before != data and (several or (sizes.expert > 1 and form == "torch_dist")):
         return f"they are of {data_before} data-parallel ranks, and there are to be {data}"
     return ""
 
 
-def rebuild_random(held: OwnStates, path: str) -> dict[RankKey, Any]:
+def rebuild_random(states: OwnStates, path: str) -> dict[RankKey, Any]:
     """Return random states rebuilt from their numbers and bytes.
 
     Raises:
@@ -180,7 +180,7 @@ def rebuild_random(held: OwnStates, path: str) -> dict[RankKey, Any]:
     with SourceFiles() as pool:
         return {
             rank: [_rebuild(path, state, pool) for state in _list_states(path, value)]
-            for rank, value in held.rng.items()
+            for rank, value in states.rng.items()
         }
 
 
@@ -197,21 +197,21 @@ def _list_states(path: str, value: Any) -> list[dict[str, Any]]:
     )
 
 
-def _rebuild(path: str, held: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
+def _rebuild(path: str, stored: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
     def raw(value: Any) -> bytes:
         tensor = as_global(value)
         return rng.read_bytes(path, tensor.chunks[0] if tensor else None, pool)
 
-    dialect, trackers = rng.MEGATRON, held.get(_TRACKERS)
+    dialect, trackers = rng.MEGATRON, stored.get(_TRACKERS)
     if not isinstance(trackers, dict):
         raise UnsupportedError(
             path, f"has random states without {_TRACKERS}", "leave them out: --rng drop"
         )
     state = RankRng(
-        rng.parse_python(path, held.get(dialect.python)),
-        rng.parse_numpy(path, held.get(dialect.numpy)),
-        raw(held.get(dialect.cpu)),
-        {"cuda": raw(held.get(dialect.device.format("cuda")))},
+        rng.parse_python(path, stored.get(dialect.python)),
+        rng.parse_numpy(path, stored.get(dialect.numpy)),
+        raw(stored.get(dialect.cpu)),
+        {"cuda": raw(stored.get(dialect.device.format("cuda")))},
     )
     tensors = {str(name): rng.build_tensor(raw(value)) for name, value in trackers.items()}
     return {**rng.build_file(state, dialect), _TRACKERS: tensors}
