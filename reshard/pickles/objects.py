@@ -84,7 +84,7 @@ def left_out(name: str, described: Any, value: Any) -> list[str]:
 
 
 def is_namespace(value: Any) -> TypeGuard[Call]:
-    """Whether a value is an ``argparse.Namespace`` with its attributes."""
+    """Return whether a value is an ``argparse.Namespace`` with its attributes."""
     return isinstance(value, Call) and value.name == NAMESPACE and isinstance(value.state, dict)
 
 

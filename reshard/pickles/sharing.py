@@ -21,14 +21,14 @@ HOLDERS = frozenset((dict, list, tuple, set, frozenset))
 
 
 def may_grow(value: Any) -> bool:
-    """Whether repeated references to a value may make it large; shapes of tensors do not."""
+    """Return whether repeated references to a value may make it large; shapes of tensors do not."""
     if type(value) is not tuple:
         return type(value) in HOLDERS
     return len(value) > _FEW or any(type(part) in HOLDERS for part in value)
 
 
 def is_too_large(root: Any, nbytes: int) -> bool:
-    """Whether a container expands to more values than a pickle of ``nbytes`` should.
+    """Return whether a container expands to more values than a pickle of ``nbytes`` should.
 
     A described object counts as one value wherever it is referenced; its content counts by itself.
     """

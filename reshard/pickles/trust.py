@@ -86,7 +86,7 @@ _EXPECTED = {
 
 
 def runs_code(name: str) -> bool:
-    """Whether a dotted name is useful only to an attack: it runs code or opens files."""
+    """Return whether a dotted name is useful only to an attack: it runs code or opens files."""
     if name in _RUNS_CODE_NAMES:
         return True
     module, *attributes = name.split(".")
@@ -97,7 +97,7 @@ def runs_code(name: str) -> bool:
 
 
 def expected(name: str) -> bool:
-    """Whether the frameworks that reshard knows write this name into their checkpoints."""
+    """Return whether the frameworks that reshard knows write this name into their checkpoints."""
     top, _, rest = name.partition(".")
     return top in _EXPECTED and _follows(top).fullmatch(rest) is not None
 

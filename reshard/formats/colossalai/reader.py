@@ -1,4 +1,4 @@
-"""Reading of weights, optimizer, scheduler and running states into one manifest."""
+"""Read weights, optimizer, scheduler and running states into one manifest."""
 
 from __future__ import annotations
 

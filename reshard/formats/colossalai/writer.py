@@ -1,4 +1,4 @@
-"""Layout of a checkpoint that ColossalAI's Booster loads, at any parallelism: files are whole.
+"""Lay out a checkpoint that ColossalAI's Booster loads, at any parallelism: files are whole.
 
 It has ``modeling/`` and ``optimizer/`` with an index each, and ``lr_scheduler`` beside them, as in
 ColossalAI's examples; weights without an optimizer are in the directory itself. Every plugin finds

@@ -13,7 +13,7 @@ FILE = re.compile(r"consolidated\.(\d+)\.pth")
 
 
 def detect(location: Location) -> bool:
-    """Whether the directory itself contains a model of Meta."""
+    """Return whether the directory itself contains a model of Meta."""
     return (
         not location.chosen
         and any(map(FILE.fullmatch, location.files))

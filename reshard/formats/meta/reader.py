@@ -1,4 +1,4 @@
-"""Reading of every rank's file into one manifest, and of the model's params.json."""
+"""Read every rank's file into one manifest, with the model's params.json."""
 
 from __future__ import annotations
 

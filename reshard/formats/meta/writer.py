@@ -1,4 +1,4 @@
-"""Layout of a Llama that Meta's own code loads: one file per tensor-parallel rank, params.json."""
+"""Lay out a Llama that Meta's own code loads: one file per tensor-parallel rank, params.json."""
 
 from __future__ import annotations
 

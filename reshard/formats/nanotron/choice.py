@@ -1,4 +1,4 @@
-"""Checks that the files of the source determine the nanotron run that is to be written."""
+"""Check that the files of the source determine the nanotron run that is to be written."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Census:
 
 
 def detect(location: Location) -> bool:
-    """Whether this directory, or the one around this file, is a checkpoint of nanotron."""
+    """Return whether this directory, or the one around this file, is a checkpoint of nanotron."""
     return locate(location) is not None
 
 
@@ -93,7 +93,7 @@ def locate(location: Location) -> Location | None:
 
 
 def _holds_weights(location: Location | None, depth: int) -> bool:
-    """Whether the file of a parameter is here or in the first folders below."""
+    """Return whether the file of a parameter is here or in the first folders below."""
     if location is None or depth == 0:
         return False
     if any(map(_WEIGHTS.fullmatch, location.files)):

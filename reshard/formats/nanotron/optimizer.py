@@ -1,4 +1,4 @@
-"""Reading of the ranks' optimizers, by name: each has the state of its part of every parameter.
+"""Read the ranks' optimizers, by name: each has the state of its part of every parameter.
 
 A file is ``torch.optim``'s state dict with ``names`` (index -> fqn, of parameters with state) and,
 with fp32 gradient accumulation, fp32 copies by name under ``gradient_accumulator``. With ZeRO-1

@@ -1,4 +1,4 @@
-"""Reading of a step's directory into one manifest."""
+"""Read a step's directory into one manifest."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def join_stages(stages: Sequence[Stage]) -> Stage:
 
 
 def is_one_each(stages: Sequence[Stage]) -> bool:
-    """Whether every parameter is in a group of its own, as in nanotron's trainer."""
+    """Return whether every parameter is in a group of its own, as in nanotron's trainer."""
     return all(len(group.fqns) == 1 for stage in stages for group in stage.groups)
 
 

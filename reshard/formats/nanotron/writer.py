@@ -1,4 +1,4 @@
-"""Layout of a nanotron run for other ranks, with ZeRO-1 or without.
+"""Lay out a nanotron run for other ranks, with ZeRO-1 or without.
 
 Sources: nanotron at 2411b02 ``serialize/weights.py`` (``save_weights``), ``serialize/optimizer.py``
 (``save_optimizer``, ``save_lr_scheduler``), ``serialize/metadata.py`` (``save_meta``),
