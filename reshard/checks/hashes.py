@@ -200,7 +200,10 @@ def _train_to_json(state: TrainState) -> dict[str, Any]:
 
 def _train_from_json(document: Mapping[str, Any]) -> TrainState:
     groups = tuple(ParamGroup(g["hyper"], tuple(g["fqns"])) for g in document["param_groups"])
-    return replace(TrainState(**{**document, "param_groups": ()}), param_groups=groups)
+    # The keys of a manifest file are stable; the field of this one has another name now.
+    fields = {key: value for key, value in document.items() if key != "loose"}
+    state = TrainState(**{**fields, "param_groups": ()})
+    return replace(state, param_groups=groups, non_tensor_state=document.get("loose", {}))
 
 
 # The check

@@ -136,3 +136,21 @@ def test_a_damaged_source_gets_no_manifest(tmp_path):
     assert (report.exit_code, report.manifest, path.exists()) == (1, "", False)
     assert any("not written" in note for note in report.notes)
     assert reshard.verify(tmp_path / "x.safetensors", deep=True, ignore=["^w$"]).passed
+
+
+def test_optimizer_values_that_are_no_tensors_are_listed(tmp_path):
+    """An old manifest calls them ``loose``."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["kind"] = "row"
+    path, listed = tmp_path / "x.pt", tmp_path / "manifest.json"
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    reshard.verify(path, write_manifest=listed)
+    assert json.loads(listed.read_text())["train"]["loose"] == {"weight": {"kind": "row"}}
+    assert reshard.verify(path, against=listed).exit_code == 0
+    state["state"][0]["kind"] = "column"
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    assert reshard.verify(path, against=listed).exit_code != 0
