@@ -172,7 +172,8 @@ def _scale_value(
     if rule is None or value is None:
         return value
     # ConstantLR's total_iters, beside ``factor``, ends a phase; LinearLR's sets a slope.
-    if key in _WHOLE and "factor" not in state and (value * factor).denominator != 1:
+    ends_phase = key == "total_iters" and "factor" in state
+    if key in _WHOLE and not ends_phase and (value * factor).denominator != 1:
         result.inexact.append(f"{key} {value} x {factor} is not a whole number")
     return rule(value, factor)
 

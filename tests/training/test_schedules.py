@@ -87,6 +87,13 @@ def test_a_period_without_a_whole_equivalent_is_told():
     assert schedules.scale(scheduler.state_dict(), Fraction(2)).inexact == []
 
 
+def test_a_patience_without_a_whole_equivalent_is_told():
+    """The state has a ``factor`` as ConstantLR's has, whose length ends a phase."""
+    _, scheduler = begun(lambda o: torchs.ReduceLROnPlateau(o, patience=5))
+    scaled = schedules.scale(scheduler.state_dict(), Fraction(3, 2))
+    assert scaled.inexact == ["patience 5 x 3/2 is not a whole number"]
+
+
 @pytest.mark.parametrize(
     ("processes", "steps", "updates", "told"),
     [(2, 6, 3, 2), (2, 3, 3, 1), (2, 5, 3, None), (1, 3, 3, 1), (4, None, 3, None)],
