@@ -57,7 +57,7 @@ NEUTRAL: Mapping[str, Any] = {
     "logit_scale": [1],
     "logits_scaling": [1],
     "no_rope_layers": {EACH: [1]},  # SmolLM3: 1 is a layer with rotary positions
-    "no_rope_layer_interval": ANY,  # only no_rope_layers is made from it
+    "no_rope_layer_interval": ANY,  # its only use is to compute no_rope_layers
     "partial_rotary_factor": [1],
     "pruned_heads": [{}],
     "residual_multiplier": [1],

@@ -93,7 +93,7 @@ def _reverse_runs(runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int, int]]
         at += count
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # the layers of a model repeat a few shapes
 def make_form(name: str, rows: int, model: Architecture) -> Form:
     """Return the form of a fused tensor of ``rows`` rows.
 

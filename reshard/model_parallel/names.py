@@ -135,7 +135,7 @@ class _Renaming:
                 sources.setdefault(name, []).append(fqn)
         groups = tuple(ParamGroup(g.hyper, self.rename_all(g.fqns)) for g in old.train.param_groups)
         owner = {fqn: n for n, group in enumerate(old.train.param_groups) for fqn in group.fqns}
-        if groups:
+        if groups:  # only a check: no tensor can be in two param groups
             _find_common(sources, owner.get, "param group")
         steps = _find_common(sources, old.train.optimizer_step.get, "step")
         frozen = _find_common(sources, lambda fqn: fqn in old.frozen, "frozen")
@@ -314,6 +314,7 @@ class _FromHf(_Renaming):
 
     def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Yield each fused tensor at the position of the first of its parts."""
+        # The parts of a fused tensor need not be neighbours: all are gathered before any is fused.
         gathered: dict[Key, tuple[Spelled, dict[int, Entry]]] = {}
         whole: list[Key | Entry] = []
         for entry in entries:

@@ -118,6 +118,8 @@ def _cut_blocks(
     fqn: str, shape: Index, split: Split, extents: Sequence[int], rank: int
 ) -> list[tuple[Box, Box]]:
     """Return (block of the whole, block of the rank's piece) for each fused part."""
+    # The whole tensor has each part in one piece, rank after rank; a rank's piece has its shares of
+    # all parts one after the other.
     dim, zeros = split.dim or 0, (0,) * len(shape)
     blocks, start, local = [], 0, 0
     for widths in _get_widths(fqn, split, extents):

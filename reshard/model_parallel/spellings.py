@@ -97,7 +97,7 @@ class Spellings:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """Every line; of several for one parameter, the first is the one that is written.
+        """Every line; if a parameter has several, the first one is written.
 
         Raises:
             UsageError: a value is not a line.

@@ -139,7 +139,7 @@ def detect(location: Location) -> bool:
 
 
 def locate(location: Location, tag: str | None = None) -> Location:
-    """Return the tag directory that a path stands for.
+    """Return the tag directory to which a path refers.
 
     Raises:
         UnrecognisedError: no tag was given, and there are several tags or none.

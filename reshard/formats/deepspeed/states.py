@@ -140,7 +140,7 @@ class ModelStates:
         trained = {name for group in self.shapes for name in group}
         first: dict[Any, str] = {}
         for name, tensor in self.module.items():
-            if tensor.numel == 0 or name in tied:
+            if tensor.numel == 0 or name in tied:  # stage 3's empty placeholders share nothing
                 continue
             kept = first.setdefault(tensor.place, name)
             if kept != name and name in trained:

@@ -51,6 +51,7 @@ class SourceRanks:
         if self.tensor == 1 or not local:
             return entry
         split = self.cuts.split(entry.fqn, local)
+        # Only a join along dim 0 that does not fit the cut needs a correction.
         expected = _whole_shape(local, split, self.tensor)
         if entry.shape != (local[0] * self.tensor, *local[1:]) or entry.shape == expected:
             return scale_shares(entry, split, self.tensor)

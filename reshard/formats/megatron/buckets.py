@@ -19,7 +19,7 @@ from math import prod
 from reshard.box import Index
 from reshard.layout.partition import Member
 
-ALIGNMENT = 64  # elements
+ALIGNMENT = 64  # elements: 128 bytes of the smallest dtype, which has 16 bits
 
 
 @dataclass(frozen=True, slots=True)

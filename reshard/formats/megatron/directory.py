@@ -63,6 +63,7 @@ def holds(location: Location) -> bool:
 
 def is_dist(location: Location) -> bool:
     """Return whether a directory has the torch_dist format."""
+    # Any DCP directory has .metadata; only Megatron's has one of the others beside it.
     return _METADATA in location.files and (BACKEND in location.files or COMMON in location.files)
 
 
@@ -76,6 +77,7 @@ def list_rank_folders(location: Location) -> dict[str, Location]:
 
 
 def _is_rank(name: str, folder: Location) -> bool:
+    # A folder that lacks its model is recognized, so that reading can report what is missing.
     expected = (*_MODELS, OPTIMIZER)
     return _RANK.fullmatch(name) is not None and any(file in folder.files for file in expected)
 

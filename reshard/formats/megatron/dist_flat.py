@@ -31,7 +31,7 @@ _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 
 
 def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
-    """Return the states that each optimizer's model-parallel groups save: those of the first."""
+    """Return the state of each optimizer, as its first model-parallel group saved it."""
     states: dict[int, dict[str, Any]] = {}
     for key in sorted(objects):
         chain = CHAIN.fullmatch(key)

@@ -171,12 +171,12 @@ class Megatron(Writer):
         laid = write.lay_out(state, request.own, request.described)
         if request.run is None or not request.keeps_layout:
             return laid
-        # Our trainer's run goes on where the trainer keeps it; Megatron-LM has no such directory.
+        # Our trainer resumes from a run directory of its own, which Megatron-LM does not have.
         return laid._replace(skeleton=request.run.directory(laid.skeleton))
 
 
 def refuse_names_option(names: NameOptions, writer: str) -> None:
-    """Refuse ``--names`` for a writer that has names of its own.
+    """Refuse ``--names`` for a writer with fixed names.
 
     Raises:
         UsageError: the option is given.

@@ -157,7 +157,7 @@ def _list_expert_ranks(opened: Mapping[GridPosition, RankFile], rank: GridPositi
 
 
 def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None:
-    """Check that the rank that saved a file is the one that its folder is named after.
+    """Check that the folder of a file has the name of the rank that saved it.
 
     Raises:
         CorruptError: folders were renamed or exchanged.

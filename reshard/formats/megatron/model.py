@@ -35,7 +35,7 @@ def list_params(
 ) -> list[RankParam]:
     """Return the parameters of a rank in ``named_parameters`` order, chunk after chunk.
 
-    Their shapes are those of the rank's parts.
+    The shapes are local to the rank.
 
     Args:
         index: the `index_parameters` of ``whole``, which has every parameter of the model by name.

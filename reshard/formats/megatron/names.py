@@ -21,7 +21,7 @@ LEGACY_EMBEDDING = "language_model.embedding.word_embeddings.weight"
 LEGACY_OUTPUT = "word_embeddings_for_head.weight"
 
 _LAYER = re.compile(r"((?:^|\.)(?:decoder|encoder|transformer)\.layers\.)(\d{1,9})(?=\.)")
-_EXPERT = re.compile(
+_EXPERT = re.compile(  # a module for each expert (SequentialMLP), or numbered tensors of one module
     r"(\.local_experts\.)(\d{1,9})(?=\.)|(\.experts\.linear_fc[12]\.\w+?)(\d{1,9})$"
 )
 _STACK = re.compile(r"((?:^|\.)(?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")

@@ -68,7 +68,7 @@ class Mixture:
     def optimizer_ranks(self) -> list[int]:
         """Return the ranks that save their optimizer without ZeRO: the first with its experts."""
         config = order.engine_config(self.state) or {}
-        most = max(self.sizes.values())
+        most = max(self.sizes.values())  # the engine names these files by the largest group
         return [ranks[0] for ranks in expert_data_ranks(self.world, most, config)]
 
     def files(self) -> Iterator[tuple[str, dict[str, str]]]:

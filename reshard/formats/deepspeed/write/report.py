@@ -154,7 +154,7 @@ def _note_hyper(spec: OutputSpec) -> Iterator[str]:
 
 
 def _note_stage_3(spec: OutputSpec) -> Iterator[str]:
-    """Say which counters and slots stage 3 needs and loads."""
+    """Name the counters and slots that stage 3 needs and loads."""
     counts = count_steps(spec)
     if len(seen := {count or 0 for count in counts}) > 1:
         shown = some([f"{count:g}" for count in sorted(seen)], _LISTED)
@@ -188,7 +188,7 @@ def _note_small_groups(spec: OutputSpec) -> Iterator[str]:
 
 
 def _note_weights_only(spec: OutputSpec) -> Iterator[str]:
-    """Say how DeepSpeed loads a module without its optimizer, and what it then lacks."""
+    """Explain how DeepSpeed loads a module without its optimizer, and what it then lacks."""
     needed = ", load_optimizer_states=False" if spec.stage == 3 else ""
     yield f"load it with load_checkpoint(..., load_module_only=True{needed})"
     if spec.stage != 3:
@@ -210,7 +210,7 @@ def _note_never_stepped(spec: OutputSpec) -> Iterator[str]:
 
 
 def _note_other_framework(spec: OutputSpec) -> Iterator[str]:
-    """Say what DeepSpeed's own checkpoints hold and those of other frameworks do not."""
+    """Name what DeepSpeed's own checkpoints have and other frameworks' lack."""
     if spec.recast is None:
         yield f"written for a run in {spec.precision}: for another precision, set it with --dtype"
     if spec.state.manifest.train.scheduler is None:

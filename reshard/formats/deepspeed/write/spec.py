@@ -36,7 +36,7 @@ _LISTED = 4
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """What every file is made from.
+    """The decisions that every file is laid out by.
 
     Args:
         precision: dtype in which the run trains.

@@ -46,6 +46,7 @@ class Carried:
         Args:
             experts: number of experts of the whole model that come before the rank's.
         """
+        # States from torch_dist, and empty ones, are the same for every rank.
         rank = (tensor, expert) if (tensor, expert) in self.extra else (0, 0)
         layers = {local.known.layer: names.find_layer(local.name) for local in chunk}
         modules = {local.name.rpartition(".")[0] for local in chunk}

@@ -32,7 +32,7 @@ def make_states(choice: Resolved, inner: Inner) -> list[State]:
 
 def _make_state(choice: Resolved, groups: Sequence[MegatronGroup], inner: Inner) -> State:
     scaler = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
-    if choice.wanted.distributed:  # whose tensors are elsewhere
+    if choice.wanted.distributed:  # its tensors are stored apart from this state
         step = {"step": int(choice.state.step())}
         stored = [{**group.hyper, **step} for group in groups]
         return {"optimizer": {"param_groups": stored}, **scaler}

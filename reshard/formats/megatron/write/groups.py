@@ -164,7 +164,7 @@ def _complete_hyper(hyper: Mapping[str, Any], state: Training, *, fused: bool) -
     if not fused:
         completed.pop("step", None)
         return completed
-    for key in _TORCH_ONLY:
+    for key in _TORCH_ONLY:  # settings of torch's AdamW, which the fused Adams lack
         completed.pop(key, None)
     completed.setdefault("bias_correction", True)
     completed["step"] = int(state.step())
