@@ -153,6 +153,7 @@ class Kind:
     groups: str = "one"
     exclude_frozen: bool = False
     low_masters: bool = False
+    zero_init: bool = False
 
     def case(self) -> Case:
         """As the other judge of DeepSpeed has it."""
@@ -162,7 +163,14 @@ class Kind:
         top |= {"bf16": LOW} if self.low_masters else {}
         # DeepSpeed refuses Muon with reduce_scatter at stage 3
         config = ds_config(self.stage, self.precision, scatter, top)
-        return Case("optimizer", 0, config, model="menagerie_vector", groups=self.groups)
+        return Case(
+            "optimizer",
+            0,
+            config,
+            model="menagerie_vector",
+            groups=self.groups,
+            zero_init=self.zero_init,
+        )
 
 
 def made(name: str, groups: Groups) -> torch.optim.Optimizer | None:

@@ -108,13 +108,19 @@ def user_order(state: Training) -> Iterator[Sequence[TrainedParameter]]:
         position = {weight.fqn: number for number, weight in enumerate(state.weights)}
         yield from (sorted(members, key=lambda member: position[member.fqn]) for members in groups)
         return
-    stage = zero_section(config).get("stage", 0)
+    stage = find_source_stage(state)
     precision = dtypes.parse(origin.precision) if origin.precision else None
     is_round_robin = uses_round_robin(config, stage, precision)
     ranks = origin.mesh.get("dp", origin.world)
     for group in state.groups:
         reordered = is_round_robin and not has_experts(group.hyper)
         yield undo_round_robin(group.members, ranks) if reordered else group.members
+
+
+def find_source_stage(state: Training) -> int:
+    """Return the ZeRO stage of the run that was saved; 0 for a source of another program."""
+    stage = zero_section(engine_config(state)).get("stage", 0)
+    return stage if isinstance(stage, int) else 0
 
 
 def find_groups_by_shape(hypers: Iterable[Mapping[str, Any]]) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.dtypes import FLOAT16, FLOAT32
+from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.write.objects import is_deepspeed_optimizer
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import NOT_DESCRIBED
@@ -27,6 +28,7 @@ def notes(spec: OutputSpec) -> Iterator[str]:
     yield from _note_scaler(spec, f"one begins at {spec.scaler['cur_scale']}")
     if spec.stage:
         yield from _note_never_stepped(spec)
+    yield from _note_muon(spec)
     outside = [weight.fqn for weight in spec.frozen]
     if spec.stage == 0 and spec.precision == FLOAT32 and outside:
         yield (
@@ -95,6 +97,25 @@ def _is_from_deepspeed(spec: OutputSpec) -> bool:
 
 def _uses_deepspeed_optimizer(spec: OutputSpec) -> bool:
     return any(is_deepspeed_optimizer(group.hyper) for group in spec.groups)
+
+
+def _note_muon(spec: OutputSpec) -> Iterator[str]:
+    """Say which order of parameters stage 3 must have, where the source cannot show it.
+
+    zero.Init makes every parameter 1-d and empty, so that Muon's sort by shape changes nothing
+    (DeepSpeed 0.19.8 ``partition_parameters.py``, ``free_param``).
+    """
+    if spec.stage != 3 or order.find_source_stage(spec.state) == 3:
+        return
+    position = {weight.fqn: number for number, weight in enumerate(spec.state.weights)}
+    muon = order.find_groups_by_shape(group.hyper for group in spec.groups)
+    places = [[position[fqn] for fqn in spec.groups[number].fqns] for number in muon]
+    if any(found != sorted(found) for found in places):
+        yield (
+            "Muon's parameters are in the order of their shapes, as stage 3 has them in a model"
+            " that is built without deepspeed.zero.Init; under zero.Init (from_pretrained of HF Trainer"
+            " uses it at stage 3) the same files would be loaded into other parameters"
+        )
 
 
 def _note_lost(spec: OutputSpec) -> Iterator[str]:

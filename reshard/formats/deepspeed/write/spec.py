@@ -298,10 +298,12 @@ def _sort_groups(state: Training, stage: int, *, keep_empty: bool) -> tuple[Trai
         keep_empty: at stage 0 in fp32: the file holds the user's optimizer itself.
     """
     by_shape = order.find_groups_by_shape(group.hyper for group in state.groups)
+    if stage == order.find_source_stage(state) == 3:
+        by_shape = frozenset()  # of shapes, or the model's: zero.Init hides shapes from Muon
     groups = []
     for number, members in enumerate(order.user_order(state)):
         kept = [m for m in members if m.weight.value.numel or keep_empty]
-        if number in by_shape and stage < 3:  # zero.Init hides the shapes from stage 3's optimizer
+        if number in by_shape:
             kept.sort(key=lambda member: member.weight.shape, reverse=True)
         groups.append(replace(state.groups[number], members=tuple(kept)))
     return tuple(groups)
