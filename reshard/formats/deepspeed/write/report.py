@@ -113,8 +113,8 @@ def _note_muon(spec: OutputSpec) -> Iterator[str]:
     if any(found != sorted(found) for found in places):
         yield (
             "Muon's parameters are in the order of their shapes, as stage 3 has them in a model"
-            " that is built without deepspeed.zero.Init; under zero.Init (from_pretrained of HF Trainer"
-            " uses it at stage 3) the same files would be loaded into other parameters"
+            " that is built without deepspeed.zero.Init; under zero.Init (from_pretrained of HF"
+            " Trainer uses it at stage 3) the same files would be loaded into other parameters"
         )
 
 
