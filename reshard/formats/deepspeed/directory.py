@@ -23,14 +23,14 @@ from reshard.units import some
 
 NAME = "deepspeed"
 
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"((?:bf16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _POINTERS = ("latest", "latest_universal")  # the second is ds_to_universal's
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_STATES = (_MODEL, _MODEL3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
+_STATES = (MODEL_FILE, _MODEL3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
 
 
 @dataclass(slots=True)
@@ -206,7 +206,7 @@ def list_files(location: Location) -> TagFiles:
         return files.ranks.setdefault(int(digits), RankFiles(location))
 
     for name, path in location.files.items():
-        if match := _MODEL.fullmatch(name):
+        if match := MODEL_FILE.fullmatch(name):
             rank_files(match[1]).model.setdefault(0, path)
         elif match := _MODEL3.fullmatch(name):
             rank = rank_files(match[2])

@@ -22,6 +22,7 @@ from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_reader import PickleCache
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.deepspeed import order, stage3
+from reshard.formats.deepspeed.directory import MODEL_FILE
 from reshard.formats.deepspeed.schemas import UNIVERSAL_OPTIMIZER
 from reshard.formats.deepspeed.states import (
     BUILDERS,
@@ -129,9 +130,12 @@ def _open_models(location: Location) -> list[ModelStates]:
     the module's weights.
     """
     paths = [path for path in location.files.values() if path.match("*mp_rank_*_model_states.pt")]
-    of_model_ranks = [path for path in paths if path.name.startswith("mp_rank_")]
+    # Numbers have two digits at least, and the hundredth rank has three: text does not order them.
+    of_model_ranks = {
+        int(match[1]): path for path in paths if (match := MODEL_FILE.fullmatch(path.name))
+    }
     if of_model_ranks:
-        return [open_model(path) for path in sorted(of_model_ranks)]
+        return [open_model(path) for _, path in sorted(of_model_ranks.items())]
     sharded = [path for path in paths if path.match("zero_pp_rank_*_mp_rank_00_model_states.pt")]
     sharded.sort(key=lambda path: int(path.name.split("_")[3]))  # ranks are not zero-padded
     if not sharded:
