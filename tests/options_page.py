@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from reshard.cli import cli
-from reshard.commands.split.options import list_writers_using
+from reshard.formats.registry import list_writers_using
 from reshard.options import options_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"

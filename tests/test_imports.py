@@ -218,7 +218,6 @@ def test_no_module_uses_pickle_or_runs_code():
             "importlib",
         ),  # importlib.metadata: versions, nothing is imported
         ("reshard.formats.registry", "importlib"),  # its own packages, and installed extensions
-        ("reshard.formats.registry", "importlib.util"),
         ("reshard.formats.registry", "importlib.metadata"),
         ("reshard.model.build", "pkgutil"),  # --model module:factory runs the user's own code
         ("reshard.commands.programs", "subprocess"),  # resume-check starts the user's own program

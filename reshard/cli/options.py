@@ -156,7 +156,7 @@ def _users_of_groups(declared_options: Sequence[Option]) -> dict[str, str]:
 
     Groups with options that every target uses are not in the result.
     """
-    from reshard.commands.split.options import list_writers_using
+    from reshard.formats.registry import list_writers_using
 
     users: dict[str, list[str]] = {}
     for each in declared_options:

@@ -2,7 +2,8 @@
 
 inspect, merge, split, diff, verify, resume_check, demo
             the commands; split is convert too
-options     options that several commands share
+options, output_options
+            options that several commands share
 reading     opening a source that tensors are read from
 output      writing a checkpoint, and checks of the plan and of the output
 padding     notes on padding rows of the vocabulary that were trained

@@ -16,7 +16,7 @@ from reshard.checks.compare import TensorDifference, Tolerance, find_differences
 from reshard.checks.pairs import COPY, WEIGHT, Pair, Paired, PairKey, pair
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED, format_list, format_row
-from reshard.commands.options import ReadOptions
+from reshard.commands.output_options import ReadOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress, read_trusted
 from reshard.dtypes import DType

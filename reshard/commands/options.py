@@ -1,28 +1,17 @@
-"""Options that several commands share: the source, its reading, reports, names and output."""
+"""Options that several commands share: the source, its reading and its report.
+
+They are apart from `output_options`, so that a command that reads no tensor imports nothing that
+moves tensors.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from reshard import units
-from reshard.errors import ResourceError
 from reshard.formats import registry
-from reshard.identity import Trust
-from reshard.move.options import MoveOptions
-from reshard.naming.options import Names
-from reshard.options import Options, option, size_option
-from reshard.plan.planner import WINDOW_BYTES
-from reshard.ranks.team import ALONE, Progress, Team
-from reshard.replicas import Replicas
-
-OnOverflow = Literal["error", "clamp", "allow"]
-
-_MIN_WINDOW = 64 << 10  # bytes
-_MAX_WORKERS = 8  # by default; more threads seldom read faster
+from reshard.options import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,142 +85,3 @@ class ReportOptions(SourceOptions):
         group="Output",
         shapes_output=False,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadOptions(ReportOptions):
-    """Options of a command that reads tensors: which pickles it trusts, and its resources."""
-
-    allow_pickle: Sequence[str] = option(
-        (),
-        "Accept a class that reshard does not know; its code never runs.",
-        group="Reading",
-        metavar="NAME",
-        shapes_output=False,
-    )
-    workers: int = option(
-        0,
-        "Threads; the output does not depend on it.",
-        group="Reading",
-        minimum=0,
-        unset=f"number of cores, at most {_MAX_WORKERS}",
-        shapes_output=False,
-    )
-    max_memory_bytes: int = size_option(
-        "256MiB",
-        "Memory for the buffers of all workers together.",
-        flag="--max-memory",
-        group="Reading",
-        shapes_output=False,
-    )
-
-    def budget(self) -> tuple[int, int]:
-        """Return the number of workers, and the bytes of one window.
-
-        A worker uses one window and one read buffer of the same size.
-
-        Raises:
-            ResourceError: the memory is too small for one worker.
-        """
-        most = self.max_memory_bytes // (2 * _MIN_WINDOW)
-        if most < 1:
-            raise ResourceError(
-                f"--max-memory {units.show_bytes(self.max_memory_bytes)}",
-                f"one worker needs {units.show_bytes(2 * _MIN_WINDOW)}",
-                "give that much or more",
-            )
-        workers = min(self.workers or min(_count_cores(), _MAX_WORKERS), most)
-        return workers, min(WINDOW_BYTES, self.max_memory_bytes // (2 * workers))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValueOptions(ReadOptions):
-    """What a command does if values disagree or do not fit; the defaults are the safe ones."""
-
-    on_overflow: OnOverflow = option(
-        "error", "What to do if a cast makes a finite value infinite.", group="Output"
-    )
-    trust: Trust = option(
-        "sampled",
-        "Check that all files belong to one save, each to its own rank: compare what they state,"
-        " and a sample (or all) of the values that are stored twice.",
-        group="Output",
-        shapes_output=False,
-    )
-    replicas: Replicas = option(
-        "error",
-        "If ranks differ in a tensor that they share: fail, write the first rank's values, or"
-        " write the mean.",
-        group="Output",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions(ValueOptions):
-    """Options of a command that writes a checkpoint."""
-
-    resume: bool = option(
-        False,
-        "Continue an interrupted run with the same DESTINATION.",
-        group="Output",
-        shapes_output=False,
-    )
-    verify: bool = option(
-        True,
-        "Do not read the output back.",
-        group="Output",
-        flags=("--no-verify",),
-        shapes_output=False,
-    )
-    dry_run: bool = option(
-        False, "Print the plan and write nothing.", group="Output", shapes_output=False
-    )
-    team: Team = ALONE  # the processes that share the work
-
-    def move_options(self, progress: Progress) -> MoveOptions:
-        """Return how bytes are moved.
-
-        Raises:
-            ReshardError: as in `budget`.
-        """
-        workers, window_bytes = self.budget()
-        return MoveOptions(
-            workers=workers,
-            read_bytes=window_bytes,
-            clamp=self.on_overflow == "clamp",
-            verify=self.verify,
-            progress=self.team.with_progress(progress),
-            team=self.team,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamingOptions(Options):
-    """How the written tensors are named, and the model that has these names."""
-
-    names: Names | None = option(
-        None,
-        "Naming scheme of the tensors.",
-        group="Names",
-        unset="that of the source, unless the output needs another one",
-    )
-    family: str | None = option(
-        None,
-        "Model family of Hugging Face: llama, qwen2, ...",
-        group="Names",
-        unset="as the source states",
-    )
-    vocab_size: int | None = option(
-        None,
-        "Rows of the embedding without padding.",
-        group="Names",
-        minimum=1,
-        unset="as the source states",
-    )
-
-
-def _count_cores() -> int:
-    """Return the cores that this process may use, or those of the machine if that is unknown."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard import formats, units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
-from reshard.commands.options import OutputOptions
+from reshard.commands.output_options import OutputOptions
 from reshard.commands.reading import Meter, open_progress, read_trusted
 from reshard.errors import DifferentError
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Origin, Skeleton, SourceFile

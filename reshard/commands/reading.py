@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from reshard import formats
-from reshard.commands.options import ReadOptions
+from reshard.commands.output_options import ReadOptions
 from reshard.errors import UnsafeError
 from reshard.manifest import Manifest
 from reshard.ranks.team import Progress, ignore_progress

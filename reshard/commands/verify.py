@@ -15,7 +15,7 @@ from reshard.checks.opening import open_manifest
 from reshard.checks.result import Check, not_applicable, not_run
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
-from reshard.commands.options import ReadOptions
+from reshard.commands.output_options import ReadOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress
 from reshard.containers.json_files import read_json_object

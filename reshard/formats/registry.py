@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ def list_built_in_formats() -> tuple[Format, ...]:
 
 
 def _is_installed(name: str) -> bool:
-    return find_spec(f"{__package__}.{name}") is not None
+    return (as_path(__file__).parent / name).is_dir()
 
 
 def list_extensions() -> tuple[Format, ...]:
@@ -135,6 +134,12 @@ def list_writers() -> dict[str, Writer]:
 def list_built_in_writers() -> dict[str, Writer]:
     """Return the writers of this project by name."""
     return {writer.name: writer for each in list_built_in_formats() for writer in each.writers}
+
+
+def list_writers_using(option: str) -> list[str]:
+    """Return the layouts that use an option; empty for one that all of them use."""
+    writers = list_built_in_writers().values()
+    return [writer.name for writer in writers if option in writer.options]
 
 
 def find_writer(name: str) -> Writer:

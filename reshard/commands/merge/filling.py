@@ -13,7 +13,7 @@ from pathlib import Path
 
 from reshard import escaped, keys, units, weights
 from reshard.commands.merge.options import FILL
-from reshard.commands.options import ReadOptions
+from reshard.commands.output_options import ReadOptions
 from reshard.commands.reading import read_trusted
 from reshard.errors import UsageError
 from reshard.formats import placeholders

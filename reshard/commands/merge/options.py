@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard import keys, weights
-from reshard.commands.options import NamingOptions, OutputOptions
+from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.errors import UsageError
 from reshard.options import nested_options, option, size_option
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
-from reshard.commands.options import ValueOptions
+from reshard.commands.output_options import ValueOptions
 from reshard.commands.resume_check.report import Level
-from reshard.commands.split.options import LayoutOptions, SplitOptions, list_writers_using
+from reshard.commands.split.options import LayoutOptions, SplitOptions
 from reshard.errors import UsageError
 from reshard.formats import registry
+from reshard.formats.registry import list_writers_using
 from reshard.options import option
 
 _run = partial(option, group="Runs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.commands.options import NamingOptions, OutputOptions
+from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.target_options import TargetOptions
@@ -86,9 +86,3 @@ class SplitOptions(LayoutOptions, OutputOptions):
         minimum=1,
         unset="same as the source",
     )
-
-
-def list_writers_using(name: str) -> list[str]:
-    """Return the layouts that use an option; empty for one that all of them use."""
-    writers = registry.list_built_in_writers().values()
-    return [writer.name for writer in writers if name in writer.options]

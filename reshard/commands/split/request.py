@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from reshard import dtypes
-from reshard.commands.split.options import SplitOptions, list_writers_using
+from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.base import Writer
+from reshard.formats.registry import list_writers_using
 from reshard.formats.request import Request
 from reshard.formats.target_options import TargetOptions
 from reshard.layout import mesh, tensor_parallel

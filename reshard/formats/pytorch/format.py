@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.containers import skeletons
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
@@ -16,7 +15,6 @@ from reshard.formats.target_options import StateDictType, TargetOptions
 from reshard.location import Location
 from reshard.manifest import Manifest, Skeleton
 from reshard.training import trainer_run
-from reshard.training.companion_files import config_beside
 from reshard.training.trainer_run import Run
 
 if TYPE_CHECKING:
@@ -131,6 +129,7 @@ class HFTrainer(_StateDicts):
 
     def place(self, skeleton: Skeleton, state: Training, destination: str) -> Skeleton:
         """Return the files without ``checkpoint-N``, if the destination has such a name itself."""
+        from reshard.containers import skeletons
         from reshard.formats.trainers import hf_trainer
 
         if not hf_trainer.is_checkpoint(destination):
@@ -215,6 +214,8 @@ class OurTrainer(_StateDicts):
 
     def resolve(self, request: Request, source: Manifest, options: TargetOptions) -> Request:
         """Return the request with the run's files per rank, and with its flat parameters."""
+        from reshard.training.companion_files import config_beside
+
         run = request.run
         if run is None:
             return request
