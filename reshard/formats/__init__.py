@@ -21,7 +21,7 @@ from pathlib import Path
 from reshard.containers import safetensors
 from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import PLAIN_SUFFIXES, SUFFIXES
-from reshard.errors import IncompleteError, UnrecognisedError, UsageError, understood
+from reshard.errors import IncompleteError, UnrecognisedError, understood
 from reshard.formats import placeholders, registry, run, unclear
 from reshard.formats.base import ReadHints
 from reshard.location import Location
@@ -72,14 +72,13 @@ def read(  # noqa: PLR0913 - a keyword an option
 
 def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifest:
     """Read a checkpoint like `read`, without the proof."""
-    if force and registry.find_format(force) is None:
-        names = ", ".join(registry.list_names())
-        raise UsageError(f"--from {force}", f"formats are {names}")
+    if force:
+        registry.get_format(force)  # an unknown name is an error of its own
     # Before detection, because one shard of a model would pass for a whole one.
     if not force:
         unclear.refuse_one_of_many(location)
     if force and not registry.detects(force, location):
-        raise UnrecognisedError(location, f"is no {force} checkpoint", "leave out --from")
+        raise UnrecognisedError(location, f"is not a {force} checkpoint", "leave out --from")
     name = force or (registry.detect(location) if hints.tag is None else None)
     if name and not force:
         unclear.refuse_beside_runs(location)

@@ -98,6 +98,8 @@ class Writer(ABC):
         is_tagged: whether the state files are in a directory named by the step.
         writes_file: whether the layout can be one file.
         needs_order: whether optimizer states refer to parameters by their position in the model.
+        has_fixed_names: whether the files have parameter names of their own, which ``--names``
+            cannot change.
         needs_shapes: whether a model that the user names must be built; False where the writer's
             own tables describe the model.
         has_data_parallel_ranks: False where files depend on model-parallel ranks alone.
@@ -113,6 +115,7 @@ class Writer(ABC):
     is_tagged = False
     writes_file = False
     needs_order = False
+    has_fixed_names = False
     needs_shapes = True
     has_data_parallel_ranks = True
     keeps_grid_of: tuple[str, ...] = ()

@@ -101,9 +101,15 @@ def _load_extension(entry_point: EntryPoint) -> Format:
     return loaded
 
 
+def _iterate_formats() -> Iterator[Format]:
+    """Yield all formats; those of other packages, which are slow to look up, only if needed."""
+    yield from list_built_in_formats()
+    yield from list_extensions()
+
+
 def list_formats() -> tuple[Format, ...]:
     """Return all formats."""
-    return (*list_built_in_formats(), *list_extensions())
+    return tuple(_iterate_formats())
 
 
 def list_names() -> tuple[str, ...]:
@@ -118,12 +124,19 @@ def list_built_in_names() -> tuple[str, ...]:
 
 def find_format(name: str) -> Format | None:
     """Return the format with a name, or None."""
-    # In turn, because the formats of other packages are slow to look up and seldom needed.
-    for listed in (list_built_in_formats, list_extensions):
-        for each in listed():
-            if each.name == name:
-                return each
-    return None
+    return next((each for each in _iterate_formats() if each.name == name), None)
+
+
+def get_format(name: str) -> Format:
+    """Return the format with a name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    known = find_format(name)
+    if known is None:
+        raise UsageError(f"--from {name}", f"formats are {', '.join(list_names())}")
+    return known
 
 
 def list_writers() -> dict[str, Writer]:
@@ -148,7 +161,8 @@ def find_writer(name: str) -> Writer:
     Raises:
         UsageError: there is none.
     """
-    writer = list_built_in_writers().get(name) or list_writers().get(name)
+    writers = (writer for each in _iterate_formats() for writer in each.writers)
+    writer = next((each for each in writers if each.name == name), None)
     if writer is None:
         raise UsageError(f"--to {name}", f"layouts are {', '.join(list_writers())}")
     return writer
@@ -157,11 +171,8 @@ def find_writer(name: str) -> Writer:
 def describe_source(manifest: Manifest) -> Source:
     """Return what is known about checkpoints of a manifest's format."""
     name = manifest.origin.format
-    for listed in (list_built_in_formats, list_extensions):
-        for each in listed():
-            if name in each.sources:
-                return each.sources[name]
-    return _UNKNOWN
+    sources = (each.sources for each in _iterate_formats())
+    return next((known[name] for known in sources if name in known), _UNKNOWN)
 
 
 def detects(name: str, location: Location) -> bool:
@@ -217,7 +228,4 @@ def read(location: Location, name: str, hints: ReadHints) -> Manifest:
         UsageError: there is no such format.
         ReshardError: the checkpoint cannot be read; see `errors`.
     """
-    found = find_format(name)
-    if found is None:
-        raise UsageError(f"--from {name}", f"formats are {', '.join(list_names())}")
-    return found.read(location, hints)
+    return get_format(name).read(location, hints)

@@ -72,6 +72,10 @@ class Request:
         tensor = self.grid.size("tensor") if self.grid else 1
         return self.world_size // (tensor * self.parallel.model)
 
+    def describe_zero(self) -> str:
+        """Return the ZeRO stage, and the grid of model-parallel ranks if there is one."""
+        return " ".join(filter(None, (f"stage {self.zero_stage}", str(self.parallel))))
+
     @property
     def master_dtype(self) -> DType:
         """The dtype of the weights that a new optimizer updates."""

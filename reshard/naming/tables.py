@@ -11,7 +11,7 @@ from reshard.manifest import Manifest
 from reshard.model_parallel import families, names, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.families import Family
-from reshard.model_parallel.rules import Table, add_user_rules, load_table
+from reshard.model_parallel.rules import add_user_rules, load_table
 from reshard.model_parallel.traits import Traits
 from reshard.naming.config import describe_config
 from reshard.naming.options import ModelNames, NameOptions, Naming
@@ -64,12 +64,11 @@ def rename_to_hf(
         dialect=own.spelling(manifest),
         keep_padding=options.keep_padding,
     )
-    trims = traits.vocab is not None and not options.keep_padding
     return Naming(
         renamed.manifest,
         (*notes, *renamed.notes),
         config,
-        trimmed=(table, traits.vocab) if trims and traits.vocab else None,
+        trimmed=(table, traits.vocab) if traits.vocab and not options.keep_padding else None,
     )
 
 
@@ -80,7 +79,7 @@ def remove_padding(manifest: Manifest, own: ModelNames, options: NameOptions) ->
         UsageError: no tensor is known to be a vocabulary, or it has fewer rows.
     """
     traits, vocab_size = describe_source(manifest, own), options.vocab_size or 0
-    table = add_user_rules(own_table(own), options.rules)
+    table = add_user_rules(load_table(own.table), options.rules)
     constants = {"layers": traits.layers} if traits is not None and traits.layers else {}
     rows = vocabulary.find_row_counts(manifest, table, constants)
     if not rows or min(rows) < vocab_size:
@@ -121,11 +120,6 @@ def rename_to_hf_first(
 def build_architecture(traits: Traits, options: NameOptions) -> Architecture:
     """Return the sizes of the model, with the vocabulary that the user gives."""
     return replace(traits, vocab=options.vocab_size or traits.vocab).architecture()
-
-
-def own_table(own: ModelNames) -> Table:
-    """Return the table of a format's own parameter names."""
-    return load_table(own.table)
 
 
 def _vocab_size(traits: Traits, options: NameOptions) -> int | None:

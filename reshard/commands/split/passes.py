@@ -171,7 +171,10 @@ def compare_copies(conversion: Conversion, policy: replicas.Replicas) -> Convers
 
 def rename(conversion: Conversion, options: SplitOptions) -> Conversion:
     """Return the conversion under the parameter names of the output, in the order that it needs."""
-    named = conversion.writer.rename(
+    writer = conversion.writer
+    if writer.has_fixed_names and options.names is not None:
+        raise UsageError(f"--names {options.names}", f"changes nothing with --to {writer.name}")
+    named = writer.rename(
         conversion,
         NameOptions(
             config=_read_model_config(options) if options.names == "hf" else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def _describe_model(manifest: Manifest) -> Traits | None:
     if dialects.find_dialect(manifest) != dialects.NEOX:
         return describe_by_megatron_args(manifest)
     path, args = manifest.origin.path, manifest.train.client.get("args")
-    padded = args.get("padded_vocab_size") if isinstance(args, dict) else None
+    padded = args.get("padded_vocab_size") if isinstance(args, Mapping) else None
     settings = neox.read_settings(path)
     return neox.read_traits(settings, padded, path) if settings else None
 
@@ -113,7 +114,7 @@ class Native(_Writer):
 
     def describe(self, request: Request) -> str:
         """Return the stage, and the grid of model-parallel ranks if there is one."""
-        return " ".join(filter(None, (f"stage {request.zero_stage}", str(request.parallel))))
+        return request.describe_zero()
 
     def lay_out(self, state: Training, request: Request) -> LaidOut:
         """Lay out the directory of a tag, with ``latest`` beside it.

@@ -61,6 +61,7 @@ class Megatron(Writer):
         *("ckpt_format", "distributed_optimizer", "adam", "transformer_impl", "extra_state"),
     )
     random_states = "own"
+    has_fixed_names = True
     needs_shapes = False
     keeps_grid_of = (NAME,)
 
@@ -112,7 +113,7 @@ class Megatron(Writer):
         """Return the state under Megatron's names, with the description of its model.
 
         Raises:
-            UsageError: nothing states what the model is; or other names are chosen.
+            UsageError: nothing states what the model is.
             UnsupportedError: there is no table of the model.
         """
         from reshard.model_parallel import names as renaming
@@ -122,7 +123,6 @@ class Megatron(Writer):
         from reshard.naming import tables
         from reshard.pickles import objects
 
-        refuse_names_option(names, self.name)
         manifest, source = conversion.manifest, conversion.source
         if manifest.origin.format == NAME:
             traits = tables.describe_source(manifest, source.names)
@@ -173,16 +173,6 @@ class Megatron(Writer):
             return laid
         # Our trainer resumes from a run directory of its own, which Megatron-LM does not have.
         return laid._replace(skeleton=request.run.directory(laid.skeleton))
-
-
-def refuse_names_option(names: NameOptions, writer: str) -> None:
-    """Refuse ``--names`` for a writer with fixed names.
-
-    Raises:
-        UsageError: the option is given.
-    """
-    if names.names is not None:
-        raise UsageError(f"--names {names.names}", f"changes nothing with --to {writer}")
 
 
 def _trim(named: Naming, wanted: Any) -> Naming:

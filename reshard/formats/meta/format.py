@@ -46,6 +46,7 @@ class Meta(Writer):
     name = NAME
     options = ("tp",)
     weights_alone = True
+    has_fixed_names = True
     has_data_parallel_ranks = False
     keeps_grid_of = (NAME,)
 
@@ -53,7 +54,7 @@ class Meta(Writer):
         """Return the state under Meta's names, with the description of its model.
 
         Raises:
-            UsageError: nothing states what the model is; or other names are chosen.
+            UsageError: nothing states what the model is.
             UnsupportedError: the model is not a Llama, or params.json cannot describe it.
         """
         from reshard.formats.meta import writer
@@ -63,8 +64,6 @@ class Meta(Writer):
         from reshard.model_parallel.rules import add_user_rules
         from reshard.naming import tables
 
-        if names.names is not None:
-            raise UsageError(f"--names {names.names}", f"changes nothing with --to {self.name}")
         manifest, source = conversion.manifest, conversion.source
         table = add_user_rules(families.load_meta_family().table, names.rules)
         if manifest.origin.format == NAME:

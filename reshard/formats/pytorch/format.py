@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.training.state import Training
 
-# Layouts are laid out by `layouts`, which is imported when one is written.
 _DEEPSPEED = ("deepspeed", "deepspeed-universal")
 _SHARDED = ("dcp", "fsdp", "torchtitan", "verl")  # sources of sharded training by PyTorch itself
 
@@ -32,7 +31,21 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     return reader.read(location, key=hints.key, model=hints.model, wrap=hints.wrap)
 
 
-class _StateDicts(Writer):
+class _Writer(Writer):
+    """A writer whose files `layouts` lays out; it is imported when the first one is written."""
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the files.
+
+        Raises:
+            ReshardError: as the function of the layout in `layouts.LAYOUTS`.
+        """
+        from reshard.formats.pytorch import layouts
+
+        return layouts.LAYOUTS[self.name](state, request)
+
+
+class _StateDicts(_Writer):
     """A writer with a choice of FSDP state dict types."""
 
     def choose_state_dict_type(self, source: Manifest, _run: Run | None) -> StateDictType:
@@ -53,21 +66,11 @@ class _StateDicts(Writer):
         return request.state_dict_type
 
 
-class Dcp(Writer):
+class Dcp(_Writer):
     """A DCP directory, which any number of ranks reads."""
 
     name = "dcp"
     weights_alone = True
-
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
-        """Lay out the directory.
-
-        Raises:
-            ReshardError: as `layouts.lay_out_dcp`.
-        """
-        from reshard.formats.pytorch import layouts
-
-        return layouts.lay_out_dcp(state, request)
 
 
 class Accelerate(_StateDicts):
@@ -79,16 +82,6 @@ class Accelerate(_StateDicts):
 
     def _may_be_unsharded(self, source: Manifest) -> bool:
         return source.origin.format == "accelerate"
-
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
-        """Lay out the directory.
-
-        Raises:
-            ReshardError: as `layouts.lay_out_accelerate`.
-        """
-        from reshard.formats.pytorch import layouts
-
-        return layouts.lay_out_accelerate(state, request)
 
 
 class HFTrainer(_StateDicts):
@@ -116,7 +109,7 @@ class HFTrainer(_StateDicts):
     def describe(self, request: Request) -> str:
         """Return the ZeRO stage or the state dict type."""
         if request.separate_masters:
-            return " ".join(filter(None, (f"stage {request.zero_stage}", str(request.parallel))))
+            return request.describe_zero()
         return request.state_dict_type
 
     def find_companion_folders(
@@ -136,50 +129,20 @@ class HFTrainer(_StateDicts):
             return skeleton
         return skeletons.move_out(skeleton, hf_trainer.name_directory(state))
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
-        """Lay out the directory.
 
-        Raises:
-            ReshardError: as `layouts.lay_out_hf_trainer`.
-        """
-        from reshard.formats.pytorch import layouts
-
-        return layouts.lay_out_hf_trainer(state, request)
-
-
-class Fsdp2(Writer):
+class Fsdp2(_Writer):
     """A file of DTensors per rank."""
 
     name = "fsdp2"
     options = ("device", "mesh", "tp_plan")
     weights_alone = True
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
-        """Lay out the files.
 
-        Raises:
-            ReshardError: as `layouts.lay_out_fsdp2`.
-        """
-        from reshard.formats.pytorch import layouts
-
-        return layouts.lay_out_fsdp2(state, request)
-
-
-class Verl(Writer):
+class Verl(_Writer):
     """Verl's files of ranks, for either version of FSDP."""
 
     name = "verl"
     options = ("device", "mesh", "tp_plan", "fsdp_version", "use_orig_params")
-
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
-        """Lay out the files.
-
-        Raises:
-            ReshardError: as `layouts.lay_out_verl`.
-        """
-        from reshard.formats.pytorch import layouts
-
-        return layouts.lay_out_verl(state, request)
 
 
 class Fsdp(_StateDicts):
@@ -189,16 +152,6 @@ class Fsdp(_StateDicts):
     options = ("state_dict_type", "rank_files", "device", "use_orig_params")
     random_states = "per rank"
     weights_alone = True
-
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
-        """Lay out the files.
-
-        Raises:
-            ReshardError: as `layouts.lay_out_fsdp`.
-        """
-        from reshard.formats.pytorch import layouts
-
-        return layouts.lay_out_fsdp(state, request)
 
 
 class OurTrainer(_StateDicts):
@@ -235,33 +188,13 @@ class OurTrainer(_StateDicts):
         files = "rank" if request.rank_files else "dcp"
         return {"state_dict_type": request.state_dict_type, "sharded_files": files}
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
-        """Lay out the run directory.
 
-        Raises:
-            ReshardError: as `layouts.lay_out_trainer`.
-        """
-        from reshard.formats.pytorch import layouts
-
-        return layouts.lay_out_trainer(state, request)
-
-
-class Torch(Writer):
+class Torch(_Writer):
     """One file with torch.optim's own state."""
 
     name = NAME
     weights_alone = True
     writes_file = True
-
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
-        """Lay out the file.
-
-        Raises:
-            ReshardError: as `layouts.lay_out_torch`.
-        """
-        from reshard.formats.pytorch import layouts
-
-        return layouts.lay_out_torch(state, request)
 
 
 FORMAT = Format(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files
 from reshard.formats.fsdp import rank_files as state_dict
 from reshard.formats.pytorch import writer
+from reshard.formats.pytorch.directory import NAME
 from reshard.formats.request import Request
 from reshard.formats.trainers import accelerate, hf_trainer
 from reshard.layout.mesh import MeshGrid
@@ -21,7 +22,7 @@ from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
-from reshard.training import copied_files, schedules
+from reshard.training import copied_files, schedules, trainer_run
 from reshard.training.state import Training, describe_lost_setup
 from reshard.training.trainer_run import Run
 
@@ -153,6 +154,18 @@ def lay_out_torch(state: Training, request: Request) -> LaidOut:
     return LaidOut(skeleton, _notes(state))
 
 
+LAYOUTS: dict[str, Callable[[Training, Request], LaidOut]] = {  # by the names for --to
+    "dcp": lay_out_dcp,
+    "accelerate": lay_out_accelerate,
+    "hf-trainer": lay_out_hf_trainer,
+    "fsdp2": lay_out_fsdp2,
+    "verl": lay_out_verl,
+    "fsdp": lay_out_fsdp,
+    trainer_run.NAME: lay_out_trainer,
+    NAME: lay_out_torch,
+}
+
+
 def _lay_out_checkpoint(state: Training, request: Request, run: Run) -> Skeleton:
     """Lay out one checkpoint of the trainer."""
     form = request.state_dict_type
@@ -201,7 +214,7 @@ def _accelerate(state: Training, request: Request) -> Skeleton:
     if request.state_dict_type not in ("full", "sharded"):
         raise UsageError(
             f"--state-dict-type {request.state_dict_type}",
-            "is no form that Accelerate loads",
+            "is not a form that Accelerate loads",
             "write sharded or full; flat parameters are of --to fsdp, DDP's files of --to"
             " accelerate and hf-trainer, one file is --to torch",
         )
@@ -332,7 +345,7 @@ def _lay_out_state_dicts(state: Training, request: Request) -> Skeleton:
         )
     raise UsageError(
         "--state-dict-type local",
-        "is no form that the Trainer resumes from",
+        "is not a form that the Trainer resumes from",
         "choose sharded, full or unsharded",
     )
 
