@@ -51,7 +51,7 @@ from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import load_table
 from reshard.model_parallel.sizes import Sizes
 from reshard.plan.planner import Plan
-from reshard.training.state import build_training
+from reshard.training.state import build_writable_state
 
 Shapes = dict[str, tuple[int, ...]]
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -225,7 +225,7 @@ def write_headers(skeleton: Skeleton, directory: Path) -> None:
 
 def make(case: Case, ranks: int, directory: Path) -> None:
     writer, request = registry.find_writer(case.target), case.request(ranks, True)
-    laid = writer.lay_out(build_training(case.whole()), request)
+    laid = writer.lay_out(build_writable_state(case.whole()), request)
     write_headers(laid.skeleton, directory)
 
 
@@ -243,7 +243,7 @@ def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
     timed("prove", lambda: check(manifest))
     request = case.request(ranks, False)
     writer = registry.find_writer(case.target)
-    laid = timed("lay out", lambda: writer.lay_out(build_training(manifest), request))
+    laid = timed("lay out", lambda: writer.lay_out(build_writable_state(manifest), request))
     skeleton = laid.skeleton
     timed("prove target", lambda: check_overlaps(skeleton))
     planned = Plan(manifest.entries, skeleton)

@@ -11,14 +11,16 @@ from reshard import formats, keys
 from reshard.formats import registry
 from reshard.formats.request import Request
 from reshard.plan.planner import Plan
-from reshard.training.state import build_training
+from reshard.training.state import build_writable_state
 
 
 def copied_spans(run: Path, ranks: int, stage: int) -> list[tuple[str, int, int]]:
     """(file, byte offset, nbytes) of every run that the plan of a split copies."""
     manifest = keys.edit(formats.read([run]), keys.Edits()).manifest
     request = Request(world_size=ranks, zero_stage=stage)
-    skeleton = registry.find_writer("deepspeed").lay_out(build_training(manifest), request).skeleton
+    skeleton = (
+        registry.find_writer("deepspeed").lay_out(build_writable_state(manifest), request).skeleton
+    )
     return [
         (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
         for window in Plan(manifest.entries, skeleton)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.model_parallel.traits import Traits
     from reshard.naming.options import NameOptions, Naming
     from reshard.training.rng import RankRng
-    from reshard.training.state import Training
+    from reshard.training.state import WritableState
     from reshard.training.trainer_run import Run
 
 RandomStates = Literal["none", "per rank", "own"]
@@ -122,7 +122,7 @@ class Writer(ABC):
     keeps_wrappers_of: tuple[str, ...] = ()
 
     @abstractmethod
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
+    def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Return the files to write, and notes on what is derived or dropped.
 
         Raises:
@@ -188,7 +188,7 @@ class Writer(ABC):
         return {}
 
     def find_companion_folders(
-        self, skeleton: Skeleton, _state: Training, request: Request
+        self, skeleton: Skeleton, _state: WritableState, request: Request
     ) -> tuple[str, str]:
         """Return the output folders for files beside the checkpoint and above it.
 
@@ -202,7 +202,7 @@ class Writer(ABC):
         parent = PurePosixPath(skeleton.files[-1].name).parent
         return (str(parent) if self.is_tagged else ""), ""
 
-    def place(self, skeleton: Skeleton, _state: Training, _destination: str) -> Skeleton:
+    def place(self, skeleton: Skeleton, _state: WritableState, _destination: str) -> Skeleton:
         """Return the files with their paths below the destination that the user named."""
         return skeleton
 

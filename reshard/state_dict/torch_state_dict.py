@@ -30,8 +30,8 @@ from reshard.training import loss_scale
 from reshard.training.state import (
     TrainedGroup,
     TrainedParameter,
-    Training,
     Weight,
+    WritableState,
     refuse_without_optimizer,
 )
 
@@ -87,7 +87,7 @@ def build_counter(step: float, slots: Collection[str]) -> Value | int:
 
 
 def build_weights(
-    state: Training,
+    state: WritableState,
     *,
     dtype: DType | None = None,
     divided: Callable[[Weight], bool] | None = None,
@@ -121,7 +121,7 @@ def choose_weight_dtype(weight: Weight, dtype: DType | None) -> DType:
 
 
 def build_optimizer(
-    state: Training, keyed: Keyed, model: ModelShapes | None = None, *, named: bool = False
+    state: WritableState, keyed: Keyed, model: ModelShapes | None = None, *, named: bool = False
 ) -> dict[str, Any]:
     """Build the optimizer's state dict.
 
@@ -165,7 +165,7 @@ def assemble_optimizer(
     return {"state": states, "param_groups": param_groups}
 
 
-def needs_param_names(state: Training) -> bool:
+def needs_param_names(state: WritableState) -> bool:
     """Return whether numbers alone do not identify the parameters.
 
     This is so if some parameters are in no group, or ones of equal shape in several groups.
@@ -178,7 +178,7 @@ def needs_param_names(state: Training) -> bool:
 
 
 def order_members(
-    state: Training, keyed: Keyed, model: ModelShapes | None
+    state: WritableState, keyed: Keyed, model: ModelShapes | None
 ) -> list[tuple[TrainedParameter, ...]]:
     """Return the members of each group in the order in which their optimizer has them.
 
@@ -209,7 +209,7 @@ def order_members(
     return ordered
 
 
-def _find_positions(state: Training, model: ModelShapes) -> dict[str, int]:
+def _find_positions(state: WritableState, model: ModelShapes) -> dict[str, int]:
     """Return the position of each trained parameter in the model, under any of its names."""
     at = {fqn: number for number, fqn in enumerate(model.parameters)}
     at.update((alias, at[first]) for alias, first in model.tied.items() if first in at)
@@ -245,7 +245,7 @@ def has_flat_storage(manifest: Manifest) -> bool:
 
 
 def _build_member_state(
-    state: Training, group: TrainedGroup, member: TrainedParameter
+    state: WritableState, group: TrainedGroup, member: TrainedParameter
 ) -> dict[str, Any]:
     """Build all state of one parameter, as its optimizer had it.
 
@@ -257,7 +257,7 @@ def _build_member_state(
     )
 
 
-def get_non_tensor_state(state: Training, member: TrainedParameter) -> Mapping[str, Any]:
+def get_non_tensor_state(state: WritableState, member: TrainedParameter) -> Mapping[str, Any]:
     """Return what an optimizer keeps of a parameter that is neither a tensor nor the step.
 
     Raises:
@@ -275,7 +275,7 @@ def get_non_tensor_state(state: Training, member: TrainedParameter) -> Mapping[s
 
 
 def _build_slots(
-    state: Training, group: TrainedGroup, member: TrainedParameter
+    state: WritableState, group: TrainedGroup, member: TrainedParameter
 ) -> dict[str, Value | int]:
     """Build the step and slots of one parameter; nothing if it was never stepped."""
     slots: dict[str, Value | int] = {
@@ -309,7 +309,7 @@ def find_expected_slots(group: TrainedGroup) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_adam_slots(state: Training, group: TrainedGroup, member: TrainedParameter) -> None:
+def check_adam_slots(state: WritableState, group: TrainedGroup, member: TrainedParameter) -> None:
     """Refuse an Adam state that lacks a part.
 
     Other optimizers share slot names with Adam: Lion has exp_avg alone, Adamax a further slot,
@@ -331,7 +331,7 @@ def check_adam_slots(state: Training, group: TrainedGroup, member: TrainedParame
         )
 
 
-def build_hyper(state: Training, group: TrainedGroup) -> dict[str, Any]:
+def build_hyper(state: WritableState, group: TrainedGroup) -> dict[str, Any]:
     """Return a group's hyper-parameters under torch's names, with an Adam's defaults added.
 
     Raises:

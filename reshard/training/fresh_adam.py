@@ -9,7 +9,7 @@ from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import Entry
 from reshard.training.param_groups import Made
-from reshard.training.state import TrainedGroup, TrainedParameter, Training, Weight
+from reshard.training.state import TrainedGroup, TrainedParameter, Weight, WritableState
 
 InitOptimizer = Literal["none", "zeros"]
 
@@ -22,10 +22,10 @@ _ADAMW: dict[str, Any] = {
 }
 
 
-def start_adam(state: Training, dtype: DType) -> Made:
+def start_adam(state: WritableState, dtype: DType) -> Made:
     """Return the state with an Adam before its first update: moments of zeros, step 0.
 
-    Its slots are entries without chunks, which `Training.zero_slots` lists. No file stores them;
+    Its slots are entries without chunks, listed in `WritableState.zero_slots`. No file stores them;
     bytes that no chunk fills are zero.
 
     Args:
@@ -48,7 +48,9 @@ def start_adam(state: Training, dtype: DType) -> Made:
     return replace(state, groups=groups), notes
 
 
-def _build_group(state: Training, number: int, group: TrainedGroup, dtype: DType) -> TrainedGroup:
+def _build_group(
+    state: WritableState, number: int, group: TrainedGroup, dtype: DType
+) -> TrainedGroup:
     if "lr" not in group.hyper:
         raise UsageError(
             "--init-optimizer zeros",

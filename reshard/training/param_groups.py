@@ -21,7 +21,7 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.keys import compile_patterns
 from reshard.pickles import objects
-from reshard.training.state import TrainedGroup, TrainedParameter, Training
+from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import some
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
@@ -62,7 +62,7 @@ class Rules:
     rules: tuple[Rule, ...]
 
 
-Made = tuple[Training, list[str]]  # a derived state, and notes about it for the user
+Made = tuple[WritableState, list[str]]  # a derived state, and notes about it for the user
 ONE = Rules(Path(), (Rule((), (), frozen=False, hyper={}),))  # one group of all parameters
 
 
@@ -138,7 +138,7 @@ class _Member:
     source: int | None
 
 
-def regroup(state: Training, given: Rules) -> Made:
+def regroup(state: WritableState, given: Rules) -> Made:
     """Return the state with the groups of a file, each in the order of the weights.
 
     A hyper-parameter that a group does not give is taken from its members' groups in the source.
@@ -182,7 +182,7 @@ def regroup(state: Training, given: Rules) -> Made:
     return regrouped, [*notes, *scheduler_notes]
 
 
-def _collect_members(state: Training) -> dict[str, _Member]:
+def _collect_members(state: WritableState) -> dict[str, _Member]:
     """Return the members of the source's groups; without groups, every unfrozen parameter."""
     if state.groups:
         return {
@@ -248,7 +248,9 @@ def _refuse_unassigned(given: Rules, owners: Mapping[str, Sequence[int]]) -> Non
         )
 
 
-def _merge_hyper(where: str, rule: Rule, state: Training, sources: Sequence[int]) -> dict[str, Any]:
+def _merge_hyper(
+    where: str, rule: Rule, state: WritableState, sources: Sequence[int]
+) -> dict[str, Any]:
     """Return a rule's values, and the other values on which its source groups agree."""
     before = [state.groups[number].hyper for number in sources]
     keys = dict.fromkeys(key for hyper in before for key in hyper if key not in rule.hyper)
@@ -271,7 +273,7 @@ def _unwrap_number(value: Any) -> Any:
 
 
 def _regroup_scheduler(
-    state: Training, origins: Sequence[Sequence[int]], groups: Sequence[TrainedGroup]
+    state: WritableState, origins: Sequence[Sequence[int]], groups: Sequence[TrainedGroup]
 ) -> tuple[Any, list[str]]:
     """Regroup the lists of a torch scheduler, which have one value for each group.
 
@@ -294,7 +296,7 @@ def _regroup_scheduler(
     return adapted if isinstance(scheduler, list) else adapted[0], notes
 
 
-def _follow(state: Training, scheduler: Any, origins: Sequence[Sequence[int]]) -> Any:
+def _follow(state: WritableState, scheduler: Any, origins: Sequence[Sequence[int]]) -> Any:
     if not isinstance(scheduler, dict):
         return scheduler
     changed = dict(scheduler)

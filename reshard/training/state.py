@@ -99,8 +99,8 @@ def collect_scalar_names(members: Sequence[TrainedParameter]) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """Everything that a target can write."""
+class WritableState:
+    """The weights, param groups and further state that a target can write."""
 
     manifest: Manifest
     weights: tuple[Weight, ...]  # in state-dict order, without the aliases of tied weights
@@ -156,7 +156,7 @@ class Training:
         )
 
 
-def build_training(manifest: Manifest, *, weights_only: bool = False) -> Training:
+def build_writable_state(manifest: Manifest, *, weights_only: bool = False) -> WritableState:
     """Build the training state of a manifest whose names have been edited.
 
     Raises:
@@ -170,7 +170,7 @@ def build_training(manifest: Manifest, *, weights_only: bool = False) -> Trainin
         for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(*WEIGHT_KINDS))
     }
     groups = () if weights_only else _build_groups(manifest, weights)
-    return Training(manifest, tuple(weights.values()), groups)
+    return WritableState(manifest, tuple(weights.values()), groups)
 
 
 def _build_weight(
@@ -218,7 +218,7 @@ def _build_groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Tr
     return groups
 
 
-def change_entries(state: Training, change: Callable[[Entry], Entry | None]) -> Training:
+def change_entries(state: WritableState, change: Callable[[Entry], Entry | None]) -> WritableState:
     """Return the state with every entry changed, by name or shape; None drops a tensor."""
     weights: dict[str, Weight] = {}
     for weight in state.weights:
@@ -254,7 +254,7 @@ def find_most_common_dtype(weights: Iterable[Weight]) -> DType:
     return max(sizes, key=lambda dtype: sizes[dtype], default=dtypes.FLOAT32)
 
 
-def refuse_without_optimizer(state: Training) -> None:
+def refuse_without_optimizer(state: WritableState) -> None:
     """Refuse to drop an optimizer silently.
 
     Raises:
@@ -283,14 +283,14 @@ def refuse_without_optimizer(state: Training) -> None:
     )
 
 
-def describe_lost_state(state: Training) -> list[str]:
+def describe_lost_state(state: WritableState) -> list[str]:
     """Return notes if a target's optimizer state holds nothing but tensors and steps."""
     kept_state = state.manifest.train.non_tensor_state.values()
     names = dict.fromkeys(name for values in kept_state for name in values)
     return [f"not carried: {name!r}, which the optimizer keeps of parameters" for name in names]
 
 
-def describe_lost_setup(state: Training) -> list[str]:
+def describe_lost_setup(state: WritableState) -> list[str]:
     """Return notes if a target's layout cannot hold how the run was set up.
 
     DeepSpeed and Megatron store their configuration in the checkpoint. A user may expect a
@@ -311,7 +311,7 @@ def describe_lost_setup(state: Training) -> list[str]:
 
 
 def refuse_non_elementwise_slots(
-    state: Training, why: str, remedy: str = "", *, placed: Collection[str] = ()
+    state: WritableState, why: str, remedy: str = "", *, placed: Collection[str] = ()
 ) -> None:
     """Refuse optimizer state that is not per element, such as a factored one.
 

@@ -19,7 +19,7 @@ from reshard.manifest import (
     TrainState,
     index_entries,
 )
-from reshard.training.state import build_training
+from reshard.training.state import build_writable_state
 
 LAYERS = ("0.deepspeed_moe.", "1.deepspeed_moe.")
 GATES = [f"{layer}gate.wg.weight" for layer in LAYERS]
@@ -58,7 +58,7 @@ def state(*groups, count=4, tied=None):
         tied=tied or {},
         ordered=True,
     )
-    return build_training(found)
+    return build_writable_state(found)
 
 
 REST = ParamGroup({"lr": 0.1, "name": "rest"}, tuple(GATES))

@@ -29,7 +29,7 @@ from reshard.manifest import (
     index_entries,
 )
 from reshard.plan.planner import Plan
-from reshard.training.state import build_training
+from reshard.training.state import build_writable_state
 
 ADAM = {"lr": 0.1, "capturable": False}
 SHAPES = ((), (1,), (2,), (7,), (13,), (3, 5), (0, 5), (2, 3, 4), (31, 3), (1, 1))
@@ -95,7 +95,7 @@ def test_every_layout_covers_every_tensor_once():
     for _ in range(120):
         source = random_manifest(chance)
         check(source)
-        state = build_training(source)
+        state = build_writable_state(source)
         stage, ranks = chance.randint(0, 3), chance.choice((1, 2, 3, 5, 8, 33))
         precision = chance.choice((None, FLOAT32, BFLOAT16, FLOAT16))
         skeleton = write.lay_out(state, world_size=ranks, stage=stage, precision=precision).skeleton
@@ -113,7 +113,9 @@ def test_pieces_are_equal_and_padded_as_deepspeed_pads():
     for _ in range(100):
         source = random_manifest(chance)
         ranks = chance.choice((1, 2, 3, 5, 8, 33))
-        choice = resolve_spec(build_training(source), world_size=ranks, stage=2, precision=None)
+        choice = resolve_spec(
+            build_writable_state(source), world_size=ranks, stage=2, precision=None
+        )
         states = [FlatGroups(choice).of_rank(rank) for rank in range(ranks)]
         for number, members in enumerate(choice.flats):
             paddings = states[0]["param_alignment_paddings"][number]
@@ -154,7 +156,7 @@ def test_a_run_that_took_turns_takes_them_at_the_new_size():
     zero = {"stage": 2, "round_robin_gradients": True}
     source = manifest([[(name, (2,)) for name in turned]], config={"zero_optimization": zero})
     for stage, wanted in ((2, order.to_round_robin(names, 2)), (3, list(names)), (0, list(names))):
-        choice = resolve_spec(build_training(source), world_size=2, stage=stage)
+        choice = resolve_spec(build_writable_state(source), world_size=2, stage=stage)
         assert [member.fqn for member in choice.flats[0]] == wanted
 
 
@@ -163,7 +165,7 @@ def test_other_frameworks_groups_are_put_into_the_models_order():
     groups = (ParamGroup(ADAM, ("c", "a", "b")),)
     source = replace(source, train=replace(source.train, param_groups=groups))
     for origin, wanted in (("deepspeed", "cab"), ("fsdp", "abc")):
-        state = build_training(replace(source, origin=replace(source.origin, format=origin)))
+        state = build_writable_state(replace(source, origin=replace(source.origin, format=origin)))
         choice = resolve_spec(state, world_size=2, stage=2)
         assert "".join(member.fqn for member in choice.flats[0]) == wanted
 
@@ -172,7 +174,9 @@ def test_alignment_is_in_elements_of_the_module():
     config = {"zero_optimization": {"parameter_alignment": True}}
     source = manifest([[("a", (3,)), ("b", (8,)), ("c", (1,))]], config=config)
     for precision, paddings in ((BFLOAT16, [5, 0, 0]), (FLOAT32, [1, 0, 0])):
-        choice = resolve_spec(build_training(source), world_size=2, stage=1, precision=precision)
+        choice = resolve_spec(
+            build_writable_state(source), world_size=2, stage=1, precision=precision
+        )
         assert FlatGroups(choice).of_rank(0)["param_alignment_paddings"] == [paddings]
 
 
@@ -181,7 +185,7 @@ def test_sub_groups_close_when_they_are_full():
     for size, wanted in ((10**9, ["abcde"]), (3, ["ab", "cd", "e"]), (0, list("abcde"))):
         config = {"zero_optimization": {"sub_group_size": size}}
         source = manifest([members], config=config)
-        choice = resolve_spec(build_training(source), world_size=2, stage=3)
+        choice = resolve_spec(build_writable_state(source), world_size=2, stage=3)
         assert ["".join(m.fqn for m in flat) for flat in choice.flats] == wanted
 
 
@@ -189,14 +193,14 @@ def test_steps_that_differ_are_refused_where_one_counts_for_all():
     source = manifest([[("a", (2,)), ("b", (2,))]], optimizer_step={"a": 4.0, "b": 3.0})
     for stage in (1, 2, 3):
         with pytest.raises(UnsupportedError, match=r"'b' 3\.0 times"):
-            write.lay_out(build_training(source), world_size=2, stage=stage)
-    write.lay_out(build_training(source), world_size=2, stage=0)
+            write.lay_out(build_writable_state(source), world_size=2, stage=stage)
+    write.lay_out(build_writable_state(source), world_size=2, stage=0)
 
 
 def test_what_was_never_stepped_begins_with_zeros_and_is_named():
     source = manifest([[("a", (2,)), ("b", (2,))]])
     kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
-    state = build_training(source.with_entries(kept))
+    state = build_writable_state(source.with_entries(kept))
     assert write.lay_out(state, world_size=2, stage=2).notes == (
         "never stepped, and begins with zeros: b",
     )
@@ -224,7 +228,7 @@ def test_what_the_optimizer_needs_is_asked_for(missing):
         )
     error = UnsupportedError if missing == "factored" else IncompleteError
     with pytest.raises(error):
-        write.lay_out(build_training(source), world_size=2, stage=2)
+        write.lay_out(build_writable_state(source), world_size=2, stage=2)
 
 
 @pytest.mark.parametrize(
@@ -239,15 +243,15 @@ def test_what_the_optimizer_needs_is_asked_for(missing):
     ],
 )
 def test_requests_that_cannot_be(asked):
-    state = build_training(manifest([[("a", (2,))]]))
+    state = build_writable_state(manifest([[("a", (2,))]]))
     with pytest.raises(UsageError):
         write.lay_out(state, **{"world_size": 2, "stage": 2, **asked})
 
 
 def test_weights_alone_are_of_the_precision_of_the_run():
     source = manifest([[("a", (2,))]])
-    assert precision_of(build_training(source, weights_only=True)) == BFLOAT16
-    assert precision_of(build_training(source)) == BFLOAT16
+    assert precision_of(build_writable_state(source, weights_only=True)) == BFLOAT16
+    assert precision_of(build_writable_state(source)) == BFLOAT16
 
 
 def test_client_values_are_carried_only_as_what_they_are():
@@ -258,7 +262,7 @@ def test_client_values_are_carried_only_as_what_they_are():
         "object": {"deep": {"class": "numpy.ndarray"}},
         "module": 7,
     }
-    state = build_training(manifest([[("a", (2,))]], client=client))
+    state = build_writable_state(manifest([[("a", (2,))]], client=client))
     kept, lost = spec.select_extra_state(state)
     assert kept == {"epoch": 3, "nested": {"a": [1, (2, None)]}}
     assert lost == ["numbers", "object", "module"]
@@ -266,7 +270,7 @@ def test_client_values_are_carried_only_as_what_they_are():
 
 
 def test_a_scaler_begins_where_training_was_not_scaled():
-    state = build_training(
+    state = build_writable_state(
         manifest([[("a", (2,))]], scaler={"class": "LossScaler", "cur_scale": 1.0})
     )
     choice = resolve_spec(state, world_size=1, stage=2, precision=FLOAT16)
@@ -294,7 +298,7 @@ def test_every_universal_layout_covers_every_tensor_once():
     chance = random.Random(5)
     for _ in range(60):
         source = random_manifest(chance)
-        state = build_training(source)
+        state = build_writable_state(source)
         asked = {"world_size": chance.choice((1, 3, 33)), "stage": chance.randint(0, 3)}
         skeleton = write.lay_out_universal(state, **asked).skeleton
         check_skeleton(skeleton)
@@ -312,7 +316,7 @@ def test_every_universal_layout_covers_every_tensor_once():
 
 @pytest.mark.parametrize("name", ["..", "a/b", "../../a", "a\0b"])
 def test_a_name_that_leads_out_of_the_directory_is_refused(name):
-    state = build_training(manifest([[(name, (2,))]]))
+    state = build_writable_state(manifest([[(name, (2,))]]))
     with pytest.raises(UnsafeError):
         write.lay_out_universal(state, world_size=1, stage=1)
     write.lay_out(state, world_size=1, stage=1)
@@ -322,7 +326,7 @@ def test_a_universal_group_that_was_never_stepped_is_named():
     source = manifest([[("a", (2,))], [("b", (2,))]])
     train = replace(source.train, optimizer_step={"a": 4.0})
     kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
-    state = build_training(replace(source.with_entries(kept), train=train))
+    state = build_writable_state(replace(source.with_entries(kept), train=train))
     names = {
         file.name for file in write.lay_out_universal(state, world_size=1, stage=1).skeleton.files
     }
@@ -335,7 +339,7 @@ def test_stage_3_is_given_only_what_all_groups_share():
     source = manifest([[("a", (2,))], [("b", (2,))]])
     first, second = source.train.param_groups
     groups = (first, replace(second, hyper={**ADAM, "lr": 0.2}))
-    state = build_training(replace(source, train=replace(source.train, param_groups=groups)))
+    state = build_writable_state(replace(source, train=replace(source.train, param_groups=groups)))
     choice = resolve_spec(state, world_size=1, stage=3, universal=True)
     assert universal.common_hyper(choice) == {"capturable": False}
     assert [group["lr"] for group in choice.param_groups()] == [0.1, 0.2]

@@ -25,7 +25,7 @@ from reshard.model_parallel.traits import Traits
 from reshard.pickles.values import Global
 from reshard.state_dict import flat_params, tree
 from reshard.state_dict.tree import LocalTensors
-from reshard.training.state import build_training
+from reshard.training.state import build_writable_state
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
@@ -282,7 +282,7 @@ def test_a_group_of_megatrons_that_is_told_apart_by_no_number():
     manifest = formats.read(next(run.rglob("latest_checkpointed_iteration.txt")).parent)
     first, *rest = manifest.train.param_groups
     odd = replace(first, hyper={**first.hyper, "lr_mult": {}})
-    state = build_training(
+    state = build_writable_state(
         replace(manifest, train=replace(manifest.train, param_groups=(odd, *rest)))
     )
     with pytest.raises(CorruptError, match="a param group whose lr_mult is a dict"):

@@ -34,7 +34,7 @@ from reshard.pickles.values import Call
 from reshard.plan.planner import Plan
 from reshard.stamps import Save
 from reshard.tensors import read_block
-from reshard.training.state import build_training
+from reshard.training.state import build_writable_state
 from tests.judges import deepspeed_judge
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def split(source, directory, **options):
     """What the command does, without its checks of the result."""
     manifest = read(source)
     skeleton = write.lay_out(
-        replace(build_training(manifest), save=Save("an id", 3)), **options
+        replace(build_writable_state(manifest), save=Save("an id", 3)), **options
     ).skeleton
     check_skeleton(skeleton)
     check_overlaps(skeleton)
@@ -77,7 +77,7 @@ def split(source, directory, **options):
 
 def contents(manifest):
     """(kind or "weight", fqn) -> dtype and bytes; of each weight its most precise value."""
-    state = build_training(manifest)
+    state = build_writable_state(manifest)
     named = {("weight", weight.fqn): weight.value for weight in state.weights}
     named |= {
         (slot, member.fqn): entry
@@ -120,7 +120,7 @@ def test_every_layout_holds_the_same_state(case, made, tmp_path):
         check_train(found.train, source.train, stage=stage)
         assert found.tied == source.tied
         assert found.frozen == source.frozen
-        held = {weight.fqn for weight in build_training(source).weights} | source.tied.keys()
+        held = {weight.fqn for weight in build_writable_state(source).weights} | source.tied.keys()
         assert found.trained_dtypes == {
             fqn: dtype for fqn, dtype in source.trained_dtypes.items() if fqn in held
         }
@@ -340,7 +340,7 @@ def test_fsdp_becomes_zero_2(torch_made, tmp_path):
     source = torch_made / "fsdp2_dcp" / "ckpt"
     truth = torch.load(torch_made / "fsdp2_dcp" / "truth.pt", weights_only=False)
     run = split(source, tmp_path / "run", stage=2, world_size=3, precision=BFLOAT16)
-    state, found = build_training(read(source)), contents(read(run))
+    state, found = build_writable_state(read(source)), contents(read(run))
     assert {k: v for k, v in contents(read(source)).items() if k[0] != "weight"} == {
         k: v for k, v in found.items() if k[0] != "weight"
     }

@@ -27,7 +27,7 @@ from reshard.stamps import Save
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training import copied_files
-from reshard.training.state import build_training
+from reshard.training.state import build_writable_state
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import library_judge
 from tests.judges import split_worker as worker
@@ -58,7 +58,7 @@ def split(source, out, lay_out, *, weights_only=False, **told):
     """What the command does: read, lay out, prove, plan, copy."""
     manifest = keys.edit(formats.read([Path(source)], **told), keys.Edits()).manifest
     check(manifest)
-    state = build_training(manifest, weights_only=weights_only)
+    state = build_writable_state(manifest, weights_only=weights_only)
     skeleton = lay_out(replace(state, save=Save("an id", 3)))
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
     check(Manifest(Origin("target", ""), index_entries(skeleton.entries), files, ordered=True))
@@ -388,7 +388,7 @@ def test_dcp_s_chunks_tell_parameters_from_buffers(torch_made, tmp_path):
 def refused(source, lay_out, error, *texts, **told):
     manifest = keys.edit(formats.read([Path(source)], **told), keys.Edits()).manifest
     with pytest.raises(error) as caught:
-        lay_out(build_training(manifest))
+        lay_out(build_writable_state(manifest))
     for text in texts:
         assert text in str(caught.value)
 
@@ -409,9 +409,9 @@ def test_what_is_missing_is_named(torch_made, made, trained):
         "--model",
     )
     told_model = formats.read([flat], **said)  # the model that explains the files orders them, too
-    numbers = torch_state_dict.build_optimizer(build_training(told_model), "index", named=True)[
-        "param_groups"
-    ]
+    numbers = torch_state_dict.build_optimizer(
+        build_writable_state(told_model), "index", named=True
+    )["param_groups"]
     wanted = [name for name in shapes("menagerie").parameters if name in numbers[0]["param_names"]]
     assert list(numbers[0]["param_names"]) == wanted
     factored = torch_made / "plain_adafactor" / "ckpt"
@@ -488,7 +488,7 @@ def test_any_number_of_ranks_holds_everything(torch_made, ranks, form):
     place = torch_made / "fsdp2_ranks_unused" / "ckpt"
     lay_out, *_ = FORMS[form]
     manifest = keys.edit(formats.read([place]), keys.Edits()).manifest
-    skeleton = lay_out(build_training(manifest), ranks)
+    skeleton = lay_out(build_writable_state(manifest), ranks)
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
     check(Manifest(Origin("target", ""), index_entries(skeleton.entries), files, ordered=True))
     assert {e.key for e in skeleton.entries} == manifest.entries.keys()

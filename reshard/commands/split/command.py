@@ -32,7 +32,7 @@ from reshard.naming.options import Naming
 from reshard.plan.planner import Plan
 from reshard.training import copied_files
 from reshard.training.companion_files import with_companions
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 
 def split(
@@ -79,7 +79,7 @@ class _Job:
     """
 
     manifest: Manifest
-    state: Training
+    state: WritableState
     naming: Naming
     skeleton: Skeleton
     plan: Plan
@@ -138,7 +138,7 @@ def _open(
 
 
 def _plan(
-    conversion: Conversion, state: Training, destination: Path, options: SplitOptions
+    conversion: Conversion, state: WritableState, destination: Path, options: SplitOptions
 ) -> _Job:
     """Plan the files of the output, and the copies that fill them."""
     writer, request, manifest = conversion.writer, conversion.request, conversion.manifest

@@ -30,7 +30,7 @@ from reshard.stamps import Save
 from reshard.training import batch as batches
 from reshard.training import fresh_adam, param_groups, rng
 from reshard.training.companion_files import is_model_config
-from reshard.training.state import Training, build_training, refuse_without_optimizer
+from reshard.training.state import WritableState, build_writable_state, refuse_without_optimizer
 
 _ID = 32  # characters of a save's id
 _SAMPLES, _SAMPLE_BYTES = 4, 4096  # of each file without checksums
@@ -282,10 +282,10 @@ def adapt(conversion: Conversion) -> Conversion:
 # The training state to write
 
 
-def build_state(conversion: Conversion, options: SplitOptions) -> Training:
+def build_state(conversion: Conversion, options: SplitOptions) -> WritableState:
     """Return the training state to write, with the optimizer and groups that the user chose."""
     request, notes = conversion.request, conversion.notes
-    state = build_training(conversion.manifest, weights_only=request.weights_only)
+    state = build_writable_state(conversion.manifest, weights_only=request.weights_only)
     groups = param_groups.read(options.param_groups) if options.param_groups else None
     is_new = options.init_optimizer == "zeros"
     if is_new and groups is None and not state.groups:
@@ -302,7 +302,7 @@ def build_state(conversion: Conversion, options: SplitOptions) -> Training:
     return replace(state, rng=conversion.rng, save=save)
 
 
-def identify_save(state: Training, request: Request, writer: Writer) -> Save:
+def identify_save(state: WritableState, request: Request, writer: Writer) -> Save:
     """Return the stamp of the files to write.
 
     The id is a digest of the source and of what is written, so that the same command writes the
@@ -349,7 +349,7 @@ def _list_layout_options(request: Request) -> Iterator[object]:
             yield name, str(value)
 
 
-def without_zeros(skeleton: Skeleton, state: Training) -> Skeleton:
+def without_zeros(skeleton: Skeleton, state: WritableState) -> Skeleton:
     """Return the skeleton without entries of zeros, which no source has and no window fills."""
     if not state.zero_slots:
         return skeleton

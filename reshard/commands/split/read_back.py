@@ -13,11 +13,11 @@ from reshard.dtypes import DType
 from reshard.errors import DifferentError
 from reshard.manifest import Entry, Manifest, Skeleton
 from reshard.naming import Naming
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 
 def check(
-    staging: Path, skeleton: Skeleton, state: Training, named: Naming, options: SplitOptions
+    staging: Path, skeleton: Skeleton, state: WritableState, named: Naming, options: SplitOptions
 ) -> None:
     """Check that the reader of the output's format finds exactly what was planned.
 
@@ -62,7 +62,7 @@ def _is_padding(chunk: Chunk, expected: Sequence[Entry]) -> bool:
     return any(at >= size for dims in ends for at, size in dims)
 
 
-def _check_all(seen: Manifest, state: Training, named: Naming) -> None:
+def _check_all(seen: Manifest, state: WritableState, named: Naming) -> None:
     """Check that every weight and every optimizer slot reads back.
 
     Raises:

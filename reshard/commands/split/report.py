@@ -17,7 +17,7 @@ from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan.planner import Plan
 from reshard.training import copied_files
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 SCHEMA = 1
 
@@ -88,7 +88,7 @@ class SplitReport:
 
 
 def describe_split(
-    conversion: Conversion, state: Training, skeleton: Skeleton, plan: Plan
+    conversion: Conversion, state: WritableState, skeleton: Skeleton, plan: Plan
 ) -> SplitReport:
     """Return the part of a report that is known before the first byte moves."""
     manifest, request = state.manifest, conversion.request
@@ -149,7 +149,7 @@ def _unread(manifest: Manifest) -> Iterator[str]:
         yield f"not carried: {units.some(names)} ({kind})"
 
 
-def _masters(state: Training, request: Request) -> Iterator[str]:
+def _masters(state: WritableState, request: Request) -> Iterator[str]:
     """Yield notes on the masters of a new optimizer that are cast from narrower weights."""
     written = request.master_dtype
     narrow = Counter(

@@ -12,7 +12,7 @@ from reshard.location import Location
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
-    from reshard.training.state import Training
+    from reshard.training.state import WritableState
 
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
@@ -27,7 +27,7 @@ class ColossalAI(Writer):
     name = NAME
     weights_alone = True
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
+    def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the directories of weights and optimizer.
 
         Raises:

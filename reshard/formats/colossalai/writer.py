@@ -24,7 +24,7 @@ from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots
 from reshard.state_dict.torch_state_dict import Value
-from reshard.training.state import Training, describe_lost_setup
+from reshard.training.state import WritableState, describe_lost_setup
 
 RUNNING, SCHEDULER = "running_states.json", "lr_scheduler"
 _GROUPS = "pytorch_optim_group.bin"
@@ -33,7 +33,7 @@ _MEBI = 1 << 20  # unit of the sizes in an index
 
 
 def lay_out(
-    state: Training, *, weights_only: bool, model: ModelShapes | None, dtype: DType | None
+    state: WritableState, *, weights_only: bool, model: ModelShapes | None, dtype: DType | None
 ) -> Skeleton:
     """Lay out the directory.
 
@@ -57,7 +57,7 @@ def lay_out(
     return skeletons.join(parts)
 
 
-def notes(state: Training, *, weights_only: bool) -> Iterator[str]:
+def notes(state: WritableState, *, weights_only: bool) -> Iterator[str]:
     """Yield what ColossalAI cannot store, and what it creates when it loads."""
     train = state.manifest.train
     if weights_only:
@@ -74,7 +74,7 @@ def notes(state: Training, *, weights_only: bool) -> Iterator[str]:
         yield f"no {RUNNING} (epoch, step, sample), which the examples of ColossalAI read"
 
 
-def _lay_out_companions(state: Training) -> Iterator[Skeleton]:
+def _lay_out_companions(state: WritableState) -> Iterator[Skeleton]:
     """Yield the scheduler, and the position in the data, if the source has them."""
     train = state.manifest.train
     if train.scheduler is not None and torch_state_dict.is_restorable(train.scheduler):

@@ -29,7 +29,7 @@ from reshard.pickles.pickler import Pickler
 from reshard.pickles.values import Call, Global
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 _VERSION = "1.0.0"
 _DCP = "torch.distributed.checkpoint"
@@ -38,7 +38,7 @@ _Path = tuple[Any, ...]  # str and int
 
 
 def lay_out(
-    state: Training,
+    state: WritableState,
     *,
     shards: int,
     weights_only: bool = False,
@@ -78,7 +78,7 @@ def lay_out(
 
 
 def lay_out_fsdp(
-    state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
+    state: WritableState, *, shards: int, weights_only: bool = False, dtype: DType | None = None
 ) -> Skeleton:
     """Lay out the two directories of FSDP's ``SHARDED_STATE_DICT``, named as by Accelerate."""
     weights = lay_out(
@@ -103,7 +103,7 @@ def lay_out_fsdp(
 
 
 def lay_out_accelerate(
-    state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
+    state: WritableState, *, shards: int, weights_only: bool = False, dtype: DType | None = None
 ) -> Skeleton:
     """Lay out what Accelerate's ``save_state`` writes under ``SHARDED_STATE_DICT``.
 

@@ -25,7 +25,7 @@ from reshard.naming.options import ModelNames
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.model_parallel.traits import Traits
-    from reshard.training.state import Training
+    from reshard.training.state import WritableState
 
 UNIVERSAL = "deepspeed-universal"
 
@@ -116,7 +116,7 @@ class Native(_Writer):
         """Return the stage, and the grid of model-parallel ranks if there is one."""
         return request.describe_zero()
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
+    def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the directory of a tag, with ``latest`` beside it.
 
         Raises:
@@ -144,7 +144,7 @@ class Universal(_Writer):
     options = ("zero_stage",)
     keeps_grid_of = (NAME,)
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
+    def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out one folder per parameter.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from reshard import dtypes
 from reshard.dtypes import BFLOAT16, DType
 from reshard.formats.deepspeed.expert_layout import expert_parallel_size, has_experts
-from reshard.training.state import TrainedGroup, TrainedParameter, Training
+from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 
 _SUB_GROUP_SIZE = 10**9
 _FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config accepts
@@ -87,14 +87,14 @@ def split_sub_groups(
             first, filled = index + 1, 0
 
 
-def engine_config(state: Training) -> dict[str, Any] | None:
+def engine_config(state: WritableState) -> dict[str, Any] | None:
     """Return the ``ds_config`` of the run; None for a source of another program."""
     config = state.manifest.train.config
     of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
     return config if of_deepspeed and isinstance(config, dict) else None
 
 
-def user_order(state: Training) -> Iterator[Sequence[TrainedParameter]]:
+def user_order(state: WritableState) -> Iterator[Sequence[TrainedParameter]]:
     """Yield the members of each group in the order in which a script passes them to DeepSpeed.
 
     DeepSpeed finds parameters by position. Its own files have that order, except that
@@ -117,7 +117,7 @@ def user_order(state: Training) -> Iterator[Sequence[TrainedParameter]]:
         yield undo_round_robin(group.members, ranks) if reordered else group.members
 
 
-def find_source_stage(state: Training) -> int:
+def find_source_stage(state: WritableState) -> int:
     """Return the ZeRO stage of the run that was saved; 0 for a source of another program."""
     stage = zero_section(engine_config(state)).get("stage", 0)
     return stage if isinstance(stage, int) else 0

@@ -34,11 +34,11 @@ from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import RankSharder, build_whole_slot
 from reshard.state_dict.torch_state_dict import Value
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 
 def lay_out_fsdp1_local(
-    state: Training,
+    state: WritableState,
     model: ModelShapes,
     *,
     ranks: int,
@@ -89,7 +89,7 @@ def lay_out_fsdp1_local(
 
 
 def lay_out_fsdp1_sharded(
-    state: Training,
+    state: WritableState,
     model: ModelShapes,
     grid: MeshGrid,
     *,
@@ -130,7 +130,7 @@ def lay_out_fsdp1_sharded(
 
 
 def _build_raw_optimizer(
-    state: Training, model: ModelShapes, flats: Sequence[Flat], compute: DType | None
+    state: WritableState, model: ModelShapes, flats: Sequence[Flat], compute: DType | None
 ) -> FlatOptimizer | OrigOptimizer:
     """Return the raw optimizer of either setting of ``use_orig_params``."""
     if compute is None:
@@ -152,7 +152,7 @@ def _build_pieces(
 
 
 def _lay_out_files(
-    state: Training,
+    state: WritableState,
     naming: FileNames,
     weights: Any,
     moments: Any,
@@ -164,7 +164,7 @@ def _lay_out_files(
         yield torch_writer.lay_out_object(name, root, stamp=state.stamp(name, rank, ranks))
 
 
-def _find_buffers(state: Training, model: ModelShapes) -> dict[str, Value]:
+def _find_buffers(state: WritableState, model: ModelShapes) -> dict[str, Value]:
     every = torch_state_dict.build_weights(state)
     names = [*model.buffers, *(a for a, first in model.tied.items() if first in model.buffers)]
     missing = [name for name in model.buffers if name not in every]

@@ -18,7 +18,7 @@ from reshard.state_dict.slots import build_whole_slot
 from reshard.training.shared_scalars import build_shared_scalars
 from reshard.training.state import (
     TrainedParameter,
-    Training,
+    WritableState,
     collect_slot_names,
     refuse_non_elementwise_slots,
 )
@@ -26,7 +26,7 @@ from reshard.training.state import (
 _REMEDY = "write DCP or whole files"
 
 
-def _build_optimizer(state: Training) -> dict[str, Any]:
+def _build_optimizer(state: WritableState) -> dict[str, Any]:
     """Build the optimizer by names; refuse what flat parameters cannot hold."""
     why = "it has no place in a flat parameter"
     refuse_non_elementwise_slots(state, why, _REMEDY, placed=state.scalars)
@@ -62,7 +62,7 @@ class _FlatState:
 _FlatGroup = tuple[dict[str, Any], list[_FlatState]]
 
 
-def _build_flat_groups(state: Training, flats: Sequence[Flat]) -> list[_FlatGroup]:
+def _build_flat_groups(state: WritableState, flats: Sequence[Flat]) -> list[_FlatGroup]:
     """Return hyper-parameters and flat parameters of each group, in the model's order."""
     optimizer = _build_optimizer(state)
     group_of = {
@@ -101,7 +101,7 @@ def _refuse_unit(flat: Flat, found: Sequence[tuple[int, TrainedParameter] | None
 
 
 def _build_flat_state(
-    state: Training, flat: Flat, members: Sequence[TrainedParameter]
+    state: WritableState, flat: Flat, members: Sequence[TrainedParameter]
 ) -> _FlatState:
     held = {member.fqn: torch_state_dict.get_non_tensor_state(state, member) for member in members}
     stepped = [m for m in members if m.slots or m.step is not None or held[m.fqn]]
@@ -159,7 +159,7 @@ def _build_scalars(unit: str, stepped: Sequence[TrainedParameter]) -> dict[str, 
 class FlatOptimizer:
     """The optimizer of ``use_orig_params=False``: flat parameters, numbered through the groups."""
 
-    def __init__(self, state: Training, flats: Sequence[Flat]) -> None:
+    def __init__(self, state: WritableState, flats: Sequence[Flat]) -> None:
         self._groups = _build_flat_groups(state, flats)
 
     def of(self, rank: int, ranks: int) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class OrigOptimizer:
     """The optimizer of ``use_orig_params=True``: slices of parameters, numbered as in the model."""
 
     def __init__(
-        self, state: Training, model: ModelShapes, flats: Sequence[Flat], compute: DType
+        self, state: WritableState, model: ModelShapes, flats: Sequence[Flat], compute: DType
     ) -> None:
         self._state = state
         self._flats = flats

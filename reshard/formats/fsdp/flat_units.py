@@ -16,7 +16,7 @@ from reshard.model import ModelShapes, Unit
 from reshard.pickles.values import Call
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sharded_writer import build_sharded_tensor
-from reshard.training.state import Training, Weight
+from reshard.training.state import Weight, WritableState
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def iterate_run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> 
             yield Part(entry.kind, entry.fqn, entry.shape, box, offset)
 
 
-def build_flats(state: Training, model: ModelShapes, dtype: DType | None) -> list[Flat]:
+def build_flats(state: WritableState, model: ModelShapes, dtype: DType | None) -> list[Flat]:
     """Build one flat parameter for each unit of the model, in its order.
 
     Args:
@@ -120,7 +120,7 @@ def build_flats(state: Training, model: ModelShapes, dtype: DType | None) -> lis
 
 
 def _find_weight(
-    state: Training, weights: Mapping[str, Weight], model: ModelShapes, fqn: str
+    state: WritableState, weights: Mapping[str, Weight], model: ModelShapes, fqn: str
 ) -> Weight:
     """Return the source's weight for a parameter of the model, under any of its names."""
     aliases = (alias for alias, first in model.tied.items() if first == fqn)
@@ -152,7 +152,7 @@ def _choose_dtype(held: Sequence[Weight], dtype: DType | None) -> DType:
     return widest
 
 
-def _refuse_unknown_weights(state: Training, model: ModelShapes) -> None:
+def _refuse_unknown_weights(state: WritableState, model: ModelShapes) -> None:
     """Refuse weights that the model lacks, which would be lost."""
     known = model.parameters.keys() | model.buffers.keys() | model.tied.keys()
     for weight in state.weights:

@@ -35,7 +35,7 @@ from reshard.state_dict import nested_slots, torch_state_dict
 from reshard.state_dict.sections import TRAIN_STATE
 from reshard.state_dict.slots import RankSharder, WholeSlots
 from reshard.state_dict.torch_state_dict import Value
-from reshard.training.state import Training, Weight
+from reshard.training.state import Weight, WritableState
 
 _SAY_MODEL = "pass the model: --model config.json|DIR|module:factory"
 
@@ -103,7 +103,7 @@ _SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # 
 
 
 def lay_out_fsdp2(
-    state: Training,
+    state: WritableState,
     grid: MeshGrid,
     *,
     naming: FileNames = PAIR,
@@ -197,7 +197,13 @@ def assign_files(names: Sequence[str], weights: Any, moments: Any) -> dict[str, 
 
 
 def lay_out_extras(
-    state: Training, naming: FileNames, rank: int, world: int, *, version: int, weights_only: bool
+    state: WritableState,
+    naming: FileNames,
+    rank: int,
+    world: int,
+    *,
+    version: int,
+    weights_only: bool,
 ) -> Iterator[Skeleton]:
     """Yield the files beside weights and optimizer."""
     extra = {} if weights_only else torch_state_dict.collect_extra_state(state.manifest.train)
@@ -227,7 +233,7 @@ def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
                 )
 
 
-def build_is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight], bool]:
+def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callable[[Weight], bool]:
     """Return a function that tells parameters, which are cut, from buffers, which are whole."""
     owned = {member.fqn for group in state.groups for member in group.members}
     owned |= state.manifest.frozen
@@ -267,7 +273,7 @@ def _find_boxes(weight: Weight) -> set[Box]:
     return {chunk.box for chunk in weight.value.chunks if chunk.box.volume}
 
 
-def _is_sharded_by_rows(state: Training) -> bool:
+def _is_sharded_by_rows(state: WritableState) -> bool:
     """Return whether the source's ranks stored weights in shards, all cut along dim 0 as by FSDP.
 
     A tensor-parallel run cuts others along dim 1, and leaves parameters whole.
@@ -291,7 +297,7 @@ def _is_parameter(model: ModelShapes, fqn: str) -> bool:
 
 
 def lay_out_fsdp1_full(
-    state: Training,
+    state: WritableState,
     *,
     names: tuple[str, str] = ("pytorch_model_fsdp.bin", "optimizer.bin"),
     rank: int = 0,

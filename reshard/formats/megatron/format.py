@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.formats.base import Conversion
     from reshard.model_parallel.traits import Traits
-    from reshard.training.state import Training
+    from reshard.training.state import WritableState
 
 _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 
@@ -158,7 +158,7 @@ class Megatron(Writer):
         entries: Sequence[Entry] = request.own.carried.entries
         return entries
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
+    def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the directory.
 
         Raises:

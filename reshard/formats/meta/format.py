@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.formats.base import Conversion
     from reshard.model_parallel.families import Family
     from reshard.model_parallel.traits import Traits
-    from reshard.training.state import Training
+    from reshard.training.state import WritableState
 
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
@@ -87,7 +87,7 @@ class Meta(Writer):
         named = replace(renamed.manifest, tied={**renamed.manifest.tied, **head})
         return Naming(named, (*renamed.notes, "renamed to Meta's names"), described=described)
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
+    def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the files of all ranks.
 
         Raises:

@@ -15,13 +15,18 @@ from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import Split, list_blocks
 from reshard.model_parallel.traits import Traits
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 _LARGE = 100_000  # rows: from Llama 3 on the embedding is cut along rows, before along columns
 
 
 def lay_out(
-    state: Training, *, ranks: int, table: Table, params: Mapping[str, Any], dtype: DType | None
+    state: WritableState,
+    *,
+    ranks: int,
+    table: Table,
+    params: Mapping[str, Any],
+    dtype: DType | None,
 ) -> Skeleton:
     """Lay out the directory.
 
@@ -51,7 +56,7 @@ def lay_out(
     return skeletons.join([*files, skeletons.lay_out_bytes(PARAMS, format_json(params))])
 
 
-def notes(state: Training, *, ranks: int) -> Iterator[str]:
+def notes(state: WritableState, *, ranks: int) -> Iterator[str]:
     """Yield what the user must know about derived and dropped values."""
     rows = next(weight.shape[0] for weight in state.weights if weight.fqn == EMBEDDING)
     if ranks > 1:

@@ -12,7 +12,7 @@ from reshard.formats.nanotron.layout import Layout
 from reshard.manifest import PARAM
 from reshard.model_parallel.sizes import Sizes, parse_mesh
 from reshard.state_dict import torch_state_dict
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 _TO = "--to nanotron"
 _SHOWN = 3
@@ -35,7 +35,7 @@ class Wanted:
     weights_only: bool
 
 
-def layout_of(state: Training) -> Layout:
+def layout_of(state: WritableState) -> Layout:
     """Return the layout that the source states.
 
     Raises:
@@ -51,7 +51,7 @@ def layout_of(state: Training) -> Layout:
     return stated
 
 
-def resolve_layout(state: Training, wanted: Wanted) -> Layout:
+def resolve_layout(state: WritableState, wanted: Wanted) -> Layout:
     """Return the layout of the requested run, if the source determines all of it.
 
     Raises:
@@ -88,7 +88,7 @@ def resolve_layout(state: Training, wanted: Wanted) -> Layout:
     return _change_stages(state, stated, before.pipeline, wanted.sizes.pipeline)
 
 
-def _change_stages(state: Training, stated: Layout, before: int, after: int) -> Layout:
+def _change_stages(state: WritableState, stated: Layout, before: int, after: int) -> Layout:
     """Return the layout of the run on another number of pipeline stages.
 
     Raises:
@@ -132,7 +132,7 @@ def _change_stages(state: Training, stated: Layout, before: int, after: int) -> 
     )
 
 
-def _check_optimizer(state: Training, stated: Layout) -> None:
+def _check_optimizer(state: WritableState, stated: Layout) -> None:
     """Refuse an optimizer that would differ from the source's.
 
     Raises:

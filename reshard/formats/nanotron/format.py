@@ -13,7 +13,7 @@ from reshard.location import Location
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
-    from reshard.training.state import Training
+    from reshard.training.state import WritableState
 
 
 def _read(location: Location, _hints: ReadHints) -> Manifest:
@@ -33,7 +33,7 @@ class Nanotron(Writer):
         """Return the given stage, else the source's: nanotron has the stages 0 and 1."""
         return given if given is not None else min(source or 0, 1)
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
+    def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the directory.
 
         Raises:

@@ -28,10 +28,10 @@ from reshard.formats.nanotron.optimizer import piece
 from reshard.formats.nanotron.slices import Placed
 from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
 from reshard.state_dict import torch_state_dict
-from reshard.training.state import TrainedParameter, Training, Weight
+from reshard.training.state import TrainedParameter, Weight, WritableState
 
 
-def lay_out(state: Training, wanted: Wanted) -> Skeleton:
+def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
     """Lay out the run's directory: the directory of its step, and ``latest.txt``.
 
     Raises:
@@ -49,7 +49,7 @@ def lay_out(state: Training, wanted: Wanted) -> Skeleton:
     return skeletons.join([skeletons.lay_out_bytes("latest.txt", step.encode()), *moved])
 
 
-def notes(state: Training) -> Iterator[str]:
+def notes(state: WritableState) -> Iterator[str]:
     """Yield a note on each part of the source that is not copied."""
     train = state.manifest.train
     for name in (
@@ -65,7 +65,7 @@ def notes(state: Training) -> Iterator[str]:
 class _Run:
     """The files of every rank, below the step's directory."""
 
-    def __init__(self, state: Training, wanted: Wanted, known: Layout) -> None:
+    def __init__(self, state: WritableState, wanted: Wanted, known: Layout) -> None:
         self._state, self._wanted, self._known = state, wanted, known
         self._members = {member.fqn: member for group in state.groups for member in group.members}
         self._ranks = wanted.sizes.tensor

@@ -19,7 +19,7 @@ from reshard.training.trainer_run import Run
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
-    from reshard.training.state import Training
+    from reshard.training.state import WritableState
 
 _DEEPSPEED = ("deepspeed", "deepspeed-universal")
 _SHARDED = ("dcp", "fsdp", "torchtitan", "verl")  # sources of sharded training by PyTorch itself
@@ -34,7 +34,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
 class _Writer(Writer):
     """A writer whose files `layouts` lays out; it is imported when the first one is written."""
 
-    def lay_out(self, state: Training, request: Request) -> LaidOut:
+    def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the files.
 
         Raises:
@@ -113,14 +113,14 @@ class HFTrainer(_StateDicts):
         return request.state_dict_type
 
     def find_companion_folders(
-        self, _skeleton: Skeleton, state: Training, _request: Request
+        self, _skeleton: Skeleton, state: WritableState, _request: Request
     ) -> tuple[str, str]:
         """Return ``checkpoint-N`` for both: the Trainer keeps its files above DeepSpeed's."""
         from reshard.formats.trainers import hf_trainer
 
         return hf_trainer.name_directory(state), hf_trainer.name_directory(state)
 
-    def place(self, skeleton: Skeleton, state: Training, destination: str) -> Skeleton:
+    def place(self, skeleton: Skeleton, state: WritableState, destination: str) -> Skeleton:
         """Return the files without ``checkpoint-N``, if the destination has such a name itself."""
         from reshard.containers import skeletons
         from reshard.formats.trainers import hf_trainer

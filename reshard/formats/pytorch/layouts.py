@@ -23,13 +23,13 @@ from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.training import copied_files, schedules, trainer_run
-from reshard.training.state import Training, describe_lost_setup
+from reshard.training.state import WritableState, describe_lost_setup
 from reshard.training.trainer_run import Run
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # parts that its directory can store
 
 
-def lay_out_dcp(state: Training, request: Request) -> LaidOut:
+def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     """Lay out a DCP directory, which any number of ranks reads.
 
     Raises:
@@ -41,7 +41,7 @@ def lay_out_dcp(state: Training, request: Request) -> LaidOut:
     return LaidOut(skeleton, _notes(state))
 
 
-def lay_out_accelerate(state: Training, request: Request) -> LaidOut:
+def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
     """Lay out Accelerate's directory of an FSDP run, of DDP, or of one process.
 
     Raises:
@@ -52,7 +52,7 @@ def lay_out_accelerate(state: Training, request: Request) -> LaidOut:
     return LaidOut(lay_out(state, request), _by_accelerate(state, request))
 
 
-def lay_out_fsdp(state: Training, request: Request) -> LaidOut:
+def lay_out_fsdp(state: WritableState, request: Request) -> LaidOut:
     """Lay out FSDP 1's files under Accelerate's names, flat parameters too.
 
     Raises:
@@ -63,7 +63,7 @@ def lay_out_fsdp(state: Training, request: Request) -> LaidOut:
     return LaidOut(lay_out(state, request), _by_accelerate(state, request))
 
 
-def lay_out_fsdp2(state: Training, request: Request) -> LaidOut:
+def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
     """Lay out a file of DTensors per rank; the optimizer keeps the keys of such a source.
 
     Raises:
@@ -76,7 +76,7 @@ def lay_out_fsdp2(state: Training, request: Request) -> LaidOut:
     return LaidOut(skeleton, (*_note_tensor_plan(state, request), *_notes(state)))
 
 
-def lay_out_verl(state: Training, request: Request) -> LaidOut:
+def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
     """Lay out verl's files of ranks, for either version of FSDP.
 
     Raises:
@@ -89,7 +89,7 @@ def lay_out_verl(state: Training, request: Request) -> LaidOut:
     )
 
 
-def lay_out_hf_trainer(state: Training, request: Request) -> LaidOut:
+def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
     """Lay out a ``checkpoint-N`` of HF Trainer.
 
     Raises:
@@ -112,7 +112,7 @@ def lay_out_hf_trainer(state: Training, request: Request) -> LaidOut:
     return LaidOut(skeleton, (*notes, *own))
 
 
-def lay_out_trainer(state: Training, request: Request) -> LaidOut:
+def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
     """Lay out a run directory of our trainer, in the form in which it was saved.
 
     Raises:
@@ -138,7 +138,7 @@ def lay_out_trainer(state: Training, request: Request) -> LaidOut:
     )
 
 
-def lay_out_torch(state: Training, request: Request) -> LaidOut:
+def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
     """Lay out one file with torch.optim's own state.
 
     Raises:
@@ -154,7 +154,7 @@ def lay_out_torch(state: Training, request: Request) -> LaidOut:
     return LaidOut(skeleton, _notes(state))
 
 
-LAYOUTS: dict[str, Callable[[Training, Request], LaidOut]] = {  # by the names for --to
+LAYOUTS: dict[str, Callable[[WritableState, Request], LaidOut]] = {  # by the names for --to
     "dcp": lay_out_dcp,
     "accelerate": lay_out_accelerate,
     "hf-trainer": lay_out_hf_trainer,
@@ -166,7 +166,7 @@ LAYOUTS: dict[str, Callable[[Training, Request], LaidOut]] = {  # by the names f
 }
 
 
-def _lay_out_checkpoint(state: Training, request: Request, run: Run) -> Skeleton:
+def _lay_out_checkpoint(state: WritableState, request: Request, run: Run) -> Skeleton:
     """Lay out one checkpoint of the trainer."""
     form = request.state_dict_type
     if form == "unsharded" or request.weights_only:
@@ -210,7 +210,7 @@ def _lay_out_checkpoint(state: Training, request: Request, run: Run) -> Skeleton
     return dcp.lay_out_fsdp(state, shards=request.world_size, dtype=request.dtype)
 
 
-def _accelerate(state: Training, request: Request) -> Skeleton:
+def _accelerate(state: WritableState, request: Request) -> Skeleton:
     if request.state_dict_type not in ("full", "sharded"):
         raise UsageError(
             f"--state-dict-type {request.state_dict_type}",
@@ -227,7 +227,7 @@ def _accelerate(state: Training, request: Request) -> Skeleton:
     )
 
 
-def _ddp(state: Training, request: Request) -> Skeleton:
+def _ddp(state: WritableState, request: Request) -> Skeleton:
     return accelerate.lay_out_unsharded(
         state,
         request.world_size,
@@ -237,7 +237,7 @@ def _ddp(state: Training, request: Request) -> Skeleton:
     )
 
 
-def _full(state: Training, request: Request, *, accelerate: bool) -> Skeleton:
+def _full(state: WritableState, request: Request, *, accelerate: bool) -> Skeleton:
     return state_dict.lay_out_fsdp1_full(
         state,
         ranks=request.world_size,
@@ -247,7 +247,7 @@ def _full(state: Training, request: Request, *, accelerate: bool) -> Skeleton:
     )
 
 
-def _local(state: Training, request: Request) -> Skeleton:
+def _local(state: WritableState, request: Request) -> Skeleton:
     if request.orig_params is not None:
         raise UsageError(
             "--state-dict-type local --use-orig-params",
@@ -280,7 +280,7 @@ def _wrapped(request: Request, by: str) -> ModelShapes:
     return request.model
 
 
-def _rank_files(state: Training, request: Request, naming: state_dict.FileNames) -> Skeleton:
+def _rank_files(state: WritableState, request: Request, naming: state_dict.FileNames) -> Skeleton:
     return state_dict.lay_out_fsdp2(
         state,
         _grid(naming, request),
@@ -292,11 +292,11 @@ def _rank_files(state: Training, request: Request, naming: state_dict.FileNames)
     )
 
 
-def _verl_ranks(state: Training, request: Request) -> Skeleton:
+def _verl_ranks(state: WritableState, request: Request) -> Skeleton:
     return _rank_files(state, request, state_dict.VERL)
 
 
-def _flat_ranks(state: Training, request: Request) -> Skeleton:
+def _flat_ranks(state: WritableState, request: Request) -> Skeleton:
     return flat_files.lay_out_fsdp1_sharded(
         state,
         _wrapped(request, "--fsdp-version 1"),
@@ -327,7 +327,7 @@ def _grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
     return request.grid
 
 
-def _lay_out_state_dicts(state: Training, request: Request) -> Skeleton:
+def _lay_out_state_dicts(state: WritableState, request: Request) -> Skeleton:
     """Lay out model and optimizer of HF Trainer without DeepSpeed."""
     if request.state_dict_type == "unsharded":
         return hf_trainer.lay_out_unsharded(
@@ -350,7 +350,7 @@ def _lay_out_state_dicts(state: Training, request: Request) -> Skeleton:
     )
 
 
-def _by_accelerate(state: Training, request: Request) -> tuple[str, ...]:
+def _by_accelerate(state: WritableState, request: Request) -> tuple[str, ...]:
     """Return notes on what is derived and dropped in a directory that Accelerate loads."""
     if request.weights_only:
         return _notes(state, *_BY_ACCELERATE)
@@ -359,7 +359,7 @@ def _by_accelerate(state: Training, request: Request) -> tuple[str, ...]:
     return (*schedule, *_notes(state, *_BY_ACCELERATE, copied=copied))
 
 
-def _notes(state: Training, *storable: str, copied: Container[str] = ()) -> tuple[str, ...]:
+def _notes(state: WritableState, *storable: str, copied: Container[str] = ()) -> tuple[str, ...]:
     """Return notes on what is derived and dropped.
 
     Args:
@@ -381,13 +381,13 @@ def _notes(state: Training, *storable: str, copied: Container[str] = ()) -> tupl
     return (*derived, *lost, *describe_lost_setup(state))
 
 
-def _note_tensor_plan(state: Training, request: Request) -> tuple[str, ...]:
+def _note_tensor_plan(state: WritableState, request: Request) -> tuple[str, ...]:
     """Return a note on what the tensor-parallel axis cuts, if there is one."""
     grid, tensor = request.grid, request.tensor
     return () if grid is None or tensor is None else (_cuts(state, request.model, grid, tensor),)
 
 
-def _cuts(state: Training, model: ModelShapes | None, grid: MeshGrid, tensor: Plan) -> str:
+def _cuts(state: WritableState, model: ModelShapes | None, grid: MeshGrid, tensor: Plan) -> str:
     weights = torch_state_dict.build_weights(
         state, divided=state_dict.build_is_divided(state, model)
     )

@@ -11,11 +11,11 @@ from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 
 def lay_out(
-    state: Training,
+    state: WritableState,
     *,
     name: str = "checkpoint.pt",
     weights_only: bool = False,

@@ -24,14 +24,14 @@ from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import ACCUMULATED
 from reshard.state_dict.slots import WholeSlots
 from reshard.training import copied_files, rng, schedules
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 _WEIGHTS = "model.safetensors"
 _SCHEDULER = "scheduler.bin"
 
 
 def lay_out_unsharded(
-    state: Training,
+    state: WritableState,
     ranks: int,
     *,
     weights_only: bool = False,
@@ -61,7 +61,7 @@ def lay_out_unsharded(
     return skeletons.join(parts)
 
 
-def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]:
+def lay_out_accelerate_extras(state: WritableState, ranks: int) -> Iterator[Skeleton]:
     """Yield the files that Accelerate's ``load_state`` needs beside weights and optimizer.
 
     It reads its count of steps from each rank's random states; it continues without states if they

@@ -29,7 +29,7 @@ from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots
 from reshard.training import rng, trainer_run
 from reshard.training.batch import BATCH, BATCH_BEFORE
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 _SHARD_BYTES = 5 * 10**9  # of model.safetensors, the default of merge
 _GROUPS = 2  # param groups of `Trainer.create_optimizer`
@@ -38,7 +38,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")  # ``PREFIX_CHECKPOINT_DIR`` of trai
 _MICRO = "train_micro_batch_size_per_gpu"
 
 
-def name_directory(state: Training) -> str:
+def name_directory(state: WritableState) -> str:
     """Return the directory's name, ``checkpoint-N``."""
     return f"checkpoint-{state.step()}"
 
@@ -49,7 +49,7 @@ def is_checkpoint(name: str) -> bool:
 
 
 def lay_out_run(
-    state: Training, checkpoint: Skeleton, *, ranks: int, deepspeed: bool, weights_only: bool
+    state: WritableState, checkpoint: Skeleton, *, ranks: int, deepspeed: bool, weights_only: bool
 ) -> Skeleton:
     """Lay out the run directory around one form of weights and optimizer."""
     beside = () if weights_only else _lay_out_extras(state, ranks, deepspeed=deepspeed)
@@ -58,7 +58,7 @@ def lay_out_run(
 
 
 def lay_out_unsharded(
-    state: Training,
+    state: WritableState,
     *,
     ranks: int = 1,
     weights_only: bool = False,
@@ -81,7 +81,7 @@ def lay_out_unsharded(
     return skeletons.join([weights, moments])
 
 
-def _lay_out_extras(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleton]:
+def _lay_out_extras(state: WritableState, ranks: int, *, deepspeed: bool) -> Iterator[Skeleton]:
     if not (deepspeed and _is_deepspeed_scheduler(_get_scheduler(state))):
         yield torch_writer.lay_out_object("scheduler.pt", build_scheduler(state))
     for rank, kept in enumerate(state.rng):
@@ -96,7 +96,7 @@ def _lay_out_extras(state: Training, ranks: int, *, deepspeed: bool) -> Iterator
         yield skeletons.lay_out_bytes("trainer_state.json", text)
 
 
-def build_scheduler(state: Training) -> Any:
+def build_scheduler(state: WritableState) -> Any:
     """Return the source's scheduler if it is torch's; else a ``LambdaLR`` at the same step.
 
     Without ``base_lrs`` in its state, a scheduler keeps those with which the new run creates it.
@@ -113,7 +113,7 @@ def build_scheduler(state: Training) -> Any:
     }
 
 
-def _get_scheduler(state: Training) -> Any:
+def _get_scheduler(state: WritableState) -> Any:
     return torch_state_dict.collect_extra_state(state.manifest.train).get("scheduler")
 
 
@@ -126,7 +126,7 @@ def _is_deepspeed_scheduler(found: Any) -> bool:
     return isinstance(found, dict) and "last_batch_iteration" in found
 
 
-def _build_trainer_state(state: Training) -> dict[str, Any]:
+def _build_trainer_state(state: WritableState) -> dict[str, Any]:
     """Build a ``trainer_state.json``; the Trainer continues from its step and intervals."""
     return {
         "epoch": 0,
@@ -140,13 +140,13 @@ def _build_trainer_state(state: Training) -> dict[str, Any]:
     }
 
 
-def _needs_trainer_state(state: Training) -> bool:
+def _needs_trainer_state(state: WritableState) -> bool:
     """Return whether the source has no ``trainer_state.json`` of HF Trainer to copy."""
     account = state.manifest.train.trainer_state
     return account is None or trainer_run.is_document(account)
 
 
-def _find_micro_batch(state: Training) -> int:
+def _find_micro_batch(state: WritableState) -> int:
     run = trainer_run.read(state.manifest.train.trainer_state, state.manifest.origin.path)
     if run is not None:
         return int(run.settings["micro_batch"])
@@ -155,7 +155,7 @@ def _find_micro_batch(state: Training) -> int:
     return micro if type(micro) is int else 1
 
 
-def describe_derived(state: Training, *, deepspeed: bool, weights_only: bool) -> Iterator[str]:
+def describe_derived(state: WritableState, *, deepspeed: bool, weights_only: bool) -> Iterator[str]:
     """Yield notes about what is derived beside weights and optimizer."""
     if weights_only:
         return

@@ -38,11 +38,11 @@ from reshard.formats.deepspeed.write.grid import GridOptions, ModelGrid, ModelRa
 from reshard.formats.deepspeed.write.spec import OutputSpec, precision_of, resolve_spec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
 from reshard.manifest import Skeleton
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 
 def lay_out(
-    state: Training,
+    state: WritableState,
     *,
     world_size: int,
     stage: int,
@@ -107,7 +107,7 @@ def lay_out(
 
 
 def _resolve_ranks(
-    state: Training,
+    state: WritableState,
     cut: ModelGrid,
     grid_options: GridOptions,
     *,
@@ -161,7 +161,7 @@ def _refuse_stage(cut: ModelGrid, stage: int, precision: DType, *, weights_only:
 
 
 def lay_out_universal(
-    state: Training,
+    state: WritableState,
     *,
     world_size: int,
     stage: int,

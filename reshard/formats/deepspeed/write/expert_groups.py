@@ -18,7 +18,7 @@ from reshard.formats.deepspeed.expert_layout import (
     has_experts,
     parse_expert_name,
 )
-from reshard.training.state import TrainedGroup, TrainedParameter, Training
+from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import counted
 
 _LARGEST = 178_956_971  # max_group_size: elements that a rank has of one group
@@ -26,7 +26,7 @@ Sizes = Mapping[str, int]
 
 
 def regroup_experts(
-    state: Training, counts: Sizes, before: Sizes, after: Sizes
+    state: WritableState, counts: Sizes, before: Sizes, after: Sizes
 ) -> tuple[tuple[TrainedGroup, ...], tuple[str, ...]]:
     """Return the groups of a run whose layers are shared by other numbers of ranks, and notes.
 

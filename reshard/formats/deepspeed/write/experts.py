@@ -23,7 +23,7 @@ from reshard.formats.deepspeed.write.expert_groups import regroup_experts
 from reshard.formats.deepspeed.write.grid import GridOptions
 from reshard.manifest import Entry, Skeleton
 from reshard.training.copied_files import TENSOR
-from reshard.training.state import Training, change_entries
+from reshard.training.state import WritableState, change_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ExpertRank:
         names: local name -> the whole model's name of the tensor.
     """
 
-    state: Training
+    state: WritableState
     names: Mapping[str, str]
 
     def lift(self, skeleton: Skeleton) -> Skeleton:
@@ -58,7 +58,7 @@ class Mixture:
         world: number of all ranks.
     """
 
-    state: Training
+    state: WritableState
     counts: Mapping[str, int]
     sizes: Mapping[str, int]
     world: int
@@ -131,7 +131,7 @@ class Mixture:
 
 
 def find_mixture(
-    state: Training, options: GridOptions, world: int, *, weights_only: bool = False
+    state: WritableState, options: GridOptions, world: int, *, weights_only: bool = False
 ) -> Mixture | None:
     """Return the experts of a state; None if it has none.
 
@@ -194,7 +194,7 @@ def refuse_stage(mixture: Mixture, stage: int, *, weights_only: bool) -> None:
         )
 
 
-def refuse_universal(state: Training) -> None:
+def refuse_universal(state: WritableState) -> None:
     """Refuse experts: each rank numbers its own from 0, and a directory has each name once.
 
     DeepSpeed's converter overwrites one rank's with another's (0.19.8 ``ds_to_universal.py``, which
@@ -213,7 +213,7 @@ def refuse_universal(state: Training) -> None:
         )
 
 
-def _count_experts(state: Training) -> dict[str, int]:
+def _count_experts(state: WritableState) -> dict[str, int]:
     """Return how many experts each layer has."""
     counts: dict[str, int] = {}
     for own in (parse_expert_name(weight.fqn) for weight in state.weights):
@@ -222,7 +222,7 @@ def _count_experts(state: Training) -> dict[str, int]:
     return counts
 
 
-def _find_sizes(state: Training, counts: Mapping[str, int]) -> dict[str, int]:
+def _find_sizes(state: WritableState, counts: Mapping[str, int]) -> dict[str, int]:
     """Return the number of ranks that share each layer, from the names of the param groups.
 
     Raises:

@@ -20,7 +20,7 @@ from reshard.formats.deepspeed.write.objects import WRITTEN_AS
 from reshard.formats.deepspeed.write.spec import OutputSpec, precision_of, resolve_spec
 from reshard.formats.deepspeed.write.stage0 import make_optimizer
 from reshard.manifest import Skeleton
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 
 def lay_out_rank(spec: OutputSpec, rank: ModelRank | None = None) -> tuple[Skeleton, Skeleton]:
@@ -50,7 +50,7 @@ def lay_out_experts(
     stage = 0 if weights_only else stage
     trained = precision_of(mixture.state)
 
-    def resolve(state: Training) -> OutputSpec:
+    def resolve(state: WritableState) -> OutputSpec:
         spec = resolve_spec(
             state, trained=trained, stage=stage, weights_only=weights_only, **options
         )

@@ -18,13 +18,13 @@ from reshard.formats.deepspeed.write.pipeline import list_layers
 from reshard.formats.deepspeed.write.spec import RANDOM_STATES, select_extra_state
 from reshard.manifest import Skeleton
 from reshard.model_parallel.sizes import Sizes
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 _ARGS, _RANKS = "args", "model_parallel_size"
 _UNIT = "make_vocab_size_divisible_by"
 
 
-def copy_settings(state: Training, tag: str) -> Skeleton:
+def copy_settings(state: WritableState, tag: str) -> Skeleton:
     """Return the files of ``configs/``, which say how ranks share biases, unchanged."""
     if not _is_neox(state):
         return Skeleton((), ())
@@ -33,7 +33,7 @@ def copy_settings(state: Training, tag: str) -> Skeleton:
     return skeletons.join(skeletons.lay_out_bytes(name, data) for name, data in named.items())
 
 
-def adapt_settings(state: Training, sizes: Sizes) -> Training:
+def adapt_settings(state: WritableState, sizes: Sizes) -> WritableState:
     """Return the state with the sizes of a run of other tensor-parallel ranks in its ``args``.
 
     The vocabulary keeps its padding if a unit times the ranks is as before.
@@ -52,7 +52,7 @@ def adapt_settings(state: Training, sizes: Sizes) -> Training:
     return replace(state, manifest=replace(state.manifest, train=train))
 
 
-def notes(state: Training, sizes: Sizes) -> Iterator[str]:
+def notes(state: WritableState, sizes: Sizes) -> Iterator[str]:
     """Yield the settings with which GPT-NeoX loads the output, if they are not the source's."""
     if not _is_neox(state):
         return
@@ -73,13 +73,13 @@ def notes(state: Training, sizes: Sizes) -> Iterator[str]:
         )
 
 
-def _is_neox(state: Training) -> bool:
+def _is_neox(state: WritableState) -> bool:
     names = (weight.fqn for weight in state.weights)
     is_neox = dialects.detect_dialect(names)[0] == dialects.NEOX
     return is_neox and state.manifest.origin.format.startswith("deepspeed")
 
 
-def _args(state: Training) -> Mapping[str, Any]:
+def _args(state: WritableState) -> Mapping[str, Any]:
     """Return the settings that the model states hold."""
     args = state.manifest.train.client.get(_ARGS)
     return args if isinstance(args, Mapping) and _is_neox(state) else {}

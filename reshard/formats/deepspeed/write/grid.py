@@ -26,7 +26,7 @@ from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.training.copied_files import TENSOR
 from reshard.training.state import (
     TrainedGroup,
-    Training,
+    WritableState,
     change_entries,
     refuse_non_elementwise_slots,
 )
@@ -69,7 +69,7 @@ class ModelRank:
     """
 
     number: int
-    state: Training
+    state: WritableState
     layers: tuple[Layer, ...] = ()
     suffix: str = ""
     whole: Mapping[str, tuple[Index, tuple[Move, ...], Split]] = field(default_factory=dict)
@@ -96,12 +96,14 @@ class ModelGrid:
     notes: tuple[str, ...]
 
 
-def is_whole(state: Training, options: GridOptions) -> bool:
+def is_whole(state: WritableState, options: GridOptions) -> bool:
     """Return whether a single rank holds everything, with the module in the model states."""
     return options.sizes.is_one and not list_layers(state.manifest)
 
 
-def make_cuts(state: Training, options: GridOptions, ranks: int) -> tuple[Cuts, dict[str, Any]]:
+def make_cuts(
+    state: WritableState, options: GridOptions, ranks: int
+) -> tuple[Cuts, dict[str, Any]]:
     """Return how ranks share parameters, and the metadata of the source that says so.
 
     Args:
@@ -120,7 +122,7 @@ def make_cuts(state: Training, options: GridOptions, ranks: int) -> tuple[Cuts, 
     return cuts, info
 
 
-def cut_state(state: Training, options: GridOptions) -> ModelGrid:
+def cut_state(state: WritableState, options: GridOptions) -> ModelGrid:
     """Return what each model-parallel rank holds.
 
     Raises:
@@ -173,7 +175,7 @@ def cut_state(state: Training, options: GridOptions) -> ModelGrid:
     return ModelGrid(tuple(ranks), bool(layers), (*notes, *cutter.notes))
 
 
-def _refuse_round_robin(state: Training) -> None:
+def _refuse_round_robin(state: WritableState) -> None:
     """Refuse ``round_robin_gradients``, which reorders each model-parallel rank's parameters."""
     mesh, config = state.manifest.origin.mesh, state.manifest.train.config
     if order.requests_round_robin(config) and mesh.get("dp", 1) > 1:
@@ -185,7 +187,7 @@ def _refuse_round_robin(state: Training) -> None:
         )
 
 
-def _select_stage(state: Training, layers: Sequence[Layer]) -> Training:
+def _select_stage(state: WritableState, layers: Sequence[Layer]) -> WritableState:
     """Return what a stage holds; its shared modules are built first, so their parameters lead."""
     own = {fqn for layer in layers for fqn in layer.fqns}
 
@@ -205,7 +207,7 @@ def _select_stage(state: Training, layers: Sequence[Layer]) -> Training:
 class _Cutter:
     """Cuts every tensor of the state over tensor-parallel ranks."""
 
-    def __init__(self, state: Training, options: GridOptions) -> None:
+    def __init__(self, state: WritableState, options: GridOptions) -> None:
         self.size = options.sizes.tensor
         self._state = state
         self._blocks: dict[tuple[str, int], tuple[Index, tuple[tuple[Box, Box], ...]]] = {}
@@ -287,7 +289,7 @@ def _share_evenly(info: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 def _cut_rank(
     number: int,
-    state: Training,
+    state: WritableState,
     cutter: _Cutter,
     tensor: int,
     layers: tuple[Layer, ...],

@@ -23,8 +23,8 @@ from reshard.training.batch import BATCH_BEFORE
 from reshard.training.state import (
     TrainedGroup,
     TrainedParameter,
-    Training,
     Weight,
+    WritableState,
     find_most_common_dtype,
     refuse_non_elementwise_slots,
     refuse_without_optimizer,
@@ -56,7 +56,7 @@ class OutputSpec:
         weights_only: without optimizer, in the layout of stage 0 or 3.
     """
 
-    state: Training
+    state: WritableState
     world_size: int
     stage: int
     tag: str
@@ -142,7 +142,7 @@ class OutputSpec:
 
 
 def resolve_spec(
-    state: Training,
+    state: WritableState,
     *,
     world_size: int,
     stage: int,
@@ -205,7 +205,7 @@ def resolve_spec(
     )
 
 
-def _refuse_slots(state: Training, stage: int, *, universal: bool) -> None:
+def _refuse_slots(state: WritableState, stage: int, *, universal: bool) -> None:
     """Refuse slots that this layout cannot hold; stage 0 keeps a parameter's state whole."""
     if universal:
         refuse_non_elementwise_slots(
@@ -230,7 +230,7 @@ def _refuse_slots(state: Training, stage: int, *, universal: bool) -> None:
         )
 
 
-def _without_optimizer(state: Training) -> Training:
+def _without_optimizer(state: WritableState) -> WritableState:
     """Return the weights with one group of what could be trained: DeepSpeed finds them by name.
 
     Stages 0 to 2 keep them in one file, which does not depend on stage or ranks; only stage 3 cuts.
@@ -254,7 +254,7 @@ def _check_options(world_size: int, stage: int, precision: DType | None, tag: st
         raise UsageError(f"tag {tag!r}", "is not the name of a directory")
 
 
-def _check_source(state: Training, *, needs_hyper: bool) -> None:
+def _check_source(state: WritableState, *, needs_hyper: bool) -> None:
     manifest = state.manifest
     if manifest.absent:
         shown = ", ".join(manifest.absent[:_LISTED])
@@ -270,7 +270,7 @@ def _check_source(state: Training, *, needs_hyper: bool) -> None:
             )
 
 
-def precision_of(state: Training) -> DType:
+def precision_of(state: WritableState) -> DType:
     """Return the dtype of most trained elements; without optimizer, of all trainable ones."""
     groups = state.groups or _without_optimizer(state).groups
     return find_most_common_dtype(member.weight for group in groups for member in group.members)
@@ -291,7 +291,7 @@ def _adapt_config(config: dict[str, Any] | None, stage: int, precision: DType) -
     return adapted
 
 
-def _sort_groups(state: Training, stage: int, *, keep_empty: bool) -> tuple[TrainedGroup, ...]:
+def _sort_groups(state: WritableState, stage: int, *, keep_empty: bool) -> tuple[TrainedGroup, ...]:
     """Return the groups in their optimizer's order, without parameters that are never optimized.
 
     Args:
@@ -310,7 +310,7 @@ def _sort_groups(state: Training, stage: int, *, keep_empty: bool) -> tuple[Trai
 
 
 def _convert_scaler(
-    state: Training, config: dict[str, Any], precision: DType
+    state: WritableState, config: dict[str, Any], precision: DType
 ) -> dict[str, Any] | None:
     """Return the source's loss scaler; None if its training was not scaled."""
     if precision != FLOAT16:
@@ -326,7 +326,7 @@ RANDOM_STATES = frozenset(
 )
 
 
-def select_extra_state(state: Training) -> tuple[dict[str, Any], list[str]]:
+def select_extra_state(state: WritableState) -> tuple[dict[str, Any], list[str]]:
     """Return the values beside DeepSpeed's own that can be written, and the names of the others."""
     train = state.manifest.train
     kept: dict[str, Any] = {}

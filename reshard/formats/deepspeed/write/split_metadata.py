@@ -16,7 +16,7 @@ from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.vocabulary import take_first_rows
 from reshard.pickles.values import Call
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 _SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 _MANY = 2  # tensor-parallel ranks: of a single rank `Cuts` describes every tensor as whole
@@ -34,7 +34,7 @@ class SplitMetadata:
         options: the grid, and a user's table.
     """
 
-    def __init__(self, state: Training, options: GridOptions) -> None:
+    def __init__(self, state: WritableState, options: GridOptions) -> None:
         tensor = options.sizes.tensor
         self._cuts, info = make_cuts(state, options, max(tensor, _MANY))
         vocabulary = info.get("original_vocab_size")
@@ -73,7 +73,7 @@ class SplitMetadata:
             return skeleton
         return replace(skeleton, entries=tuple(map(share, skeleton.entries)))
 
-    def strip_padding(self, state: Training) -> Training:
+    def strip_padding(self, state: WritableState) -> WritableState:
         """Return the state without padding rows of vocabularies, in weights and moments alike."""
         if not self.is_known or self._vocabulary is None:
             return state

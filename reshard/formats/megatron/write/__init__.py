@@ -18,12 +18,12 @@ from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron.directory import NAME
 from reshard.formats.megatron.write.choice import MegatronOptions, Resolved, resolve
 from reshard.model_parallel.described import Described
-from reshard.training.state import Training, describe_lost_setup, describe_lost_state
+from reshard.training.state import WritableState, describe_lost_setup, describe_lost_state
 
 __all__ = ["MegatronOptions", "lay_out"]
 
 
-def lay_out(state: Training, wanted: MegatronOptions, described: Described) -> LaidOut:
+def lay_out(state: WritableState, wanted: MegatronOptions, described: Described) -> LaidOut:
     """Return the layout of the run directory.
 
     Raises:

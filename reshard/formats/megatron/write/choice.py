@@ -24,8 +24,8 @@ from reshard.model_parallel.sizes import Sizes
 from reshard.state_dict.plain_values import is_plain
 from reshard.training import loss_scale
 from reshard.training.state import (
-    Training,
     Weight,
+    WritableState,
     find_most_common_dtype,
     refuse_non_elementwise_slots,
     refuse_without_optimizer,
@@ -72,7 +72,7 @@ class MegatronOptions:
 class Resolved:
     """The resolved options: everything that the files depend on."""
 
-    state: Training
+    state: WritableState
     wanted: MegatronOptions
     weights: tuple[KnownWeight, ...]
     places: WeightLocations
@@ -141,7 +141,7 @@ class Resolved:
         return self.precision in (BFLOAT16, FLOAT16)
 
 
-def resolve(state: Training, wanted: MegatronOptions, described: Described) -> Resolved:
+def resolve(state: WritableState, wanted: MegatronOptions, described: Described) -> Resolved:
     """Resolve everything that the files depend on.
 
     Raises:
@@ -208,14 +208,14 @@ def resolve(state: Training, wanted: MegatronOptions, described: Described) -> R
     )
 
 
-def _is_tied(state: Training, architecture: Architecture) -> bool:
+def _is_tied(state: WritableState, architecture: Architecture) -> bool:
     if HEAD in {weight.fqn for weight in state.weights}:
         return False
     return HEAD in state.manifest.tied or architecture.tied is not False
 
 
 def _choose_padding(
-    state: Training,
+    state: WritableState,
     wanted: MegatronOptions,
     table: Table,
     constants: Mapping[str, int],
@@ -246,7 +246,7 @@ def _choose_padding(
     return padded, [f"{padded - rows} rows of padding added to the vocabulary of {rows}: zeros"]
 
 
-def _check_slots(state: Training, wanted: MegatronOptions) -> None:
+def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
     """Refuse optimizer states that are not stored for each element, which Megatron requires."""
     if wanted.weights_only:
         return

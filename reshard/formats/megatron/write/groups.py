@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.formats.target_options import Adam
-from reshard.training.state import TrainedGroup, TrainedParameter, Training
+from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import some
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -44,7 +44,7 @@ class Groups:
     notes: tuple[str, ...] = ()
 
 
-def make_groups(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
+def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None) -> Groups:
     """Return the param groups of a training state for Megatron.
 
     Args:
@@ -93,7 +93,7 @@ def make_groups(state: Training, experts: frozenset[str], adam: Adam | None) -> 
     return Groups(groups, members, apart, tuple(notes))
 
 
-def _get_setting(hyper: Mapping[str, Any], key: str, state: Training) -> Any:
+def _get_setting(hyper: Mapping[str, Any], key: str, state: WritableState) -> Any:
     value = hyper.get(key, hyper.get(f"pre_{key}"))
     if isinstance(value, Hashable):
         return value
@@ -104,7 +104,7 @@ def _get_setting(hyper: Mapping[str, Any], key: str, state: Training) -> Any:
     )
 
 
-def is_torch(state: Training) -> bool:
+def is_torch(state: WritableState) -> bool:
     """Return whether the groups are of torch's AdamW, which counts each parameter's steps.
 
     Transformer Engine's and apex's count a group, and their load fails on torch's state.
@@ -151,7 +151,9 @@ def _decays(groups: Sequence[TrainedGroup]) -> bool:
     return any(group.hyper.get("weight_decay", 0.0) for group in groups)
 
 
-def _complete_hyper(hyper: Mapping[str, Any], state: Training, *, fused: bool) -> dict[str, Any]:
+def _complete_hyper(
+    hyper: Mapping[str, Any], state: WritableState, *, fused: bool
+) -> dict[str, Any]:
     """Return a group's hyperparameters with the further ones that Megatron's groups have."""
     completed = {
         "wd_mult": 1.0,

@@ -17,7 +17,7 @@ from reshard.model_parallel import shards, stages
 from reshard.model_parallel.rules import RuleMatch, Table
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import Sizes
-from reshard.training.state import Training, Weight
+from reshard.training.state import Weight, WritableState
 
 HEAD = names.OUTPUT
 
@@ -93,7 +93,7 @@ class LocalWeight:
 
 
 def find_rules(
-    state: Training,
+    state: WritableState,
     table: Table,
     constants: Mapping[str, int],
     *,

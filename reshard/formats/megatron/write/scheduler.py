@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.training.state import Training
+from reshard.training.state import WritableState
 
 
-def make_scheduler(state: Training) -> tuple[dict[str, Any], list[str]]:
+def make_scheduler(state: WritableState) -> tuple[dict[str, Any], list[str]]:
     """Return the source's scheduler if it is Megatron's, else a new one; and notes."""
     train = state.manifest.train
     stored = train.scheduler
