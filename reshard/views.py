@@ -90,7 +90,10 @@ class Reshape:
         groups = _group_dims(self.before, self.after)
         for chunk in chunks:
             for dims in product(*_reshape_groups(chunk, self.before, self.after, groups)):
-                offset, origin, shape, strides = chunk.byte_offset, [], [], []
+                offset = chunk.byte_offset
+                origin: list[int] = []
+                shape: list[int] = []
+                strides: list[int] = []
                 for part in dims:
                     offset += part.byte_offset
                     origin += part.box.origin
@@ -125,13 +128,9 @@ def append_view(views: tuple[View, ...], view: View) -> tuple[View, ...] | None:
     A block that is put into a tensor and taken out again leaves no trace, so that a chain shows
     which elements it takes.
     """
+    if _changes_nothing(view):
+        return views
     last = views[-1] if views else None
-    if isinstance(view, Reshape) and view.before == view.after:
-        return views
-    if isinstance(view, Take | Put) and view.box == whole(view.shape):
-        return views
-    if isinstance(view, Permute) and view.dims == tuple(range(len(view.dims))):
-        return views
     if isinstance(view, Take) and isinstance(last, Take):
         shifted = zip(view.box.origin, last.box.origin, strict=True)
         box = Box(tuple(a + b for a, b in shifted), view.box.shape)
@@ -141,6 +140,14 @@ def append_view(views: tuple[View, ...], view: View) -> tuple[View, ...] | None:
     if isinstance(view, Reshape) and isinstance(last, Reshape):
         return append_view(views[:-1], Reshape(last.before, view.after))
     return (*views, view)
+
+
+def _changes_nothing(view: View) -> bool:
+    if isinstance(view, Reshape):
+        return view.before == view.after
+    if isinstance(view, Permute):
+        return view.dims == tuple(range(len(view.dims)))
+    return view.box == whole(view.shape)
 
 
 def _take_from_put(views: tuple[View, ...], put: Put, taken: Box) -> tuple[View, ...] | None:
@@ -170,7 +177,7 @@ def _group_dims(before: Index, after: Index) -> list[tuple[range, range]]:
     while a < len(before) or b < len(after):
         first_a, first_b = a, b
         size_a = size_b = 1
-        while a == first_a and b == first_b or size_a != size_b:
+        while (a == first_a and b == first_b) or size_a != size_b:
             if size_a <= size_b and a < len(before):
                 size_a *= before[a]
                 a += 1
@@ -234,4 +241,3 @@ def _unflatten(run: _Part, shape: Index) -> Iterator[_Part]:
         first = sum(o * s for o, s in zip(box.origin, steps, strict=True))
         strides = tuple(step * stride for step in steps)
         yield _Part(box, run.byte_offset + (first - start) * stride, strides)
-

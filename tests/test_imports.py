@@ -23,6 +23,7 @@ LAYERS = (
         "dtypes",
         "box",
         "chunks",
+        "views",
         "version",
         "checksum",
         "signals",
@@ -35,6 +36,7 @@ LAYERS = (
     (
         "manifest",
         "join",
+        "renames",
         "files",
         "units",
         "counts",

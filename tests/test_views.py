@@ -48,7 +48,9 @@ def fetch(chunks, shape):
             chunk.box.shape,
             [stride * INTS.itemsize for stride in chunk.byte_strides],
         )
-        place = tuple(slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape))
+        place = tuple(
+            slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
+        )
         assert (result[place] == -1).all()
         result[place] = block
     assert (result >= 0).all()
@@ -61,15 +63,16 @@ def random_view(rng, array):
     shape = array.shape
     if kind == "take":
         origin = tuple(rng.randrange(n) for n in shape)
-        box = Box(origin, tuple(rng.randint(1, n - o) for n, o in zip(shape, origin)))
-        place = tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape))
+        box = Box(origin, tuple(rng.randint(1, n - o) for n, o in zip(shape, origin, strict=True)))
+        place = tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))
         return Take(shape, box), array[place]
     if kind == "permute":
         dims = tuple(rng.sample(range(len(shape)), len(shape)))
         return Permute(dims), array.transpose(dims)
     if kind == "put":
         return Put(shape, whole(shape)), array
-    return (lambda new: (Reshape(shape, new), array.reshape(new)))(random_shape(rng, array.size))
+    new = random_shape(rng, array.size)
+    return Reshape(shape, new), array.reshape(new)
 
 
 def random_shape(rng, numel):

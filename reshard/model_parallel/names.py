@@ -7,17 +7,17 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, ParamGroup, index_entries
+from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, index_entries
 from reshard.model_parallel import forms, moves, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.spellings import NUMBERS, Part, Spelled, Spellings
+from reshard.renames import check_parts_dtype, restate
 from reshard.units import some
 
 _EXTRA = "_extra_state"  # of Transformer Engine: no weight
@@ -85,7 +85,9 @@ class _Renaming:
         """Return the renamed manifest."""
         kept = [e for e in self.manifest.entries.values() if self.find_new_names(e.fqn)]
         copies = [e for e in self.manifest.tied_copies if self.find_new_names(e.fqn)]
-        manifest = self._restate(index_entries(self.convert(kept)), tuple(self.convert(copies)))
+        entries = index_entries(self.convert(kept))
+        copied = tuple(self.convert(copies))
+        manifest = restate(self.manifest, entries, copied, self.find_new_names)
         dropped = [fqn for fqn, names in self._new.items() if not names]
         if dropped:
             self.notes[f"not a weight, left out: {some(dropped, 1)}"] = None
@@ -106,10 +108,6 @@ class _Renaming:
             self._new[fqn] = () if opaque else self.spell(fqn)
         return self._new[fqn]
 
-    def rename_all(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Return the new names of these tensors, each once."""
-        return tuple(dict.fromkeys(name for fqn in fqns for name in self.find_new_names(fqn)))
-
     def check_shape(self, entry: Entry, *, plain: bool) -> bool:
         """Return whether an entry has its parameter's shape, so that it is cut like the parameter.
 
@@ -126,69 +124,6 @@ class _Renaming:
                 "convert the weights alone",
             )
         return False
-
-    def _restate(self, entries: Mapping[Key, Entry], tied_copies: tuple[Entry, ...]) -> Manifest:
-        old = self.manifest
-        sources: dict[str, list[str]] = {}
-        for fqn in dict.fromkeys(e.fqn for e in old.of_kind(*WEIGHT_KINDS)):
-            for name in self.find_new_names(fqn):
-                sources.setdefault(name, []).append(fqn)
-        groups = tuple(ParamGroup(g.hyper, self.rename_all(g.fqns)) for g in old.train.param_groups)
-        owner = {fqn: n for n, group in enumerate(old.train.param_groups) for fqn in group.fqns}
-        if groups:  # only a check: no tensor can be in two param groups
-            _find_common(sources, owner.get, "param group")
-        steps = _find_common(sources, old.train.optimizer_step.get, "step")
-        frozen = _find_common(sources, lambda fqn: fqn in old.frozen, "frozen")
-        dtypes = _find_common(sources, old.trained_dtypes.get, "dtype")
-        tied = {
-            alias: kept
-            for aliases, kepts in old.tied.items()
-            for alias, kept in zip(
-                self.find_new_names(aliases), self.find_new_names(kepts), strict=True
-            )
-        }
-        return replace(
-            old,
-            entries=entries,
-            train=replace(old.train, param_groups=groups, optimizer_step=_drop_unknown(steps)),
-            tied=tied,
-            tied_copies=tied_copies,
-            frozen=frozenset(name for name, is_frozen in frozen.items() if is_frozen),
-            trained_dtypes=_drop_unknown(dtypes),
-            absent=self.rename_all(old.absent),
-            ordered=False,  # the modules of the two sides are in different orders
-        )
-
-
-def _drop_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _find_common(
-    sources: Mapping[str, Iterable[str]], value_of: Callable[[str], Any], what: str
-) -> dict[str, Any]:
-    """Return the value that all parts of one tensor have in common.
-
-    Raises:
-        UsageError: they differ.
-    """
-    common: dict[str, Any] = {}
-    for name, (first, *others) in sources.items():
-        common[name] = value_of(first)
-        for other in others:
-            if value_of(other) != common[name]:
-                raise UsageError(
-                    f"{name!r}",
-                    f"is one tensor for both {first!r} and {other!r}, which differ in their {what}:"
-                    f" {_format_value(common[name])} and {_format_value(value_of(other))}",
-                    "give all its parts the same, e.g. with --param-groups, or convert the weights"
-                    " alone",
-                )
-    return common
-
-
-def _format_value(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 def _join_parts(
@@ -208,14 +143,8 @@ def _join_parts(
             f"holds the {present[0].kind} of {present[0].fqn!r}, and none of {lacking[0]!r}:"
             f" {name!r} is made of both",
         )
-    odd = next((piece for piece in present if piece.dtype != present[0].dtype), None)
-    if odd:
-        raise CorruptError(
-            where,
-            f"{present[0].fqn!r} ({odd.kind}) is {present[0].dtype}, {odd.fqn!r} {odd.dtype}: they"
-            f" cannot be one tensor, {name!r}",
-        )
-    return [pieces[number] for number in sorted(pieces)], present[0].dtype
+    dtype = check_parts_dtype(where, name, present)
+    return [pieces[number] for number in sorted(pieces)], dtype
 
 
 class _ToHf(_Renaming):

@@ -1,0 +1,150 @@
+"""The published form of a transformers model: what ``save_pretrained`` writes.
+
+transformers 5 holds some models under other names and shapes in memory than in files: stacked
+experts, joined projections, other prefixes. Its own conversion runs here on tensors without values
+(`tracing`), so a new model family needs no code here.
+
+Source: transformers 5.23 ``modeling_utils.py`` (``save_pretrained``,
+``remove_tied_weights_from_state_dict``), ``core_model_loading.py`` (``revert_weight_conversion``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reshard.box import Index
+from reshard.errors import ReshardError, UnsupportedError
+from reshard.model.conversion import Conversion, drop_empty_pieces
+from reshard.model.tracing import Traced, read_trace, start_trace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The published form of a model.
+
+    Args:
+        conversion: from the form in memory to the published form, aliases of tied weights included.
+        aliases: names in memory that files leave out -> the name under which the value is written.
+        unsaved: names in memory of values that no file holds.
+        spellings: further names of published tensors in files -> the name that is written.
+    """
+
+    conversion: Conversion
+    aliases: Mapping[str, str]
+    unsaved: frozenset[str]
+    spellings: Mapping[str, str]
+
+
+def trace_published(root: nn.Module, source: str) -> Published | None:
+    """Return the published form of a model; None if the module is not a transformers model.
+
+    Args:
+        root: the model, on the meta device.
+        source: the model, for messages.
+
+    Raises:
+        UnsupportedError: its conversion is not a movement of whole elements.
+    """
+    transformers = sys.modules.get("transformers")  # a model of transformers has imported it
+    if transformers is None or not isinstance(root, transformers.PreTrainedModel):
+        return None
+    state = dict(root.state_dict())
+    unsaved = frozenset(name for name in getattr(root, "_keys_to_ignore_on_save", None) or ())
+    for name in unsaved:
+        state.pop(name, None)
+    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in state.items()}
+    aliases = _find_dropped_aliases(root, state)
+    after = _revert(root, state, shapes, source)
+    conversion = Conversion(source, shapes, after)
+    conversion.prove()
+    return Published(conversion, aliases, unsaved, _find_spellings(root, state, conversion))
+
+
+def _revert(
+    root: Any, state: Mapping[str, Any], shapes: Mapping[str, Index], source: str
+) -> dict[str, Traced]:
+    """Return the published tensors of a state dict, as ``save_pretrained`` would convert it.
+
+    Raises:
+        UnsupportedError: an operation is not a movement of whole elements.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 writes the names in memory
+        return {fqn: read_trace(start_trace(fqn, tensor)) for fqn, tensor in state.items()}
+    traced = {fqn: start_trace(fqn, tensor) for fqn, tensor in state.items()}
+    try:
+        converted = revert_weight_conversion(root, traced)
+        return {
+            name: drop_empty_pieces(read_trace(tensor), shapes)
+            for name, tensor in converted.items()
+        }
+    except ReshardError as error:
+        raise UnsupportedError(
+            source,
+            f"transformers converts this model ({root.config.model_type}) with an operation that"
+            f" reshard cannot follow: {error}",
+            "keep the names in memory with --names module",
+        ) from error
+
+
+def _find_dropped_aliases(root: Any, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that files leave out, with the written name of the same weight.
+
+    transformers finds shared tensors by their storage, which a tensor on the meta device lacks, so
+    it decides on small tensors that are shared in the same way.
+    """
+    import torch
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    shared: dict[int, torch.Tensor] = {}
+    groups: dict[int, list[str]] = {}
+    small: dict[str, torch.Tensor] = {}
+    for name in state:
+        key = id(root.get_parameter_or_buffer(name))
+        small[name] = shared.setdefault(key, torch.empty(1, device="cpu"))
+        groups.setdefault(key, []).append(name)
+    written = remove_tied_weights_from_state_dict(small, root)
+    aliases: dict[str, str] = {}
+    for names in groups.values():
+        kept = [name for name in names if name in written]
+        aliases |= {name: kept[0] for name in names if name not in written}
+    return aliases
+
+
+def _find_spellings(root: Any, state: Mapping[str, Any], conversion: Conversion) -> dict[str, str]:
+    """Return other names of the published tensors, by which transformers also loads them.
+
+    A model that was loaded from files with another prefix saves that prefix again.
+    """
+    names = {traced.pieces: name for name, traced in conversion.after.items()}
+    spellings: dict[str, str] = {}
+    with _with_prefix_changes(root):
+        others = _revert(root, state, conversion.before, conversion.model)
+    for other, traced in others.items():
+        name = names.get(traced.pieces)
+        if name is not None and other != name and other not in conversion.after:
+            spellings[other] = name
+    return spellings
+
+
+@contextmanager
+def _with_prefix_changes(root: Any) -> Iterator[None]:
+    """Let ``revert_weight_conversion`` use every conversion of the model, as after loading it."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        yield
+        return
+    root._weight_conversions = get_model_conversion_mapping(root, add_legacy=False)  # noqa: SLF001 - transformers' own attribute
+    try:
+        yield
+    finally:
+        del root._weight_conversions  # noqa: SLF001

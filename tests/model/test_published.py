@@ -1,0 +1,182 @@
+"""The published form of models, against what ``save_pretrained`` of the same model writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from reshard import formats
+from reshard.box import whole
+from reshard.dtypes import FLOAT32
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.files import SourceFiles
+from reshard.manifest import Entry, ParamGroup, TrainState, check
+from reshard.model.build import build_configured
+from reshard.model.conversion import Conversion
+from reshard.model.published import trace_published
+from reshard.model.tracing import read_trace, start_trace
+from reshard.tensors import read_block
+
+TEXT = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 40,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+MODELS = {
+    "MixtralForCausalLM": ("mixtral", TEXT | {"num_local_experts": 3}),
+    "Qwen3MoeForCausalLM": (
+        "qwen3_moe",
+        TEXT | {"num_experts": 4, "moe_intermediate_size": 10, "tie_word_embeddings": True},
+    ),
+    "ViTForImageClassification": ("vit", VISION),
+    "T5ForConditionalGeneration": (
+        "t5",
+        {"d_model": 16, "d_ff": 12, "num_layers": 1, "num_heads": 2, "d_kv": 8, "vocab_size": 40},
+    ),
+    "LlavaForConditionalGeneration": (
+        "llava",
+        {
+            "text_config": TEXT | {"model_type": "llama"},
+            "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 8},
+            "image_token_index": 5,
+        },
+    ),
+}
+
+
+def make_model(name):
+    model_type, sizes = MODELS[name]
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    config.architectures = [name]
+    torch.manual_seed(0)
+    return getattr(transformers, name)(config)
+
+
+def read_all(manifest, kind="param"):
+    with SourceFiles() as pool:
+        return {
+            entry.fqn: (entry.shape, bytes(read_block(pool, entry, whole(entry.shape))))
+            for entry in manifest.of_kind(kind)
+        }
+
+
+def save(model, path, **options):
+    model.save_pretrained(path, **options)
+    return formats.read(path / "model.safetensors")
+
+
+def trace(model):
+    config = json.loads(json.dumps(model.config.to_dict(), default=str))
+    return trace_published(build_configured(config, "config.json"), "config.json")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_move_between_memory_and_the_published_form(name, tmp_path):
+    model = make_model(name)
+    published = trace(model)
+    memory = save(model, tmp_path / "memory", save_original_format=False)
+    files = save(model, tmp_path / "files")
+    converted = published.conversion.apply(memory)
+    check(converted)
+    assert read_all(converted) == read_all(files)
+    back = published.conversion.invert().apply(files)
+    check(back)
+    assert read_all(back) == read_all(memory)
+    assert {name for name in model.state_dict() if name not in published.aliases} == {
+        entry.fqn for entry in memory.entries.values()
+    }
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """The weights of a Mixtral in memory, with a momentum and a training state."""
+    model = make_model("MixtralForCausalLM")
+    manifest = save(model, tmp_path_factory.mktemp("mixtral"), save_original_format=False)
+    slots = [replace(entry, kind="exp_avg") for entry in manifest.entries.values()]
+    names = [entry.fqn for entry in slots]
+    train = TrainState(
+        optimizer_step=dict.fromkeys(names, 2.0),
+        param_groups=(ParamGroup({"lr": 1}, tuple(names)),),
+    )
+    manifest = replace(manifest.with_entries([*manifest.entries.values(), *slots]), train=train)
+    return manifest, trace(model).conversion
+
+
+def test_the_optimizer_moves_with_the_weights(mixtral):
+    manifest, conversion = mixtral
+    converted = conversion.apply(manifest)
+    assert read_all(converted, "exp_avg") == read_all(converted)
+    names = {entry.fqn for entry in converted.of_kind("param")}
+    assert set(converted.train.param_groups[0].fqns) == names
+    assert converted.train.optimizer_step == dict.fromkeys(names, 2.0)
+    back = conversion.invert().apply(converted)
+    assert read_all(back, "exp_avg") == read_all(manifest)
+    assert back.train.optimizer_step == manifest.train.optimizer_step
+
+
+def test_parts_of_one_tensor_that_differ_are_refused(mixtral):
+    manifest, conversion = mixtral
+    published = conversion.apply(manifest)
+    expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    stopped = replace(published, frozen=frozenset({expert}))
+    with pytest.raises(UsageError, match="differ in their frozen"):
+        conversion.invert().apply(stopped)
+    lost = [entry for key, entry in published.entries.items() if key != ("exp_avg", expert)]
+    with pytest.raises(IncompleteError, match="exp_avg"):
+        conversion.invert().apply(published.with_entries(lost))
+
+
+def test_a_slot_of_another_shape_is_refused_by_name(mixtral):
+    manifest, conversion = mixtral
+    fqn = "model.layers.0.mlp.experts.down_proj"
+    row = Entry(fqn, "exp_avg_sq_row", FLOAT32, (), ())
+    with pytest.raises(UnsupportedError, match="exp_avg_sq_row has shape"):
+        conversion.apply(manifest.with_entries([*manifest.entries.values(), row]))
+    plain = replace(row, fqn="model.norm.weight")
+    kept = conversion.apply(manifest.with_entries([*manifest.entries.values(), plain]))
+    assert kept.entries["exp_avg_sq_row", "model.norm.weight"].shape == ()
+
+
+OPERATIONS = {
+    "interleave": lambda t: t.reshape(2, 6, 4).transpose(0, 1).reshape(12, 4).contiguous(),
+    "rope": lambda t: t.view(2, 3, 2, 4).transpose(1, 2).reshape(12, 4),
+    "chunks": lambda t: torch.cat(torch.chunk(t, 3)[::-1]),
+    "split": lambda t: torch.cat([*torch.split(t, [5, 7])][::-1], dim=0),
+    "stack": lambda t: torch.stack(torch.unbind(t, dim=1), dim=0).squeeze(),
+    "flatten": lambda t: t.flatten()[5:29].unflatten(0, (4, 6)).T,
+    "steps": lambda t: torch.cat([t[::2], t[1::2]]),
+    "select": lambda t: t[3].unsqueeze(-1).movedim(0, 1),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_every_movement_of_elements_is_followed(operation, tmp_path):
+    from safetensors.torch import save_file
+
+    tensor = torch.arange(48.0).reshape(12, 4)
+    save_file({"t": tensor}, tmp_path / "model.safetensors")
+    traced = read_trace(operation(start_trace("t", tensor)))
+    conversion = Conversion("model", {"t": (12, 4)}, {"t": traced})
+    moved = conversion.apply(formats.read(tmp_path / "model.safetensors"))
+    expected = operation(tensor).contiguous()
+    assert read_all(moved)["t"] == (tuple(expected.shape), expected.numpy().tobytes())
+
+
+def test_an_operation_that_computes_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"aten\.add"):
+        start_trace("t", torch.zeros(3)) + 1
