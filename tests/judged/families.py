@@ -1,0 +1,278 @@
+"""Prove that a family of models goes from Hugging Face to Megatron and back.
+
+``python -m tests.judged.families [--work DIR] [--table FILE] [CONFIG ...]``
+
+CONFIG is a ``config.json``, its directory, or a ``model_type`` of transformers (the defaults of its
+class); without one, every model of ``NAMED`` is tried. A tiny random model with the features of the
+configuration is made by transformers (``tests.judges.family_models``), and for each grid of ranks:
+
+    convert     ``reshard convert --to megatron`` writes it, with its optimizer
+    load        megatron-core builds a model from the ``args`` in the checkpoint alone, and loads
+                strictly: weights and Adam, every moment compared with its weight
+    logits      Megatron's are those of transformers
+    merge       ``reshard merge`` gives back each tensor, name for name and bit for bit, and
+                transformers loads the directory and computes the same
+    moments     under Hugging Face's names they still fit the weights, and so does the step
+    ranks       another grid and back: the same training state
+
+It prints a line for each configuration. The exit code is 0 where all are proved, 1 where a proof
+failed, 3 where none failed, but ``reshard`` refused a configuration, and 6 where megatron-core is
+not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import reshard
+from reshard.errors import ReshardError
+from tests.judges import family_models
+from tests.judges.family_models import Sources
+from tests.judges.server import Judge
+
+JUDGE = Judge("tests.judges.family_worker", "Megatron-core", {}, 180.0)
+NEAR = 2e-5  # of the largest logit: sums in another order
+PROVED, FAILED, REFUSED = "proved", "failed", "refused"
+EXIT_CODES = {PROVED: 0, FAILED: 1, REFUSED: 3}
+NOT_RUN = 6
+NAMED = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "ernie4_5", "granite"),
+    *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere2", "exaone4"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "olmoe"),
+    *("granitemoe", "minimax", "minimax_m2", "llama4_text"),
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A grid of ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks, which hold the experts."""
+        return self.ep
+
+    @property
+    def world(self) -> int:
+        """The number of processes."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.tp, "PP": self.pp, "EP": self.ep}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
+DENSE = (Ranks(tp=2), Ranks(tp=2, pp=2))
+SPARSE = (Ranks(tp=2), Ranks(tp=2, pp=2), Ranks(ep=2), Ranks(pp=2, ep=2), Ranks(tp=2, ep=2))
+
+
+@dataclass
+class Proof:
+    """What was found of one configuration."""
+
+    name: str
+    place: Path
+    model_type: str = ""
+    sources: Sources | None = None
+    grids: list[Ranks] = field(default_factory=list)
+    refused: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """One of the three."""
+        if self.problems:
+            return FAILED
+        return REFUSED if self.refused else PROVED
+
+    def describe(self) -> str:
+        """Return a line for a terminal."""
+        told = "; ".join(self.problems) or self.refused or ", ".join(map(str, self.grids))
+        return f"{self.name:<16} {self.verdict:<8} {told}"
+
+    def run(self, ranks: Ranks) -> Path:
+        """Return where the checkpoint of a grid lies."""
+        return self.place / str(ranks).replace(" ", "")
+
+
+def prove(configs: Iterable[str], place: Path) -> list[Proof]:
+    """Try each configuration, in directories of ``place``; Megatron-core is started once."""
+    proofs = [_begin(config, place) for config in configs]
+    jobs = {
+        f"{number}-{ranks}".replace(" ", ""): (proof, ranks)
+        for number, proof in enumerate(proofs)
+        for ranks in proof.grids
+    }
+    told = {
+        name: (ranks.world, {"checkpoint": str(proof.run(ranks)), "tokens": proof.sources.tokens})
+        for name, (proof, ranks) in jobs.items()
+    }
+    found = JUDGE.run(place / "megatron", told) if told else {}
+    for name, (proof, ranks) in jobs.items():
+        proof.problems += [f"{ranks}: {text}" for text in _judge(proof, ranks, found[name])]
+    return proofs
+
+
+def _begin(config: str, place: Path) -> Proof:
+    """Make the model and convert it to every grid."""
+    proof = Proof(config, place / Path(config).name)
+    try:
+        tiny = family_models.shrink(family_models.read_config(config))
+        proof.model_type = tiny.model_type
+        proof.sources = family_models.write_sources(tiny, proof.place)
+    except Exception as error:  # noqa: BLE001 - whatever a model's own code raises is the answer
+        proof.problems.append(f"transformers: {type(error).__name__}: {error}".splitlines()[0])
+        return proof
+    for ranks in SPARSE if _has_experts(tiny) else DENSE:
+        try:
+            _convert(proof.sources.run, proof.run(ranks), ranks, model=str(proof.sources.model))
+        except ReshardError as error:
+            proof.refused = proof.refused or error.problem
+            continue
+        proof.grids.append(ranks)
+    if proof.grids and proof.refused:
+        proof.problems.append(f"refused on some grids alone: {proof.refused}")
+    return proof
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, key, None) for key in family_models.EXPERT_COUNTS)
+
+
+def _convert(source: Path, target: Path, ranks: Ranks, **options: Any) -> None:
+    sizes = {"tp": ranks.tp, "pp": ranks.pp, "ep": ranks.ep, "dp": ranks.dp}
+    how = {"adam": "torch", "transformer_impl": "local", "make_vocab_size_divisible_by": 8}
+    reshard.split(source, target, to="megatron", **sizes, **how, **options)
+
+
+def _judge(proof: Proof, ranks: Ranks, found: dict[str, Any] | str) -> Iterator[str]:
+    """Yield what is wrong with one grid, in words."""
+    sources, run = proof.sources, proof.run(ranks)
+    if isinstance(found, str):
+        yield f"Megatron-core: {found.rstrip().splitlines()[-1]}"
+    else:
+        yield from found["wrong"]
+        yield from _compare_logits(found["logits"], sources.logits)
+    back = proof.place / f"{run.name}.back"
+    try:
+        reshard.merge(run, back)
+        yield from _compare_directories(back, sources)
+        yield from _compare_moments(run, proof.place / f"{run.name}.dcp")
+        yield from _go_there_and_back(run, ranks)
+    except ReshardError as error:
+        yield str(error).splitlines()[0]
+
+
+def _compare_logits(found: list[torch.Tensor], wanted: torch.Tensor) -> Iterator[str]:
+    """Yield how far Megatron's logits are from transformers', where they are not near."""
+    most = wanted.abs().max()
+    for logits in found:
+        apart = (logits[..., : wanted.shape[-1]] - wanted).abs().max()
+        if not apart <= NEAR * most:
+            yield f"logits differ by {apart:.2g} of {most:.2g}"
+    if not found:
+        yield "no logits"
+
+
+def _compare_directories(back: Path, sources: Sources) -> Iterator[str]:
+    """Yield the tensors that are not as ``save_pretrained`` wrote them, and what they compute."""
+    before, after = _read(sources.model), _read(back)
+    if before.keys() != after.keys():
+        yield f"names: {sorted(before.keys() ^ after.keys())[:4]}"
+    for name in before.keys() & after.keys():
+        mine, theirs = after[name], before[name]
+        if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
+            yield f"{name} has other values"
+    model, told = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    yield from (f"{key}: {told[key]}" for key in ("missing_keys", "unexpected_keys") if told[key])
+    with torch.no_grad():
+        logits = model.eval()(sources.tokens, use_cache=False).logits
+    if not torch.equal(logits, sources.logits):
+        yield "transformers computes other logits from what was merged"
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+def _compare_moments(run: Path, target: Path) -> Iterator[str]:
+    """Yield the moments under Hugging Face's names that do not fit their weights."""
+    reshard.split(run, target, to="dcp", names="hf")
+    with reshard.open(target) as state:
+        moments = {slot: state.optimizer(slot) for slot in ("exp_avg", "exp_avg_sq")}
+        for name in state:
+            weight = state[name][...]
+            wanted = {"exp_avg": 2 * weight, "exp_avg_sq": weight.square()}
+            for slot, value in wanted.items():
+                if name not in moments[slot] or not torch.equal(moments[slot][name][...], value):
+                    yield f"{slot} of {name} does not fit its weight"
+        if set(state.manifest.train.optimizer_step.values()) != {family_models.STEPS}:
+            yield "another step"
+
+
+def _go_there_and_back(run: Path, ranks: Ranks) -> Iterator[str]:
+    """Yield what is not the same after another grid."""
+    other = Ranks(pp=2) if ranks.tp > 1 else Ranks(tp=2)
+    there, again = (run.with_name(run.name + word) for word in (".there", ".again"))
+    _convert(run, there, other)
+    _convert(there, again, ranks)
+    yield from _describe(reshard.diff(run, again))
+
+
+def _describe(report: Any) -> Iterator[str]:
+    if not report.same:
+        yield "; ".join(report.lines()[:3])
+
+
+def write_table(proofs: Iterable[Proof]) -> str:
+    """Return the table of `docs/megatron-families.md`."""
+    rows = ["| model type | result | where, or why not |", "| --- | --- | --- |"]
+    for proof in proofs:
+        told = "; ".join(proof.problems) or proof.refused or ", ".join(map(str, proof.grids))
+        rows.append(f"| `{proof.model_type or proof.name}` | {proof.verdict} | {told} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Prove what the command line names, and print a line for each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("configs", nargs="*", default=NAMED, metavar="CONFIG")
+    parser.add_argument("--work", type=Path, help="keep what is made in this directory")
+    parser.add_argument("--table", type=Path, help="write the table of the results to this file")
+    told = parser.parse_args()
+    if importlib.util.find_spec("megatron") is None:
+        print("megatron-core is not installed", file=sys.stderr)  # noqa: T201
+        return NOT_RUN
+    place = told.work or Path(tempfile.mkdtemp(prefix="families-"))
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        proofs = prove(told.configs, place)
+    finally:
+        if told.work is None:
+            shutil.rmtree(place)
+    for proof in proofs:
+        print(proof.describe())  # noqa: T201
+    if told.table:
+        told.table.write_text(write_table(proofs) + "\n")
+    verdicts = {proof.verdict for proof in proofs}
+    return next((EXIT_CODES[each] for each in (FAILED, REFUSED) if each in verdicts), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""Families of models between Hugging Face and Megatron, proved as `tests.judged.families` does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.judged import families
+
+pytestmark = pytest.mark.slow
+
+PROVED = ("qwen2",)
+
+
+@pytest.fixture(scope="module")
+def proofs(tmp_path_factory):
+    """The proof of every family, by its name."""
+    found = families.prove(PROVED, tmp_path_factory.mktemp("families"))
+    return {proof.name: proof for proof in found}
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_a_family_goes_to_megatron_and_back(proofs, name):
+    assert proofs[name].problems == []
+    assert proofs[name].verdict == families.PROVED

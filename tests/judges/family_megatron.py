@@ -1,0 +1,203 @@
+"""Megatron-core's own model, built from the ``args`` in a checkpoint and from nothing else.
+
+What Megatron-LM core_v0.16.1 does between a command line and a model is here
+(``training/arguments.py`` ``core_transformer_config_from_args``, ``gpt_builders.py``), as the
+package holds ``megatron.core`` without ``megatron.training``. Only kernels that need a GPU are
+switched off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import megatron.core.optimizer as mcore_optimizer
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from torch.nn import functional as F  # noqa: N812 - everybody's name for it
+
+from tests.judges.megatron_files import TRACKER, rank_directory
+
+ON_CPU = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "apply_rope_fusion": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_grouped_gemm": False,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+}
+YARN = "yarn_"  # read from the configuration with getattr, and no fields of its class
+
+
+def read_ranks(place: Path) -> Namespace:
+    """Return the arguments of a run; every file of it has them."""
+    path = next(_find_iteration(place).glob("mp_rank_*/model_optim_rng.pt"))
+    return torch.load(path, map_location="cpu", weights_only=False)["args"]
+
+
+def _find_iteration(place: Path) -> Path:
+    name = (place / TRACKER).read_text().strip()
+    return place / (name if name == "release" else f"iter_{int(name):07d}")
+
+
+def lay_grid(args: Namespace) -> None:
+    """Megatron's process groups."""
+    mpu.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def make_config(args: Namespace) -> TransformerConfig:
+    """``core_transformer_config_from_args``."""
+    told = vars(args)
+    kind = MLATransformerConfig if told.get("multi_latent_attention") else TransformerConfig
+    values = {f.name: told[f.name] for f in dataclasses.fields(kind) if f.name in told}
+    values["num_moe_experts"] = told.get("num_experts")
+    values["num_layers_in_first_pipeline_stage"] = told.get("decoder_first_pipeline_num_layers")
+    values["num_layers_in_last_pipeline_stage"] = told.get("decoder_last_pipeline_num_layers")
+    values["bias_activation_fusion"] = told.get("bias_gelu_fusion", True)
+    if told.get("swiglu"):
+        values |= {"activation_func": F.silu, "gated_linear_unit": True}
+        values["bias_activation_fusion"] = told.get("bias_swiglu_fusion", True)
+    if told.get("squared_relu"):
+        values["activation_func"] = squared_relu
+    elif told.get("quick_geglu"):
+        values |= {"activation_func": quick_gelu, "gated_linear_unit": True}
+    values["num_query_groups"] = (
+        args.num_query_groups if told.get("group_query_attention") else None
+    )
+    config = kind(**values | ON_CPU)
+    for name in told:
+        if name.startswith(YARN):
+            setattr(config, name, told[name])
+    return config
+
+
+def build(args: Namespace) -> GPTModel:
+    """``gpt_builder`` with ``--transformer-impl local``: this rank's stage."""
+    config, told = make_config(args), vars(args)
+    if args.num_experts:
+        spec = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=False,
+            normalization=args.normalization,
+            qk_l2_norm=told.get("qk_l2_norm", False),
+        )
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=args.normalization,
+            qk_l2_norm=told.get("qk_l2_norm", False),
+        )
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+    )
+
+
+def load(model: GPTModel, place: Path) -> Any:
+    """Load this rank's file, strictly, into the model and a new optimizer, which is returned."""
+    mcore_optimizer.USING_PYTORCH_OPTIMIZER = True
+    mcore_optimizer.Adam = torch.optim.AdamW
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    told = OptimizerConfig(optimizer="adam", lr=0.0, min_lr=0.0, params_dtype=torch.float32)
+    overrides = mcore_optimizer.get_standard_config_overrides(told)
+    optimizer = mcore_optimizer.get_megatron_optimizer(told, [wrapped], overrides)
+    path = rank_directory(_find_iteration(place)) / "model_optim_rng.pt"
+    state = torch.load(path, map_location="cpu", weights_only=False)
+    wrapped.load_state_dict(state["model"], strict=True)
+    optimizer.load_state_dict(state["optimizer"])
+    return optimizer
+
+
+def find_wrong_moments(model: GPTModel, optimizer: Any) -> tuple[int, list[str]]:
+    """Count the moments of a loaded optimizer, and name those that do not fit their weights."""
+    names = {param: name for name, param in model.named_parameters()}
+    states = [
+        (param, state)
+        for each in getattr(optimizer, "chained_optimizers", [optimizer])
+        for param, state in each.optimizer.state.items()
+    ]
+    wrong = []
+    for param, state in states:
+        for slot, wanted in (("exp_avg", 2 * param), ("exp_avg_sq", param.square())):
+            if not torch.equal(state[slot], wanted):
+                wrong.append(f"{slot} of {names[param]}")
+    missing = names.keys() - {param for param, _ in states}
+    return 2 * len(states), [*wrong, *(f"no moments of {names[param]}" for param in missing)]
+
+
+@torch.no_grad()
+def compute_logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Return (samples, length, padded vocabulary) on the last stage; None on the others."""
+    model.eval()
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    mask = torch.ones(length, length).triu(1).bool()[None, None]
+
+    def step(iterator: Any, stage: Any) -> Any:
+        batch = next(iterator)
+        return stage(batch, positions, mask), lambda output, **_: output
+
+    found = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter([tokens]),
+        model=[model],
+        num_microbatches=1,
+        seq_length=length,
+        micro_batch_size=len(tokens),
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    if not mpu.is_pipeline_last_stage():
+        return None
+    return gather_from_tensor_model_parallel_region(found[0]).float()
+
+
+def bring_to_first_rank(value: Any) -> list[Any]:
+    """Every rank's value, on all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,158 @@
+"""A tiny model of any configuration of transformers, with random values everywhere.
+
+``shrink`` keeps what a configuration switches on and makes its sizes small; ``write_sources`` saves
+the model as ``save_pretrained`` does, and once more as a training state whose moments are functions
+of the weights, so that whoever holds both can check them: ``exp_avg`` is twice the weight, and
+``exp_avg_sq`` its square.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+SEED, SPREAD = 7, 0.08
+STEPS = 1  # of Adam
+SAMPLES, SEQUENCE = 2, 24
+VOCABULARY = 120
+_LAYERS, _MOST_LAYERS = 4, 12
+_HEADS, _GROUPS = 8, 4
+_WINDOW = 6  # shorter than the sequence, so that it counts
+_POSITIONS, _ORIGINAL_POSITIONS = 64, 16
+_EXPERTS = 8
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": _POSITIONS,
+    "num_attention_heads": _HEADS,
+    "head_dim": 16,
+}
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_k")
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_LAYERWISE = ("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers")
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The two forms of a model: ``model`` as published, ``run`` with its optimizer (DCP)."""
+
+    model: Path
+    run: Path
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+def read_config(source: str) -> PreTrainedConfig:
+    """Return a configuration by its file, its directory, or the name of its ``model_type``."""
+    path = Path(source)
+    if path.exists():
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return AutoConfig.for_model(source)
+
+
+def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration of a tiny model with the same features."""
+    values = config.to_dict()
+    layers = _count_layers(values)
+    for key, size in _SIZES.items():
+        if values.get(key) is not None:
+            values[key] = size
+    _shrink_heads(config, values)
+    values |= {key: layers for key in ("num_hidden_layers", "num_layers") if key in values}
+    for key in _LAYERWISE:
+        if values.get(key) is not None:
+            values[key] = list(values[key])[:layers]
+    _shrink_experts(values)
+    values |= {key: _WINDOW for key in _WINDOWS if values.get(key)}
+    values |= {key: min(layers, values[key]) for key in ("max_window_layers",) if key in values}
+    values |= {key: number for number, key in enumerate(_TOKENS) if key in values}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(values.get(key), dict):
+            values[key] = _shrink_rope(values[key])
+    if "original_max_position_embeddings" in values:
+        values["original_max_position_embeddings"] = _ORIGINAL_POSITIONS
+    return type(config).from_dict(values)
+
+
+def _count_layers(values: dict[str, Any]) -> int:
+    """Return the number of layers: an even one that has a whole period of what differs by layer."""
+    periods = [_find_period(list(values[key])) for key in _LAYERWISE if values.get(key)]
+    most = max([_LAYERS, *(each for each in periods if each <= _MOST_LAYERS)])
+    return most + most % 2
+
+
+def _find_period(row: list[Any]) -> int:
+    """Return after how many elements a list repeats itself."""
+    return next(n for n in range(1, len(row) + 1) if row[n:] == row[: len(row) - n])
+
+
+def _shrink_heads(config: PreTrainedConfig, values: dict[str, Any]) -> None:
+    heads, groups = config.num_attention_heads, values.get("num_key_value_heads")
+    if groups is not None:
+        values["num_key_value_heads"] = _HEADS if groups == heads else _GROUPS
+    width = values.get("hidden_size", 0) // _HEADS
+    if values.get("head_dim") is not None and config.head_dim * heads == config.hidden_size:
+        values["head_dim"] = width
+
+
+def _shrink_experts(values: dict[str, Any]) -> None:
+    values |= {key: _EXPERTS for key in EXPERT_COUNTS if values.get(key)}
+    values |= {key: min(3, values[key]) for key in _TOP_K if values.get(key)}
+
+
+def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return a scaling of rotary positions that acts on the first positions already."""
+    rope = {k: _shrink_rope(v) if isinstance(v, dict) else v for k, v in rope.items()}
+    # Llama 3's numbers are those of Megatron-core only as they are.
+    if "original_max_position_embeddings" in rope and rope.get("rope_type") != "llama3":
+        rope["original_max_position_embeddings"] = _ORIGINAL_POSITIONS
+    return rope
+
+
+def write_sources(config: PreTrainedConfig, place: Path) -> Sources:
+    """Save a random model of a configuration in both forms; returns its logits of some tokens."""
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *_list_saved_buffers(model)]:
+            tensor.add_(torch.randn_like(tensor), alpha=SPREAD)
+    tokens = torch.randint(3, VOCABULARY, (SAMPLES, SEQUENCE))
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits.float()
+    model.save_pretrained(place / "model")
+    _save_run(model, place / "run")
+    return Sources(place / "model", place / "run", tokens, logits)
+
+
+def _list_saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of floats that are saved with the weights."""
+    saved = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    return [b for b in model.buffers() if b.data_ptr() in saved and b.is_floating_point()]
+
+
+def _save_run(model: torch.nn.Module, path: Path) -> None:
+    """Save a training state of the model: Adam after a step, with moments that can be checked."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for param, state in optimizer.state.items():
+        state["exp_avg"].copy_(2 * param.detach())
+        state["exp_avg_sq"].copy_(param.detach().square())
+    weights, moments = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save({"model": weights, "optim": moments}, checkpoint_id=path, no_dist=True)
