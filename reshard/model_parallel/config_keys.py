@@ -1,71 +1,78 @@
-"""Find the keys of a transformers config that change a model and that a family does not implement.
+"""Find the settings that change a model and that a family does not implement.
 
-Weights under another framework's names compute the same only if every setting that transformers
-uses is known on the other side. A family's table lists the keys that it implements (``config``) and
-the neutral values of others (``neutral``); this module lists what holds for every family.
+Weights under another framework's names compute the same only if every setting that changes the
+model is known on the other side. A family's table lists the keys of a transformers config and the
+arguments of Megatron that it implements (``config``, ``args``), and the neutral values of others
+(``neutral``); ``tables/settings.yaml`` lists what holds for every family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+from reshard.model_parallel.rules import load_document
 
 ANY = "any"  # no value of the key changes what the family computes
 EACH = "each"  # a list, each of whose elements is one of these
+_EXPERTS = "moe_"
 
-# Generation settings were part of a config before transformers had generation_config.json
-# (transformers 4.57, configuration_utils.PreTrainedConfig._get_global_generation_defaults).
-_GENERATION = """
-    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
-    forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups
-    num_beams num_return_sequences output_scores prefix remove_invalid_values repetition_penalty
-    return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
-"""
-_TOKENS = """
-    bos_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id tokenizer_class
-    unk_token_id
-"""
-# Dropout and the losses of a router act in training alone; summary_* and labels shape the heads of
-# classifiers, which none of the tables has.
-_TRAINING = """
-    attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout
-    embd_dropout embd_pdrop gradient_checkpointing hidden_dropout hidden_dropout_prob id2label
-    initializer_range label2id num_labels output_router_logits problem_type resid_dropout
-    resid_pdrop residual_dropout router_jitter_noise summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params finetuning_task
-"""
-# How transformers runs the model: what is returned, kernels, precision of intermediate results.
-# pretraining_tp and slow_but_exact sum the same products in another order.
-_RUNNING = """
-    attn_implementation chunk_size_feed_forward dtype experts_implementation output_attentions
-    output_hidden_states pretraining_tp reorder_and_upcast_attn return_dict slow_but_exact
-    tf_legacy_loss torch_dtype torchscript transformers_version unsloth_fixed unsloth_version
-    use_bfloat16 use_cache use_return_dict
-"""
-IRRELEVANT = frozenset(f"{_GENERATION}{_TOKENS}{_TRAINING}{_RUNNING}".split())
 
-# Settings of other models' classes, at the value at which they change nothing.
-NEUTRAL: Mapping[str, Any] = {
-    "add_cross_attention": [False],
-    "attn_logit_softcapping": [],
-    "embedding_multiplier": [1],
-    "final_logit_softcapping": [],
-    "is_decoder": [False, True],
-    "is_encoder_decoder": [False],
-    "layer_types": {EACH: ["full_attention"]},
-    "logit_scale": [1],
-    "logits_scaling": [1],
-    "no_rope_layers": {EACH: [1]},  # SmolLM3: 1 is a layer with rotary positions
-    "no_rope_layer_interval": ANY,  # its only use is to compute no_rope_layers
-    "partial_rotary_factor": [1],
-    "pruned_heads": [{}],
-    "residual_multiplier": [1],
-    "tie_encoder_decoder": [False],
-    "use_mrope": [False],
-    "use_qk_norm": [False],
-    "use_sliding_window": [False],
-}
+@dataclass(frozen=True)
+class Settings:
+    """The settings of every family.
+
+    Args:
+        irrelevant: keys of a config that never change what a model computes.
+        neutral: key of a config -> the values at which it changes nothing.
+        args: argument of Megatron -> the values at which it changes nothing.
+        meanings: argument -> what another value means, for messages.
+    """
+
+    irrelevant: frozenset[str]
+    neutral: Mapping[str, Any]
+    args: Mapping[str, Any]
+    meanings: Mapping[str, str]
+
+
+@cache
+def load_settings() -> Settings:
+    """Return the settings of ``tables/settings.yaml``."""
+    root = load_document("settings")
+    config, args = root["config"], root["args"]
+    return Settings(
+        frozenset(key for line in config["irrelevant"] for key in line.split()),
+        config["neutral"],
+        {name: line["neutral"] for name, line in args.items()},
+        {name: line["means"] for name, line in args.items()},
+    )
+
+
+def find_changing_args(
+    args: Mapping[str, Any], implemented: Mapping[str, Any], neutral: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield each of Megatron's arguments that changes what the model computes, with its value.
+
+    Args:
+        implemented: the arguments that the family implements.
+        neutral: the family's own neutral values, by argument.
+    """
+    settings = load_settings()
+    has_experts = bool(args.get("num_experts"))
+    for name, allowed in {**settings.args, **neutral}.items():
+        value = args.get(name)
+        if name in implemented or value is None or (name.startswith(_EXPERTS) and not has_experts):
+            continue
+        if not _is_neutral(value, allowed):
+            yield f"{settings.meanings[name]} ({name} {value!r})"
+
+
+def get_default_arg(name: str) -> Any:
+    """Return the value of an argument that a run does not state: the first neutral one."""
+    allowed = load_settings().args.get(name)
+    return allowed[0] if isinstance(allowed, list) and allowed else None
 
 
 def find_changing_keys(
@@ -82,9 +89,10 @@ def find_changing_keys(
         defaults: the defaults of the family's class in transformers, which the family implements.
     """
     missing = object()  # None is a value that a default may have
-    allowed = {**NEUTRAL, **neutral}
+    settings = load_settings()
+    allowed = {**settings.neutral, **neutral}
     for key, value in config.items():
-        if key in implemented or key in IRRELEVANT or key.startswith("_") or value is None:
+        if key in implemented or key in settings.irrelevant or key.startswith("_") or value is None:
             continue
         if defaults.get(key, missing) != value and not _is_neutral(value, allowed.get(key, [])):
             yield f"{key} is {value!r}"

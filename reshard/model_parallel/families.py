@@ -1,34 +1,33 @@
 """Families of Hugging Face's models: which one a model is, by which table, and its config.
 
-A table's ``families`` name them by their ``model_type``. ``when`` states the `Traits` that a model
-of the family has: a value, a list of possible values, or ``any`` for what its config states.
-``config`` is its config.json, in which ``{trait}`` stands for the value of a trait, and
-``{trait?}`` for one that may be null. ``neutral`` lists values of further keys that change nothing
-(see `config_keys`). ``alike`` lists other model types of transformers that compute the same from
-these keys: tests compare logits.
+A family is data: a section of a table's ``families``. ``when`` states the `Traits` that a model of
+the family has: a value, a list of possible values, or ``any`` for what its config states.
+``config`` is its config.json and ``args`` are its arguments of Megatron, besides those that
+`megatron_traits` makes of every model's traits; both have constants, and fields that stand for
+traits (see `fields`). ``neutral`` lists values of further keys of the config that change nothing,
+``neutral_args`` of further arguments (see `config_keys`). ``alike`` lists other model types of
+transformers that compute the same from these keys: tests compare logits.
+
+The built-in families are those of every table in ``tables/``; a user's file adds its own.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import isclose
+from pathlib import Path
 from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError
-from reshard.model_parallel import config_keys, yarn
-from reshard.model_parallel.rules import Table, load_document, load_table
-from reshard.model_parallel.traits import Traits
+from reshard.model_parallel import config_keys, fields, megatron_traits, rules, yarn
+from reshard.model_parallel.rules import Table
+from reshard.model_parallel.traits import OWN, Traits
 
-# The first family that fits is chosen, so the most usual ones come first.
-TABLES = ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "bloom")
 _META = "meta"
 _ANY = "any"
 _NAMING = ("model_type", "architectures")
-_INVERSE = {"rows": "vocab"}  # traits that follow from another
-_ALIKE = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 _ROPE = ("rope_theta", "partial_rotary_factor")
 _SYNONYMS = (  # names of one key, the usual one first
     ("rope_theta", "rotary_emb_base"),
@@ -36,7 +35,6 @@ _SYNONYMS = (  # names of one key, the usual one first
     ("num_experts", "num_local_experts"),
 )
 _KEEP_NAMES = "convert to a format that keeps Hugging Face's names"
-_FIELD = re.compile(r"\{([a-z_]+)(\?)?\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,9 @@ class Family:
     table: Table
     when: Mapping[str, Any]
     config: Mapping[str, Any]
+    args: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
+    neutral_args: Mapping[str, Any] = field(default_factory=dict)
     alike: tuple[str, ...] = ()
 
     @property
@@ -58,12 +58,29 @@ class Family:
     def find_mismatches(self, traits: Traits) -> list[str]:
         """Return the traits in which a model differs from this family, in words."""
         mismatches = [*traits.odd]
+        own = self.complete(traits)
         for name, required in self.when.items():
             allowed = required if isinstance(required, list) else [required]
-            value = getattr(traits, name)
+            value = own.get(name)
             if value not in allowed and _ANY not in allowed:
                 mismatches.append(f"{name} is {value}, not {' or '.join(map(str, allowed))}")
+        if traits.args is not None:
+            mismatches += self._find_odd_args(traits.args)
         return mismatches
+
+    def _find_odd_args(self, args: Mapping[str, Any]) -> Iterator[str]:
+        """Yield Megatron's arguments with which no model of this family is built."""
+        yield from config_keys.find_changing_args(args, self.args, self.neutral_args)
+        for name, line in self.args.items():
+            value = config_keys.get_default_arg(name) if args.get(name) is None else args[name]
+            if fields.parse_field(line) is None and value != line:
+                yield f"{name} is {value}, not {line}"
+
+    def complete(self, traits: Traits) -> Traits:
+        """Return the traits of a model with those that the family's arguments state."""
+        for _, line, value in fields.list_fields(self.args, traits.args or {}):
+            traits = traits.with_values({line.own: line.read(value, traits.get)})
+        return traits
 
     def make_config(self, traits: Traits) -> dict[str, Any]:
         """Return the config.json of a model of this family.
@@ -71,7 +88,24 @@ class Family:
         Raises:
             UsageError: the source does not state a trait that the config needs.
         """
-        return {key: _fill_line(key, value, traits) for key, value in self.config.items()}
+        return _fill(self.config, traits)
+
+    def make_args(self, traits: Traits) -> dict[str, Any]:
+        """Return the arguments with which Megatron-core builds a model of this family.
+
+        Raises:
+            UnsupportedError: Megatron-core cannot build the model.
+            UsageError: the source does not state a trait that the arguments need.
+        """
+        items: dict[str, set[str]] = {}
+        for line in filter(None, map(fields.parse_field, self.args.values())):
+            if line.item:
+                items.setdefault(line.trait, set()).add(line.item)
+        own = _fill(self.args, traits)
+        for trait, known in items.items():
+            _refuse_other_items(traits, trait, known)
+            traits = traits.with_values({trait: None})  # the family's lines state all of it
+        return megatron_traits.make_args(traits) | own
 
     def differences(
         self, config: Mapping[str, Any], traits: Traits
@@ -88,18 +122,40 @@ class Family:
         """
         flat = _flatten_config(config, self)
         for key, line in self.config.items():
-            match = _FIELD.fullmatch(line) if isinstance(line, str) else None
-            if key in _NAMING or key not in flat or (flat[key] is None and not _may_be_null(match)):
+            parsed = fields.parse_field(line)
+            may_be_null = parsed is not None and parsed.is_optional
+            if key in _NAMING or key not in flat or (flat[key] is None and not may_be_null):
                 continue
-            value = getattr(traits, match[1]) if match else line
-            is_stated = value is not None or (_may_be_null(match) and not traits.odd)
+            value = line if parsed is None else parsed.fill_if_known(traits)
+            is_stated = value is not None or (may_be_null and not traits.odd)
             if is_stated and not _is_same(value, flat[key], traits.max_positions):
                 yield key, value, flat[key]
 
 
-def _may_be_null(field_of_line: re.Match[str] | None) -> bool:
-    """Return whether null is a value of a config's key, by the field of its line."""
-    return field_of_line is not None and field_of_line[2] is not None
+def _fill(lines: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
+    """Return the values of keys: constants, or the traits for which their fields stand."""
+    parsed = {key: fields.parse_field(line) for key, line in lines.items()}
+    return {
+        key: line if (of := parsed[key]) is None else of.fill(key, traits)
+        for key, line in lines.items()
+    }
+
+
+def _refuse_other_items(traits: Traits, trait: str, known: set[str]) -> None:
+    """Refuse a trait that is a mapping with items that a family's arguments do not state.
+
+    Raises:
+        UnsupportedError: it has such items.
+    """
+    stated = {key: value for key, value in (traits.get(trait) or {}).items() if value is not None}
+    stated.pop("type", None)  # an older name of rope_type
+    if stated.keys() - known:
+        name = min(stated.keys() - known)
+        raise UnsupportedError(
+            traits.source,
+            "has features that Megatron-core does not support in this family:"
+            f" {trait} with {name} {stated[name]!r}",
+        )
 
 
 def _is_same(value: Any, other: Any, positions: int | None) -> bool:
@@ -110,7 +166,7 @@ def _is_same(value: Any, other: Any, positions: int | None) -> bool:
         return isclose(value, other, rel_tol=1e-6)
     if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
         return list(value) == list(other)
-    return bool(_ALIKE.get(value, value) == _ALIKE.get(other, other))
+    return bool(fields.normalize_name(value) == fields.normalize_name(other))
 
 
 def _normalize_scaling(value: Any, positions: int | None) -> dict[str, Any]:
@@ -129,74 +185,103 @@ def _normalize_scaling(value: Any, positions: int | None) -> dict[str, Any]:
     )
 
 
-def _fill_line(key: str, value: Any, traits: Traits) -> Any:
-    """Return the value of a config's key: a constant, or the trait that its line names."""
-    match = _FIELD.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return value
-    trait = getattr(traits, match[1])
-    if trait is None and not match[2]:
-        raise UsageError(
-            traits.source,
-            f"does not state the model's {match[1]}, which its config needs ({key})",
-            "give the config: --hf-dir DIR",
-        )
-    return dict(trait) if isinstance(trait, Mapping) else trait
-
-
 @cache
-def load_families() -> Mapping[str, Family]:
-    """Return every family of a model that Megatron trains by name, the usual ones first."""
-    return {family.name: family for table in TABLES for family in _parse_families(table)}
+def load_families(path: Path | None = None) -> Mapping[str, Family]:
+    """Return every family of a model that Megatron trains by name, in the order of their choice.
+
+    The families of a user's file come first, then those of every table. A table comes before the
+    tables that extend it, as a model of the plainer family may fit the others too.
+
+    Args:
+        path: a user's file of rules, which may have families of its own.
+
+    Raises:
+        UsageError: the file is not a table, or a family of it lacks a section.
+    """
+    tables = [name for name in rules.list_tables() if "families" in rules.load_document(name)]
+    found = [] if path is None else list(_parse_user_families(path))
+    for name in sorted(tables, key=lambda name: (len(rules.list_bases(name)), name)):
+        found += _parse_families(rules.load_document(name), rules.load_table(name), name)
+    families: dict[str, Family] = {}
+    for family in found:
+        families.setdefault(family.name, family)
+    return families
 
 
 @cache
 def load_meta_family() -> Family:
     """Return the family of Meta's Llama files."""
-    return replace(load_families()["llama"], table=load_table(_META))
+    return replace(load_families()["llama"], table=rules.load_table(_META))
 
 
-def _parse_families(name: str) -> Iterator[Family]:
-    """Yield the families of a built-in table."""
-    for model, section in load_document(name)["families"].items():
-        yield Family(
-            model,
-            load_table(name),
-            section["when"],
-            section["config"],
-            section.get("neutral", {}),
-            tuple(section.get("alike", ())),
-        )
+def _parse_user_families(path: Path) -> Iterator[Family]:
+    """Yield the families of a user's file, whose lines precede those of the table it extends."""
+    document = rules.parse_document(path.read_text(errors="replace"), str(path))
+    if "families" in document:
+        base = rules.load_base(document, str(path))
+        yield from _parse_families(document, rules.add_user_rules(base, path), str(path))
 
 
-def is_known(name: object) -> bool:
+def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> Iterator[Family]:
+    """Yield the families of a table's file.
+
+    Raises:
+        UsageError: a family lacks a section, or has one that is unknown.
+    """
+    sections = {"when", "config", "args", "neutral", "neutral_args", "alike"}
+    families = document.get("families", {})
+    for model, section in families.items() if isinstance(families, dict) else ():
+        if not isinstance(section, dict) or not {"when", "config"} <= section.keys() <= sections:
+            raise UsageError(
+                source,
+                f"family {model!r} has not the sections when and config, or others than"
+                f" {', '.join(sorted(sections))}",
+            )
+        if "model_type" not in section["config"]:
+            raise UsageError(source, f"family {model!r} has no model_type in its config")
+        yield Family(name=str(model), table=table, **{**section, "alike": _list_alike(section)})
+
+
+def _list_alike(section: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(map(str, section.get("alike", ())))
+
+
+def is_known(name: object, path: Path | None = None) -> bool:
     """Return whether a value is the name of a family, or a ``model_type`` of one."""
-    return bool(_find_families(name))
+    return bool(_find_families(name, path))
 
 
-def _find_families(name: object) -> list[Family]:
+def _find_families(name: object, path: Path | None) -> list[Family]:
     """Return the families of a name or ``model_type``; none if it is unknown."""
-    return [f for f in load_families().values() if name in (f.name, f.model_type)]
+    return [f for f in load_families(path).values() if name in (f.name, f.model_type)]
 
 
-def choose_family(traits: Traits, name: str | None = None) -> Family:
+def choose_family(
+    traits: Traits, name: str | None = None, path: Path | None = None
+) -> tuple[Family, Traits]:
     """Return the family that the user names, else the first that fits the model.
+
+    The model's traits are completed by what the family's arguments state.
+
+    Args:
+        path: a user's file of rules.
 
     Raises:
         UsageError: no family has that name.
         UnsupportedError: the model differs from the named family, or from all families.
     """
-    families = get_families(name) if name is not None else list(load_families().values())
+    families = get_families(name, path) if name is not None else list(load_families(path).values())
     fits = next((family for family in families if not family.find_mismatches(traits)), None)
     if fits is not None:
-        return fits
+        return fits, fits.complete(traits)
     nearest = min(families, key=lambda family: len(family.find_mismatches(traits)))
     differs = "; ".join(nearest.find_mismatches(traits))
     if name is not None:
         raise UnsupportedError(
             traits.source,
             f"is not a {name} model: {differs}",
-            f"name another family with --family: {', '.join(load_families())}; or --names source",
+            f"name another family with --family: {', '.join(load_families(path))}; or"
+            " --names source",
         )
     raise UnsupportedError(
         traits.source,
@@ -206,17 +291,20 @@ def choose_family(traits: Traits, name: str | None = None) -> Family:
     )
 
 
-def get_families(name: str) -> list[Family]:
+def get_families(name: str, path: Path | None = None) -> list[Family]:
     """Return the families of a name, or of a config's ``model_type``.
+
+    Args:
+        path: a user's file of rules.
 
     Raises:
         UsageError: no family has that name.
     """
-    families = _find_families(name)
+    families = _find_families(name, path)
     if not families:
         raise UsageError(
             f"family {name!r}",
-            f"is unknown: reshard has tables of {', '.join(load_families())}",
+            f"is unknown: reshard has tables of {', '.join(load_families(path))}",
             "give one whose parameters have the same names: --family NAME",
         )
     return families
@@ -230,6 +318,7 @@ def read_config(
     source: str,
     name: str | None = None,
     defaults_of: Callable[[str], Mapping[str, Any]] = lambda _: {},
+    path: Path | None = None,
 ) -> tuple[Family, Traits]:
     """Return the family of a transformers config, and the model's traits.
 
@@ -237,6 +326,7 @@ def read_config(
         config: the config, with every default of its class filled in.
         name: name of the family from the user; None: the config's ``model_type``.
         defaults_of: function that returns the default config of a ``model_type``'s class.
+        path: a user's file of rules.
 
     Raises:
         UsageError: no family has the name from the user.
@@ -244,15 +334,15 @@ def read_config(
     """
     model_type = str(config.get("model_type"))
     families = (
-        get_families(name)
+        get_families(name, path)
         if name is not None
-        else _find_families(model_type) or _find_alike(model_type)
+        else _find_families(model_type, path) or _find_alike(model_type, path)
     )
     if not families:
         raise UnsupportedError(
             source,
             f"describes a {model_type} model, of which reshard has no table; it has tables of"
-            f" {', '.join(load_families())}",
+            f" {', '.join(load_families(path))}",
             _KEEP_NAMES,
         )
     nearest: tuple[Family, list[str]] | None = None
@@ -278,36 +368,40 @@ def read_config(
     )
 
 
-def _find_alike(model_type: str) -> list[Family]:
+def _find_alike(model_type: str, path: Path | None) -> list[Family]:
     """Return the families that compute what models of another ``model_type`` do."""
-    return [family for family in load_families().values() if model_type in family.alike]
+    return [family for family in load_families(path).values() if model_type in family.alike]
 
 
 def _read_traits(
     family: Family, config: Mapping[str, Any], source: str
 ) -> tuple[Traits, list[str]]:
     """Return the traits in a config by a family's lines, and what contradicts the lines."""
-    own = {field.name for field in fields(Traits)}
     # What `when` requires holds unless the config states it; `find_mismatches` compares the two.
-    values: dict[str, Any] = {
-        name: required
-        for name, required in family.when.items()
-        if name in own and required != _ANY and not isinstance(required, list)
-    }
+    traits = Traits(source=source, args=None).with_values(
+        {
+            name: required
+            for name, required in family.when.items()
+            if (name in OWN or not hasattr(Traits, name))
+            and required != _ANY
+            and not isinstance(required, list)
+        }
+    )
     odd, read = [], dict[str, Any]()
     for key, line in family.config.items():
-        if key in _NAMING or key not in config:
-            continue
-        match = _FIELD.fullmatch(line) if isinstance(line, str) else None
-        name = _INVERSE.get(match[1], match[1]) if match else ""
-        value = _ALIKE.get(config[key], config[key]) if name == "activation" else config[key]
-        known = read.get(name, value) if match else line
-        # Keys that state the same trait must agree, and a constant must be met.
-        if value != known:
-            odd.append(f"{key} is {value}, not {known}")
-        elif name in own:
-            values[name] = read[name] = tuple(value) if isinstance(value, list) else value
-    traits = Traits(source=source, **values)
+        if (
+            key not in _NAMING
+            and fields.parse_field(line) is None
+            and config.get(key, line) != line
+        ):
+            odd.append(f"{key} is {config[key]}, not {line}")
+    for key, line, stated in fields.list_fields(family.config, config):
+        value = line.read(stated, traits.get)
+        # Keys that state the same trait must agree.
+        if read.setdefault(line.own, value) != value:
+            odd.append(f"{key} is {stated}, not {read[line.own]}")
+        else:
+            traits = traits.with_values({line.own: value})
     hidden, heads = traits.hidden, traits.heads
     return (
         replace(

@@ -72,7 +72,8 @@ def parse_args(args: Mapping[str, Any], source: str) -> Traits:
         renormalised=not args.get("moe_router_pre_softmax"),
         aux_loss=_get_aux_loss(args),
         tied=not args.get("untie_embeddings_and_output_weights"),
-        odd=tuple(_list_unsupported(args, experts)),
+        odd=tuple(_list_unsupported(args)),
+        args=args,
     )
 
 
@@ -279,32 +280,9 @@ def _get_aux_loss(args: Mapping[str, Any]) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _list_unsupported(args: Mapping[str, Any], experts: int | None) -> list[str]:
-    """Describe the settings that have no counterpart in any transformers model."""
-    one_plus_weight = "norms that multiply by 1 + weight (apply_layernorm_1p)"
-    features = {
-        one_plus_weight: args.get("apply_layernorm_1p"),
-        "rotations of neighbouring elements (rotary_interleaved)": args.get("rotary_interleaved"),
-        "latent attention (multi_latent_attention)": args.get("multi_latent_attention"),
-        "gates of quick GELU (quick_geglu)": args.get("quick_geglu"),
-        "norms of query and key without weights (qk_l2_norm)": args.get("qk_l2_norm"),
-        "hybrid layers (hybrid_override_pattern)": args.get("hybrid_override_pattern"),
-        "layers that differ (heterogeneous_layers_config_path)": args.get(
-            "heterogeneous_layers_config_path"
-        ),
-        "layers that predict more tokens (mtp_num_layers)": args.get("mtp_num_layers"),
-        "positions by YaRN that args do not state (yarn_rotary_scaling_factor)": (
-            args.get("position_embedding_type") == yarn.KIND and yarn.parse_args(args) is None
-        ),
-        "an attention sink (softmax_type)": args.get("softmax_type") not in (None, "vanilla"),
-        "residual connections scaled by depth (mup)": args.get("use_mup"),
-    }
-    if experts:
-        features["routing by a sigmoid (moe_router_score_function)"] = args.get(
-            "moe_router_score_function"
-        ) not in (None, "softmax")
-        features["limited routing (moe_router_group_topk)"] = args.get("moe_router_group_topk")
-        features["scaled routing (moe_router_topk_scaling_factor)"] = args.get(
-            "moe_router_topk_scaling_factor"
-        ) not in (None, 1, 1.0)
-    return [feature for feature, is_used in features.items() if is_used]
+def _list_unsupported(args: Mapping[str, Any]) -> list[str]:
+    """Describe settings that no model has: those that are incomplete."""
+    is_yarn = args.get("position_embedding_type") == yarn.KIND
+    if is_yarn and yarn.parse_args(args) is None:
+        return ["positions by YaRN that args do not state (yarn_rotary_scaling_factor)"]
+    return []

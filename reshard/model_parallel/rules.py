@@ -13,7 +13,7 @@ have in addition. ``computed`` lists tensors of either side that a model compute
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ _CUTS: Mapping[str, Split] = {
 }
 _MAYBE_GATED = "maybe_gated"
 _COLUMN_OR_WHOLE = "column_or_whole"
+MEGATRON = "megatron"  # the table of megatron-core's own names
 TABLES = Path(__file__).parent / "tables"
 FORM = "under  parameters:  write  NAME: {cut: vocab|column|row|gated|replicated|summed}"
 
@@ -193,6 +194,47 @@ def load_table(name: str) -> Table:
     return own.prepend_to(load_table(root["base"])) if "base" in root else own
 
 
+def list_tables() -> tuple[str, ...]:
+    """Return the names of the built-in tables."""
+    return tuple(sorted(path.stem for path in TABLES.glob("*.yaml")))
+
+
+def list_bases(name: str) -> tuple[str, ...]:
+    """Return the tables that a built-in table extends, the nearest first."""
+    base = load_document(name).get("base")
+    return () if base is None else (base, *list_bases(base))
+
+
+@cache
+def load_whole_table(name: str) -> Table:
+    """Return a built-in table with the parameters of every family whose table extends it.
+
+    A reader of ranks' files needs them before it knows the model's family.
+    """
+    table = load_table(name)
+    names = {rule.name for rule in table.rules}
+    for other in list_tables():
+        if name in list_bases(other) and "families" in load_document(other):
+            new = tuple(rule for rule in load_table(other).rules if rule.name not in names)
+            names |= {rule.name for rule in new}
+            table = replace(table, rules=table.rules + new)
+    return table
+
+
+def load_base(document: Mapping[str, Any], source: str) -> Table:
+    """Return the built-in table that a user's family extends; Megatron's if it names none.
+
+    Raises:
+        UsageError: there is no such table.
+    """
+    base = document.get("base", MEGATRON)
+    if base not in list_tables():
+        raise UsageError(
+            source, f"extends the table {base!r}: there are {', '.join(list_tables())}"
+        )
+    return load_table(base)
+
+
 @cache
 def load_document(name: str) -> Mapping[str, Any]:
     """Return the file of a built-in table."""
@@ -233,7 +275,8 @@ def parse_document(text: str, source: str) -> Mapping[str, Any]:
 def _parse_table(root: Mapping[str, Any], source: str) -> Table:
     """Return the table that a file's sections describe."""
     lines, hf = root.get("parameters", {}), root.get("hf", {})
-    if not isinstance(lines, dict) or not isinstance(hf, dict) or not (lines or hf):
+    has_any = lines or hf or root.get("families")
+    if not isinstance(lines, dict) or not isinstance(hf, dict) or not has_any:
         raise UsageError(source, "has no 'parameters' and no 'hf'", FORM)
     return Table(
         source,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from reshard import counts
@@ -26,6 +26,9 @@ class Traits:
         dense_layers: numbers of the layers without experts, in a model with experts.
         renormalised: whether the chosen experts' weights add up to one.
         odd: descriptions of features that no family has.
+        more: traits that only the tables of families name.
+        args: arguments of Megatron, or of a fork, that state the model; None: nothing of the kind,
+            for a model that a config describes.
     """
 
     source: str
@@ -63,6 +66,8 @@ class Traits:
     aux_loss: float = 0.0
     tied: bool = False
     odd: tuple[str, ...] = field(default=())
+    more: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] | None = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse sizes that no model has.
@@ -81,6 +86,16 @@ class Traits:
         for what, size in sizes.items():
             if size is not None:
                 counts.count(self.source, f"the number of {what}", size)
+
+    def get(self, name: str) -> Any:
+        """Return a trait by its name, one of `more` too; None if it is unknown."""
+        return self.more.get(name) if name in self.more else getattr(self, name, None)
+
+    def with_values(self, values: Mapping[str, Any]) -> Traits:
+        """Return the traits with other values; what is not a field of the class is of `more`."""
+        own = {name: value for name, value in values.items() if name in OWN}
+        more = {name: value for name, value in values.items() if name not in OWN}
+        return replace(self, **own, more={**self.more, **more})
 
     @property
     def grouped(self) -> bool:
@@ -124,3 +139,6 @@ class Traits:
             experts=self.experts,
             tied=self.tied,
         )
+
+
+OWN = frozenset(each.name for each in fields(Traits))

@@ -37,7 +37,9 @@ def describe_config(
         )
     config = read_config(path)
     with understood(path):
-        return families.read_config(config, str(path), options.family, _read_defaults)
+        return families.read_config(
+            config, str(path), options.family, _read_defaults, options.rules
+        )
 
 
 def _read_defaults(model_type: str) -> Mapping[str, Any]:

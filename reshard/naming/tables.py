@@ -11,7 +11,7 @@ from reshard.manifest import Manifest
 from reshard.model_parallel import families, names, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.families import Family
-from reshard.model_parallel.rules import add_user_rules, load_table
+from reshard.model_parallel.rules import add_user_rules, load_whole_table
 from reshard.model_parallel.traits import Traits
 from reshard.naming.config import describe_config
 from reshard.naming.options import ModelNames, NameOptions, Naming
@@ -45,7 +45,7 @@ def rename_to_hf(
         UsageError: the given config describes another model.
     """
     try:
-        family = _choose_family(own, traits, options)
+        family, traits = _choose_family(own, traits, options)
     except UnsupportedError as error:
         # Without any wish of the user about names, the source's own names are a valid output.
         if options.names or options.family or options.config:
@@ -79,7 +79,7 @@ def remove_padding(manifest: Manifest, own: ModelNames, options: NameOptions) ->
         UsageError: no tensor is known to be a vocabulary, or it has fewer rows.
     """
     traits, vocab_size = describe_source(manifest, own), options.vocab_size or 0
-    table = add_user_rules(load_table(own.table), options.rules)
+    table = add_user_rules(load_whole_table(own.table), options.rules)
     constants = {"layers": traits.layers} if traits is not None and traits.layers else {}
     rows = vocabulary.find_row_counts(manifest, table, constants)
     if not rows or min(rows) < vocab_size:
@@ -109,7 +109,7 @@ def rename_to_hf_first(
     if traits is None:
         family, traits = describe_config(manifest, options, model)
         return manifest, traits, family
-    family = families.choose_family(traits, options.family)
+    family, traits = families.choose_family(traits, options.family, options.rules)
     return (
         rename_to_hf(manifest, own, traits, replace(options, names="hf")).manifest,
         traits,
@@ -155,7 +155,7 @@ def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> l
     return warnings
 
 
-def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> Family:
+def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> tuple[Family, Traits]:
     """Return the family by the format, by its name, by the config, else by the traits."""
     if own.family:
         if traits.odd and options.config is None:
@@ -164,8 +164,7 @@ def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> Fam
                 f"states that the model has {traits.odd[0]}",
                 "give the config of this model with --hf-dir DIR, or --names source",
             )
-        return own.family()
+        return own.family(), traits
     given = options.config.get("model_type") if options.config else None
-    return families.choose_family(
-        traits, options.family or (given if families.is_known(given) else None)
-    )
+    known = given if families.is_known(given, options.rules) else None
+    return families.choose_family(traits, options.family or known, options.rules)

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from reshard import formats
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.manifest import ParamGroup, TrainState, check
-from reshard.model_parallel import families, forms, moves
+from reshard.model_parallel import families, fields, forms, moves
 from reshard.model_parallel.architecture import Architecture
+from reshard.model_parallel.fields import parse_field
 from reshard.model_parallel.names import rename_from_hf, rename_to_hf
 from reshard.model_parallel.rules import add_user_rules
 from reshard.model_parallel.spellings import Spellings
@@ -439,8 +440,10 @@ def test_a_line_that_does_not_work_in_both_directions_is_refused(line, problem, 
 
 def test_every_table_s_lines_say_what_they_need():
     for family in families.load_families().values():
-        texts = [value for value in family.config.values() if isinstance(value, str)]
-        asked = {match[1] for match in map(families._FIELD.fullmatch, texts) if match}
         known = {name for name in dir(Traits) if not name.startswith("_")}
-        assert {*family.when, *asked} <= known, family.name
+        stated = [*filter(None, map(parse_field, family.args.values()))]
+        known |= {field.own for field in stated}
+        asked = [*filter(None, map(parse_field, family.config.values())), *stated]
+        assert {*family.when, *(field.trait for field in asked)} <= known, family.name
+        assert {field.form for field in asked} <= {"", *fields.FORMS}, family.name
         assert all(forms.NAMES.count(line.form) for line in Spellings(family.table, {}).lines)

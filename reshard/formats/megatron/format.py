@@ -27,9 +27,9 @@ _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats import beside
     from reshard.formats.megatron import reader
-    from reshard.model_parallel.rules import add_user_rules, load_table
+    from reshard.model_parallel.rules import add_user_rules, load_whole_table
 
-    manifest = reader.read(location, add_user_rules(load_table(NAME), hints.rules))
+    manifest = reader.read(location, add_user_rules(load_whole_table(NAME), hints.rules))
     return beside.with_run(manifest, location)
 
 
@@ -118,8 +118,7 @@ class Megatron(Writer):
         """
         from reshard.model_parallel import names as renaming
         from reshard.model_parallel.described import Described
-        from reshard.model_parallel.megatron_traits import make_args
-        from reshard.model_parallel.rules import add_user_rules, load_table
+        from reshard.model_parallel.rules import add_user_rules, load_whole_table
         from reshard.naming import tables
         from reshard.pickles import objects
 
@@ -128,7 +127,7 @@ class Megatron(Writer):
             traits = tables.describe_source(manifest, source.names)
             if traits is None:
                 raise UsageError(manifest.origin.path, "does not state what its model is")
-            table = add_user_rules(load_table(NAME), names.rules)
+            table = add_user_rules(load_whole_table(NAME), names.rules)
             saved = objects.attributes(manifest.train.objects.get("args"))
             architecture = tables.build_architecture(traits, names)
             described = Described(table, architecture, {**manifest.train.config, **saved})
@@ -139,7 +138,9 @@ class Megatron(Writer):
         table = add_user_rules(family.table, names.rules)
         renamed = renaming.rename_from_hf(manifest, table, traits.architecture())
         notes = (*renamed.notes, f"renamed to Megatron's names, by the table of {family.name}")
-        described = Described(table, tables.build_architecture(traits, names), make_args(traits))
+        described = Described(
+            table, tables.build_architecture(traits, names), family.make_args(traits)
+        )
         named = Naming(renamed.manifest, notes, described=described)
         return _trim(named, conversion.request.own)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.formats.megatron import directory, dist, legacy
 from reshard.location import Location
 from reshard.manifest import Manifest
-from reshard.model_parallel.rules import Table, load_table
+from reshard.model_parallel.rules import Table, load_whole_table
 
 
 def read(location: Location, table: Table | None = None) -> Manifest:
@@ -20,7 +20,7 @@ def read(location: Location, table: Table | None = None) -> Manifest:
         UsageError: the location is one rank's part, or no rule describes how a parameter is cut.
     """
     location = directory.find_checkpoint(location)
-    table = table or load_table(directory.NAME)
+    table = table or load_whole_table(directory.NAME)
     return (
         dist.read(location, table) if directory.is_dist(location) else legacy.read(location, table)
     )

@@ -1,0 +1,194 @@
+"""Lines of a table's ``config`` and ``args``: constants, or fields that stand for a model's traits.
+
+    {hidden}                    the trait; an error if the source does not state it
+    {window?}                   the trait, which may be null
+    {shared_ffn/expert_ffn}     the first trait divided by the second
+    {dense_layers|count_first}  the trait in another form, by one of `FORMS`
+    {rope_scaling.factor=1}     an item of a trait that is a mapping; 1 if the mapping lacks it
+
+Each line works in both directions: `Field.fill` returns the value that a file states for a model's
+traits, and `Field.read` the trait that a file's value states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from reshard.errors import UsageError
+from reshard.model_parallel.traits import Traits
+
+_FIELD = re.compile(
+    r"\{(?P<trait>[a-z_0-9]+)"
+    r"(?:/(?P<divisor>[a-z_0-9]+)|\|(?P<form>[a-z_0-9]+)|\.(?P<item>[a-z_0-9]+)=(?P<default>[^}]*))?"
+    r"(?P<optional>\?)?\}"
+)
+_INVERSE = {"rows": "vocab"}  # traits that follow from another
+_ALIKE = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
+
+
+class Form(NamedTuple):
+    """A form of a trait's value in a file.
+
+    Args:
+        write: returns the file's value for the trait's; raises ValueError if it has none.
+        read: returns the trait's value for the file's.
+    """
+
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+def _count_first(numbers: tuple[int, ...]) -> int:
+    if tuple(numbers) != tuple(range(len(numbers))):
+        raise ValueError(f"layers {list(numbers)} are not the first ones")
+    return len(numbers)
+
+
+FORMS: Mapping[str, Form] = {
+    # The number of dense layers before those with experts.
+    "count_first": Form(_count_first, lambda count: tuple(range(count or 0))),
+    # A flag that states the opposite.
+    "not": Form(lambda value: not value, lambda value: not value),
+    # A number that is null where it is zero.
+    "or_none": Form(lambda value: value or None, lambda value: value or 0),
+    # One value that is a list of one.
+    "in_list": Form(lambda value: [value], lambda value: value[0]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field that stands for a trait, in the value of a key; see the module.
+
+    Args:
+        is_optional: whether null is a value of the key.
+    """
+
+    trait: str
+    divisor: str = ""
+    form: str = ""
+    item: str = ""
+    default: Any = None
+    is_optional: bool = False
+
+    @property
+    def own(self) -> str:
+        """The trait that reading the line gives."""
+        return _INVERSE.get(self.trait, self.trait)
+
+    def get(self, traits: Traits) -> Any:
+        """Return the value that a file states for the traits of a model; None if unknown.
+
+        Raises:
+            ValueError: the file has no value for the trait.
+        """
+        value = traits.get(self.trait)
+        if self.item:
+            return (value or {}).get(self.item, self.default)
+        if value is None:
+            return None
+        if self.divisor:
+            divisor = traits.get(self.divisor)
+            if not divisor or value % divisor:
+                raise ValueError(f"{self.trait} {value} is not a multiple of {divisor}")
+            return value // divisor
+        value = FORMS[self.form].write(value) if self.form else value
+        return dict(value) if isinstance(value, Mapping) else value
+
+    def fill(self, key: str, traits: Traits) -> Any:
+        """Return the value of a key for the traits of a model.
+
+        Raises:
+            UsageError: the source does not state the trait, or the key cannot have its value.
+        """
+        try:
+            value = self.get(traits)
+        except ValueError as error:
+            raise UsageError(traits.source, f"cannot have its {key}: {error}") from error
+        if value is None and not self.is_optional and not self.item:
+            raise UsageError(
+                traits.source,
+                f"does not state the model's {self.trait}, which {key} needs",
+                "give the config: --hf-dir DIR",
+            )
+        return value
+
+    def fill_if_known(self, traits: Traits) -> Any:
+        """Return the value of a key; None if the source does not state the trait."""
+        try:
+            return self.get(traits)
+        except ValueError:
+            return None
+
+    def read(self, value: Any, known: Callable[[str], Any]) -> Any:
+        """Return the trait that a file's value states.
+
+        Args:
+            known: returns a trait that other lines have given.
+        """
+        if self.item:
+            mapping = dict(known(self.trait) or {})
+            if value is not None and value != self.default:
+                mapping[self.item] = value
+            return mapping or None
+        if value is None:
+            return None
+        if self.divisor:
+            divisor = known(self.divisor)
+            return value * divisor if divisor else None
+        if self.form:
+            return FORMS[self.form].read(value)
+        if self.trait == "activation":
+            return normalize_name(value)
+        return tuple(value) if isinstance(value, list) else value
+
+
+def normalize_name(value: Any) -> Any:
+    """Return the usual name of an activation function that has several."""
+    return _ALIKE.get(value, value) if isinstance(value, str) else value
+
+
+def _parse_default(text: str) -> Any:
+    import yaml  # type: ignore[import-untyped]
+
+    return yaml.safe_load(text)
+
+
+@lru_cache(maxsize=1024)
+def _parse_text(text: str) -> Field | None:
+    match = _FIELD.fullmatch(text)
+    if match is None:
+        return None
+    default = match["default"]
+    return Field(
+        match["trait"],
+        match["divisor"] or "",
+        match["form"] or "",
+        match["item"] or "",
+        _parse_default(default) if default else None,
+        is_optional=match["optional"] is not None,
+    )
+
+
+def parse_field(value: Any) -> Field | None:
+    """Return the field that a table's value is; None for a constant."""
+    return _parse_text(value) if isinstance(value, str) else None
+
+
+def list_fields(
+    lines: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterator[tuple[str, Field, Any]]:
+    """Yield each key that a file states and a table has a field for: lines without a divisor first.
+
+    A line with a divisor needs the trait that another line gives.
+    """
+    found = [
+        (key, line, values[key])
+        for key, text in lines.items()
+        if key in values and (line := parse_field(text)) is not None
+    ]
+    yield from sorted(found, key=lambda each: bool(each[1].divisor))

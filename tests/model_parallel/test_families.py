@@ -1,0 +1,142 @@
+"""Families are data: a file states a config, Megatron's arguments, and what it does not accept."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard.errors import UnsupportedError, UsageError
+from reshard.model_parallel import config_keys, families, megatron_traits
+from reshard.model_parallel.fields import FORMS, parse_field
+from reshard.model_parallel.traits import Traits
+
+GATED = """
+base: llama
+hf:
+  "decoder.layers.{i}.self_attention.gate.{p}": "model.layers.{i}.self_attn.gate.{p}"
+parameters:
+  "decoder.layers.{i}.self_attention.gate.{p}": {cut: column}
+families:
+  gated:
+    when: {positions: rope, norm: rmsnorm, activation: silu, gated: true, linear_bias: false}
+    config:
+      model_type: gated
+      architectures: [GatedForCausalLM]
+      hidden_size: "{hidden}"
+      intermediate_size: "{ffn}"
+      num_hidden_layers: "{layers}"
+      num_attention_heads: "{heads}"
+      num_key_value_heads: "{groups}"
+      hidden_act: "{activation}"
+      rms_norm_eps: "{norm_eps}"
+      rope_theta: "{rope_theta}"
+      max_position_embeddings: "{max_positions}"
+      vocab_size: "{rows}"
+      gate_width: "{gate_width}"
+      gate_every: "{gate_width/gate_unit}"
+      gate_unit: "{gate_unit}"
+      gates: sigmoid
+    args:
+      attention_output_gate: true
+      gate_ffn_hidden_size: "{gate_width}"
+      gate_unit: "{gate_unit}"
+    neutral: {gate_dropout: any}
+    neutral_args: {softmax_type: [learnable]}
+"""
+CONFIG = {
+    "model_type": "gated",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "vocab_size": 96,
+    "gate_width": 12,
+    "gate_every": 3,
+    "gate_unit": 4,
+    "gates": "sigmoid",
+}
+
+
+@pytest.fixture
+def gated(tmp_path):
+    path = tmp_path / "gated.yaml"
+    path.write_text(GATED)
+    return path
+
+
+def test_a_user_s_file_is_a_whole_family_in_both_directions(gated):
+    family, traits = families.read_config(CONFIG, "config.json", path=gated)
+    assert family.name == "gated"
+    args = family.make_args(traits)
+    assert (args["gate_ffn_hidden_size"], args["gate_unit"]) == (12, 4)
+    assert args["attention_output_gate"] is True
+    back, again = families.choose_family(megatron_traits.parse_args(args, "args"), path=gated)
+    config = back.make_config(again)
+    assert {**config, **CONFIG} == config
+    assert config["architectures"] == ["GatedForCausalLM"]
+    rule = family.table.find("decoder.layers.1.self_attention.gate.weight", {})
+    assert rule is not None
+    assert rule.rule.cut == "column"
+    with pytest.raises(UnsupportedError, match="a gate behind attention"):
+        families.choose_family(megatron_traits.parse_args(args, "args"))
+
+
+def test_a_setting_that_a_family_does_not_know_is_refused_on_both_sides(gated):
+    other = {**CONFIG, "gates": "tanh", "gate_dropout": 0.5, "gate_bias": True}
+    with pytest.raises(UnsupportedError, match=r"gates is tanh, not sigmoid; gate_bias is True"):
+        families.read_config(other, "config.json", path=gated)
+    family, traits = families.read_config(CONFIG, "config.json", path=gated)
+    args = family.make_args(traits) | {"softmax_type": "learnable"}
+    assert not family.find_mismatches(megatron_traits.parse_args(args, "args"))
+    args |= {"softmax_type": "off-by-one", "attention_output_gate": False, "use_mup": True}
+    assert family.find_mismatches(megatron_traits.parse_args(args, "args")) == [
+        "an attention sink (softmax_type 'off-by-one')",
+        "residual connections scaled by depth (use_mup True)",
+        "attention_output_gate is False, not True",
+    ]
+
+
+@pytest.mark.parametrize("name", config_keys.load_settings().args)
+def test_every_setting_of_megatron_is_refused_where_no_family_knows_it(name):
+    family = families.load_families()["llama"]
+    args = {"num_experts": 4, "swiglu": True, name: "other"}
+    found = family.find_mismatches(megatron_traits.parse_args(args, "args"))
+    assert any(f"({name} 'other')" in text for text in found), found
+
+
+def test_a_file_without_what_a_family_needs_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("families: {mine: {config: {model_type: mine}}}")
+    with pytest.raises(UsageError, match="family 'mine' has not the sections when and config"):
+        families.load_families(path)
+    path.write_text("base: nothing\nfamilies: {mine: {config: {model_type: mine}, when: {}}}")
+    families.load_families.cache_clear()
+    with pytest.raises(UsageError, match="extends the table 'nothing'"):
+        families.load_families(path)
+
+
+@pytest.mark.parametrize(
+    ("form", "values"),
+    [("count_first", [(), (0, 1)]), ("not", [False, True]), ("or_none", [0, 3]), ("in_list", [5])],
+)
+def test_a_form_is_its_own_way_back(form, values):
+    assert [FORMS[form].read(FORMS[form].write(value)) for value in values] == values
+
+
+def test_dense_layers_that_are_not_the_first_ones_have_no_count():
+    with pytest.raises(ValueError, match="are not the first ones"):
+        FORMS["count_first"].write((0, 2))
+
+
+def test_an_item_of_a_mapping_is_a_setting_of_its_own():
+    line = parse_field("{rope_scaling.factor=1}")
+    assert line is not None
+    scaled = Traits(source="a", rope_scaling={"factor": 4.0})
+    assert line.fill("factor", scaled) == 4.0
+    assert line.fill("factor", Traits(source="a")) == 1
+    assert line.read(4.0, lambda _: {"beta": 2}) == {"beta": 2, "factor": 4.0}
+    assert line.read(1, lambda _: None) is None
