@@ -195,3 +195,24 @@ def parallel_map(items: Iterable[T], act: Callable[[T], R], most: int) -> list[R
 
     parallel_for(range(len(waiting)), lambda: act_on, max(min(most, len(waiting)), 1))
     return [results[number] for number in range(len(waiting))]
+
+
+def repeat(act: Callable[[], bool], seconds: float, name: str) -> Callable[[], None]:
+    """Call `act` every `seconds` in a background thread, until it returns False.
+
+    Returns:
+        A function that stops the thread, and waits at most `seconds` for a call at work.
+    """
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.wait(seconds) and act():
+            pass
+
+    def stop() -> None:
+        stopped.set()
+        thread.join(seconds)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return stop

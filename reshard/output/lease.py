@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
+from collections.abc import Callable
 
+from reshard import threads
 from reshard.errors import ExistsError, IncompleteError, ReshardError
 from reshard.ranks import holder
 from reshard.remote.path import RemotePath
@@ -20,8 +21,8 @@ PATIENCE = 60.0  # seconds without a heartbeat after which a process is consider
 LOCK = "lock-"  # prefix of the names of heartbeat objects
 
 
-class Lease(threading.Thread):
-    """The lease of this process: a thread that rewrites its heartbeat object until it is released.
+class Lease:
+    """The lease of this process; a thread rewrites its heartbeat object until it is released.
 
     Args:
         folder: contains the heartbeat object of every process that writes there.
@@ -29,11 +30,10 @@ class Lease(threading.Thread):
     """
 
     def __init__(self, folder: RemotePath, destination: RemotePath) -> None:
-        super().__init__(name="reshard-lease", daemon=True)
         self._folder = folder
         self._destination = destination
         self._path = folder / f"{LOCK}{secrets.token_hex(8)}"
-        self._ended = threading.Event()
+        self._stop: Callable[[], None] | None = None
 
     def acquire(self) -> None:
         """Write a heartbeat, then look for those of others.
@@ -47,13 +47,12 @@ class Lease(threading.Thread):
         self._path.write_bytes(holder.encode_self())
         for other in self._others():
             self._check_expired(other)
-        self.start()
+        self._stop = threads.repeat(self._beat, BEAT, "reshard-lease")
 
     def release(self) -> None:
         """End the heartbeats and remove the object, so that another process can take the lease."""
-        self._ended.set()
-        if self.is_alive():
-            self.join(BEAT)
+        if self._stop is not None:
+            self._stop()
         with contextlib.suppress(ReshardError):  # if it cannot be removed, it expires
             self._path.remove()
 
@@ -72,13 +71,13 @@ class Lease(threading.Thread):
                 "this run changed nothing there",
             )
 
-    def run(self) -> None:
-        """Write a heartbeat every `BEAT` seconds; after a failure, wait for the next one."""
-        while not self._ended.wait(BEAT):
-            with contextlib.suppress(ReshardError):
-                if self._path.store.info(str(self._path)) is None:
-                    return  # it was taken over: see `check`
-                self._path.write_bytes(holder.encode_self())
+    def _beat(self) -> bool:
+        """Write a heartbeat; after a failure, wait for the next one."""
+        with contextlib.suppress(ReshardError):
+            if self._path.store.info(str(self._path)) is None:
+                return False  # it was taken over: see `check`
+            self._path.write_bytes(holder.encode_self())
+        return True
 
     def _others(self) -> list[RemotePath]:
         self._path.store.forget()

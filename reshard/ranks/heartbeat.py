@@ -11,9 +11,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from reshard import threads
 from reshard.errors import INTERRUPTED, ReshardError, is_outside
 from reshard.ranks.team import Progress
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _BEAT = 1.0  # seconds between two heartbeats
-_STEP = 0.02  # seconds between two checks while a failure waits to be raised
 
 
 class RemoteRankError(ReshardError):
@@ -81,7 +81,24 @@ def build_lost_ranks_error(store: Store, ranks: Sequence[int], what: str) -> Res
     )
 
 
-class RankWatch(threading.Thread):
+class Heartbeat:
+    """The heartbeat of another rank, as this rank observes it."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self.text = ""  # the number of the beat, and the bytes that the rank has processed
+        self._store = store
+        self._key = f"beat/{rank}"
+        self._changed = time.monotonic()
+
+    def measure_silence(self) -> float:
+        """Return for how many seconds the heartbeat has not changed, at most since `__init__`."""
+        text = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+        if text != self.text:
+            self.text, self._changed = text, time.monotonic()
+        return time.monotonic() - self._changed
+
+
+class RankWatch:
     """A thread that sends heartbeats and interrupts this rank when another one fails or stops.
 
     Args:
@@ -89,18 +106,20 @@ class RankWatch(threading.Thread):
     """
 
     def __init__(self, store: Store, rank: int, size: int, patience: float) -> None:
-        super().__init__(name="reshard-ranks", daemon=True)
         self.progress: Progress | None = None
         self.failure: ReshardError | None = None
         self.interrupts = False
         self._store = store
         self._rank = rank
-        self._watched = range(1, size) if rank == 0 else range(1)
+        watched = range(1, size) if rank == 0 else range(1)
+        self._heartbeats = {rank: Heartbeat(store, rank) for rank in watched}
         self._patience = patience
+        self._beats = 0
         self._done = 0
         self._others_done = 0
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._beat()
+        self.stop = threads.repeat(self._beat, _BEAT, "reshard-ranks")
 
     def count(self, nbytes: int) -> None:
         """Add to the number of bytes that this rank has processed."""
@@ -114,46 +133,33 @@ class RankWatch(threading.Thread):
         if self.failure is not None:
             raise self.failure
 
-    def stop(self) -> None:
-        """Stop sending heartbeats."""
-        self._stopped.set()
-        if self.is_alive():
-            self.join(_BEAT)
+    def _beat(self) -> bool:
+        """Send one heartbeat; it goes on after a failure, while this rank cleans up."""
+        self._beats += 1
+        try:
+            self._store.set(f"beat/{self._rank}", f"{self._beats} {self._done}")
+            failure = self.failure or read_failure(self._store) or self._listen()
+        except RuntimeError:  # the store, which is on rank 0's machine, does not answer
+            failure = build_connection_error("rank 0", "its machine does not respond")
+        if failure is not None and self.failure is None:
+            self.failure = failure
+            if self.interrupts:  # a signal is the only way to interrupt the main thread
+                os.kill(os.getpid(), signal.SIGTERM)
+        return True
 
-    def run(self) -> None:
-        """Send a heartbeat every second until stopped."""
-        beats, last = 0, dict.fromkeys(self._watched, ("", time.monotonic()))
-        while not self._stopped.is_set():
-            beats += 1
-            try:
-                self._store.set(f"beat/{self._rank}", f"{beats} {self._done}")
-                self.failure = read_failure(self._store) or self._listen(last)
-            except RuntimeError:  # the store, which is on rank 0's machine, does not answer
-                self.failure = build_connection_error("rank 0", "its machine does not respond")
-            while self.failure is not None and not self._stopped.is_set():
-                if self.interrupts:  # a signal is the only way to interrupt the main thread
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    return
-                self._stopped.wait(_STEP)
-            self._stopped.wait(_BEAT)
-
-    def _listen(self, last: dict[int, tuple[str, float]]) -> ReshardError | None:
-        now = time.monotonic()
-        for rank in self._watched:
-            key = f"beat/{rank}"
-            beat = self._store.get(key).decode() if self._store.check([key]) else ""
-            if beat != last[rank][0]:
-                last[rank] = beat, now
-        self._show([beat for beat, _ in last.values()])
-        silent = [rank for rank, (_, when) in last.items() if now - when > self._patience]
+    def _listen(self) -> ReshardError | None:
+        silence = {rank: beat.measure_silence() for rank, beat in self._heartbeats.items()}
+        self._show_progress()
+        dead = [rank for rank, seconds in silence.items() if seconds > self._patience]
         what = f"sent no heartbeat for {self._patience:.0f} s"
-        return build_lost_ranks_error(self._store, silent, what) if silent else None
+        return build_lost_ranks_error(self._store, dead, what) if dead else None
 
-    def _show(self, beats: Iterable[str]) -> None:
+    def _show_progress(self) -> None:
         """Add the bytes that the other ranks have processed to the display of rank 0."""
         if self._rank != 0 or self.progress is None:
             return
-        others_done = sum(int(beat.split()[1]) for beat in beats if beat)
+        texts = (beat.text for beat in self._heartbeats.values())
+        others_done = sum(int(text.split()[1]) for text in texts if text)
         with self._lock:
             self.progress(others_done - self._others_done)
         self._others_done = others_done

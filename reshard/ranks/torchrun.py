@@ -1,7 +1,7 @@
 """The team of several processes started by a launcher: `torchrun -m reshard ...`.
 
-Data is exchanged by torch.distributed with gloo. Barriers poll torch's key-value store, in steps
-that a signal can interrupt. A rank that fails or dies, on any machine, stops the run (`heartbeat`).
+Data is exchanged through torch's key-value store. Barriers poll it, in steps that a signal can
+interrupt. A rank that fails or dies, on any machine, stops the run (`heartbeat`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from reshard import signals
 from reshard.errors import INTERRUPTED, ReshardError
 from reshard.ranks.heartbeat import (
+    Heartbeat,
     RankWatch,
     build_connection_error,
     build_lost_ranks_error,
     publish_failure,
-    read_failure,
 )
 from reshard.ranks.team import ALONE, Progress, Team
 
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT = 60.0  # seconds in which all ranks must connect
 _PATIENCE = 60.0  # seconds without a heartbeat after which a rank is considered dead
-_REPORT_WAIT = 5.0  # seconds to wait for the other ranks' reports after a failure
+_REPORT_WAIT = 5.0  # seconds to wait for the report of a rank that sends no heartbeat
+_LONGEST_REPORT_WAIT = 10.0  # seconds to wait for the other ranks' reports after a failure
 _CLEANUP_WAIT = 20.0  # seconds to wait for the first rank, which cleans up and prints the error
 _STEP = 0.02, 0.5  # seconds between two polls of the store: the first and the longest
+_PIECE = 4 << 20  # bytes; the store refuses values of more than 8 MiB (torch 2.13)
 _NO_REPORT = "ended without reporting an error"
 _DONE = "the work itself was already complete"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -95,7 +97,7 @@ def _connect_to_store() -> tuple[Store, int, int]:
 
 
 class Ranks:
-    """The team of all processes of a launcher, which communicate by torch.distributed with gloo."""
+    """The team of all processes of a launcher, which communicate by torch's key-value store."""
 
     def __init__(self, store: Store, rank: int, size: int, patience: float) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
@@ -104,12 +106,11 @@ class Ranks:
         self.size = size
         self._store = PrefixStore("reshard", store)
         self._barriers = 0
-        self._has_group = False
+        self._gathers = 0
         self._is_reported = False  # whether this rank has published why it ends
         self._patience = patience
         self._store.set(f"host/{rank}", platform.node())
         self._watch = RankWatch(self._store, rank, size, patience)
-        self._watch.start()
         self.barrier()
 
     @property
@@ -133,16 +134,31 @@ class Ranks:
                 time.sleep(step)
                 step = min(step * 1.5, _STEP[1])
                 count = self._store.add(name, 0)
-        except RuntimeError as error:  # the store died with its machine
-            self._raise_lost(error)
+        except RuntimeError as error:
+            raise _build_store_error(error) from error
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Return the data of every rank, in rank order, on every rank."""
-        self.barrier()  # long waits happen here, where a signal can interrupt them; gloo blocks
+        """Return the data of every rank, in rank order, on every rank.
+
+        Raises:
+            ReshardError: another rank failed or died.
+        """
+        self._gathers += 1
+        name = f"gather/{self._gathers}"
+        pieces = [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
         try:
-            return self._exchange(data)
-        except RuntimeError as error:  # gloo: a connection closed
-            self._raise_lost(error)
+            for number, piece in enumerate(pieces):
+                # The stub of `set` wants a str, but the store takes and returns bytes.
+                self._store.set(f"{name}/{self.rank}/{number}", piece)  # type: ignore[arg-type]
+            self._store.set(f"{name}/{self.rank}", str(len(pieces)))
+            self.barrier()  # waits for the data here, where a signal can interrupt it
+            return [self._read_pieces(f"{name}/{rank}") for rank in range(self.size)]
+        except RuntimeError as error:
+            raise _build_store_error(error) from error
+
+    def _read_pieces(self, name: str) -> bytes:
+        count = int(self._store.get(name))
+        return b"".join(self._store.get(f"{name}/{number}") for number in range(count))
 
     def with_progress(self, progress: Progress) -> Progress:
         """Return a progress function that adds up the work of all ranks on the first rank."""
@@ -184,7 +200,10 @@ class Ranks:
             self._store.set(f"ended/{self.rank}", "")
             if self.first:
                 self._store.set("reported", "")
+                ended = [r for r in range(1, self.size) if self._store.check([f"ended/{r}"])]
+                self._leave_after(ended)
             elif self._wait_for_first():
+                self._store.set(f"left/{self.rank}", "")
                 return ReportedByFirstRankError(getattr(failure, "exit_code", 1))
             elif _is_interrupt(failure):  # sent by a launcher that lost the first rank
                 return self._explain_silence([0], failure)
@@ -205,54 +224,14 @@ class Ranks:
             error.args = (_DONE,)
             raise
         self._watch.stop()
-        if not self.first:
+        if self.first:
+            self._leave_after(range(1, self.size))
+        else:
             self._store.set(f"left/{self.rank}", "")
-            return
-        for rank in range(1, self.size):
-            self._wait_for_key(f"left/{rank}", _REPORT_WAIT)
 
     def close(self) -> None:
-        """Leave the process group and stop the heartbeat."""
-        from torch import distributed
-
+        """Stop the heartbeat."""
         self._watch.stop()
-        if self._has_group:
-            distributed.destroy_process_group()
-
-    def _exchange(self, data: bytes) -> list[bytes]:
-        import torch
-        from torch import distributed
-
-        if not self._has_group:
-            distributed.init_process_group(
-                "gloo",
-                store=self._store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=self._patience),
-            )
-            self._has_group = True
-        # gloo gathers tensors of one size: exchange the lengths first, then padded data.
-        size = torch.tensor([len(data)])
-        sizes = [torch.zeros_like(size) for _ in range(self.size)]
-        distributed.all_gather(sizes, size)
-        counts = [int(each) for each in sizes]
-        mine = torch.zeros(max(*counts, 1), dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[
-            : len(data)
-        ]
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(parts, mine)
-        return [part.numpy().tobytes()[:count] for part, count in zip(parts, counts, strict=True)]
-
-    def _raise_lost(self, error: RuntimeError) -> NoReturn:
-        """Raise the reason why another rank left in the middle of an exchange."""
-        with contextlib.suppress(RuntimeError):
-            self._wait_for_key("failed", _REPORT_WAIT)
-            failure = read_failure(self._store)
-            if failure is not None:
-                raise failure
-        raise build_connection_error("another rank", f"{_NO_REPORT} ({str(error).splitlines()[0]})")
 
     def _report(self, error: BaseException) -> BaseException:
         """Publish why this rank ends and return the error that ended the run.
@@ -284,35 +263,44 @@ class Ranks:
 
     def _wait_for_first(self) -> bool:
         """Wait until the first rank has printed the error; False if it died before."""
-        beat, last_change = b"", time.monotonic()
-        until = last_change + _CLEANUP_WAIT
+        beat = Heartbeat(self._store, 0)
+        until = time.monotonic() + _CLEANUP_WAIT
         while not self._store.check(["reported"]):
-            now, last = time.monotonic(), beat
-            if self._store.check(["beat/0"]) and (beat := self._store.get("beat/0")) != last:
-                last_change = now
-            is_alive = now - last_change < _REPORT_WAIT or self._store.check(["ending/0"])
-            if now > until or not is_alive:
+            is_alive = beat.measure_silence() < _REPORT_WAIT or self._store.check(["ending/0"])
+            if time.monotonic() > until or not is_alive:
                 return False
             time.sleep(_STEP[0])
         return True
 
     def _find_silent(self) -> list[int]:
-        """Return the ranks that have not started to end within the waiting time."""
-        until = time.monotonic() + _REPORT_WAIT
-        silent = list(range(1, self.size))
-        while silent and time.monotonic() < until:
+        """Wait until the other ranks have ended, and return those that seem to be dead.
+
+        A rank that still sends heartbeats is alive, even if it waits for its disk for a long time.
+        """
+        until = time.monotonic() + _LONGEST_REPORT_WAIT
+        beats = {rank: Heartbeat(self._store, rank) for rank in range(1, self.size)}
+        running = silent = list(beats)
+        while running and time.monotonic() < until:
             time.sleep(_STEP[0])
-            silent = [rank for rank in silent if not self._store.check([f"ended/{rank}"])]
+            running = [rank for rank in running if not self._store.check([f"ended/{rank}"])]
+            silent = [rank for rank in running if beats[rank].measure_silence() > _REPORT_WAIT]
+            if len(silent) == len(running):
+                break
         return [rank for rank in silent if not self._store.check([f"ending/{rank}"])]
 
-    def _wait_for_key(self, key: str, seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while not self._store.check([key]):
+    def _leave_after(self, ranks: Sequence[int]) -> None:
+        """Wait until these ranks no longer need the store, which may end with this rank."""
+        until = time.monotonic() + _REPORT_WAIT
+        while not self._store.check([f"left/{rank}" for rank in ranks]):
             if time.monotonic() > until:
-                return False
+                return
             signals.check()
             time.sleep(_STEP[0])
-        return True
+
+
+def _build_store_error(error: RuntimeError) -> ReshardError:
+    """Return the error for a store that does not answer; it dies with rank 0 or its machine."""
+    return build_connection_error("rank 0", f"{_NO_REPORT} ({str(error).splitlines()[0]})")
 
 
 def _is_interrupt(failure: BaseException) -> bool:

@@ -23,7 +23,7 @@ IMPORTED += [
     "torch.distributed.elastic.agent.server.local_elastic_agent",
 ]
 MISHAPS = """
-import os, signal, sys
+import os, signal, sys, time
 from reshard.move import execute
 from reshard.move import journal
 from reshard.ranks import torchrun
@@ -42,6 +42,9 @@ def die_late(kept, seen):
     if len(kept._path.read_bytes().splitlines()) > 3:
         die()
 
+def stall(*_, **__):
+    time.sleep(8)  # as a slow disk may; longer than `torchrun._REPORT_WAIT`
+
 def die_sent(kept, file, seen):
     keep(kept, file, seen)
     die()
@@ -51,9 +54,11 @@ keep = receipts.Receipts.keep
 append = journal.Journal._append
 torchrun._PATIENCE = 8.0
 mishap = sys.argv.pop(1)
-if mishap == "die late":
+if mishap in ("die late", "die and stall"):
     journal.BATCH_BYTES = 1
-if os.environ["RANK"] == "1" and mishap == "die late":
+if mishap == "die and stall" and os.environ["RANK"] == "2":
+    execute.OutputBuilder.fill = stall
+elif mishap in ("die late", "die and stall") and os.environ["RANK"] == "1":
     journal.Journal._append = die_late
 elif os.environ["RANK"] == "1" and mishap == "die sent":
     receipts.Receipts.keep = die_sent
@@ -194,6 +199,15 @@ def test_another_run_goes_on_where_a_killed_worker_ended_one(launcher, tmp_path,
     wanted = contents(tmp_path / "unbroken")
     assert all(contents(tmp_path / name) == wanted for name in runs)
     assert {path.name for path in tmp_path.iterdir()} == {*runs, mishaps.name}
+
+
+def test_a_rank_that_waits_for_its_disk_is_not_called_dead(launcher, tmp_path, mishaps):
+    words = ("--to", "dcp", "--max-memory", "128KiB", "--workers", "1")
+    _, _, err = ended(
+        launcher.nodes(1, 3, mishaps, "die and stall", "convert", EXAMPLE, tmp_path / "out", *words)
+    )
+    assert f"rank 1 ({socket.gethostname()}): ended without reporting an error" in err, err
+    assert "pass --resume to continue" in err, err
 
 
 def test_a_killed_worker_ends_the_run_and_leaves_nothing(launcher, tmp_path, mishaps):
