@@ -32,7 +32,7 @@ _LISTED = 8  # names listed in a message
 class Weights:
     """The weights to write, in state-dict order, each with its dtype; and counts for the report."""
 
-    tensors: list[tuple[Entry, DType]]
+    tensors: list[tuple[Entry, DType]] = field(default_factory=list)
     from_master: int = 0  # weights that are read from an fp32 master
     from_copy: int = 0  # weights that are stored only in the dtype of training
     buffers: int = 0
@@ -61,7 +61,7 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
     masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
     plain = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
     patterns = keys.compile_patterns(keep_fp32, "--keep-fp32")
-    result = Weights([])
+    result = Weights()
     for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(PARAM, BUFFER, MASTER)):
         source = masters.get(fqn) or plain[fqn]
         written = _choose_dtype(manifest, source, target, dtype)

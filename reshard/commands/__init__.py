@@ -5,8 +5,9 @@ inspect, merge, split, diff, verify, resume_check, demo
 options, output_options
             options that several commands share
 reading     opening a source that tensors are read from
-output      writing a checkpoint, and checks of the plan and of the output
-padding     notes on padding rows of the vocabulary that were trained
+output, output_report
+            converting and writing a checkpoint, checks of the output, and its report
+passes      passes over a conversion that merge and split share
 balance     counts of the values that were read
 lines, page
             reports as text and as HTML pages

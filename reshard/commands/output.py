@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from reshard import formats, units
+from reshard import formats, replicas, units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.output_options import OutputOptions
+from reshard.commands.output_report import OutputReport, WriteResult
+from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress, read_trusted
 from reshard.errors import DifferentError
+from reshard.identity import check_identity
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Origin, Skeleton, SourceFile
 from reshard.manifest import check as check_manifest
 from reshard.move import job as jobs
@@ -34,21 +38,72 @@ from reshard.ranks.team import (
 if TYPE_CHECKING:
     from reshard.html.page import Page
 
+R = TypeVar("R", bound=OutputReport)
 CheckOutput = Callable[[Path], None]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteResult:
-    """The result of writing an output.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Generic[R]):
+    """A planned output, of which nothing is written yet.
 
     Args:
-        resumed_bytes: bytes of it that an interrupted run had written.
-        notes: further facts for the report.
+        manifest: the source of the copies.
+        shown: the source as the page of the report shows it.
+        skeleton: the files of the output.
+        check: reads the headers of the written files and compares them with the plan.
     """
 
-    outcome: Outcome
-    resumed_bytes: int
-    notes: list[str]
+    manifest: Manifest
+    shown: Manifest
+    skeleton: Skeleton
+    plan: Plan
+    report: R
+    check: CheckOutput
+
+
+def convert(
+    sources: Sequence[Path],
+    destination: str | Path,
+    options: OutputOptions,
+    prepare: Callable[[Manifest, Path, list[str]], Job[R]],
+    *,
+    kinds: Sequence[str] | None,
+    beside: Sequence[Path] = (),
+    meter: Meter | None = None,
+) -> R:
+    """Read a source, plan the output, write it except in a dry run, and report.
+
+    Args:
+        prepare: plans the output, given the source, the resolved destination, and notes on copies
+            that were averaged.
+        kinds: the kinds of tensors that are written; None for all.
+        beside: further paths that are read and therefore must not be written to.
+        meter: opens a progress display for a number of bytes.
+
+    Raises:
+        ReshardError: see its subclasses; the destination is then unchanged.
+    """
+    began = time.perf_counter()
+    output = resolve_destination(destination)
+    check_page(options, sources, output)
+    with report_untouched(output):
+        manifest = open_source(sources, output, options, beside)
+        identity = check_identity(manifest, options.trust)
+        with replicas.average_replicas(manifest, options.replicas, kinds) as (averaged, means):
+            job = prepare(averaged, output, means)
+            report = job.report
+            report.destination, report.identity = str(destination), identity
+            report.options = options.given()
+            if not options.dry_run:
+                written = write(job, output, options, meter)
+                report.add_result(written, verified=options.verify)
+                report.seconds = time.perf_counter() - began
+            write_page(
+                options,
+                lambda: build_page(report.to_json(), job.shown, job.skeleton),
+                written=report.destination if report.done else "",
+            )
+    return report
 
 
 def is_single_file(destination: str | Path) -> bool:
@@ -87,8 +142,6 @@ def open_source(
     sources: Sequence[Path],
     destination: Path,
     options: OutputOptions,
-    *,
-    is_directory: bool,
     beside: Sequence[Path] = (),
 ) -> Manifest:
     """Read the manifest of a source, and check that it is safe and that the destination is free.
@@ -103,7 +156,7 @@ def open_source(
     check_destination(
         destination,
         [*sources, as_path(manifest.origin.path), *beside],
-        is_directory=is_directory,
+        is_directory=not is_single_file(destination),
         overwrite=options.overwrite,
         resume=options.resume,
     )
@@ -111,29 +164,20 @@ def open_source(
 
 
 def write(
-    plan: Plan,
-    manifest: Manifest,
-    destination: Path,
-    options: OutputOptions,
-    *,
-    is_directory: bool,
-    check: CheckOutput,
-    meter: Meter | None = None,
+    job: Job[R], destination: Path, options: OutputOptions, meter: Meter | None = None
 ) -> WriteResult:
     """Write the planned files to a hidden directory, check them, and move them to the destination.
-
-    Args:
-        check: reads the headers of the written files and compares them with the plan.
 
     Raises:
         ReshardError: the output could not be written; the destination is unchanged.
     """
+    plan, files = job.plan, job.manifest.files
     team = options.team
-    job = jobs.describe(manifest.files.values(), options.shaping_output(), plan.target)
-    check_ranks_agree(team, manifest.origin.path, json.dumps(job))
+    described = jobs.describe(files.values(), options.shaping_output(), plan.target)
+    check_ranks_agree(team, job.manifest.origin.path, json.dumps(described))
     claimed = commit.claim_output(
         destination,
-        is_directory=is_directory,
+        is_directory=not is_single_file(destination),
         overwrite=options.overwrite,
         resume=options.resume,
         team=team,
@@ -143,14 +187,14 @@ def write(
         open_progress(meter, plan.target.nbytes) as bar,
         team.abort_on_failure(),
     ):
-        unfinished = open_unfinished(partial, job, plan, manifest.files, options.move_options(bar))
+        unfinished = open_unfinished(partial, described, plan, files, options.move_options(bar))
         done, notes = _resume_or_clear(partial, unfinished, options)
         if done is not None:
             bar(done.nbytes)
         outcome = unfinished.finish(done)
         # After the last read, so that no change of a source is missed.
-        jobs.check_sources(job, select_share(team, list(manifest.files.values())))
-        _check_written(outcome, plan.target, partial.output, options, check)
+        jobs.check_sources(described, select_share(team, list(files.values())))
+        _check_written(outcome, plan.target, partial.output, options, job.check)
     return WriteResult(outcome, done.nbytes if done else 0, notes)
 
 

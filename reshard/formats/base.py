@@ -154,7 +154,7 @@ class Writer(ABC):
         """
         return request
 
-    def rename(self, conversion: Conversion, names: NameOptions) -> Naming:
+    def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
         """Return the state under the parameter names that the files have.
 
         Raises:
@@ -167,7 +167,7 @@ class Writer(ABC):
             conversion.manifest, conversion.source.names, naming.prefer_source(names)
         )
 
-    def adapt(self, conversion: Conversion) -> Conversion:
+    def adapt(self, conversion: StateConversion) -> StateConversion:
         """Return the conversion with what only this format knows to change before layout.
 
         Raises:
@@ -263,24 +263,33 @@ class Conversion:
     Args:
         manifest: the source, as the passes so far have changed it.
         source: what is known about checkpoints of the source's format.
-        writer: the layout to write.
-        options: the options that only some writers use.
-        request: the options of the output, with nothing left open.
-        shapes: the model that the user named, or that a config beside the source describes.
-        naming: the names under which parameters are written; None before `rename`.
-        rng: the random states to write, in rank order.
+        naming: the names under which weights are written; None before they are chosen.
     """
 
     manifest: Manifest
     source: Source
+    naming: Naming | None = None
+    notes: Notes = field(default_factory=Notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateConversion(Conversion):
+    """The conversion of a training state, with its optimizer.
+
+    Args:
+        writer: the layout to write.
+        options: the options that only some writers use.
+        request: the options of the output, with nothing left open.
+        shapes: the model that the user named, or that a config beside the source describes.
+        rng: the random states to write, in rank order.
+    """
+
     writer: Writer
     options: TargetOptions
     request: Request
     shapes: ModelShapes | None = None
-    naming: Naming | None = None
     rng: tuple[RankRng, ...] = ()
-    notes: Notes = field(default_factory=Notes)
 
-    def with_manifest(self, manifest: Manifest) -> Conversion:
+    def with_manifest(self, manifest: Manifest) -> StateConversion:
         """Return a copy with a changed manifest."""
         return replace(self, manifest=manifest)

@@ -1,7 +1,8 @@
 """``merge``: write the full weights of a checkpoint.
 
-command   the steps in their order
+command   the passes in their order, and the plan of the copies
 options   the options
+passes    the passes over the conversion, up to the files to write
 filling   weights that the checkpoint lacks, from a model that has them
 adapter   only a LoRA adapter
 report    what was written, cast, dropped and noted

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from reshard import formats, keys
 from reshard.adapters import config as configs
 from reshard.adapters import names
 from reshard.adapters.names import Part
+from reshard.commands.merge.passes import Adapter, Merge
 from reshard.containers import safetensors_shards as writer
 from reshard.errors import ReshardError, UnsupportedError, UsageError
 from reshard.files import SourceFiles, read_small_file
@@ -17,43 +18,34 @@ from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, OutputFile, Skeleton
 from reshard.tensors import is_zero
 from reshard.training import companion_files as companions
 from reshard.units import counted, some
-from reshard.weights import Weights
 
 FILE = "adapter_model.safetensors"
 _FILES = (FILE, "adapter_model.bin")
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter to write.
-
-    Args:
-        manifest: only the adapter's tensors, under the names that PEFT's file has.
-        texts: name -> content of the files beside its weights.
-        changes: what was selected, for the report.
-        notes: further facts for the report.
-    """
-
-    manifest: Manifest
-    texts: dict[str, bytes]
-    changes: list[str]
-    notes: list[str]
-
-    def lay_out(self, chosen: Weights) -> Skeleton:
-        """Return PEFT's single weights file, which PEFT never shards, and the files beside it."""
-        weights = writer.lay_out_file(FILE, chosen.tensors, writer.METADATA)
-        texts = (OutputFile(name, len(data), ((0, data),)) for name, data in self.texts.items())
-        return Skeleton((*weights.files, *texts), weights.entries)
+def lay_out(merge: Merge) -> Merge:
+    """Return the merge with PEFT's single weights file, which PEFT never shards, and its config."""
+    if merge.adapter is None:  # `select_adapter` is the pass before
+        raise AssertionError(merge.path)
+    tensors = merge.weights.tensors
+    merge.notes.warnings += merge.adapter.notes
+    merge.notes.warnings += _note_untrained([entry for entry, _ in tensors])
+    weights = writer.lay_out_file(FILE, tensors, writer.METADATA)
+    texts = (
+        OutputFile(name, len(data), ((0, data),)) for name, data in merge.adapter.texts.items()
+    )
+    return replace(merge, skeleton=Skeleton((*weights.files, *texts), weights.entries))
 
 
-def note_untrained(entries: Sequence[Entry], pool: SourceFiles) -> list[str]:
+def _note_untrained(entries: Sequence[Entry]) -> list[str]:
     """Return a note if matrices that PEFT initializes to zero (lora_B) are still zero.
 
     Raises:
         ReshardError: a file cannot be read.
     """
     start = [entry for entry in entries if _role(entry.fqn) in names.START_AT_ZERO]
-    zero = [entry.fqn for entry in start if is_zero(pool, entry)]
+    with SourceFiles() as pool:
+        zero = [entry.fqn for entry in start if is_zero(pool, entry)]
     if not zero:
         return []
     effect = "the adapter has no effect" if len(zero) == len(start) else "they have no effect"
@@ -67,21 +59,19 @@ def _role(fqn: str) -> str:
     return part.role if part else ""
 
 
-def select_adapter(
-    manifest: Manifest, name: str, hf_dir: Path | None, near: Sequence[Path]
-) -> Adapter:
-    """Select the tensors of an adapter, and check them against its configuration.
+def select_adapter(merge: Merge) -> Merge:
+    """Return the merge with an adapter's tensors only, under the names that PEFT's file has.
 
-    Args:
-        name: the adapter; ``default`` if its tensors name none.
-        near: directories where the configuration may be.
+    They are checked against the adapter's configuration.
 
     Raises:
-        UsageError: there is no adapter of that name, or no configuration in ``hf_dir``.
+        UsageError: there is no adapter of that name, or no configuration in ``--hf-dir``.
         UnsupportedError: unknown tensors that look like those of a LoRA layer.
         IncompleteError: there is no configuration, or a layer lacks one of its matrices.
         CorruptError: the configuration is that of another adapter.
     """
+    manifest, near = merge.manifest, merge.list_config_places()
+    name = str(merge.options.adapter)  # this pass runs only if it is given
     where = manifest.origin.path
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     tied = {alias: kept for alias, kept in manifest.tied.items() if _role(alias) != names.TOKENS}
@@ -92,19 +82,19 @@ def select_adapter(
     if unknown:
         raise UnsupportedError(where, f"{some(unknown)}: not a known part of LoRA")
     own = [each for each in parts if each.adapter == in_names]
-    config = configs.find(name, hf_dir, near)
+    config = configs.find(name, merge.options.hf_dir, near)
     if config is None:
         raise configs.build_missing_error(where, own, shapes)
     configs.check(config, own, shapes)
     saved = names.choose_saved(shapes, parts, in_names, config.values)
     left = f"; {len(shapes) - len(saved)} others are left out" if len(shapes) > len(saved) else ""
     beside = companions.others(config.path.parent, {})
-    return Adapter(
-        keys.select(manifest, saved),
+    merge.notes.derived.append(f"adapter {name}: {len(saved)} tensors, with {config.path}{left}")
+    adapter = Adapter(
         {path.name: read_small_file(path) for path in (*beside, config.path)},
-        [f"adapter {name}: {len(saved)} tensors, with {config.path}{left}"],
         [*_note_trained_base(manifest, saved, parts), *_note_empty_files(manifest, near)],
     )
+    return replace(merge, manifest=keys.select(manifest, saved), adapter=adapter)
 
 
 def _find_name_in_tensors(where: str, name: str, parts: Sequence[Part]) -> str:

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
-from reshard import keys, units
-from reshard.commands.balance import count_leaves, format_leaves
-from reshard.commands.lines import LISTED, format_list, format_timing
-from reshard.identity import Identity
-from reshard.identity.counters import find_counter_conflicts
-from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
+from reshard import units
+from reshard.commands.balance import format_leaves
+from reshard.commands.lines import LISTED, format_list
+from reshard.commands.output_report import OutputReport, WriteResult, describe_common, list_values
+from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.plan.planner import Plan
-from reshard.weights import Weights
 
-SCHEMA = 1
+if TYPE_CHECKING:
+    from reshard.commands.merge.passes import Merge
 
 
-@dataclass(slots=True)
-class MergeReport:
-    """The result of `merge`. Sizes in bytes; ``done`` is False for a dry run."""
+@dataclass(kw_only=True)
+class MergeReport(OutputReport):
+    """The result of `merge`."""
 
-    source: str
-    format: str
-    destination: str = ""
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
-    done: bool = False
-    verified: bool = False
-    files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes
+    COMMAND: ClassVar[str] = "merge"
+
     tensors: int = 0
     parameters: int = 0
     dtypes: dict[str, int] = field(default_factory=dict)  # dtype -> tensors
     trained_in: str = ""
-    identity: Identity | None = None  # evidence that the files belong to one save
     from_master: int = 0
     from_copy: int = 0
     buffers: int = 0
@@ -45,27 +39,18 @@ class MergeReport:
     renamed: list[tuple[str, str]] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
     optimizer_tensors_left: int = 0
-    leaves: dict[str, Any] = field(default_factory=dict)  # see `count_leaves`
-    overflowed: dict[str, int] = field(default_factory=dict)
     flushed: dict[str, int] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    bytes_read: int = 0
-    bytes_written: int = 0
-    resumed_bytes: int = 0  # of those, written by an interrupted run
     peak_buffer_bytes: int = 0
-    seconds: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return one document with a stable schema."""
-        return {"schema": SCHEMA, "command": "merge", **asdict(self)}
+    def add_result(self, written: WriteResult, *, verified: bool) -> None:
+        """Add what is known once the output is complete."""
+        super().add_result(written, verified=verified)
+        self.flushed = dict(written.outcome.flushed)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
-        verb = "wrote" if self.done else "would write"
-        total = sum(file["bytes"] for file in self.files)
-        count = units.counted(len(self.files), "file")
-        yield f"{verb} {self.destination}: {units.show_bytes(total)} in {count}"
+        yield self._format_written(sum(file["bytes"] for file in self.files))
         for file in self.files[:LISTED]:
             yield f"  {file['name']}  {units.show_bytes(file['bytes'])}"
         if len(self.files) > LISTED:
@@ -75,16 +60,12 @@ class MergeReport:
             + ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
         )
         yield f"source      {self._describe_sources()}"
-        yield from format_list("identity", [str(self.identity)] if self.identity else [])
+        yield from self._list_identity()
         yield from self._list_changes()
         yield format_leaves(self.leaves)
         buffers = units.show_bytes(self.peak_buffer_bytes)
         yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
-        if self.resumed_bytes:
-            size = units.show_bytes(self.resumed_bytes)
-            yield f"resumed     {size} of an interrupted run"
-        if self.done:
-            yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
+        yield from self._list_timing()
 
     def _describe_sources(self) -> str:
         parts = []
@@ -110,49 +91,38 @@ class MergeReport:
         if self.optimizer_tensors_left:
             count = units.counted(self.optimizer_tensors_left, "optimizer tensor")
             yield f"left out    {count} (merge writes weights)"
-        yield from format_list(
-            "overflowed", [f"{n}: {c} values" for n, c in self.overflowed.items()]
-        )
-        yield from format_list("to zero", [f"{n}: {c} values" for n, c in self.flushed.items()])
+        yield from format_list("overflowed", list_values(self.overflowed))
+        yield from format_list("to zero", list_values(self.flushed))
         for text in self.changes:
             yield f"changed     {text}"
         for text in self.warnings:
             yield f"warning     {text}"
 
 
-def describe(
-    manifest: Manifest, edited: keys.Edited, chosen: Weights, skeleton: Skeleton, plan: Plan
-) -> MergeReport:
-    """Return the report of a planned merge."""
-    dtypes: dict[str, int] = {}
-    for _, dtype in chosen.tensors:
-        dtypes[dtype.name] = dtypes.get(dtype.name, 0) + 1
-    optimizer = sum(1 for kind, _ in manifest.entries if kind not in WEIGHT_KINDS)
+def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
+    """Return the part of a report that is known before the first byte moves.
+
+    Args:
+        manifest: the source before its names were changed.
+    """
+    chosen, edited, notes = merge.weights, merge.edited, merge.notes
     return MergeReport(
-        source=manifest.origin.path,
-        format=manifest.origin.description,
-        files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
+        **describe_common(manifest, merge.skeleton, plan, notes.warnings),
         tensors=len(chosen.tensors),
         parameters=sum(entry.numel for entry, _ in chosen.tensors),
-        dtypes=dtypes,
+        dtypes=dict(Counter(dtype.name for _, dtype in chosen.tensors)),
         trained_in=manifest.origin.precision,
         from_master=chosen.from_master,
         from_copy=chosen.from_copy,
         buffers=chosen.buffers,
         kept_fp32=chosen.kept_fp32,
+        filled=merge.filled,
         dropped_aliases=chosen.dropped_aliases,
         written_aliases=chosen.written_aliases,
         stripped=edited.stripped,
         renamed=edited.renamed,
         excluded=edited.excluded,
-        optimizer_tensors_left=optimizer,
-        leaves=count_leaves(manifest),
-        warnings=[
-            *manifest.warnings,
-            *find_counter_conflicts(manifest),
-            *(f"{option}: matches no name" for option in edited.unmatched),
-            *chosen.notes,
-        ],
-        bytes_read=plan.copied_bytes,
-        bytes_written=skeleton.nbytes,
+        optimizer_tensors_left=sum(kind not in WEIGHT_KINDS for kind, _ in manifest.entries),
+        changes=notes.derived,
+        peak_buffer_bytes=merge.options.budget()[0] * 2 * plan.window_bytes,
     )

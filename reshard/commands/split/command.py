@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from reshard import formats, replicas
-from reshard.commands.output import (
-    build_page,
-    check_overlaps,
-    is_single_file,
-    open_source,
-    report_untouched,
-    resolve_destination,
-    write,
-)
-from reshard.commands.page import check_page, write_page
+from reshard import formats
+from reshard.commands.output import Job, check_overlaps, convert, is_single_file
 from reshard.commands.reading import Meter
 from reshard.commands.split import passes, read_back
 from reshard.commands.split.options import SplitOptions
@@ -25,9 +15,8 @@ from reshard.commands.split.report import SplitReport, describe_split
 from reshard.commands.split.request import choose_writer, resolve_request
 from reshard.errors import UsageError
 from reshard.formats import engines, registry
-from reshard.formats.base import Conversion, Notes, Writer
-from reshard.identity import check_identity
-from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
+from reshard.formats.base import Notes, StateConversion, Writer
+from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.naming.options import Naming
 from reshard.plan.planner import Plan
 from reshard.training import copied_files
@@ -47,43 +36,13 @@ def split(
         ReshardError: see its subclasses; the destination is then unchanged.
     """
     options = options or SplitOptions()
-    began = time.perf_counter()
-    sources, output = formats.as_paths(source), resolve_destination(destination)
-    check_page(options, sources, output)
-    with report_untouched(output):
-        manifest = open_source(sources, output, options, is_directory=not is_single_file(output))
-        identity = check_identity(manifest, options.trust)
-        kinds = WEIGHT_KINDS if options.without_optimizer else None
-        with replicas.average_replicas(manifest, options.replicas, kinds) as (averaged, means):
-            job = _prepare(averaged, output, options, str(destination), means)
-            report = job.report
-            report.destination, report.identity = str(destination), identity
-            report.options = options.given()
-            if not options.dry_run:
-                _write(job, output, options, meter)
-                report.seconds = time.perf_counter() - began
-            write_page(
-                options,
-                lambda: build_page(report.to_json(), job.manifest, job.skeleton),
-                written=report.destination if report.done else "",
-            )
-            return report
 
+    def prepare(manifest: Manifest, output: Path, means: list[str]) -> Job[SplitReport]:
+        return _prepare(manifest, output, options, str(destination), means)
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A planned split, of which nothing is written yet.
-
-    Args:
-        manifest: the source, with the parts that are created for the output.
-    """
-
-    manifest: Manifest
-    state: WritableState
-    naming: Naming
-    skeleton: Skeleton
-    plan: Plan
-    report: SplitReport
+    kinds = WEIGHT_KINDS if options.without_optimizer else None
+    sources = formats.as_paths(source)
+    return convert(sources, destination, options, prepare, kinds=kinds, meter=meter)
 
 
 def _prepare(
@@ -92,7 +51,7 @@ def _prepare(
     options: SplitOptions,
     report_as: str,
     means: Sequence[str],
-) -> _Job:
+) -> Job[SplitReport]:
     """Run all passes, plan the files of the output and the copies that fill them.
 
     Args:
@@ -117,7 +76,7 @@ def _prepare(
 
 def _open(
     manifest: Manifest, options: SplitOptions, report_as: str, means: Sequence[str]
-) -> tuple[Conversion, SplitOptions]:
+) -> tuple[StateConversion, SplitOptions]:
     """Return the conversion with its writer and resolved options, and the options to use."""
     writer, source = choose_writer(manifest, options), registry.describe_source(manifest)
     manifest, stripped = passes.strip_wrappers(manifest, writer, options)
@@ -125,7 +84,7 @@ def _open(
     manifest, shapes = passes.resolve_model(manifest, source, writer, options)
     request = resolve_request(manifest, shapes, writer, options)
     _check_destination(report_as, writer)
-    conversion = Conversion(
+    conversion = StateConversion(
         manifest=manifest,
         source=source,
         writer=writer,
@@ -138,8 +97,8 @@ def _open(
 
 
 def _plan(
-    conversion: Conversion, state: WritableState, destination: Path, options: SplitOptions
-) -> _Job:
+    conversion: StateConversion, state: WritableState, destination: Path, options: SplitOptions
+) -> Job[SplitReport]:
     """Plan the files of the output, and the copies that fill them."""
     writer, request, manifest = conversion.writer, conversion.request, conversion.manifest
     layout = writer.lay_out(state, request)
@@ -160,30 +119,20 @@ def _plan(
     report.warnings += engines.describe_defects(
         engines.Form(writer.name, names, bool(state.groups))
     )
-    naming = conversion.naming or Naming(manifest)
-    return _Job(manifest, state, naming, skeleton, plan, report)
+    checks = (skeleton, state, conversion.naming or Naming(manifest), options)
 
+    def check(staging: Path) -> None:
+        is_file = is_single_file(destination)
+        read_back.check(staging / destination.name if is_file else staging, *checks)
 
-def _write(job: _Job, destination: Path, options: SplitOptions, meter: Meter | None) -> None:
-    """Write the output, and add the outcome to the report."""
-    output = write(
-        job.plan,
-        job.manifest,
-        destination,
-        options,
-        is_directory=not is_single_file(destination),
-        check=lambda staging: read_back.check(
-            staging / destination.name if is_single_file(destination) else staging,
-            *(job.skeleton, job.state, job.naming, options),
-        ),
-        meter=meter,
+    return Job(
+        manifest=manifest,
+        shown=manifest,
+        skeleton=skeleton,
+        plan=plan,
+        report=report,
+        check=check,
     )
-    report = job.report
-    report.overflowed = dict(output.outcome.overflowed)
-    report.resumed_bytes = output.resumed_bytes
-    report.warnings += output.notes
-    report.verified = options.verify
-    report.done = True
 
 
 def _check_destination(destination: str, writer: Writer) -> None:

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from reshard import keys, replicas, weights
-from reshard.commands.padding import note_trained_padding
+from reshard.commands.passes import apply_names
 from reshard.commands.split.options import SplitOptions
 from reshard.containers.json_files import read_json_object
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import placeholders
-from reshard.formats.base import Conversion, Source, Writer
+from reshard.formats.base import Source, StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.identity import refuse_conflicts
 from reshard.layout.mesh import MeshGrid
@@ -129,7 +129,7 @@ def resolve_model(
 # Passes over the conversion
 
 
-def keep_run(conversion: Conversion) -> Conversion:
+def keep_run(conversion: StateConversion) -> StateConversion:
     """Return the conversion with the state of a run of our trainer, for the new ranks.
 
     A resume takes the number of ranks from that state, unless the user gives another one.
@@ -142,7 +142,7 @@ def keep_run(conversion: Conversion) -> Conversion:
     return conversion.with_manifest(replace(manifest, train=train))
 
 
-def rebalance_batch(conversion: Conversion) -> Conversion:
+def rebalance_batch(conversion: StateConversion) -> StateConversion:
     """Return the conversion with the accumulation steps that keep the global batch."""
     if conversion.source.weights_only:
         return conversion
@@ -152,7 +152,7 @@ def rebalance_batch(conversion: Conversion) -> Conversion:
     return conversion.with_manifest(batch.manifest)
 
 
-def compare_copies(conversion: Conversion, policy: replicas.Replicas) -> Conversion:
+def compare_copies(conversion: StateConversion, policy: replicas.Replicas) -> StateConversion:
     """Return the conversion with equal heads tied, after a comparison of what is stored twice.
 
     Raises:
@@ -169,8 +169,12 @@ def compare_copies(conversion: Conversion, policy: replicas.Replicas) -> Convers
     return conversion.with_manifest(manifest)
 
 
-def rename(conversion: Conversion, options: SplitOptions) -> Conversion:
-    """Return the conversion under the parameter names of the output, in the order that it needs."""
+def rename(conversion: StateConversion, options: SplitOptions) -> StateConversion:
+    """Return the conversion under the parameter names of the output, in the order that it needs.
+
+    Raises:
+        UsageError: the names of the files are fixed, and the user asks for others.
+    """
     writer = conversion.writer
     if writer.has_fixed_names and options.names is not None:
         raise UsageError(f"--names {options.names}", f"changes nothing with --to {writer.name}")
@@ -184,9 +188,7 @@ def rename(conversion: Conversion, options: SplitOptions) -> Conversion:
             vocab_size=options.vocab_size,
         ),
     )
-    conversion.notes.derived += named.notes
-    if named.trimmed is not None:
-        conversion.notes.derived += note_trained_padding(conversion.manifest, *named.trimmed)
+    conversion = apply_names(conversion, named)
     manifest, request = named.manifest, conversion.request
     needs_order = conversion.writer.needs_order and not request.weights_only
     if named.config is not None and needs_order and not manifest.ordered:
@@ -205,7 +207,7 @@ def _read_model_config(options: SplitOptions) -> Mapping[str, Any] | None:
     return read_json_object(path) if path is not None and path.is_file() else None
 
 
-def choose_random_states(conversion: Conversion, *, checks: bool) -> Conversion:
+def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateConversion:
     """Return the conversion with the random states to write; by default all that can be kept.
 
     Args:
@@ -246,7 +248,7 @@ def choose_random_states(conversion: Conversion, *, checks: bool) -> Conversion:
 
 
 def _find_obstacle_to_random_states(
-    conversion: Conversion,
+    conversion: StateConversion,
 ) -> IncompleteError | UnsupportedError | UsageError | None:
     """Return why random states can be neither kept nor derived, or None."""
     manifest, request, writer = conversion.manifest, conversion.request, conversion.writer
@@ -269,7 +271,7 @@ def _find_obstacle_to_random_states(
     return None
 
 
-def adapt(conversion: Conversion) -> Conversion:
+def adapt(conversion: StateConversion) -> StateConversion:
     """Return the conversion with what its writer changes, and note parts that it cannot hold."""
     source, writer = conversion.source, conversion.writer
     if source.name_own_parts is not None and source.writer != writer.name:
@@ -282,7 +284,7 @@ def adapt(conversion: Conversion) -> Conversion:
 # The training state to write
 
 
-def build_state(conversion: Conversion, options: SplitOptions) -> WritableState:
+def build_state(conversion: StateConversion, options: SplitOptions) -> WritableState:
     """Return the training state to write, with the optimizer and groups that the user chose."""
     request, notes = conversion.request, conversion.notes
     state = build_writable_state(conversion.manifest, weights_only=request.weights_only)

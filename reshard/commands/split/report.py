@@ -4,69 +4,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from reshard import units
-from reshard.commands.balance import count_leaves, format_leaves
-from reshard.commands.lines import format_list, format_timing
-from reshard.formats.base import Conversion
+from reshard.commands.balance import format_leaves
+from reshard.commands.lines import format_list
+from reshard.commands.output_report import OutputReport, describe_common, list_values
+from reshard.formats.base import StateConversion
 from reshard.formats.request import Request
-from reshard.identity import Identity
-from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan.planner import Plan
 from reshard.training import copied_files
 from reshard.training.state import WritableState
 
-SCHEMA = 1
 
+@dataclass(kw_only=True)
+class SplitReport(OutputReport):
+    """The result of `split`."""
 
-@dataclass(slots=True)
-class SplitReport:
-    """The result of `split`. Sizes in bytes; ``done`` is False for a dry run."""
+    COMMAND: ClassVar[str] = "split"
 
-    source: str
-    format: str
     target: str
     ranks_before: int
     ranks: int
     zero_stage: int | None = None  # of a layout of DeepSpeed without model parallelism
-    destination: str = ""
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
-    done: bool = False
-    verified: bool = False
-    files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes
-    identity: Identity | None = None  # evidence that the files belong to one save
     weights: int = 0
     optimizer_tensors_in: int = 0
     optimizer_tensors_out: int = 0
-    leaves: dict[str, Any] = field(default_factory=dict)  # see `count_leaves`
     kept: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    notes: list[str] = field(
-        default_factory=list
-    )  # of the target, and on values that were not read
-    overflowed: dict[str, int] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    bytes_read: int = 0
-    bytes_written: int = 0
-    resumed_bytes: int = 0  # of those, written by an interrupted run
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return one document with a stable schema."""
-        return {"schema": SCHEMA, "command": "split", **asdict(self)}
+    notes: list[str] = field(default_factory=list)  # of the writer, and on values not read
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
-        verb = "wrote" if self.done else "would write"
-        total = units.show_bytes(self.bytes_written)
-        yield f"{verb} {self.destination}: {total} in {units.counted(len(self.files), 'file')}"
+        yield self._format_written(self.bytes_written)
         yield f"from        {self.format}, {self.ranks_before} ranks"
         yield f"to          {self.target}, {self.ranks} ranks"
-        yield from format_list("identity", [str(self.identity)] if self.identity else [])
+        yield from self._list_identity()
         yield f"weights     {self.weights}"
         counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
         yield f"optimizer   {counts}"
@@ -76,19 +52,15 @@ class SplitReport:
             ("derived", self.derived),
             ("dropped", self.dropped),
             ("note", self.notes),
-            ("overflowed", [f"{name}: {count} values" for name, count in self.overflowed.items()]),
+            ("overflowed", list_values(self.overflowed)),
             ("warning", self.warnings),
         ):
             yield from format_list(label, items)
-        if self.resumed_bytes:
-            size = units.show_bytes(self.resumed_bytes)
-            yield f"resumed     {size} of an interrupted run"
-        if self.done:
-            yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
+        yield from self._list_timing()
 
 
 def describe_split(
-    conversion: Conversion, state: WritableState, skeleton: Skeleton, plan: Plan
+    conversion: StateConversion, state: WritableState, skeleton: Skeleton, plan: Plan
 ) -> SplitReport:
     """Return the part of a report that is known before the first byte moves."""
     manifest, request = state.manifest, conversion.request
@@ -98,24 +70,18 @@ def describe_split(
     out = {e.key for e in skeleton.entries if e.kind not in no_slots}
     before = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
-        source=manifest.origin.path,
-        format=manifest.origin.description,
+        **describe_common(manifest, skeleton, plan, notes.warnings),
         target=" ".join(filter(None, (writer.name, writer.describe(request)))),
         zero_stage=request.zero_stage if has_stage else None,
         ranks_before=manifest.origin.world,
         ranks=request.world_size,
-        files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
         weights=len(state.weights),
         optimizer_tensors_in=len(before),
         optimizer_tensors_out=len(out),
-        leaves=count_leaves(manifest),
         derived=list(notes.derived),
         kept=list(notes.kept),
         dropped=list(notes.dropped),
         notes=list(_unread(manifest)),
-        warnings=[*manifest.warnings, *find_counter_conflicts(manifest), *notes.warnings],
-        bytes_read=plan.copied_bytes,
-        bytes_written=skeleton.nbytes,
     )
     copied = [e.fqn for e in skeleton.entries if e.kind == copied_files.KIND]
     if copied:

@@ -17,7 +17,7 @@ from reshard.naming.options import ModelNames, NameOptions, Naming
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
-    from reshard.formats.base import Conversion
+    from reshard.formats.base import StateConversion
     from reshard.model_parallel.traits import Traits
     from reshard.training.state import WritableState
 
@@ -109,7 +109,7 @@ class Megatron(Writer):
         """Return the form and the grid."""
         return " ".join(filter(None, (request.own.form, str(request.own.sizes))))
 
-    def rename(self, conversion: Conversion, names: NameOptions) -> Naming:
+    def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
         """Return the state under Megatron's names, with the description of its model.
 
         Raises:
@@ -144,7 +144,7 @@ class Megatron(Writer):
         named = Naming(renamed.manifest, notes, described=described)
         return _trim(named, conversion.request.own)
 
-    def adapt(self, conversion: Conversion) -> Conversion:
+    def adapt(self, conversion: StateConversion) -> StateConversion:
         """Return the conversion with what ranks of Megatron saved beside tensors.
 
         Raises:

@@ -14,7 +14,7 @@ from reshard.formats.megatron.write.carried import Carried
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
-    from reshard.formats.base import Conversion, Notes
+    from reshard.formats.base import Notes, StateConversion
 
 
 def name_extra_states(manifest: Manifest) -> str:
@@ -23,7 +23,7 @@ def name_extra_states(manifest: Manifest) -> str:
     return f"own states of {count} modules (_extra_state)" if count else ""
 
 
-def adapt(conversion: Conversion) -> Conversion:
+def adapt(conversion: StateConversion) -> StateConversion:
     """Return the conversion with the extra states and random states to write.
 
     Raises:
@@ -37,7 +37,7 @@ def adapt(conversion: Conversion) -> Conversion:
     return replace(conversion, request=replace(request, own=own_options))
 
 
-def _choose_extra_states(states: OwnStates, conversion: Conversion) -> Carried:
+def _choose_extra_states(states: OwnStates, conversion: StateConversion) -> Carried:
     """Return the extra states to write.
 
     Raises:
@@ -66,7 +66,7 @@ def _choose_extra_states(states: OwnStates, conversion: Conversion) -> Carried:
 
 
 def _choose_random_states(
-    states: OwnStates, conversion: Conversion
+    states: OwnStates, conversion: StateConversion
 ) -> Mapping[own.RankKey, object]:
     """Return the random states to write.
 

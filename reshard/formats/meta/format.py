@@ -15,7 +15,7 @@ from reshard.manifest import Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
 
 if TYPE_CHECKING:
-    from reshard.formats.base import Conversion
+    from reshard.formats.base import StateConversion
     from reshard.model_parallel.families import Family
     from reshard.model_parallel.traits import Traits
     from reshard.training.state import WritableState
@@ -50,7 +50,7 @@ class Meta(Writer):
     has_data_parallel_ranks = False
     keeps_grid_of = (NAME,)
 
-    def rename(self, conversion: Conversion, names: NameOptions) -> Naming:
+    def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
         """Return the state under Meta's names, with the description of its model.
 
         Raises:

@@ -1,15 +1,31 @@
-"""Rows that pad the vocabulary to what tensor-parallel ranks can share."""
+"""The passes that several commands share; each returns a changed conversion, and adds notes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
 from reshard.box import Box
 from reshard.files import SourceFiles
+from reshard.formats.base import Conversion
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model_parallel.rules import Table
+from reshard.naming.options import Naming
 from reshard.tensors import read_block
 
+C = TypeVar("C", bound=Conversion)
 
-def note_trained_padding(manifest: Manifest, table: Table, vocab_size: int) -> list[str]:
+
+def apply_names(conversion: C, naming: Naming) -> C:
+    """Return the conversion under the chosen names, with notes on what they change."""
+    notes = conversion.notes.derived
+    notes += naming.notes
+    if naming.trimmed is not None:
+        notes += _note_trained_padding(conversion.manifest, *naming.trimmed)
+    return replace(conversion, manifest=naming.manifest, naming=naming)
+
+
+def _note_trained_padding(manifest: Manifest, table: Table, vocab_size: int) -> list[str]:
     """Return notes on padding rows with trained values, which took part in the softmax.
 
     Args:

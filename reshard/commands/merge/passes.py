@@ -1,0 +1,235 @@
+"""The passes of a merge: each returns a changed conversion, and appends to its notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from reshard import formats, keys, naming, replicas, weights
+from reshard.adapters import names as adapters
+from reshard.commands.merge.options import MergeOptions
+from reshard.commands.output import is_single_file
+from reshard.commands.passes import apply_names
+from reshard.containers import safetensors_shards as writer
+from reshard.containers.json_files import format_json
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, UsageError
+from reshard.files import SourceFiles, read_small_file
+from reshard.formats.base import Conversion
+from reshard.location import directory_of
+from reshard.manifest import Entry, Skeleton
+from reshard.paths import as_path
+from reshard.training import companion_files
+from reshard.training.companion_files import QUANTISED, Companions, matched_config
+from reshard.weights import Weights
+
+_NO_CONFIG = (
+    "there is no config.json beside the checkpoint, and transformers cannot load this directory"
+    " without one; pass the model's directory as --hf-dir DIR, or copy its config.json here"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The files beside an adapter's weights by name, and notes for the report."""
+
+    texts: dict[str, bytes]
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge(Conversion):
+    """The conversion of a checkpoint to its full weights.
+
+    Args:
+        path: the first path that the user named as the source.
+        output: the path of the output.
+        edited: a record of the user's edits of names.
+        companions: the files that complete the model directory.
+        filled: the weights that come from another model.
+        weights: the weights to write.
+        untied: whether tied weights are written as copies.
+        skeleton: the files to write.
+        adapter: the LoRA adapter to write; None: the whole model.
+    """
+
+    options: MergeOptions
+    path: Path
+    output: Path
+    edited: keys.Edited
+    companions: Companions = Companions(None, None, ())
+    filled: list[str] = field(default_factory=list)
+    weights: Weights = field(default_factory=Weights)
+    untied: bool = False
+    skeleton: Skeleton = Skeleton((), ())
+    adapter: Adapter | None = None
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether the output is a directory for transformers, not a single file."""
+        return not is_single_file(self.output)
+
+    def list_config_places(self) -> list[Path]:
+        """Return the directories where the model's config may be: the checkpoint's, the run's."""
+        directory = directory_of(self.manifest.origin.path)
+        near = [directory, directory.resolve().parent]
+        return [self.path, *near] if self.path.is_dir() and self.path != directory else near
+
+
+def find_companions(merge: Merge) -> Merge:
+    """Return the merge with the model's config and the files beside it."""
+    near, options = merge.list_config_places(), merge.options
+    if options.fill_missing_from:
+        near.append(directory_of(options.fill_missing_from))
+    try:
+        return replace(merge, companions=companion_files.companions(options.hf_dir, near))
+    except CorruptError:
+        if merge.is_directory:
+            raise
+        return merge  # one file of weights needs no config
+
+
+def rename(merge: Merge) -> Merge:
+    """Return the merge under the names of the output, with a config if one was derived."""
+    options, companions = merge.options, merge.companions
+    chosen = naming.choose_names(
+        merge.manifest,
+        merge.source.names,
+        naming.NameOptions(
+            # A directory is for transformers, so its names are chosen; a file keeps the source's.
+            names=options.names or (None if merge.is_directory or options.family else "source"),
+            family=options.family,
+            rules=options.rules,
+            vocab_size=options.vocab_size,
+            keep_padding=options.keep_padding,
+            config=companions.config,
+        ),
+    )
+    if chosen.config is not None:
+        companions = replace(companions, config=dict(chosen.config))
+    return replace(apply_names(merge, chosen), companions=companions)
+
+
+def edit_names(merge: Merge) -> Merge:
+    """Return the merge with the user's edits of names."""
+    edited = keys.edit(merge.manifest, merge.options.edits)
+    merge.notes.warnings += (f"{option}: matches no name" for option in edited.unmatched)
+    return replace(merge, manifest=edited.manifest, edited=edited)
+
+
+def fill(merge: Merge) -> Merge:
+    """Return the merge with the weights that the checkpoint lacks, from the model that has them."""
+    options = merge.options
+    if not options.fill_missing_from:
+        return merge
+    from reshard.commands.merge import filling
+
+    base = filling.Base.open(as_path(options.fill_missing_from), options.allow_pickle)
+    manifest, filled, notes = base.fill(merge.manifest)
+    merge.notes.warnings += notes
+    return replace(merge, manifest=manifest, filled=filled)
+
+
+def choose_weights(merge: Merge) -> Merge:
+    """Return the merge with the weights to write, each with its dtype."""
+    options = merge.options
+    chosen = weights.select(merge.manifest, options.dtype, options.keep_fp32)
+    _refuse_rounded_scales(merge.companions, chosen, options)
+    return replace(merge, weights=chosen)
+
+
+def note_adapters(merge: Merge) -> Merge:
+    """Note that the weights of LoRA layers stay separate from those that they adapt."""
+    names = (entry.fqn for entry, _ in merge.weights.tensors)
+    merge.notes.warnings += adapters.explain_separate(names)
+    return merge
+
+
+def compare_copies(merge: Merge) -> Merge:
+    """Return the merge with aliases of tied weights resolved, after a comparison of all copies.
+
+    Raises:
+        DifferentError: copies of a value differ.
+    """
+    chosen, manifest, options = merge.weights, merge.manifest, merge.options
+    with SourceFiles() as pool:
+        untied = weights.resolve_ties(
+            chosen,
+            manifest,
+            config=merge.companions.config,
+            policy="keep" if options.adapter is not None else options.tied,
+            pool=pool,
+        )
+        entries = [entry for entry, _ in chosen.tensors]
+        differing = replicas.check(entries, manifest.files, pool, options.replicas)
+    merge.notes.warnings += [*chosen.notes, *differing]
+    return replace(merge, untied=untied)
+
+
+def lay_out(merge: Merge) -> Merge:
+    """Return the merge with the files of the output."""
+    if merge.is_directory:
+        return _lay_out_directory(merge)
+    name, chosen = merge.output.name, merge.weights
+    if merge.output.suffix in formats.PLAIN_SUFFIXES:
+        from reshard.containers import torch_writer
+
+        return replace(merge, skeleton=torch_writer.lay_out(name, chosen.tensors))
+    # like safetensors.torch.save_model: alias -> the name under which its value is stored
+    metadata = {**writer.METADATA, **chosen.dropped_aliases}
+    return replace(merge, skeleton=writer.lay_out_file(name, chosen.tensors, metadata))
+
+
+def _lay_out_directory(merge: Merge) -> Merge:
+    """Return the merge with a directory in Hugging Face's layout, and notes on its config."""
+    chosen, companions, notes = merge.weights, merge.companions, merge.notes
+    texts = {path.name: read_small_file(path) for path in companions.others}
+    if companions.config is None:
+        notes.warnings.append(_NO_CONFIG)
+    else:
+        dtype = _find_main_dtype(chosen.tensors)
+        config, changes = matched_config(
+            companions.config, chosen.tensors, dtype, untied=merge.untied
+        )
+        if companions.directory is None:  # the config was built for these weights
+            kind = companions.config["architectures"][0]
+            changes = [f"config.json is built from the source: a {kind}"]
+        notes.derived += changes
+        texts["config.json"] = format_json(config)
+    skeleton = writer.lay_out(
+        chosen.tensors,
+        max_shard_bytes=merge.options.max_shard_bytes,
+        texts=texts,
+        metadata=writer.METADATA,
+    )
+    return replace(merge, skeleton=skeleton)
+
+
+def _refuse_rounded_scales(companions: Companions, chosen: Weights, options: MergeOptions) -> None:
+    """Check that ``--dtype`` does not round the scales of a quantised model.
+
+    Its codes are integers, which are never cast: rounded scales would not fit them.
+
+    Raises:
+        UsageError: a tensor of a quantised model would be cast.
+    """
+    how = (companions.config or {}).get(QUANTISED)
+    cast = [entry.fqn for entry, dtype in chosen.tensors if entry.dtype != dtype]
+    if options.dtype and how and cast:
+        method = how.get("quant_method") if isinstance(how, dict) else None
+        raise UsageError(
+            f"--dtype {options.dtype}",
+            f"config.json says that the model is quantised ({method or 'no method given'}):"
+            f" {cast[0]} would be rounded, but not the codes that it scales",
+            "leave out --dtype; reshard does not dequantise",
+        )
+
+
+def _find_main_dtype(tensors: Sequence[tuple[Entry, DType]]) -> str:
+    """Return the floating-point dtype that most elements have, for the config."""
+    sizes: dict[str, int] = {}
+    for entry, dtype in tensors:
+        if dtype.family == "float":
+            sizes[dtype.name] = sizes.get(dtype.name, 0) + entry.numel
+    return max(sizes, key=lambda name: sizes[name], default="float32")

@@ -1,0 +1,107 @@
+"""What the reports of all commands that write a checkpoint have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from reshard import units
+from reshard.commands.balance import count_leaves
+from reshard.commands.lines import format_list, format_row, format_timing
+from reshard.identity import Identity
+from reshard.identity.counters import find_counter_conflicts
+from reshard.manifest import Manifest, Skeleton
+from reshard.move.outcome import Outcome
+from reshard.plan.planner import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """The result of writing an output.
+
+    Args:
+        resumed_bytes: bytes of it that an interrupted run had written.
+        notes: further facts for the report.
+    """
+
+    outcome: Outcome
+    resumed_bytes: int
+    notes: list[str]
+
+
+@dataclass(kw_only=True)
+class OutputReport:
+    """The result of a command. Sizes in bytes; ``done`` is False for a dry run."""
+
+    SCHEMA: ClassVar[int] = 1
+    COMMAND: ClassVar[str]
+
+    source: str
+    format: str
+    destination: str = ""
+    options: dict[str, Any] = field(default_factory=dict)  # those that were given
+    done: bool = False
+    verified: bool = False
+    files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes
+    identity: Identity | None = None  # evidence that the files belong to one save
+    leaves: dict[str, Any] = field(default_factory=dict)  # see `count_leaves`
+    overflowed: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    bytes_written: int = 0
+    resumed_bytes: int = 0  # of those, written by an interrupted run
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one document with a stable schema."""
+        return {"schema": self.SCHEMA, "command": self.COMMAND, **asdict(self)}
+
+    def add_result(self, written: WriteResult, *, verified: bool) -> None:
+        """Add what is known once the output is complete."""
+        self.overflowed = dict(written.outcome.overflowed)
+        self.resumed_bytes = written.resumed_bytes
+        self.warnings += written.notes
+        self.verified = verified
+        self.done = True
+
+    def _format_written(self, nbytes: int) -> str:
+        """Return the first line: what was written, or would be without ``--dry-run``."""
+        verb = "wrote" if self.done else "would write"
+        count = units.counted(len(self.files), "file")
+        return f"{verb} {self.destination}: {units.show_bytes(nbytes)} in {count}"
+
+    def _list_identity(self) -> Iterator[str]:
+        return format_list("identity", [str(self.identity)] if self.identity else [])
+
+    def _list_timing(self) -> Iterator[str]:
+        """Yield what an interrupted run had written, and how long writing took."""
+        if self.resumed_bytes:
+            size = units.show_bytes(self.resumed_bytes)
+            yield format_row("resumed", f"{size} of an interrupted run")
+        if self.done:
+            yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
+
+
+def list_values(counts: Mapping[str, int]) -> list[str]:
+    """Return a line for each tensor with the number of its values."""
+    return [f"{name}: {count} values" for name, count in counts.items()]
+
+
+def describe_common(
+    manifest: Manifest, skeleton: Skeleton, plan: Plan, warnings: Sequence[str]
+) -> dict[str, Any]:
+    """Return the fields of `OutputReport` that are known before the first byte moves.
+
+    Args:
+        warnings: further ones than those of the manifest.
+    """
+    return {
+        "source": manifest.origin.path,
+        "format": manifest.origin.description,
+        "files": [{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
+        "leaves": count_leaves(manifest),
+        "warnings": [*manifest.warnings, *find_counter_conflicts(manifest), *warnings],
+        "bytes_read": plan.copied_bytes,
+        "bytes_written": skeleton.nbytes,
+    }
