@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,19 @@ if TYPE_CHECKING:  # each belongs to some writers only
     from reshard.model_parallel.described import Described
     from reshard.training.rng import Policy
     from reshard.training.trainer_run import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTarget:
+    """What a running program states about itself, which loads an output without a file.
+
+    Args:
+        shapes: its model.
+        config: the configuration of its engine.
+    """
+
+    shapes: ModelShapes
+    config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +54,8 @@ class Request:
         tensor: how the tensor-parallel axis of the mesh cuts parameters.
         rules: file with the user's rules of how parameters are cut.
         described: the model, for writers with tables of parameters.
+        engine_config: configuration of the live engine that loads the output; None: that of the
+            source, adapted.
         own: what the writer derived from the options for its own use; see its ``resolve``.
     """
 
@@ -64,6 +80,7 @@ class Request:
     tensor: Plan | None = None
     rules: Path | None = None
     described: Described | None = None
+    engine_config: Mapping[str, Any] | None = None
     own: Any = None
 
     @property

@@ -97,7 +97,8 @@ def of_module(
             fqn = _join(path, name)
             first = firsts[owners[module], parameter]
             if fqn == first:
-                parameters[fqn] = tuple(parameter.shape)
+                # ZeRO 3 leaves an empty tensor in the module, with the full shape beside it.
+                parameters[fqn] = tuple(getattr(parameter, "ds_shape", parameter.shape))
             else:
                 tied[fqn] = first
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):

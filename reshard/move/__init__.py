@@ -4,6 +4,7 @@ options     threads, memory, whether to verify
 execute     fill the windows of a plan on a disk, write them and read them back
 upload      the same into an object store
 outputs     open files of the output
+on_demand   files of a plan that are computed when they are read
 fill        read the copies of a window, one read for each run
 cast        strided copies and casts in memory
 records     checksums that files store of their own records

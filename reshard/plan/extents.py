@@ -52,12 +52,13 @@ def iterate_output_files(skeleton: Skeleton) -> Iterator[tuple[str, list[Extent]
 
     Every chunk must be contiguous. Extents are built file by file: memory holds those of one file.
     """
-    index = _FileIndex(skeleton)
+    index = FileIndex(skeleton)
     for file in index.files():
         yield file, sorted(index.extents(file), key=lambda extent: extent.byte_offset)
+        index.drop(file)
 
 
-class _FileIndex:
+class FileIndex:
     """An index from file name to the parts of tensors that are stored in that file."""
 
     def __init__(self, skeleton: Skeleton) -> None:
@@ -77,9 +78,13 @@ class _FileIndex:
         return sorted(self._positions)
 
     def extents(self, file: str) -> Iterator[Extent]:
-        """Yield the extents of `file` and drop it from the index."""
-        for table, position in self._positions.pop(file, ()):
+        """Yield the extents of `file`, in any order."""
+        for table, position in self._positions.get(file, ()):
             for number, chunks in self._entries[table]:
                 part = chunks.part(position)
                 if part is not None:
                     yield Extent(number, *part)
+
+    def drop(self, file: str) -> None:
+        """Remove a file from the index, to free memory."""
+        self._positions.pop(file, None)

@@ -18,7 +18,7 @@ from reshard.dtypes import WIDEST, DType
 from reshard.errors import ReshardError
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.plan.copies import Copy, CopyPlanner, Window, dot
-from reshard.plan.extents import Extent, iterate_output_files
+from reshard.plan.extents import Extent, FileIndex, iterate_output_files
 
 WINDOW_BYTES = 4 << 20
 _SMALL = 256 << 10  # bytes; a tensor up to this size is cheap enough to read again for every rank
@@ -44,6 +44,7 @@ class Plan:
     ) -> None:
         self.target = target
         self._limit = window_bytes
+        self._index: FileIndex | None = None
         self._sources = [_match_source(source, entry) for entry in target.entries]
         for entry in target.entries:
             _check_contiguous(entry)
@@ -73,6 +74,17 @@ class Plan:
         plan._interleaved = set()  # noqa: SLF001 - of this class
         return plan
 
+    def list_parts(self, file: str) -> list[WindowPart]:
+        """Return the parts of one output file in the order of their bytes, not interleaved."""
+        if self._index is None:
+            self._index = FileIndex(self.target)
+        extents = sorted(self._index.extents(file), key=lambda extent: extent.byte_offset)
+        return [
+            part
+            for extent in extents
+            for part in self._cut_to_limit(extent, CopyPlanner(self._sources[extent.entry]))
+        ]
+
     @property
     def copied_bytes(self) -> int:
         """Number of source bytes to move; a byte counts once for each copy that reads it."""
@@ -84,7 +96,7 @@ class Plan:
         largest = max((file.nbytes for file in self.target.files), default=0)
         return min(max(self._limit, WIDEST), largest)
 
-    def _iterate_window_parts(self) -> Iterator[tuple[str, Iterator[list[_WindowPart]]]]:
+    def _iterate_window_parts(self) -> Iterator[tuple[str, Iterator[list[WindowPart]]]]:
         """Yield each output file with the parts of each of its windows."""
         # A planner indexes all chunks of its tensor, so it is dropped after the tensor's last file.
         uses = [entry.layout.part_count for entry in self.target.entries]
@@ -103,7 +115,7 @@ class Plan:
                 if not uses[extent.entry]:
                     del planners[extent.entry]
 
-    def _cut_to_limit(self, extent: Extent, planner: CopyPlanner) -> Iterator[_WindowPart]:
+    def _cut_to_limit(self, extent: Extent, planner: CopyPlanner) -> Iterator[WindowPart]:
         """Cut an extent into parts that fit into a window."""
         widest = max(extent.dtype.itemsize, planner.widest)
         return _cut_extent(extent, planner, max(self._limit // widest, 1))
@@ -186,7 +198,7 @@ def _count_copied_bytes(source: Entry, target: Entry) -> int:
     return sum(copy.numel * copy.dtype.itemsize for copy in copies)
 
 
-class _WindowPart(NamedTuple):
+class WindowPart(NamedTuple):
     """A part of a window: one box of a tensor, or one run of it, contiguous in the output file."""
 
     byte_offset: int
@@ -205,7 +217,7 @@ class _WindowPart(NamedTuple):
         return self.source.plan_box(self.box, self.dtype, self.strides, at)
 
 
-def _cut_extent(extent: Extent, planner: CopyPlanner, limit: int) -> Iterator[_WindowPart]:
+def _cut_extent(extent: Extent, planner: CopyPlanner, limit: int) -> Iterator[WindowPart]:
     """Yield parts of at most `limit` elements: runs where possible, otherwise boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
@@ -214,21 +226,21 @@ def _cut_extent(extent: Extent, planner: CopyPlanner, limit: int) -> Iterator[_W
         for start in range(extent.start, extent.stop, limit):
             stop = min(start + limit, extent.stop)
             offset = at + (start - extent.start) * size
-            yield _WindowPart(offset, (stop - start) * size, planner, start, stop, None, (), dtype)
+            yield WindowPart(offset, (stop - start) * size, planner, start, stop, None, (), dtype)
         return
     strides = row_major(box.shape, size)
     for cut in contiguous_cuts(box.shape, limit):
         origin = tuple(a + b for a, b in zip(cut.origin, box.origin, strict=True))
         nbytes = cut.volume * size
         offset = at + dot(cut.origin, strides)
-        yield _WindowPart(offset, nbytes, planner, 0, 0, Box(origin, cut.shape), strides, dtype)
+        yield WindowPart(offset, nbytes, planner, 0, 0, Box(origin, cut.shape), strides, dtype)
 
 
 def _group_into_windows(
-    parts: Iterable[_WindowPart], window_bytes: int
-) -> Iterator[list[_WindowPart]]:
+    parts: Iterable[WindowPart], window_bytes: int
+) -> Iterator[list[WindowPart]]:
     """Group adjacent small parts of a file into windows of at most `window_bytes`."""
-    group: list[_WindowPart] = []
+    group: list[WindowPart] = []
     for part in parts:
         if group and not (
             part.byte_offset == group[-1].byte_offset + group[-1].nbytes

@@ -6,7 +6,7 @@ import pickle
 import re
 import zipfile
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from reshard.plan.planner import Plan
 from reshard.stamps import Save
 from reshard.tensors import read_block
 from reshard.training.state import build_writable_state
-from tests.judges import deepspeed_judge
+from tests.judged.resumed import Resumed, assert_goes_on, resume_all
 
 pytestmark = pytest.mark.slow
 
@@ -226,23 +226,6 @@ class Held:
         return spans
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """One run of real DeepSpeed on a directory that we laid out."""
-
-    source: str
-    case: str
-    ranks: int
-    stage: int
-
-    @property
-    def noise(self):
-        """How far two steps' losses may be off: the order in which other ranks add gradients."""
-        if "fp32" in self.case:
-            return 1e-6
-        return 1e-3 if "z0" in self.source else 3e-4  # stage 0 also rounds gradients elsewhere
-
-
 RUNS = (
     Resumed("z2_bf16", "z2_bf16", 2, 2),
     Resumed("z2_groups_decay", "z3_groups_decay", 3, 3),
@@ -258,57 +241,24 @@ RUNS = (
 
 
 @pytest.fixture(scope="module")
-def resumed(made, tmp_path_factory) -> dict[str, Any]:
-    """Case -> what DeepSpeed holds and how it goes on; one process for all: imports take long."""
-    place, judge = tmp_path_factory.mktemp("resumed"), deepspeed_judge.JUDGE
-    jobs = {}
-    for run in RUNS:
-        directory = split(
+def resumed(made, tmp_path_factory) -> dict[Resumed, Any]:
+    """Run -> what DeepSpeed holds and how it goes on; one process for all: imports take long."""
+    place = tmp_path_factory.mktemp("resumed")
+    directories = {
+        run: split(
             run_of(run.source, made),
             place / "runs" / run.case,
             stage=run.stage,
             world_size=run.ranks,
         )
-        told = {"compile_aio": False, "load": directory.resolve(), "steps": 2}
-        out = place / "out" / run.case
-        jobs[run.case] = judge.job(run.case, out, place / "logs", run.ranks, **told)
-    results = {}
-    for report in judge.ask(list(jobs.values())):
-        job = jobs[report.case]
-        failed = report.missing or any(report.exits)
-        results[report.case] = (
-            judge.failure(job, report)
-            if failed
-            else torch.load(job.out / "reference.pt", weights_only=False)
-        )
-    return results
+        for run in RUNS
+    }
+    return resume_all(directories, place)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.source}-{run.case}-{run.ranks}")
+@pytest.mark.parametrize("run", RUNS, ids=str)
 def test_deepspeed_resumes_from_it(run, resumed, made):
-    got = resumed[run.case]
-    assert isinstance(got, dict), got
-    wanted = torch.load(made / run.source / "reference.pt", weights_only=False)
-    loaded = got["loaded"]
-    for part in ("params", "frozen", "buffers", "live"):
-        assert loaded[part].keys() == wanted[part].keys()
-        for name, value in wanted[part].items():
-            assert torch.equal(loaded[part][name], value), (part, name)
-    for slot, tensors in wanted["slots"].items():
-        for name, value in tensors.items():
-            assert torch.equal(loaded["slots"][slot][name], value), (slot, name)
-    assert set(loaded["optimizer_steps"].values()) == set(wanted["optimizer_steps"].values())
-    for name in ("step", "skipped", "lr", "loss_scale"):
-        if name != "loss_scale" or wanted["train"][name] is not None:
-            assert loaded["train"][name] == wanted["train"][name], name
-    assert len(loaded["train"]["param_groups"]) == len(wanted["train"]["param_groups"])
-    off = [abs(a - b) for a, b in zip(got["losses"], wanted["next"]["losses"], strict=True)]
-    assert off[0] <= 1e-6, off
-    assert off[1] <= run.noise, off
-    if run.source == run.case and run.ranks == 2:
-        assert off == [0.0, 0.0]
-        for name, value in wanted["next"]["params"].items():
-            assert torch.equal(got["params"][name], value), name
+    assert_goes_on(run, resumed[run], made)
 
 
 class _Stub:

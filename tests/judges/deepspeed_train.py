@@ -19,6 +19,7 @@ import torch._dynamo  # before zero.Init: an import inside its patched construct
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+import reshard.deepspeed
 from tests.judges import deepspeed_models as models
 from tests.judges import deepspeed_truth as truth
 from tests.judges.models import named, ties
@@ -296,7 +297,10 @@ def resumed(
 ) -> dict[str, Any]:
     """What an engine holds once it has loaded, and how it goes on."""
     case = run.case
-    path, client_state = run.engine.load_checkpoint(str(run_dir), **how)
+    if how.pop("live", False):
+        path, client_state = reshard.deepspeed.load_checkpoint(run.engine, run_dir, **how)
+    else:
+        path, client_state = run.engine.load_checkpoint(str(run_dir), **how)
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {run_dir}")
     if universal:

@@ -16,6 +16,7 @@ from reshard.commands.split.request import choose_writer, resolve_request
 from reshard.errors import UsageError
 from reshard.formats import engines, registry
 from reshard.formats.base import Notes, StateConversion, Writer
+from reshard.formats.request import LiveTarget
 from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.naming.options import Naming
 from reshard.plan.planner import Plan
@@ -38,27 +39,33 @@ def split(
     options = options or SplitOptions()
 
     def prepare(manifest: Manifest, output: Path, means: list[str]) -> Job[SplitReport]:
-        return _prepare(manifest, output, options, str(destination), means)
+        return plan_split(manifest, output, options, report_as=str(destination), means=means)
 
     kinds = WEIGHT_KINDS if options.without_optimizer else None
     sources = formats.as_paths(source)
     return convert(sources, destination, options, prepare, kinds=kinds, meter=meter)
 
 
-def _prepare(
+def plan_split(
     manifest: Manifest,
     destination: Path,
     options: SplitOptions,
-    report_as: str,
-    means: Sequence[str],
+    *,
+    report_as: str = "",
+    means: Sequence[str] = (),
+    target: LiveTarget | None = None,
 ) -> Job[SplitReport]:
     """Run all passes, plan the files of the output and the copies that fill them.
 
     Args:
         report_as: the destination as the user wrote it.
         means: notes on copies that were averaged.
+        target: the program that loads the output, if it runs already.
+
+    Raises:
+        ReshardError: the source cannot be written as requested.
     """
-    conversion, options = _open(manifest, options, report_as, means)
+    conversion, options = _open(manifest, options, report_as, means, target)
     # The order matters: copies are compared under the names of the source, which messages name,
     # and the writer adapts a state that has the names of the output.
     conversion = passes.keep_run(conversion)
@@ -75,14 +82,21 @@ def _prepare(
 
 
 def _open(
-    manifest: Manifest, options: SplitOptions, report_as: str, means: Sequence[str]
+    manifest: Manifest,
+    options: SplitOptions,
+    report_as: str,
+    means: Sequence[str],
+    target: LiveTarget | None,
 ) -> tuple[StateConversion, SplitOptions]:
     """Return the conversion with its writer and resolved options, and the options to use."""
     writer, source = choose_writer(manifest, options), registry.describe_source(manifest)
     manifest, stripped = passes.strip_wrappers(manifest, writer, options)
     options, weights_alone = passes.choose_optimizer(manifest, writer, options)
-    manifest, shapes = passes.resolve_model(manifest, source, writer, options)
+    given = target.shapes if target else None
+    manifest, shapes = passes.resolve_model(manifest, source, writer, options, given)
     request = resolve_request(manifest, shapes, writer, options)
+    if target is not None:
+        request = replace(request, engine_config=target.config)
     _check_destination(report_as, writer)
     conversion = StateConversion(
         manifest=manifest,

@@ -90,12 +90,19 @@ def choose_optimizer(
 
 
 def resolve_model(
-    manifest: Manifest, source: Source, writer: Writer, options: SplitOptions
+    manifest: Manifest,
+    source: Source,
+    writer: Writer,
+    options: SplitOptions,
+    given: ModelShapes | None = None,
 ) -> tuple[Manifest, ModelShapes | None]:
     """Return the model that the user names; for weights alone, the one of the config beside them.
 
     Files of weights alone have no order, and one name of a tied weight. With a model, the returned
     manifest has both.
+
+    Args:
+        given: the model, if the caller has it; it orders states that have no order.
 
     Raises:
         IncompleteError: an optimizer is to be created, and nothing states the model.
@@ -103,9 +110,12 @@ def resolve_model(
     """
     if not writer.needs_shapes:
         return manifest, None
-    shapes = ModelHint(options.model, options.wrap).shapes() if options.model else None
+    shapes = given
+    if shapes is None and options.model:
+        shapes = ModelHint(options.model, options.wrap).shapes()
     if not source.weights_only:
-        return manifest, shapes
+        unordered = given is not None and not manifest.ordered
+        return (order_by_model(manifest, given) if unordered and given else manifest), shapes
     if shapes is not None:
         return match_weights(manifest, shapes), shapes
     config = directory_of(manifest.origin.path) / "config.json"

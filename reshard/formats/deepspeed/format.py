@@ -133,7 +133,10 @@ class Native(_Writer):
                 "name the model: --model config.json|DIR|module:factory",
             )
         return write.lay_out(
-            state, weights_only=request.weights_only, **self._describe_grid(request)
+            state,
+            weights_only=request.weights_only,
+            config=request.engine_config,
+            **self._describe_grid(request),
         )
 
 

@@ -24,7 +24,7 @@ loads a universal directory at any, with ``"checkpoint": {"load_universal": true
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,7 @@ def lay_out(
     tag: str | None = None,
     weights_only: bool = False,
     grid_options: GridOptions | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> LaidOut:
     """Lay out the run directory: ``latest``, and the files of every rank in the tag's directory.
 
@@ -65,6 +66,7 @@ def lay_out(
             0 to 2 have one file for any number of ranks. At stage 3 the user must also pass
             ``load_optimizer_states=False`` (``engine.py``, ``_load_checkpoint``): without it
             DeepSpeed reads only placeholders.
+        config: configuration of the engine that loads the files; None: that of the source.
 
     Raises:
         IncompleteError: the source lacks what DeepSpeed needs to continue training.
@@ -78,6 +80,7 @@ def lay_out(
         "precision": precision,
         "tag": tag,
         "weights_only": weights_only,
+        "config": config,
     }
     notes = tuple(gpt_neox.notes(state, grid_options.sizes))
     state = gpt_neox.adapt_settings(state, grid_options.sizes)

@@ -141,7 +141,7 @@ class OutputSpec:
         ]
 
 
-def resolve_spec(
+def resolve_spec(  # noqa: PLR0913 - a keyword an option
     state: WritableState,
     *,
     world_size: int,
@@ -151,6 +151,7 @@ def resolve_spec(
     universal: bool = False,
     weights_only: bool = False,
     trained: DType | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> OutputSpec:
     """Decide what is written.
 
@@ -158,6 +159,7 @@ def resolve_spec(
         universal: whether a universal checkpoint is written. It has no flat tensors, so each group
             is listed as it is; and an optimizer without hyper-parameters keeps those of its script.
         trained: the precision of the run, if the state is a part of it; None: that of the state.
+        config: configuration of the engine that loads the files; None: that of the source.
 
     Raises:
         IncompleteError, UnsupportedError, UsageError: as `lay_out`.
@@ -169,7 +171,7 @@ def resolve_spec(
         refuse_without_optimizer(state)
     _check_source(state, needs_hyper=not (universal or weights_only))
     of_run = precision or trained or precision_of(state)
-    config = _adapt_config(order.engine_config(state), stage, of_run)
+    config = _adapt_config(config or order.engine_config(state), stage, of_run)
     # DeepSpeed loads a universal checkpoint into the wrong places under round_robin_gradients.
     drops_round_robin = universal and order.requests_round_robin(config)
     if drops_round_robin:
@@ -276,7 +278,7 @@ def precision_of(state: WritableState) -> DType:
     return find_most_common_dtype(member.weight for group in groups for member in group.members)
 
 
-def _adapt_config(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
+def _adapt_config(config: Mapping[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
     """Return the configuration with the stage and the precision that the files will have.
 
     MiCS is left out: every rank will have its own part.

@@ -1,0 +1,260 @@
+"""Loading of any checkpoint into a live DeepSpeed engine, at any stage and number of ranks.
+
+    import reshard.deepspeed
+
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    path, client_state = reshard.deepspeed.load_checkpoint(engine, "run/")
+
+No file is written. Each rank computes in memory what `reshard split --to deepspeed` would write for
+it, and DeepSpeed's own ``load_checkpoint`` takes it from there through the interface of its
+checkpoint engines (DeepSpeed 0.19.8 ``runtime/checkpoint_engine/checkpoint_engine.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reshard import formats
+from reshard.commands.split.options import SplitOptions
+from reshard.commands.split.report import SplitReport
+from reshard.errors import ReshardError, UnsafeError, UnsupportedError, UsageError
+from reshard.formats.request import LiveTarget
+from reshard.live import open_live_files, raise_on_all_ranks
+from reshard.model import shapes_of
+from reshard.move.on_demand import OnDemandFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_logger = logging.getLogger("reshard")
+
+__all__ = ["load_checkpoint"]
+
+
+def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
+    engine: Any,
+    load_dir: formats.Paths,
+    tag: str | None = None,
+    load_module_strict: bool = True,  # noqa: FBT002 - as DeepSpeed declares it
+    load_optimizer_states: bool = True,  # noqa: FBT002
+    load_lr_scheduler_states: bool = True,  # noqa: FBT002
+    load_module_only: bool = False,  # noqa: FBT002
+    custom_load_fn: Callable[..., Any] | None = None,
+    *,
+    workers: int | None = None,
+    **options: Any,
+) -> tuple[str, dict[str, Any]]:
+    """Load a checkpoint of any format into an engine; every rank must call it.
+
+    Weights, fp32 masters, optimizer state, steps, param groups, scheduler, loss scaler, counters
+    and the script's own state are loaded as `split` would write them. What is derived or dropped
+    is in the log of rank 0 (logger ``reshard``).
+
+    Args:
+        engine: a ``DeepSpeedEngine`` that has not trained yet; its configuration decides the stage,
+            the precision and the layout.
+        load_dir: the checkpoint: a path as for `reshard.open`.
+        tag: the checkpoint of a run directory.
+        load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+            custom_load_fn: as for ``DeepSpeedEngine.load_checkpoint``.
+        workers: threads that read for this rank; by default the cores of the node, divided by its
+            ranks.
+        options: further options of `reshard.split` about the source: ``model``, ``wrap``,
+            ``rules``, ``key``, ``init_optimizer``, ``param_groups``, ``replicas``, ``trust``, ...
+
+    Returns:
+        The path of the checkpoint, and the client state.
+
+    Raises:
+        ReshardError: on every rank; the engine is then unchanged if no rank has begun to load.
+    """
+    _refuse_engine(engine, load_module_only=load_module_only or not load_optimizer_states)
+    choice = _choose_options(engine, options, tag=tag, weights_only=load_module_only)
+    target = LiveTarget(shapes=shapes_of(engine.module), config=engine._config._param_dict)  # noqa: SLF001 - no public name
+    with open_live_files(load_dir, choice, target, workers=workers or _count_workers()) as live:
+        _log(live.report, engine)
+        with tempfile.TemporaryDirectory(prefix="reshard-") as folder:
+            names = _Names(live.files, Path(folder))
+            with _reading_from(engine, names):
+                _, client_state = engine.load_checkpoint(
+                    folder,
+                    names.tag,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                    custom_load_fn=custom_load_fn,
+                )
+        raise_on_all_ranks(_find_error(live.files))
+        return live.report.source, client_state
+
+
+def _refuse_engine(engine: Any, *, load_module_only: bool) -> None:
+    """Refuse engines whose load reads files beside those of its checkpoint engine.
+
+    Raises:
+        UnsupportedError: names the setting, and what to do instead.
+    """
+    remedy = "write a checkpoint for it with reshard split, and load that"
+    if engine.load_universal_checkpoint():
+        raise UnsupportedError(
+            "load_universal",
+            "is set in the engine's configuration: it reads one folder for each parameter",
+            'leave it out of the section "checkpoint": no universal checkpoint is needed here',
+        )
+    if engine.zero_optimization() and engine.zero_nvme_offload_optimizer():
+        raise UnsupportedError(
+            "offload_optimizer", "to NVMe is loaded by copying files of the checkpoint", remedy
+        )
+    if engine.zero_optimization_partition_weights() and load_module_only:
+        raise UnsupportedError(
+            "load_module_only",
+            "at stage 3 DeepSpeed reads the weights from the optimizer's files itself",
+            "load the optimizer too; for weights without one, start it with init_optimizer='zeros'",
+        )
+
+
+def _choose_options(
+    engine: Any, options: Mapping[str, Any], *, tag: str | None, weights_only: bool
+) -> SplitOptions:
+    """Return the options of `split` that lay out the files which the engine reads.
+
+    Raises:
+        UsageError: an option is one that the engine decides, or unknown.
+    """
+    from torch import distributed as dist
+
+    decided = {
+        "to": "deepspeed",
+        "zero_stage": engine.zero_optimization_stage(),
+        "world_size": dist.get_world_size(),
+        "dtype": _name_precision(engine),
+        "tag": tag,
+        "weights_only": weights_only,
+    }
+    if engine.mp_world_size > 1:
+        decided["tp"] = engine.mp_world_size
+    for name in options:
+        if name in decided or name not in SplitOptions.__dataclass_fields__:
+            reason = "is decided by the engine" if name in decided else "is no option of split"
+            raise UsageError(name, reason, "leave it out")
+    return SplitOptions(**{**decided, **options})
+
+
+def _name_precision(engine: Any) -> str:
+    """Return the dtype of the module's parameters as an option names it."""
+    if engine.bfloat16_enabled():
+        return "bf16"
+    return "fp16" if engine.fp16_enabled() else "fp32"
+
+
+def _count_workers() -> int:
+    """Return the number of cores that each rank of this node has for itself."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max((os.cpu_count() or 1) // max(ranks, 1), 1)
+
+
+def _log(report: SplitReport, engine: Any) -> None:
+    if engine.global_rank == 0:
+        for line in report.lines():
+            _logger.info("%s", line)
+        for warning in report.warnings:
+            _logger.warning("%s", warning)
+
+
+class _Names:
+    """The names of the files in a directory: DeepSpeed looks for files before it loads them.
+
+    The directory has an empty file for each; their content is in memory only.
+    """
+
+    def __init__(self, files: OnDemandFiles, folder: Path) -> None:
+        self.files = files
+        self._folder = folder
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        self.tag = files.read("latest", 0, files.nbytes("latest")).decode()
+
+    def find(self, path: str) -> str:
+        """Return the name of the file that DeepSpeed calls by a path."""
+        return Path(path).relative_to(self._folder).as_posix()
+
+
+class _Loader:
+    """The part of a ``CheckpointEngine`` that ``load_checkpoint`` uses: it loads from memory."""
+
+    def __init__(self, names: _Names, engine: Any) -> None:
+        self._names = names
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return what ``torch.load`` makes of a file.
+
+        Raises:
+            UnsafeError: the file names a class that is not known to be safe.
+        """
+        name = self._names.find(path)
+        with torch.serialization.safe_globals(_list_safe_globals()):
+            try:
+                return torch.load(
+                    self._names.files.open(name), map_location=map_location, weights_only=True
+                )
+            except pickle.UnpicklingError as error:
+                raise UnsafeError(
+                    name,
+                    f"would run code to load: {str(error).splitlines()[0]}",
+                    "if the class is your own, allow it with"
+                    " torch.serialization.add_safe_globals([...])",
+                ) from error
+
+
+def _list_safe_globals() -> list[Any]:
+    """Return the classes and functions of DeepSpeed's files, none of which runs code."""
+    import collections
+
+    import numpy as np
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [
+        *(LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, argparse.Namespace),
+        *(collections.defaultdict, collections.deque, dict, list, set, int, float),
+        *(np.ndarray, np.dtype, np.empty(0).__reduce__()[0]),
+        *{type(np.dtype(name)) for name in ("uint8", "uint32", "int64", "float32", "float64")},
+    ]
+
+
+@contextmanager
+def _reading_from(engine: Any, names: _Names) -> Iterator[None]:
+    """Let an engine load from memory, within this block."""
+    own = engine.checkpoint_engine
+    engine.checkpoint_engine = _Loader(names, own)
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = own
+
+
+def _find_error(files: OnDemandFiles) -> ReshardError | None:
+    """Return what is wrong with the bytes that this rank has read, or None."""
+    try:
+        files.check_records()
+        files.refuse_overflow()
+    except ReshardError as error:
+        return error
+    return None

@@ -1,0 +1,147 @@
+"""A training state laid out for a program that already runs, without a copy on a disk.
+
+The ranks of the program agree on one plan: rank 0 reads the headers of the source, runs the passes
+of `split` and sends the result to the others. Each rank then reads the bytes of its own files only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from reshard import formats
+from reshard.commands.reading import read_trusted
+from reshard.commands.split.command import plan_split
+from reshard.commands.split.options import SplitOptions
+from reshard.commands.split.report import SplitReport
+from reshard.errors import ReshardError, UsageError
+from reshard.files import SourceFiles
+from reshard.formats.request import LiveTarget
+from reshard.identity import check_identity
+from reshard.manifest import Entry, Key, Manifest, Skeleton, SourceFile
+from reshard.move.on_demand import OnDemandFiles
+from reshard.plan.planner import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFiles:
+    """The files that `split` would write, to be read by the ranks of a running program."""
+
+    files: OnDemandFiles
+    report: SplitReport
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The result of the planning rank: plain values, which can be sent to the other ranks."""
+
+    entries: Mapping[Key, Entry]
+    sources: Mapping[str, SourceFile]
+    skeleton: Skeleton
+    report: SplitReport
+
+
+@contextmanager
+def open_live_files(
+    source: formats.Paths,
+    options: SplitOptions,
+    target: LiveTarget | None = None,
+    *,
+    workers: int = 1,
+    has_checksums: bool = False,
+) -> Iterator[LiveFiles]:
+    """Open the files that `split` would write for these options; every rank must call it.
+
+    Args:
+        source: the checkpoint, of any format.
+        options: those of `split`.
+        target: the program that loads the files.
+        workers: threads of one long read.
+        has_checksums: see `OnDemandFiles`.
+
+    Raises:
+        ReshardError: on every rank, if the source cannot be read, trusted or written so.
+    """
+    _refuse_means(options)
+    planned = compute_on_first_rank(lambda: _plan(source, options, target))
+    with SourceFiles() as pool:
+        plan = Plan(planned.entries, planned.skeleton)
+        files = OnDemandFiles(
+            plan, planned.sources, pool, workers=workers, has_checksums=has_checksums
+        )
+        yield LiveFiles(files, planned.report)
+
+
+def _refuse_means(options: SplitOptions) -> None:
+    if options.replicas == "mean":
+        raise UsageError(
+            "replicas='mean'",
+            "would store the means in a temporary file, which other nodes cannot read",
+            "use replicas='first', or write a checkpoint with reshard split --replicas mean",
+        )
+
+
+def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | None) -> _Planned:
+    manifest = read_trusted(formats.as_paths(source), options)
+    identity = check_identity(manifest, options.trust)
+    job = plan_split(manifest, Path("live"), options, target=target)
+    job.report.identity = identity
+    entries = {key: job.manifest.entries[key] for key in _list_keys(job.skeleton, job.manifest)}
+    return _Planned(entries, dict(job.manifest.files), job.plan.target, job.report)
+
+
+def _list_keys(skeleton: Skeleton, manifest: Manifest) -> Iterator[Key]:
+    """Yield the keys of the entries that the files need."""
+    return (entry.key for entry in skeleton.entries if entry.key in manifest.entries)
+
+
+def compute_on_first_rank(compute: Callable[[], _T]) -> _T:
+    """Return the result of rank 0 on every rank of the process group, if there is one.
+
+    Raises:
+        ReshardError: on every rank, what rank 0 raised.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return compute()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = compute()
+        except ReshardError as error:
+            outcome[1] = error
+        except Exception as error:
+            # The other ranks wait for this one: they must hear of any failure.
+            outcome[1] = ReshardError("rank 0", f"failed with {type(error).__name__}: {error}")
+            dist.broadcast_object_list(outcome, src=0)
+            raise
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: _T = outcome[0]
+    return result
+
+
+def raise_on_all_ranks(error: ReshardError | None) -> None:
+    """Raise the first rank's error on every rank, so that none waits for another one.
+
+    Raises:
+        ReshardError: a rank passed an error.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        errors: list[ReshardError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        error = next((each for each in errors if each is not None), None)
+    if error is not None:
+        raise error

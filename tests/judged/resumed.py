@@ -1,0 +1,84 @@
+"""Runs of real DeepSpeed that go on from a checkpoint, compared with the run that saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.judges import deepspeed_judge
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """One run of real DeepSpeed: ``case`` at ``ranks`` ranks, from a checkpoint of ``source``."""
+
+    source: str
+    case: str
+    ranks: int
+    stage: int
+
+    @property
+    def noise(self):
+        """How far two steps' losses may be off: the order in which other ranks add gradients."""
+        if "fp32" in self.case:
+            return 1e-6
+        return 1e-3 if "z0" in self.source else 3e-4  # stage 0 also rounds gradients elsewhere
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.case}-{self.ranks}"
+
+
+def resume_all(directories: Mapping[Resumed, Path], place: Path, **how: Any) -> dict[Resumed, Any]:
+    """Load each directory and train two steps; return what failed as text.
+
+    Args:
+        how: arguments for loading, as in `deepspeed_train.load`.
+    """
+    judge, jobs = deepspeed_judge.JUDGE, {}
+    for run, directory in directories.items():
+        told = {"compile_aio": False, "load": directory.resolve(), "steps": 2, "how": how}
+        name = str(run)
+        out = place / "out" / name
+        told["like"] = run.case
+        jobs[run] = judge.job(name, out, place / "logs", run.ranks, **told)
+    reports = {report.case: report for report in judge.ask(list(jobs.values()))}
+    results: dict[Resumed, Any] = {}
+    for run, job in jobs.items():
+        report = reports[job.case]
+        failed = report.missing or any(report.exits)
+        results[run] = (
+            judge.failure(job, report)
+            if failed
+            else torch.load(job.out / "reference.pt", weights_only=False)
+        )
+    return results
+
+
+def assert_goes_on(run: Resumed, got: Any, made: Path) -> None:
+    """Compare the loaded state bitwise, and the next losses, with those of the run that saved."""
+    assert isinstance(got, dict), got
+    wanted = torch.load(made / run.source / "reference.pt", weights_only=False)
+    loaded = got["loaded"]
+    for part in ("params", "frozen", "buffers", "live"):
+        assert loaded[part].keys() == wanted[part].keys()
+        for name, value in wanted[part].items():
+            assert torch.equal(loaded[part][name], value), (part, name)
+    for slot, tensors in wanted["slots"].items():
+        for name, value in tensors.items():
+            assert torch.equal(loaded["slots"][slot][name], value), (slot, name)
+    assert set(loaded["optimizer_steps"].values()) == set(wanted["optimizer_steps"].values())
+    for name in ("step", "skipped", "lr", "loss_scale"):
+        if name != "loss_scale" or wanted["train"][name] is not None:
+            assert loaded["train"][name] == wanted["train"][name], name
+    assert len(loaded["train"]["param_groups"]) == len(wanted["train"]["param_groups"])
+    off = [abs(a - b) for a, b in zip(got["losses"], wanted["next"]["losses"], strict=True)]
+    assert off[0] <= 1e-6, off
+    assert off[1] <= run.noise, off
+    if run.source == run.case and run.ranks == 2:
+        assert off == [0.0, 0.0]
+        for name, value in wanted["next"]["params"].items():
+            assert torch.equal(got["params"][name], value), name

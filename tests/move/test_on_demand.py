@@ -1,0 +1,96 @@
+"""Files that are computed when they are read have the bytes that `execute` writes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import reshard
+from reshard.commands.split.options import SplitOptions
+from reshard.errors import CorruptError, DifferentError, IncompleteError
+from reshard.files import SourceFiles
+from reshard.live import open_live_files
+from reshard.move.on_demand import OnDemandFiles
+from reshard.plan.planner import Plan
+from tests.support.random_checkpoints import contents, run, scene, sharded_target, whole_target
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("workers", [1, 3])
+def test_any_range_of_any_target(tmp_path, seed, workers):
+    made, chance = scene(tmp_path / "in", seed), random.Random(seed)
+    for number, skeleton in enumerate([whole_target(made, files=2), sharded_target(made, seed)]):
+        out = tmp_path / f"out{number}"
+        run(made, skeleton, out)
+        with SourceFiles() as pool:
+            plan = Plan(made.entries, skeleton, 64)
+            files = OnDemandFiles(plan, made.files(), pool, workers=workers)
+            for name, written in contents(out).items():
+                assert files.read(name, 0, files.nbytes(name)) == written
+                for _ in range(20):
+                    start = chance.randrange(len(written) + 1)
+                    count = chance.randrange(len(written) + 1)
+                    assert files.read(name, start, count) == written[start : start + count]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A training state of torch in one file, with an optimizer."""
+    model = torch.nn.Sequential(torch.nn.Linear(33, 17), torch.nn.Linear(17, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 33)).sum().backward()
+    optimizer.step()
+    path = tmp_path / "state.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+def test_checksums_of_records_are_those_of_the_written_file(saved, tmp_path):
+    reshard.split(saved, tmp_path / "out", to="dcp", world_size=2)
+    options = SplitOptions(to="dcp", world_size=2)
+    with open_live_files(saved, options, has_checksums=True) as live:
+        for path in (tmp_path / "out").iterdir():
+            assert live.files.open(path.name).read() == path.read_bytes()
+
+
+def test_torch_loads_a_file_that_is_nowhere(saved):
+    with open_live_files(saved, SplitOptions(to="torch")) as live:
+        (name,) = live.files
+        state = torch.load(live.files.open(name), weights_only=True)
+        live.files.check_records()
+    expected = torch.load(saved, weights_only=True)
+    for fqn, value in expected["model"].items():
+        assert torch.equal(state["model"][fqn], value)
+    for number, slots in expected["optimizer"]["state"].items():
+        assert torch.equal(state["optimizer"]["state"][number]["exp_avg"], slots["exp_avg"])
+
+
+def test_a_damaged_record_is_found_once_all_of_it_was_read(saved):
+    data = bytearray(saved.read_bytes())
+    weight = torch.load(saved, weights_only=True)["model"]["0.weight"].numpy().tobytes()
+    data[data.find(weight) + 100] ^= 1
+    saved.write_bytes(data)
+    with open_live_files(saved, SplitOptions(to="torch", trust="none")) as live:
+        (name,) = live.files
+        live.files.read(name, 0, live.files.nbytes(name))
+        with pytest.raises(CorruptError, match="does not match its stored CRC-32"):
+            live.files.check_records()
+
+
+def test_a_value_that_a_cast_makes_infinite_is_an_error(tmp_path):
+    torch.save({"weight": torch.tensor([1.0, 1e6])}, tmp_path / "w.pt")
+    with open_live_files(tmp_path / "w.pt", SplitOptions(to="torch", dtype="fp16")) as live:
+        (name,) = live.files
+        live.files.read(name, 0, live.files.nbytes(name))
+        with pytest.raises(DifferentError, match="1 finite value"):
+            live.files.refuse_overflow()
+
+
+def test_a_name_that_is_no_file(saved):
+    with (
+        open_live_files(saved, SplitOptions(to="torch")) as live,
+        pytest.raises(IncompleteError, match="not a file of this checkpoint"),
+    ):
+        live.files.open("nothing.pt")
