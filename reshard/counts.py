@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.errors import CorruptError, shown
+from reshard.errors import ALTERED, CorruptError, shown
 
 MOST = 1 << 20  # upper bound of ranks, layers and experts
 _MOST_ELEMENTS = 1 << 63
@@ -26,7 +26,7 @@ def count(where: object, what: str, value: Any, *, default: int | None = None) -
         raise CorruptError(
             where,
             f"says that {what} is {shown(value)}; a number from 1 to {MOST} is expected",
-            "the file was altered: fetch it again",
+            ALTERED,
         )
     return value
 

@@ -22,6 +22,12 @@ from collections.abc import Iterable, Iterator
 
 INTERRUPTED = 130  # exit code after a signal
 
+# What to do next, where several readers find the same.
+MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
+ALTERED = "the file was altered: fetch it again"
+DAMAGED = "the file is truncated or was altered: fetch it again"
+FETCH_MISSING = "copy the missing files here (a node-local disk may still hold them)"
+
 _MOST_SHOWN = 2000  # letters of a text in a message
 
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from reshard import escaped, signals
-from reshard.errors import CorruptError, IncompleteError, ReshardError
+from reshard.errors import DAMAGED, CorruptError, IncompleteError, ReshardError
 from reshard.paths import as_path, is_remote
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class Section:
                 self.path,
                 f"its structure refers to bytes {self.start + offset} to {self.start + stop}, but"
                 f" the data end at {self.start + self.nbytes}",
-                "the file is truncated or was altered: fetch it again",
+                DAMAGED,
             )
         if stop <= len(self._head):
             return self._head[offset:stop]

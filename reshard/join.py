@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptError
+from reshard.errors import MIXED, CorruptError
 from reshard.manifest import Entry, Manifest, ParamGroup, TrainState, index_entries
-
-_MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
 Rule = Callable[[Sequence[Any]], Any]
 
@@ -75,14 +73,14 @@ def _check_steps(parts: Sequence[Manifest]) -> None:
             raise CorruptError(
                 _place(other),
                 f"is of step {other.train.step}, {Path(_place(first)).name} of {first.train.step}",
-                _MIXED,
+                MIXED,
             )
         for fqn, step in other.train.optimizer_step.items():
             if updates.setdefault(fqn, step) != step:
                 raise CorruptError(
                     _place(other),
                     f"{fqn!r} was updated {step:g} times, {updates[fqn]:g} on another rank",
-                    _MIXED,
+                    MIXED,
                 )
 
 

@@ -19,14 +19,13 @@ from reshard import dtypes
 from reshard.box import Index, whole
 from reshard.chunks import Chunk, contiguous
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, UnsupportedError
+from reshard.errors import DAMAGED, CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
 from reshard.manifest import Entry, SourceFile
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _MAX_DIMS = 64  # torch's own limit
 _RANK = {dtype: index for index, dtype in enumerate(dtypes.ALL)}
-_DAMAGED = "the file is truncated or was altered: fetch it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ def read_section(section: Section) -> SafetensorsFile:
     path, size = section.path, section.nbytes
     length = struct.unpack("<Q", section.read(0, 8))[0] if size >= 8 else size + 1
     if length > min(size - 8, _MAX_HEADER):
-        raise CorruptError(path, f"its header claims {length} bytes, the file has {size}", _DAMAGED)
+        raise CorruptError(path, f"its header claims {length} bytes, the file has {size}", DAMAGED)
     header = _parse(path, section.read(8, length))
     metadata = header.pop("__metadata__", {})
     start, stop = section.start + 8 + length, section.start + size
@@ -78,13 +77,13 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw, object_pairs_hook=unique)
     except (ValueError, TypeError, RecursionError) as error:
-        raise CorruptError(path, f"its header cannot be read: {error}", _DAMAGED) from error
+        raise CorruptError(path, f"its header cannot be read: {error}", DAMAGED) from error
     if not isinstance(header, dict):
-        raise CorruptError(path, "its header is not a JSON object", _DAMAGED)
+        raise CorruptError(path, "its header is not a JSON object", DAMAGED)
     metadata = header.get("__metadata__", {})
     texts = [*header, *metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
     if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
-        raise CorruptError(path, "its header has names or metadata that are not text", _DAMAGED)
+        raise CorruptError(path, "its header has names or metadata that are not text", DAMAGED)
     return header
 
 
@@ -103,9 +102,9 @@ def _parse_chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
         numbers = (*shape, start, stop)
         sane = len(shape) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(path, f"the header's entry {name!r} is malformed", _DAMAGED) from error
+        raise CorruptError(path, f"the header's entry {name!r} is malformed", DAMAGED) from error
     if not sane or not isinstance(code, str):
-        raise CorruptError(path, f"the header's entry {name!r} is malformed", _DAMAGED)
+        raise CorruptError(path, f"the header's entry {name!r} is malformed", DAMAGED)
     dtype = dtypes.BY_SAFETENSORS.get(code)
     if dtype is None:
         raise UnsupportedError(path, f"{name!r} has dtype {code!r}, which reshard does not know")
@@ -113,7 +112,7 @@ def _parse_chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
         raise CorruptError(
             path,
             f"{name!r}: {dtype} {shape} does not take the bytes {start} to {stop}",
-            _DAMAGED,
+            DAMAGED,
         )
     return contiguous(path, data_start + start, dtype, whole(shape), shape)
 
@@ -124,10 +123,10 @@ def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, size: int
     for name, chunk in sorted(tensors.items(), key=lambda item: item[1].byte_span):
         begin, end = chunk.byte_span
         if begin != at:
-            raise CorruptError(path, f"{name!r} begins at byte {begin}, expected {at}", _DAMAGED)
+            raise CorruptError(path, f"{name!r} begins at byte {begin}, expected {at}", DAMAGED)
         at = end
     if at != size:
-        raise CorruptError(path, f"its tensors end at byte {at}, the file at {size}", _DAMAGED)
+        raise CorruptError(path, f"its tensors end at byte {at}, the file at {size}", DAMAGED)
 
 
 def lay_out(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from reshard.checksum import crc32
-from reshard.errors import CorruptError
+from reshard.errors import DAMAGED, CorruptError
 from reshard.files import Section
 
 _END = struct.Struct("<4s4H2IH")
@@ -23,7 +23,6 @@ _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _MAX_COMMENT = 0xFFFF
 _MAX_DIRECTORY = 1 << 30
-_DAMAGED = "the file is truncated or was altered: fetch it again"
 
 
 class Member(NamedTuple):
@@ -49,7 +48,7 @@ class Member(NamedTuple):
         head = archive.read(*self.header)
         if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
             raise CorruptError(
-                archive.path, f"no member {self.name!r} at {self.header_offset}", _DAMAGED
+                archive.path, f"no member {self.name!r} at {self.header_offset}", DAMAGED
             )
         name_size, extra_size = struct.unpack_from("<2H", head, 26)
         start = self.header_offset + _LOCAL.size + name_size + extra_size
@@ -58,7 +57,7 @@ class Member(NamedTuple):
                 archive.path,
                 f"member {self.name!r} claims bytes {start} to {start + self.nbytes},"
                 f" its place ends at {self.limit}",
-                _DAMAGED,
+                DAMAGED,
             )
         return int(start)
 
@@ -71,7 +70,7 @@ class Member(NamedTuple):
         data = archive.read(self.data_offset(archive), self.nbytes)
         if checked and crc32(data) != self.crc32:
             raise CorruptError(
-                archive.path, f"member {self.name!r} does not match its stored CRC-32", _DAMAGED
+                archive.path, f"member {self.name!r} does not match its stored CRC-32", DAMAGED
             )
         return data
 
@@ -109,7 +108,7 @@ def _list_directory(archive: Section) -> tuple[int, list[tuple[str, int, int, in
         raise CorruptError(
             archive.path,
             f"its zip directory claims bytes {start} to {start + nbytes} of {archive.nbytes}",
-            _DAMAGED,
+            DAMAGED,
         )
     return start, list(_iterate_entries(archive.path, archive.read(start, nbytes), count))
 
@@ -123,7 +122,7 @@ def _read_tail(archive: Section) -> tuple[bytes, int]:
         if 0 <= at <= len(tail) - _END.size:
             return tail, at
     raise CorruptError(
-        archive.path, f"no zip directory at the end of its {archive.nbytes} bytes", _DAMAGED
+        archive.path, f"no zip directory at the end of its {archive.nbytes} bytes", DAMAGED
     )
 
 
@@ -136,10 +135,10 @@ def _locate(archive: Section) -> tuple[int, int, int]:
     if locator >= 0 and tail.startswith(b"PK\x06\x07", locator):
         _, _, end64, _ = _LOCATOR64.unpack_from(tail, locator)
         if end64 + _END64.size > archive.nbytes:
-            raise CorruptError(path, "its zip64 directory is past the end", _DAMAGED)
+            raise CorruptError(path, "its zip64 directory is past the end", DAMAGED)
         fields = _END64.unpack(archive.read(end64, _END64.size))
         if fields[0] != b"PK\x06\x06":
-            raise CorruptError(path, "its zip64 directory is missing", _DAMAGED)
+            raise CorruptError(path, "its zip64 directory is missing", DAMAGED)
         count, nbytes, start = fields[7], fields[8], fields[9]
     return count, nbytes, start
 
@@ -151,7 +150,7 @@ def _iterate_entries(
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(data) or not data.startswith(b"PK\x01\x02", at):
-            raise CorruptError(path, f"its zip directory is damaged at byte {at}", _DAMAGED)
+            raise CorruptError(path, f"its zip directory is damaged at byte {at}", DAMAGED)
         entry_offset = at
         fields = _ENTRY.unpack_from(data, at)
         method, crc, packed, size = fields[4], fields[7], fields[8], fields[9]
@@ -181,7 +180,7 @@ def _read_zip64(
             values = []
             for value in (size, packed, offset):
                 if value == 0xFFFFFFFF and not wide:
-                    raise CorruptError(path, "a zip64 size is missing", _DAMAGED)
+                    raise CorruptError(path, "a zip64 size is missing", DAMAGED)
                 values.append(wide.pop(0) if value == 0xFFFFFFFF else value)
             return values[0], values[1], values[2]
         at += 4 + length

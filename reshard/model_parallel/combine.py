@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from reshard.box import Index
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.join import join
 from reshard.manifest import Entry, Key, Manifest
 from reshard.model_parallel.moves import align_copies
 from reshard.model_parallel.shards import Split, gather
 
 SplitOf = Callable[[str, Index], Split]
-_MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
 
 def join_tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
@@ -48,7 +47,7 @@ def _make_empty_piece(rank: Manifest, other: Entry) -> Entry:
     part = next(parts, None)
     if part is None:
         raise IncompleteError(
-            rank.origin.path, f"lacks the {other.kind} {other.fqn!r} that other ranks hold", _MIXED
+            rank.origin.path, f"lacks the {other.kind} {other.fqn!r} that other ranks hold", MIXED
         )
     return replace(other, shape=part.shape, chunks=())
 
@@ -73,7 +72,7 @@ def join_stages(ranks: Sequence[Manifest]) -> Manifest:
                     rank.origin.path,
                     f"{entry.fqn!r} ({entry.kind}) is {entry.dtype.name} {entry.shape}, and"
                     f" {known.dtype.name} {known.shape} on another rank",
-                    _MIXED,
+                    MIXED,
                 )
             joined[key] = replace(known, chunks=align_copies(known.chunks, entry.chunks))
     return join(ranks, joined.values())

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import CorruptError, ReshardError
+from reshard.errors import ALTERED, DAMAGED, CorruptError, ReshardError
 from reshard.pickles import sharing
 from reshard.pickles.machine import Machine
 from reshard.pickles.opcodes import HANDLERS
@@ -79,12 +79,12 @@ def loads(
             where,
             f"the pickle is damaged at byte {machine.position} of {len(data)}"
             f" ({type(error).__name__}: {error})",
-            "the file is truncated or was altered: fetch it again",
+            DAMAGED,
         ) from error
     if machine.shared > _MAX_SHARED and sharing.is_too_large(value, len(data) - start):
         raise CorruptError(
             where,
             "its pickle repeats one value so often that it cannot be expanded",
-            "the file was altered: fetch it again",
+            ALTERED,
         )
     return Unpickled(value, machine.position, machine.globals, machine.stamp)

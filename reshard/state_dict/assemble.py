@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.chunks import Chunk
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
+from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import (
     BUFFER,
@@ -33,7 +33,6 @@ from reshard.state_dict import (
     model_optimizers,
     optimizer_state,
     sections,
-    tree,
 )
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
@@ -202,10 +201,10 @@ def _refuse_mixed(parsed: ParsedTree) -> None:
     """
     for path in parsed.differing:
         if not path:
-            raise CorruptError(parsed.where, "the ranks' files have different contents", tree.MIXED)
+            raise CorruptError(parsed.where, "the ranks' files have different contents", MIXED)
         if _COUNTER.fullmatch(str(path[-1])) and not any(sections.RNG.search(str(p)) for p in path):
             raise CorruptError(
-                parsed.where, f"the ranks' files disagree on {format_path(path)!r}", tree.MIXED
+                parsed.where, f"the ranks' files disagree on {format_path(path)!r}", MIXED
             )
 
 

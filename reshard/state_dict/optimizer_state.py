@@ -16,7 +16,7 @@ from typing import Any
 from reshard import counts
 from reshard.box import Index
 from reshard.containers.torch_objects import read_number
-from reshard.errors import CorruptError, UnsupportedError, shown
+from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.files import SourceFiles
 from reshard.manifest import Entry, Keyed, ParamGroup
 from reshard.state_dict import nested_slots
@@ -30,7 +30,7 @@ from reshard.state_dict.optimizer_layouts import (
 )
 from reshard.state_dict.optimizer_names import AmbiguousError
 from reshard.state_dict.plain_values import to_plain
-from reshard.state_dict.tree import MIXED, GlobalTensor, LocalTensors, as_global, as_list, is_tensor
+from reshard.state_dict.tree import GlobalTensor, LocalTensors, as_global, as_list, is_tensor
 
 _STATE, _GROUPS = "state", "param_groups"
 _MEMBERS = ("params", "param_names")

@@ -16,7 +16,7 @@ from reshard.box import Box, Index, as_index
 from reshard.chunks import Chunk
 from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, parse_dtype
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, UnsupportedError, shown
+from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
 from reshard.layout.partition import Cut, mesh_box
 from reshard.pickles.values import Call
 
@@ -72,7 +72,7 @@ def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
             file.path,
             f"a shard of {tensor.dtype} {tensor.shape} is declared as {dtype} {box.origin}+"
             f"{box.shape}",
-            "the file was altered: fetch it again",
+            ALTERED,
         )
     return replace(tensor.chunk, box=box)
 
@@ -106,7 +106,7 @@ def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> li
         raise CorruptError(
             file.path,
             f"a DTensor's rank has coordinates {coordinate} on a mesh of {sizes}",
-            "the file was altered: fetch it again",
+            ALTERED,
         )
     box = mesh_box(shape, placements, sizes, coordinate, _read_shard_order(spec, placements))
     if box is None:

@@ -11,12 +11,10 @@ from reshard.chunks import Chunk
 from reshard.containers.numpy_arrays import Array
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, shown
+from reshard.errors import MIXED, CorruptError, shown
 from reshard.manifest import SourceFile
 from reshard.pickles.values import Call
 from reshard.state_dict import sharded_reader
-
-MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 from reshard.box import Box, as_index
 from reshard.chunks import Chunk
 from reshard.containers import safetensors
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
 from reshard.formats.dcp.directory import HF_SHARD, is_hf_shard
 from reshard.location import Location, missing_ranks
 from reshard.manifest import SourceFile
@@ -44,7 +44,7 @@ def read(location: Location) -> ParsedTree:
         raise IncompleteError(
             location,
             f"holds the shard of rank {max(ranks) - 1}, but none of rank {missing[0]}",
-            "copy the missing files here (a node-local disk may still hold them)",
+            FETCH_MISSING,
         )
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     sources: dict[str, SourceFile] = {}

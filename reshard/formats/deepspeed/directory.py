@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.errors import (
+    FETCH_MISSING,
     CorruptError,
     IncompleteError,
     StaleError,
@@ -62,7 +63,7 @@ class RankFiles:
                     self.location,
                     f"{kind} states of {world_size} ranks are expected; those of rank"
                     f" {_shown(missing)} are missing",
-                    "copy the missing files here (a node-local disk may still hold them)",
+                    FETCH_MISSING,
                 )
             if extra:
                 names = ", ".join(files[rank].name for rank in extra[:4])

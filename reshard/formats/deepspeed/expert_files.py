@@ -10,10 +10,10 @@ from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.errors import CorruptError, IncompleteError, StaleError, UnsupportedError
+from reshard.errors import MIXED, CorruptError, IncompleteError, StaleError, UnsupportedError
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_layout import parse_expert_name
-from reshard.formats.deepspeed.states import MIXED, ModelStates
+from reshard.formats.deepspeed.states import ModelStates
 from reshard.state_dict import leaves
 
 

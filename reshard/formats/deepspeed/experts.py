@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from reshard import dtypes
-from reshard.errors import CorruptError, IncompleteError, StaleError, UnsupportedError
+from reshard.errors import MIXED, CorruptError, IncompleteError, StaleError, UnsupportedError
 from reshard.formats.deepspeed import expert_optimizers, native, order
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_files import (
@@ -23,7 +23,7 @@ from reshard.formats.deepspeed.expert_files import (
     open_experts,
 )
 from reshard.formats.deepspeed.expert_layout import expert_parallel_size, parse_expert_name
-from reshard.formats.deepspeed.states import MIXED, ModelStates
+from reshard.formats.deepspeed.states import ModelStates
 from reshard.manifest import Manifest, ParamGroup
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from reshard import counts
 from reshard.containers.torch_objects import TorchFile
 from reshard.containers.torch_reader import PickleCache
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
 from reshard.formats.deepspeed import stage0, stage3, stage12, swap
 from reshard.formats.deepspeed.directory import RankFiles
 from reshard.formats.deepspeed.expert_layout import expert_data_ranks
 from reshard.formats.deepspeed.order import zero_section
 from reshard.formats.deepspeed.states import (
-    MIXED,
     ModelStates,
     OptimizerStates,
     by_file,

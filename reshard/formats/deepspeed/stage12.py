@@ -16,9 +16,8 @@ from reshard.box import Index, whole
 from reshard.chunks import Chunk, contiguous
 from reshard.containers.torch_objects import Tensor
 from reshard.counts import elements
-from reshard.errors import CorruptError
+from reshard.errors import MIXED, CorruptError
 from reshard.formats.deepspeed.states import (
-    MIXED,
     OptimizerStates,
     Shapes,
     by_file,

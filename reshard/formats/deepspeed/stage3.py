@@ -12,10 +12,9 @@ from math import prod
 
 from reshard.box import Index
 from reshard.containers.torch_objects import Tensor
-from reshard.errors import CorruptError
+from reshard.errors import MIXED, CorruptError
 from reshard.formats.deepspeed.stage12 import read_scalars
 from reshard.formats.deepspeed.states import (
-    MIXED,
     FlatPiece,
     ModelStates,
     OptimizerStates,

@@ -13,7 +13,7 @@ from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_reader import PickleCache
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, UnsupportedError, shown
+from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.formats.deepspeed import schemas
 from reshard.manifest import BUFFER, PARAM, Entry
 from reshard.schema import expect
@@ -22,7 +22,6 @@ from reshard.state_dict.plain_values import to_plain
 
 # An enum is pickled as a call of its class with the value, which alone is kept.
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
-MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 _FRAGMENTS = "frozen_param_fragments"

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from reshard.dtypes import UINT8
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.megatron import directory, grid, grouped, names, optimizer, own, train
 from reshard.formats.megatron.arguments import Arguments
@@ -32,8 +32,6 @@ from reshard.model_parallel.rules import Table
 from reshard.paths import as_path
 from reshard.pickles import trust
 from reshard.state_dict.tree import as_global
-
-_MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
 
 def read(location: Location, table: Table) -> Manifest:
@@ -125,14 +123,14 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
             if value != expected:
                 name = as_path(first.path).parent.name
                 raise CorruptError(
-                    file.path, f"states {what} {value}, but {name} states {expected}", _MIXED
+                    file.path, f"states {what} {value}, but {name} states {expected}", MIXED
                 )
         count = len(file.read_chunks())
         if count != len(first.read_chunks()):
             raise CorruptError(
                 file.path,
                 f"has {count} model chunks, other ranks have {len(first.read_chunks())}",
-                _MIXED,
+                MIXED,
             )
         _check_position(rank, file, args)
     # Ranks with the same dense layers have one file between them, unless they have experts.
@@ -263,7 +261,7 @@ def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -
         raise CorruptError(
             args.source,
             f"states {total} layers, but the stages' files have {sum(flat)}",
-            _MIXED,
+            MIXED,
         )
     starts = [0, *accumulate(flat)]
     return [[starts[vp * args.pp + pp] for vp in range(chunks)] for pp in range(args.pp)]

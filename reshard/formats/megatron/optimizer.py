@@ -19,7 +19,7 @@ from typing import Any
 from reshard.box import Index
 from reshard.chunks import Chunk
 from reshard.containers.torch_objects import read_number
-from reshard.errors import CorruptError
+from reshard.errors import MIXED, CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.megatron import buckets, groups, names
 from reshard.formats.megatron.arguments import Arguments
@@ -37,7 +37,6 @@ _STATE = fields(
 _FULL = "float32"
 _MASTERS = ("param", "fp32_param", "master_param")  # of the flat form, torch_dist, and TE's own
 _MASTER_LISTS = ("fp32_from_fp16_params", "fp32_from_fp16")  # the second until 2020
-_MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
 
 @dataclass(slots=True)
@@ -267,7 +266,7 @@ def _read_masters(
                 path,
                 f"keeps {len(copies)} fp32 copies of a param group of {len(half)} 16-bit"
                 " parameters",
-                _MIXED,
+                MIXED,
             )
         result.entries += map(make_entry, half, [MASTER] * len(copies), copies)
 

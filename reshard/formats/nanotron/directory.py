@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from reshard.box import index_of
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
 from reshard.location import Location
 
 NAME = "nanotron"
@@ -186,7 +186,7 @@ def _complete(what: str, files: list[RankFile], axes: tuple[str, ...]) -> tuple[
             raise IncompleteError(
                 first.path.parent,
                 f"has no file of {what} of rank {missing}",
-                "copy the missing files here (a node-local disk may still hold them)",
+                FETCH_MISSING,
             )
     return tuple(sorted(files, key=lambda file: [file.rank(axis) for axis in AXES]))
 

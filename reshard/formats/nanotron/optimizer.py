@@ -17,7 +17,7 @@ from reshard.box import Index
 from reshard.chunks import Chunk
 from reshard.containers import torch_objects, torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.nanotron.directory import Census, RankFile
 from reshard.formats.nanotron.slices import Placed
@@ -25,7 +25,6 @@ from reshard.manifest import MASTER, Entry, Key, ParamGroup
 from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
 from reshard.state_dict.plain_values import to_plain
 
-_MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 _STEP = "step"
 _FILE = record(
     names=mapping(item=TEXT),
@@ -132,7 +131,7 @@ def _find_part(file: TorchFile, rank: RankFile, part_table: PartTable, fqn: str)
     # Only the files of experts name an expert rank; all others count as rank 0.
     part = whole or parts.get((tp, exp)) or parts.get((tp, 0))
     if part is None:
-        raise CorruptError(file.path, f"has a part of {fqn!r} that no weights have", _MIXED)
+        raise CorruptError(file.path, f"has a part of {fqn!r} that no weights have", MIXED)
     return part
 
 
@@ -159,11 +158,11 @@ def _add_tensor(
         raise CorruptError(
             stored.file,
             f"the {kind} of {fqn!r} has shape {stored.box.shape}, but its weights imply {expected}",
-            _MIXED,
+            MIXED,
         )
     entry, collected = chunks.setdefault(key, (Entry(fqn, kind, stored.dtype, place.shape, ()), []))
     if entry.dtype != stored.dtype:
-        raise CorruptError(stored.file, f"the {kind} of {fqn!r} is {stored.dtype}", _MIXED)
+        raise CorruptError(stored.file, f"the {kind} of {fqn!r} is {stored.dtype}", MIXED)
     if "dp" in rank.ranks:
         collected += place.run_chunks(stored, start, stop)
     else:
@@ -189,7 +188,7 @@ def _add_non_tensors(
                 raise CorruptError(
                     file.path,
                     f"the optimizer's step of {fqn!r} is {value}, but {step} in other files",
-                    _MIXED,
+                    MIXED,
                 )
         other = {
             k: to_plain(v) for k, v in slots.items() if k != _STEP and not isinstance(v, Tensor)

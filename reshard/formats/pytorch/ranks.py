@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
-from reshard.errors import IncompleteError, StaleError
+from reshard.errors import FETCH_MISSING, IncompleteError, StaleError
 from reshard.formats.pytorch.directory import RANK, is_of_rank
 from reshard.location import missing_ranks
 from reshard.state_dict import tree
@@ -103,7 +103,7 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         raise IncompleteError(
             next(iter(ranks.values())).parent,
             f"holds {stem} files of {len(ranks)} ranks, others of {most}",
-            "copy the missing files here (a node-local disk may still hold them)",
+            FETCH_MISSING,
         )
     return families
 
