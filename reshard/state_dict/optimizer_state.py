@@ -8,7 +8,7 @@ Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``distributed/fsdp/
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -40,7 +40,7 @@ _FAIRSCALE = "param_id_map"  # FairScale's consolidated form numbers parameters 
 
 @dataclass(slots=True)
 class ParsedOptimizer:
-    """The content of one optimizer state dict, by fqn."""
+    """The content of an optimizer's files, by fqn."""
 
     entries: list[Entry] = field(default_factory=list)
     steps: dict[str, float] = field(default_factory=dict)
@@ -49,6 +49,7 @@ class ParsedOptimizer:
     other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is not a tensor
     notes: list[str] = field(default_factory=list)
     unnamed_optimizers: tuple[str, ...] = ()  # other optimizers whose states nothing names
+    scaler: Any = None  # the loss scaler, if the optimizer saves it
 
 
 def is_optimizer(value: Any) -> bool:
@@ -140,7 +141,7 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
         members = [owned.get(key, ()) for key in _list_members(group)]
         unnamed += members.count(())
         fqns = tuple(fqn for names in members for fqn in names)
-        parsed.groups.append(ParamGroup(_read_hyper(group, pool), fqns))
+        parsed.groups.append(ParamGroup(read_hyper(group, pool), fqns))
     if unnamed and owned:
         parsed.notes.append(
             f"{unnamed} parameters without state (never stepped) cannot be named by their index:"
@@ -201,7 +202,7 @@ def _merge_equal_groups(
     # Pairs of a merged group and the hyper-parameters that its members share.
     merged: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for group in groups:
-        hyper = _read_hyper(group, pool)
+        hyper = read_hyper(group, pool)
         same = next((kept for kept, others in merged if others == hyper), None)
         if same is None:
             merged.append(({**group, "params": _list_members(group)}, hyper))
@@ -226,17 +227,24 @@ def _list_members(group: Mapping[str, Any]) -> list[Any]:
     return list(group.get("params") or ())
 
 
-def _read_hyper(group: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
-    """Return a group's hyper-parameters; a learning rate may be a tensor."""
+def read_hyper(
+    group: Mapping[str, Any], pool: SourceFiles | None = None, *, skip: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the hyper-parameters of a param group.
+
+    Args:
+        pool: reads a hyper-parameter that is a tensor, as a learning rate may be.
+        skip: keys beside the list of members that are not hyper-parameters.
+    """
     hyper = {}
     for name, value in group.items():
-        if name not in _MEMBERS:
-            number = _read_number(value, pool) if is_tensor(value) else None
+        if name not in (*_MEMBERS, *skip):
+            number = read_counter(value, pool) if pool and is_tensor(value) else None
             hyper[str(name)] = to_plain(value) if number is None else number
     return hyper
 
 
-def _read_number(value: Any, pool: SourceFiles) -> float | None:
+def read_counter(value: Any, pool: SourceFiles) -> float | None:
     """Return the value of a counter: a plain number or a tensor of one element."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value if abs(value) < _LARGEST else None
@@ -255,7 +263,7 @@ def _read_step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
         CorruptError: ranks disagree.
     """
     if not isinstance(value, LocalTensors):
-        return _read_number(value, pool)
+        return read_counter(value, pool)
     chunks = [chunk for chunk in value.pieces.values() if chunk.box.volume == 1]
     try:
         counted = {chunk.file: read_number(pool, chunk) for chunk in chunks}

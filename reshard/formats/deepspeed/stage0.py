@@ -32,12 +32,12 @@ from reshard.formats.deepspeed.states import ModelStates, flat_slots, whole_entr
 from reshard.formats.deepspeed.train_state import (
     OptimizerContent,
     find_step,
-    read_hyper,
     read_number,
     read_train_state,
 )
 from reshard.manifest import MASTER, Entry, ParamGroup
 from reshard.state_dict.optimizer_names import AmbiguousError, Signature, name_groups
+from reshard.state_dict.optimizer_state import read_hyper
 
 _Names = list[list[str | None]]  # for each group its members; None for one that has no name
 

@@ -18,6 +18,7 @@ from reshard.formats.deepspeed.states import (
 from reshard.manifest import Claim, Entry, ParamGroup, TrainState
 from reshard.pickles.objects import SCHEDULER
 from reshard.pickles.values import Call
+from reshard.state_dict.optimizer_state import read_hyper
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 
@@ -66,12 +67,6 @@ def read_scaler(root: Mapping[str, Any]) -> dict[str, Any] | None:
         state = to_plain(scaler.state)
         return {"class": scaler.name.rsplit(".", 1)[-1], **(state or {})}
     return {key: to_plain(root[key]) for key in _SCALER_KEYS if key in root} or None
-
-
-def read_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the hyper-parameters of a param group."""
-    kept = (item for item in group.items() if item[0] not in ("params", "param_names"))
-    return {str(key): to_plain(value) for key, value in kept}
 
 
 def read_train_state(

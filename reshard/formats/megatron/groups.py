@@ -20,9 +20,7 @@ from reshard.box import Index
 from reshard.formats.megatron import grouped, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.model_parallel.rules import Table
-from reshard.state_dict.plain_values import to_plain
 
-_NOT_HYPER = ("params", "param_names", "step")
 _QK = ("q_layernorm.", "k_layernorm.")
 _ENDS = (
     names.EMBEDDING,
@@ -90,8 +88,3 @@ def assign_members(
         if kind in kinds:
             members[kinds.index(kind)].append(fqn)
     return members
-
-
-def get_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group without members and step; the step is kept for each parameter."""
-    return {str(key): to_plain(value) for key, value in group.items() if key not in _NOT_HYPER}

@@ -11,14 +11,13 @@ load_parameter_state_from_dp_zero_legacy).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from reshard.box import Index
 from reshard.chunks import Chunk
-from reshard.containers.torch_objects import read_number
 from reshard.errors import MIXED, CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.megatron import buckets, groups, names
@@ -28,7 +27,9 @@ from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Entry, ParamGroup
 from reshard.model_parallel.rules import Table
 from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
+from reshard.state_dict import optimizer_state
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
+from reshard.state_dict.optimizer_state import ParsedOptimizer, read_counter
 from reshard.state_dict.tree import GlobalTensor, as_global
 
 _STATE = fields(
@@ -37,17 +38,6 @@ _STATE = fields(
 _FULL = "float32"
 _MASTERS = ("param", "fp32_param", "master_param")  # of the flat form, torch_dist, and TE's own
 _MASTER_LISTS = ("fp32_from_fp16_params", "fp32_from_fp16")  # the second until 2020
-
-
-@dataclass(slots=True)
-class RankOptimizer:
-    """The contents of a rank's optimizers."""
-
-    entries: list[Entry] = field(default_factory=list)
-    groups: list[ParamGroup] = field(default_factory=list)
-    steps: dict[str, float] = field(default_factory=dict)
-    scaler: Any = None
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +75,7 @@ def divide_params(
 
 def read(
     value: Any, params: Sequence[RankParam], args: Arguments, table: Table, path: str
-) -> RankOptimizer:
+) -> ParsedOptimizer:
     """Return every slot, step and group of a rank, except those in flat buffers.
 
     Args:
@@ -96,7 +86,7 @@ def read(
     Raises:
         CorruptError: what is stored does not fit the model.
     """
-    result = RankOptimizer()
+    result = ParsedOptimizer()
     states = list_states(value)
     for state, shared in zip(states, divide_params(len(states), params, args, table), strict=False):
         if not isinstance(state, dict):
@@ -122,7 +112,7 @@ def _read_scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
         return None
     with SourceFiles() as pool:
         return {
-            "scale": _read_number(state["scale"], pool),
+            "scale": read_counter(state["scale"], pool),
             "growth_factor": 2.0,
             "backoff_factor": 0.5,
             "growth_interval": args.number("loss_scale_window", default=1000),
@@ -139,7 +129,7 @@ def list_states(value: Any) -> list[Any]:
 
 
 def _read_groups(
-    result: RankOptimizer,
+    result: ParsedOptimizer,
     inner: Mapping[str, Any],
     params: Sequence[RankParam],
     args: Arguments,
@@ -159,12 +149,12 @@ def _read_groups(
         result.notes.append(f"{len(lost)} parameters are in no param group, e.g. {lost[0]}: frozen")
     for group, fqns in zip(stored, listed, strict=False):
         own = tuple(fqn for fqn in fqns if fqn is not None)
-        result.groups.append(ParamGroup(groups.get_hyper(group), own))
+        result.groups.append(ParamGroup(optimizer_state.read_hyper(group, skip=["step"]), own))
     return listed
 
 
 def _match_by_shape(
-    result: RankOptimizer,
+    result: ParsedOptimizer,
     inner: Mapping[str, Any],
     stored: Sequence[Mapping[str, Any]],
     shapes: Mapping[str, Index],
@@ -191,7 +181,7 @@ def _get_shape(state: Any) -> Index | None:
 
 
 def _read_steps(
-    result: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
+    result: ParsedOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
     """Read the updates of each parameter.
 
@@ -209,23 +199,14 @@ def _read_steps(
                     group.get("step"),
                     state.get("common_step"),
                 )
-                step = next(
-                    (_read_number(each, pool) for each in counters if each is not None), None
-                )
+                step = next((read_counter(c, pool) for c in counters if c is not None), None)
                 if fqn is not None and step is not None:
-                    result.steps[fqn] = step
+                    result.steps[fqn] = float(step)
                 index += 1
 
 
-def _read_number(value: Any, pool: SourceFiles) -> float | None:
-    tensor = as_global(value)
-    if tensor is not None:
-        return float(read_number(pool, tensor.chunks[0]))
-    return float(value) if isinstance(value, (int, float)) else None
-
-
 def _read_indexed(
-    result: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
+    result: ParsedOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
     """Read the slots under the parameters' numbers, which run through the groups."""
     state = inner.get("state") or {}
@@ -247,7 +228,7 @@ def make_entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
 
 
 def _read_masters(
-    result: RankOptimizer,
+    result: ParsedOptimizer,
     state: Mapping[str, Any],
     params: Sequence[RankParam],
     members: Sequence[Sequence[str | None]],

@@ -7,9 +7,9 @@ from typing import Any
 
 from reshard.formats.megatron import grouped
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.optimizer import RankOptimizer
 from reshard.location import Location
 from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, most_common_dtype
+from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 
@@ -36,7 +36,7 @@ def make_origin(location: Location, args: Arguments, detail: str, manifest: Mani
 def make_train_state(
     root: Mapping[str, Any],
     args: Arguments,
-    state: RankOptimizer,
+    state: ParsedOptimizer,
     own: int,
     first: int,
 ) -> TrainState:

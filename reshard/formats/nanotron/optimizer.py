@@ -23,6 +23,7 @@ from reshard.formats.nanotron.directory import Census, RankFile
 from reshard.formats.nanotron.slices import Placed
 from reshard.manifest import MASTER, Entry, Key, ParamGroup
 from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
+from reshard.state_dict.optimizer_state import ParsedOptimizer, read_hyper
 from reshard.state_dict.plain_values import to_plain
 
 _STEP = "step"
@@ -36,14 +37,11 @@ PartTable = Mapping[str, Mapping[tuple[int, int], Placed]]  # fqn -> (tp, exp) -
 
 
 @dataclass(slots=True)
-class Optimizer:
-    """The joined content of all ranks' files."""
+class StagedOptimizer(ParsedOptimizer):
+    """The joined content of all ranks' files, with the param groups of each pipeline stage."""
 
     files: list[TorchFile] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
-    steps: dict[str, float] = field(default_factory=dict)
-    stages: list[list[ParamGroup]] = field(default_factory=list)  # param groups of each stage
-    other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is not a tensor
+    stages: list[list[ParamGroup]] = field(default_factory=list)
     unnamed: int = 0  # number of parameters without state, and therefore without a name
 
 
@@ -58,7 +56,7 @@ def piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
     return tuple(n * size - max(0, n - full) for n in (rank, rank + 1))  # type: ignore[return-value]
 
 
-def read(census: Census, parts: PartTable, pool: SourceFiles) -> Optimizer:
+def read(census: Census, parts: PartTable, pool: SourceFiles) -> StagedOptimizer:
     """Read every slot, step and group.
 
     Args:
@@ -68,7 +66,7 @@ def read(census: Census, parts: PartTable, pool: SourceFiles) -> Optimizer:
         CorruptError: ranks contradict each other, or their weights.
         IncompleteError: a parameter has state but no weights.
     """
-    parsed = Optimizer()
+    parsed = StagedOptimizer()
     chunks: dict[Key, tuple[Entry, list[Chunk]]] = {}
     for rank in census.optimizer:
         file = torch_reader.read(rank.path)
@@ -170,7 +168,7 @@ def _add_tensor(
 
 
 def _add_non_tensors(
-    found: Optimizer, file: TorchFile, names: Mapping[Any, str], pool: SourceFiles
+    found: StagedOptimizer, file: TorchFile, names: Mapping[Any, str], pool: SourceFiles
 ) -> None:
     """Add the steps, which must be equal on all ranks, and state that is not tensors.
 
@@ -197,13 +195,14 @@ def _add_non_tensors(
             found.other[fqn] = other
 
 
-def _read_groups(found: Optimizer, file: TorchFile, names: Mapping[Any, str]) -> list[ParamGroup]:
+def _read_groups(
+    found: StagedOptimizer, file: TorchFile, names: Mapping[Any, str]
+) -> list[ParamGroup]:
     """Return the param groups of a pipeline stage."""
     groups = []
     for group in file.root["param_groups"]:
-        hyper = {str(name): to_plain(value) for name, value in group.items() if name != "params"}
         indices = group.get("params", ())
         fqns = tuple(names[index] for index in indices if index in names)
         found.unnamed += len(indices) - len(fqns)
-        groups.append(ParamGroup(hyper, fqns))
+        groups.append(ParamGroup(read_hyper(group), fqns))
     return groups

@@ -16,7 +16,7 @@ from reshard.files import SourceFiles
 from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, beside
 from reshard.formats.nanotron.layout import Cut, Layout
-from reshard.formats.nanotron.optimizer import Optimizer
+from reshard.formats.nanotron.optimizer import StagedOptimizer
 from reshard.formats.nanotron.slices import Placed
 from reshard.formats.nanotron.stages import Stage
 from reshard.location import Location
@@ -154,7 +154,7 @@ def _read_json(location: Location, name: str) -> dict[str, Any]:
     return read_json_object(path) if path else {}
 
 
-def _build_stages(found: Optimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
+def _build_stages(found: StagedOptimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
     """Return the param groups and the scheduler of each pipeline stage."""
     # A scheduler without an optimizer needs a stage to be in, too.
     groups: Sequence[Sequence[ParamGroup]] = found.stages or [()] * bool(schedulers)
@@ -212,7 +212,7 @@ def _natural_key(fqn: str) -> list[tuple[int, str]]:
     return [(len(part) if part.isdecimal() or not part else -1, part) for part in parts]
 
 
-def _notes(census: Census, found: Optimizer) -> Iterator[str]:
+def _notes(census: Census, found: StagedOptimizer) -> Iterator[str]:
     if found.unnamed:
         yield (
             f"{found.unnamed} parameters without state (never stepped) have no name in the"
