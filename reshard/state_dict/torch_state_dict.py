@@ -26,7 +26,7 @@ from reshard.manifest import Entry, Keyed, Manifest, TrainState
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, optimizer_names
 from reshard.state_dict.own_values import find_scheduler
-from reshard.training import loss_scale
+from reshard.training import loss_scale, optimizers
 from reshard.training.state import (
     TrainedGroup,
     TrainedParameter,
@@ -37,9 +37,6 @@ from reshard.training.state import (
 
 GroupStates = tuple[Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]]
 
-_ADAM = {"exp_avg", "exp_avg_sq"}
-_AMSGRAD = "max_exp_avg_sq"
-_OF_ADAM = {"betas", "eps"}  # hyper-parameters
 # Settings that torch's AdamW keeps in a group and another library's Adam does not.
 _SWITCHES: dict[str, Any] = {
     "maximize": False,
@@ -81,7 +78,7 @@ def build_counter(step: float, slots: Collection[str]) -> Value | int:
     Args:
         slots: the parameter's slots; those of an Adam are treated as torch's, whatever wrote them.
     """
-    if isinstance(step, int) and not set(slots) >= _ADAM:
+    if isinstance(step, int) and not optimizers.has_moments(slots):
         return step
     return Value(dtypes.FLOAT32, (), data=pack_fp32(step))
 
@@ -312,21 +309,14 @@ def find_expected_slots(group: TrainedGroup) -> tuple[str, ...]:
 def check_adam_slots(state: WritableState, group: TrainedGroup, member: TrainedParameter) -> None:
     """Refuse an Adam state that lacks a part.
 
-    Other optimizers share slot names with Adam: Lion has exp_avg alone, Adamax a further slot,
-    Adafactor an exp_avg_sq of vectors.
-
     Raises:
         IncompleteError: a slot or the step is missing.
     """
-    slots = member.slots.keys()
-    adam = slots >= _ADAM or (slots <= {*_ADAM, _AMSGRAD} and group.hyper.keys() >= _OF_ADAM)
-    missing = sorted(_ADAM - slots) if adam else []
-    if adam and member.step is None:
-        missing.append("step")
-    if missing:
+    missing = optimizers.find_missing_of_adam(member.slots, group.hyper, member.step)
+    if missing is not None:
         raise IncompleteError(
             state.manifest.origin.path,
-            f"has optimizer state of {member.fqn!r}, but no {missing[0]} of it",
+            f"has optimizer state of {member.fqn!r}, but no {missing} of it",
             "pass --weights-only to write the weights alone",
         )
 
@@ -346,14 +336,14 @@ def build_hyper(state: WritableState, group: TrainedGroup) -> dict[str, Any]:
             "pass --weights-only to write the weights alone",
         )
     slots = {name for member in group.members for name in member.slots}
-    if slots >= _ADAM:
+    if optimizers.has_moments(slots):
         if hyper.pop("bias_correction", True) is False:
             raise UnsupportedError(
                 where, "was trained by an Adam without bias correction, which torch lacks"
             )
         # Every Adam of torch has ``foreach``; NAdam and RAdam lack some of the other settings.
         if "foreach" not in hyper:
-            hyper.setdefault("amsgrad", _AMSGRAD in slots)
+            hyper.setdefault("amsgrad", optimizers.AMSGRAD in slots)
             for name, value in _SWITCHES.items():
                 hyper.setdefault(name, value)
     return hyper

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import Entry
+from reshard.training.optimizers import AMSGRAD, MOMENTS
 from reshard.training.param_groups import Made
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight, WritableState
 
@@ -67,7 +68,7 @@ def _build_group(
             "write the weights alone with --init-optimizer none",
         )
     hyper = {**group.hyper, **{k: v for k, v in _ADAMW.items() if k not in group.hyper}}
-    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(hyper["amsgrad"])
+    names = [*MOMENTS, *[AMSGRAD] * bool(hyper["amsgrad"])]
     members = tuple(
         TrainedParameter(
             m.weight, {name: _build_zeros(m.weight, name, dtype) for name in names}, 0.0

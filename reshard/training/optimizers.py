@@ -48,14 +48,16 @@ class Row:
         return held <= known and (required <= held or bool(self.matrices and held))
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of every Adam
+AMSGRAD = "max_exp_avg_sq"
+_OF_ADAM = {"betas", "eps"}  # hyper-parameters
 ROWS = (
     Row(
-        *("Adam, AdamW, RAdam, LAMB", _MOMENTS, ("max_exp_avg_sq",)),
-        never_negative=("exp_avg_sq", "max_exp_avg_sq"),
+        *("Adam, AdamW, RAdam, LAMB", MOMENTS, (AMSGRAD,)),
+        never_negative=("exp_avg_sq", AMSGRAD),
     ),
     Row(
-        *("NAdam", _MOMENTS),
+        *("NAdam", MOMENTS),
         scalars=("mu_product",),
         never_negative=("exp_avg_sq",),
     ),
@@ -123,7 +125,30 @@ def needs_count(slots: Collection[str]) -> bool:
     (True, False)
     """
     row = find(slots)
-    return row.counter == "state" if row else set(_MOMENTS) <= set(slots)
+    return row.counter == "state" if row else has_moments(slots)
+
+
+def has_moments(slots: Collection[str]) -> bool:
+    """Return whether both moments of Adam are among the slots, those of its relatives included."""
+    return set(MOMENTS) <= set(slots)
+
+
+def find_missing_of_adam(
+    slots: Collection[str], hyper: Collection[str], step: float | None
+) -> str | None:
+    """Return the part that the state of an Adam lacks; None if it is complete or not an Adam's.
+
+    Other optimizers share slot names with Adam: Lion has exp_avg alone, Adamax a further slot,
+    Adafactor an exp_avg_sq of vectors. Hyper-parameters tell a half Adam from them.
+
+    Args:
+        hyper: the keys of the param group.
+    """
+    half = set(slots) <= {*MOMENTS, AMSGRAD} and set(hyper) >= _OF_ADAM
+    if not half and not has_moments(slots):
+        return None
+    missing = (name for name in MOMENTS if name not in slots)
+    return next(missing, "step" if step is None else None)
 
 
 def is_scalar(slot: str, shapes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

@@ -11,12 +11,12 @@ from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import NOT_DESCRIBED
 from reshard.formats.deepspeed.write.stage12 import ALIGNMENT
 from reshard.formats.deepspeed.write.universal import common_hyper, count_steps
-from reshard.training import loss_scale
+from reshard.training import loss_scale, optimizers
 from reshard.training.state import describe_lost_state
 from reshard.units import some
 
 _LISTED = 4
-_STAGE_3 = ("exp_avg", "exp_avg_sq")  # the slots that it loads of a universal checkpoint
+_STAGE_3 = optimizers.MOMENTS  # the slots that it loads of a universal checkpoint
 
 
 def notes(spec: OutputSpec) -> Iterator[str]:

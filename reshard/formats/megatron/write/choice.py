@@ -22,7 +22,7 @@ from reshard.model_parallel.described import Described
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
 from reshard.state_dict.plain_values import is_plain
-from reshard.training import loss_scale
+from reshard.training import loss_scale, optimizers
 from reshard.training.state import (
     Weight,
     WritableState,
@@ -32,7 +32,6 @@ from reshard.training.state import (
 )
 
 _HYSTERESIS = 2  # Megatron-LM's default of --hysteresis
-_MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +257,7 @@ def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
     for group in state.groups:
         for member in group.members:
             for slot in member.slots:
-                if wanted.distributed and slot not in _MOMENTS:
+                if wanted.distributed and slot not in optimizers.MOMENTS:
                     raise UnsupportedError(
                         f"{member.fqn!r}",
                         f"has the state {slot!r}: the distributed optimizer has exp_avg and"
