@@ -122,6 +122,7 @@ def resolve_ties(
     config: Mapping[str, object] | None,
     policy: Tied,
     pool: SourceFiles,
+    aliases: Mapping[str, str] | None = None,
 ) -> bool:
     """Drop aliases of tied weights, or write them as copies.
 
@@ -134,6 +135,8 @@ def resolve_ties(
         config: the model's config.json, or None.
         policy: the option --tied.
         pool: the open files.
+        aliases: names that the model's class ties -> the name that is written; see
+            `naming.published`.
 
     Returns:
         Whether the weights are written untied.
@@ -156,12 +159,29 @@ def resolve_ties(
             weights.written_aliases[alias] = kept
         else:
             weights.dropped_aliases[alias] = kept
-    if policy != "keep" and declared is not False:
-        for head, embedding in find_heads(by_name):
-            if declared is True or is_untrained(manifest, head, embedding):
-                _drop_equal(weights, by_name, head, embedding, policy, pool, sure=declared is True)
+    if policy != "keep":
+        for alias, kept, sure in _find_aliases(weights, manifest, declared, aliases or {}):
+            _drop_equal(weights, by_name, alias, kept, policy, pool, sure=sure)
     _check_no_missing(weights, manifest, tied=declared is True)
     return (clone and bool(weights.written_aliases)) or (policy == "keep" and _HEAD in by_name)
+
+
+def _find_aliases(
+    weights: Weights, manifest: Manifest, declared: object, aliases: Mapping[str, str]
+) -> Iterator[tuple[str, str, bool]]:
+    """Yield each stored alias, its weight, and whether the model certainly ties the two.
+
+    Args:
+        declared: the config's ``tie_word_embeddings``.
+        aliases: the aliases that the model's class names.
+    """
+    names = dict.fromkeys(entry.fqn for entry, _ in weights.tensors)
+    known = {alias: kept for alias, kept in aliases.items() if alias in names and kept in names}
+    yield from ((alias, kept, True) for alias, kept in known.items())
+    if declared is not False:
+        for head, embedding in find_heads(name for name in names if name not in known):
+            if declared is True or is_untrained(manifest, head, embedding):
+                yield head, embedding, declared is True
 
 
 def _check_no_missing(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
@@ -283,8 +303,8 @@ def _drop_equal(
         else:
             raise DifferentError(
                 head,
-                f"config.json sets tie_word_embeddings, but the weight differs from {embedding!r}"
-                f" (first at element {at})",
+                f"is tied to {embedding!r} by the model's config (tie_word_embeddings), but differs"
+                f" from it (first at element {at})",
                 "pass --tied keep to write both, or --tied drop to drop this one",
             )
     weights.tensors = [item for item in weights.tensors if item[0].fqn != head]

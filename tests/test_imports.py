@@ -223,6 +223,7 @@ def test_no_module_uses_pickle_or_runs_code():
         ("reshard.formats.registry", "importlib"),  # its own packages, and installed extensions
         ("reshard.formats.registry", "importlib.metadata"),
         ("reshard.deepspeed", "pickle"),  # the error of torch.load(weights_only=True)
+        ("reshard.model.library", "importlib.util"),  # finds transformers and imports nothing
         ("reshard.model.build", "pkgutil"),  # --model module:factory runs the user's own code
         ("reshard.commands.programs", "subprocess"),  # resume-check starts the user's own program
     }
@@ -253,6 +254,7 @@ def test_only_one_module_makes_a_path_of_text():
         "reshard.html.shards",
         "reshard.move.outputs",
         "reshard.replicas",
+        "reshard.model.library",
         "reshard.move.upload",
         "reshard.checks.control",
         "reshard.commands.resume_check.command",

@@ -137,9 +137,11 @@ class NamingOptions(Options):
 
     names: Names | None = option(
         None,
-        "Naming scheme of the tensors.",
+        "Names of the tensors: those of the source, those that transformers writes (hf), or those"
+        " of its model in memory (module).",
         group="Names",
-        unset="that of the source, unless the output needs another one",
+        unset="hf in merged safetensors files if the model is known, else those of the source,"
+        " unless the output needs others",
     )
     family: str | None = option(
         None,

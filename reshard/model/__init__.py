@@ -9,6 +9,7 @@ shapes       names and shapes of its parameters, and which of them each wrapped 
 published    the names and shapes that save_pretrained writes, and how they are made
 conversion   a training state between two forms of a model
 tracing      tensors without values that record how they are made
+library      whether transformers converts a model, without importing it
 order        weights and training states in the order of the model
 """
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.box import Index
 from reshard.errors import ReshardError, UnsupportedError
+from reshard.model.build import build, build_configured
 from reshard.model.conversion import Conversion, drop_empty_pieces
 from reshard.model.tracing import Traced, read_trace, start_trace
 
@@ -40,6 +41,20 @@ class Published:
     aliases: Mapping[str, str]
     unsaved: frozenset[str]
     spellings: Mapping[str, str]
+
+
+def describe_published(model: str | Mapping[str, Any]) -> Published | None:
+    """Return the published form of a transformers model.
+
+    Args:
+        model: the path of a config or of its directory, or the content of a config.
+
+    Raises:
+        UsageError: transformers cannot build the model.
+        UnsupportedError: its conversion is not a movement of whole elements.
+    """
+    root = build(model) if isinstance(model, str) else build_configured(model, "the model")
+    return trace_published(root, type(root).__name__)
 
 
 def trace_published(root: nn.Module, source: str) -> Published | None:

@@ -396,11 +396,7 @@ def _read_traits(
         ):
             odd.append(f"{key} is {config[key]}, not {line}")
     for key, line, stated in fields.list_fields(family.config, config):
-        try:
-            value = line.read(stated, traits.get)
-        except ValueError as error:
-            odd.append(f"{key}: {error}")
-            continue
+        value = line.read(stated, traits.get)
         # Keys that state the same trait must agree.
         if read.setdefault(line.own, value) != value:
             odd.append(f"{key} is {stated}, not {read[line.own]}")

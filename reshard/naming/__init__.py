@@ -2,6 +2,7 @@
 
 options     the user's options for names; a training state under the names to write
 tables      renaming, by the table of the model's family
+published   the names that transformers writes, and those of its models in memory
 config      the model's family and traits, from a config of transformers
 """
 
@@ -28,7 +29,7 @@ def choose_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> N
         own: how the names of the source may differ from Hugging Face's.
 
     Raises:
-        UsageError: Hugging Face's names are chosen, and nothing states what the model is.
+        UsageError: an option has no effect with the names of the source.
         UnsupportedError: there is no table of the model.
     """
     may_differ = own.may_differ(manifest)
@@ -38,13 +39,6 @@ def choose_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> N
         traits = tables.describe_source(manifest, own)
         if traits is not None:
             return tables.rename_to_hf(manifest, own, traits, options)
-    if options.names == "hf":
-        raise UsageError(
-            "--names hf",
-            f"a {manifest.origin.format} checkpoint has the names of its model, and nothing states"
-            " that they differ from Hugging Face's",
-            "leave out --names; single names change with --rename",
-        )
     # The names stay, so only the padding of the vocabulary can change.
     if may_differ and options.vocab_size is not None and not options.family:
         from reshard.naming import tables

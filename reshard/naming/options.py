@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from reshard.model_parallel.rules import Table
     from reshard.model_parallel.traits import Traits
 
-Names = Literal["source", "hf"]
+Names = Literal["source", "hf", "module"]
 
 
 def _no_spelling(_manifest: Manifest) -> None:

@@ -101,6 +101,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
     return (
         passes.find_companions,
         passes.rename,
+        passes.choose_form,
         passes.edit_names,
         passes.fill,  # after the edits: --rename adapts names to those of the base
         passes.choose_weights,

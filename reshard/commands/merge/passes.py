@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from reshard.files import SourceFiles, read_small_file
 from reshard.formats.base import Conversion
 from reshard.location import directory_of
 from reshard.manifest import Entry, Skeleton
+from reshard.naming import published
+from reshard.naming.published import ModelConfig
 from reshard.paths import as_path
 from reshard.training import companion_files
 from reshard.training.companion_files import QUANTISED, Companions, matched_config
@@ -45,7 +47,9 @@ class Merge(Conversion):
     Args:
         path: the first path that the user named as the source.
         output: the path of the output.
-        edited: a record of the user's edits of names.
+        edited: a record of the edits of names.
+        aliases: names of tied weights that transformers leaves out -> the name that is written;
+            None if no form of the model was chosen.
         companions: the files that complete the model directory.
         filled: the weights that come from another model.
         weights: the weights to write.
@@ -58,6 +62,7 @@ class Merge(Conversion):
     path: Path
     output: Path
     edited: keys.Edited
+    aliases: Mapping[str, str] | None = None
     companions: Companions = Companions(None, None, ())
     filled: list[str] = field(default_factory=list)
     weights: Weights = field(default_factory=Weights)
@@ -111,9 +116,36 @@ def rename(merge: Merge) -> Merge:
     return replace(apply_names(merge, chosen), companions=companions)
 
 
+def choose_form(merge: Merge) -> Merge:
+    """Return the merge with the names that transformers writes, or those of its model in memory.
+
+    Wrapper prefixes are removed first, and the user's edits apply to the result.
+    """
+    options, companions = merge.options, merge.companions
+    named = merge.naming or naming.Naming(merge.manifest)
+    has_own_names = named.config is None and merge.source.names.may_differ(merge.manifest)
+    # transformers reads safetensors files only: of other files, a module expects its names.
+    keeps_names = has_own_names or merge.output.suffix in formats.PLAIN_SUFFIXES
+    names = options.names or ("source" if keeps_names else None)
+    if names == "source":
+        return merge
+    config = None
+    if companions.config is not None:
+        is_file = named.config is None
+        config = ModelConfig(companions.config, companions.directory if is_file else None)
+    bare = keys.edit(merge.manifest, keys.Edits(strip_wrappers=options.edits.strip_wrappers))
+    form = published.choose_form(bare.manifest, config, names)
+    merge.notes.derived += form.notes
+    return replace(merge, manifest=form.manifest, edited=bare, aliases=form.aliases)
+
+
 def edit_names(merge: Merge) -> Merge:
     """Return the merge with the user's edits of names."""
-    edited = keys.edit(merge.manifest, merge.options.edits)
+    edits, stripped = merge.options.edits, merge.edited.stripped
+    if merge.aliases is not None:  # `choose_form` has removed the wrappers
+        edits = replace(edits, strip_wrappers=False)
+    edited = keys.edit(merge.manifest, edits)
+    edited.stripped = [*stripped, *edited.stripped]
     merge.notes.warnings += (f"{option}: matches no name" for option in edited.unmatched)
     return replace(merge, manifest=edited.manifest, edited=edited)
 
@@ -160,6 +192,7 @@ def compare_copies(merge: Merge) -> Merge:
             config=merge.companions.config,
             policy="keep" if options.adapter is not None else options.tied,
             pool=pool,
+            aliases=merge.aliases,
         )
         entries = [entry for entry, _ in chosen.tensors]
         differing = replicas.check(entries, manifest.files, pool, options.replicas)

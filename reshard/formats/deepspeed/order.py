@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from reshard import dtypes
 from reshard.dtypes import BFLOAT16, DType
 from reshard.formats.deepspeed.expert_layout import expert_parallel_size, has_experts
-
-if TYPE_CHECKING:
-    from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
+from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 
 _SUB_GROUP_SIZE = 10**9
 _FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config accepts

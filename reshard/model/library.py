@@ -1,0 +1,121 @@
+"""Facts about a model type in transformers' own source, found without importing transformers.
+
+Importing it takes seconds, and most models need nothing of it: their names in memory are those in
+files. A wrong answer in doubt is "yes", which costs only that time.
+
+Source: transformers 5.23 ``conversion_mapping.py`` (keys are model types and class names),
+``modeling_utils.py`` (``_tied_weights_keys``).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_TIED = re.compile(r"_tied_weights_keys\s*(?::[^=\n]*)?=\s*\{(.*?)\}", re.DOTALL)
+_TIED_KEY = re.compile(r"[\"']([^\"']+)[\"']\s*:")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_OUTPUT_HEAD = "lm_head.weight"
+
+
+def may_be_converted(config: Mapping[str, Any]) -> bool:
+    """Return whether transformers may hold a model in memory in another form than in files.
+
+    Args:
+        config: content of the model's ``config.json``.
+    """
+    keys = _read_mapping_keys()
+    if not keys:
+        return False
+    named = {*_list_model_types(config), *_list_classes(config)}
+    return bool(named & keys) or any(
+        words is None or not words.isdisjoint(keys) for words in _read_models(config)
+    )
+
+
+def may_be_tied(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Return whether a stored tensor may be an alias that transformers leaves out of files.
+
+    Args:
+        config: content of the model's ``config.json``.
+        names: the tensors that are stored. Output heads do not count: `weights.find_heads` knows
+            them.
+    """
+    patterns: set[str] = set()
+    for model_type in _list_model_types(config):
+        text = _read_modeling(model_type)
+        for block in _TIED.findall(text or ""):
+            patterns |= set(_TIED_KEY.findall(block))
+    patterns = {pattern for pattern in patterns if not pattern.endswith(_OUTPUT_HEAD)}
+    found = [re.compile(pattern) for pattern in patterns]
+    return any(pattern.search(name) for name in names for pattern in found)
+
+
+@cache
+def _package() -> Path | None:
+    """Return the folder of the installed transformers; finding it runs none of its code."""
+    spec = find_spec("transformers")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+@cache
+def _read_mapping_keys() -> frozenset[str]:
+    """Return the model types and class names that transformers converts; empty before version 5."""
+    package = _package()
+    path = package / "conversion_mapping.py" if package else None
+    if path is None or not path.is_file():
+        return frozenset()
+    keys: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Dict):
+            keys |= set(_list_texts(node.keys))
+        elif isinstance(node, ast.Subscript):
+            keys |= set(_list_texts([node.slice]))
+    return frozenset(keys)
+
+
+def _list_texts(nodes: Iterable[ast.expr | None]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def _list_model_types(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the model types of a config and of the configs in it."""
+    found = config.get("model_type")
+    if isinstance(found, str):
+        yield found
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from _list_model_types(value)
+
+
+def _list_classes(config: Mapping[str, Any]) -> list[str]:
+    classes = config.get("architectures")
+    return [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+
+
+def _read_models(config: Mapping[str, Any]) -> Iterator[frozenset[str] | None]:
+    """Yield the names in the source of each model in a config; None if a source is not found."""
+    for model_type in _list_model_types(config):
+        text = _read_modeling(model_type)
+        yield None if text is None else frozenset(_WORD.findall(text))
+
+
+@cache
+def _read_modeling(model_type: str) -> str | None:
+    """Return the source of a model type; a text model may be in the folder of its whole model."""
+    package = _package()
+    if package is None or not re.fullmatch(r"[\w-]+", model_type):
+        return None
+    name = model_type.replace("-", "_")
+    for folder in (name, name.removesuffix("_text")):
+        path = package / "models" / folder / f"modeling_{folder}.py"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None

@@ -1,0 +1,213 @@
+"""The names that transformers writes, and those that its models have in memory.
+
+transformers 5 holds some models in memory under other names and shapes than ``save_pretrained``
+writes (`reshard.model.published`). A checkpoint of a training run has the names in memory; a model
+on the Hub has the published ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from reshard.errors import UnsupportedError, UsageError
+from reshard.manifest import WEIGHT_KINDS, Manifest
+from reshard.model import library
+from reshard.model.published import Published, describe_published
+from reshard.naming.options import Names
+from reshard.renames import restate
+from reshard.units import some
+
+Form = Literal["memory", "published"]
+
+_OF_FILES = frozenset({"huggingface", "safetensors"})  # formats that hold published models
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A transformers config: its content, and its directory if it is a file."""
+
+    content: Mapping[str, Any]
+    directory: Path | None = None
+
+    def trace(self) -> Published | None:
+        """Return the published form of the model.
+
+        Raises:
+            UsageError: transformers cannot build the model.
+            UnsupportedError: its conversion is not a movement of whole elements.
+        """
+        return describe_published(str(self.directory) if self.directory else self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenForm:
+    """A training state in the form to write.
+
+    Args:
+        aliases: names that transformers leaves out of files -> the name that is written.
+    """
+
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | None) -> ChosenForm:
+    """Return a training state under the names that ``--names`` chooses.
+
+    Args:
+        manifest: the state, under names without wrapper prefixes.
+        config: the model's config; None if nothing states the model.
+        names: the user's choice; None: the published names, if the model is known.
+
+    Raises:
+        UsageError: the model cannot be built, or the weights are not its own, and the user asked
+            for its names.
+        UnsupportedError: the model's conversion is not a movement of whole elements.
+    """
+    if names == "source" or (config is None and names is None):
+        return ChosenForm(manifest)
+    if config is None:
+        raise UsageError(
+            f"--names {names}",
+            "needs the model's config, and there is none beside the checkpoint",
+            "name a directory with the model's config.json: --hf-dir DIR (of merge), --model DIR",
+        )
+    if names is None and not _may_differ(manifest, config.content):
+        return ChosenForm(manifest)
+    try:
+        published = config.trace()
+        return ChosenForm(manifest) if published is None else _convert(manifest, published, names)
+    except (UsageError, UnsupportedError) as error:
+        if names is not None:
+            raise
+        note = f"the output has the names of the source: {error.where} {error.problem}"
+        return ChosenForm(manifest, (note,))
+
+
+def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:
+    if library.may_be_converted(config):
+        return True
+    return library.may_be_tied(config, {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)})
+
+
+def _convert(manifest: Manifest, published: Published, names: Names | None) -> ChosenForm:
+    """Return the state in the published form, or in the form in memory.
+
+    Raises:
+        UsageError: the weights belong to another model.
+        UnsupportedError: a tensor has another shape than in the model.
+    """
+    conversion = published.conversion
+    form = recognize_form(manifest, published)
+    if names == "module":
+        if form == "memory":
+            return ChosenForm(manifest)
+        back = restore_memory_form(manifest, published)
+        return ChosenForm(back, (f"names as in memory of {conversion.model}",))
+    if form == "published":
+        names_of = {alias: conversion.names[alias][0] for alias in published.aliases}
+        aliases = {names_of[alias]: conversion.names[to][0] for alias, to in _plain(published)}
+        return ChosenForm(manifest, aliases=aliases)
+    manifest, notes = _leave_out_unsaved(manifest, published)
+    manifest = _keep_written_names(manifest, published.aliases)
+    aliases = {
+        conversion.names[alias][0]: conversion.names[to][0] for alias, to in _plain(published)
+    }
+    if not conversion.changes_nothing:
+        before = len({entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)})
+        manifest = conversion.apply(manifest)
+        after = len({entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)})
+        notes.append(
+            f"names as save_pretrained of {conversion.model} writes them ({before} tensors in"
+            f" memory, {after} in files); --names module keeps those in memory"
+        )
+    return ChosenForm(manifest, tuple(notes), aliases)
+
+
+def _plain(published: Published) -> list[tuple[str, str]]:
+    """Return the aliases, with the name that is written, of which both are one tensor in files."""
+    names = published.conversion.names
+    return [
+        (alias, to)
+        for alias, to in published.aliases.items()
+        if len(names[alias]) == len(names[to]) == 1
+    ]
+
+
+def recognize_form(manifest: Manifest, published: Published) -> Form:
+    """Return whether weights are in the form in memory or in the published form.
+
+    Where the names fit both, files of weights are published, and training states are not.
+
+    Raises:
+        UsageError: the weights belong to another model.
+    """
+    conversion = published.conversion
+    stored = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} - published.unsaved
+    unknown = {
+        "memory": stored - conversion.before.keys(),
+        "published": stored - conversion.after.keys() - published.spellings.keys(),
+    }
+    fitting: list[Form] = [form for form in ("memory", "published") if not unknown[form]]
+    if not fitting:
+        names = min(unknown.values(), key=len)
+        raise UsageError(
+            conversion.model,
+            f"is another model: it has no {some(sorted(names), 1)}",
+            "give the config of this model: --hf-dir DIR (of merge), --model DIR",
+        )
+    is_of_files = manifest.origin.format in _OF_FILES
+    return fitting[-1] if is_of_files and not conversion.changes_nothing else fitting[0]
+
+
+def restore_memory_form(manifest: Manifest, published: Published) -> Manifest:
+    """Return a published training state under the names and shapes in memory.
+
+    Raises:
+        ReshardError: see `Conversion.apply`.
+    """
+    usual = {
+        name: published.spellings[name]
+        for name in dict.fromkeys(entry.fqn for entry in manifest.entries.values())
+        if name in published.spellings
+    }
+    if usual:
+        manifest = _rename(manifest, usual)
+    return published.conversion.invert().apply(manifest)
+
+
+def _leave_out_unsaved(manifest: Manifest, published: Published) -> tuple[Manifest, list[str]]:
+    """Return the state without the values that transformers saves in no file."""
+    unsaved = [entry for entry in manifest.entries.values() if entry.fqn in published.unsaved]
+    if not unsaved:
+        return manifest, []
+    kept = [entry for entry in manifest.entries.values() if entry.fqn not in published.unsaved]
+    listed = some(sorted({entry.fqn for entry in unsaved}))
+    note = f"left out, as save_pretrained of {published.conversion.model} does: {listed}"
+    return manifest.with_entries(kept), [note]
+
+
+def _keep_written_names(manifest: Manifest, aliases: Mapping[str, str]) -> Manifest:
+    """Return the state with every tied weight under the name that transformers writes."""
+    stored = {entry.fqn for entry in manifest.entries.values()}
+    names: dict[str, str] = {}
+    for alias, written in aliases.items():
+        if alias in stored and written not in stored and written not in names.values():
+            names |= {alias: written, written: alias}
+    return _rename(manifest, names) if names else manifest
+
+
+def _rename(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
+    """Return the state with some of its tensors under other names."""
+
+    def rename(fqn: str) -> str:
+        return names.get(fqn, fqn)
+
+    entries = [replace(entry, fqn=rename(entry.fqn)) for entry in manifest.entries.values()]
+    copies = [replace(copy, fqn=rename(copy.fqn)) for copy in manifest.tied_copies]
+    renamed = manifest.with_entries(entries)
+    return restate(manifest, renamed.entries, copies, lambda fqn: (rename(fqn),))

@@ -1,0 +1,141 @@
+"""`merge` of transformers models writes what ``save_pretrained`` of the same model writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reshard
+from reshard.errors import DifferentError, UsageError
+from reshard.keys import Edits
+from tests.model.test_published import MODELS, make_model
+
+BERT = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+}
+
+
+@pytest.fixture(scope="module", params=[*MODELS, "BertForMaskedLM"])
+def run(request, tmp_path_factory):
+    """A checkpoint of a model as it is in memory, its ties broken, and its published form."""
+    MODELS.setdefault("BertForMaskedLM", ("bert", BERT))
+    place = tmp_path_factory.mktemp(request.param)
+    model = make_model(request.param)
+    model.save_pretrained(place / "published")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (place / "run").mkdir()
+    torch.save(state, place / "run" / "pytorch_model.bin")
+    config = (place / "published" / "config.json").read_text()
+    (place / "run" / "config.json").write_text(config)
+    return place, state
+
+
+def test_a_directory_is_what_save_pretrained_writes(run, tmp_path):
+    place, _ = run
+    reshard.merge(place / "run", tmp_path / "out")
+    wanted = place / "published" / "model.safetensors"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == wanted.read_bytes()
+
+
+def test_one_file_has_the_same_tensors(run, tmp_path):
+    place, _ = run
+    reshard.merge(place / "run", tmp_path / "model.safetensors")
+    assert_equal(
+        load_file(tmp_path / "model.safetensors"),
+        load_file(place / "published" / "model.safetensors"),
+    )
+
+
+def test_a_published_model_stays_as_it_is(run, tmp_path):
+    place, _ = run
+    reshard.merge(place / "published", tmp_path / "out")
+    wanted = place / "published" / "model.safetensors"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == wanted.read_bytes()
+
+
+def test_names_in_memory_are_kept_or_restored(run, tmp_path):
+    place, state = run
+    reshard.merge(place / "run", tmp_path / "kept.safetensors", names="module", tied="keep")
+    assert_equal(load_file(tmp_path / "kept.safetensors"), state)
+    reshard.merge(place / "run", tmp_path / "kept.pt")
+    kept = torch.load(tmp_path / "kept.pt")
+    assert kept.keys() <= state.keys()
+    reshard.merge(place / "published", tmp_path / "back.safetensors", names="module")
+    back = load_file(tmp_path / "back.safetensors")
+    assert back.keys() <= state.keys()
+    assert_equal(back, {name: state[name] for name in back})
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.fixture
+def mixtral(tmp_path):
+    model = make_model("MixtralForCausalLM")
+    (tmp_path / "run").mkdir()
+    model.config.save_pretrained(tmp_path / "run")
+    return tmp_path / "run", dict(model.state_dict())
+
+
+def test_weights_of_another_model_keep_their_names(mixtral, tmp_path):
+    run, state = mixtral
+    torch.save({f"policy.{name}": value for name, value in state.items()}, run / "model.bin")
+    report = reshard.merge(run, tmp_path / "out")
+    assert any("is another model" in text for text in report.changes)
+    assert "policy.model.norm.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    with pytest.raises(UsageError, match="is another model"):
+        reshard.merge(run, tmp_path / "hf", names="hf")
+
+
+def test_renames_apply_to_the_published_names(mixtral, tmp_path):
+    run, state = mixtral
+    torch.save(state, run / "model.bin")
+    edits = Edits(rename=[("block_sparse_moe", "moe")])
+    report = reshard.merge(run, tmp_path / "out", edits=edits)
+    assert any("save_pretrained of MixtralForCausalLM" in text for text in report.changes)
+    assert "model.layers.0.moe.experts.2.w1.weight" in load_file(
+        tmp_path / "out" / "model.safetensors"
+    )
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path):
+    MODELS.setdefault("BertForMaskedLM", ("bert", BERT))
+    model = make_model("BertForMaskedLM")
+    (tmp_path / "run").mkdir()
+    model.config.save_pretrained(tmp_path / "run")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["cls.predictions.decoder.bias"] += 1
+    torch.save(state, tmp_path / "run" / "model.bin")
+    with pytest.raises(DifferentError, match="is tied to 'cls"):
+        reshard.merge(tmp_path / "run", tmp_path / "out")
+    reshard.merge(tmp_path / "run", tmp_path / "out", tied="keep")
+    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), state)
+
+
+def test_a_model_that_is_never_converted_needs_no_transformers(tmp_path):
+    from safetensors.torch import save_file
+
+    source = tmp_path / "model"
+    source.mkdir()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (source / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.ones(3)}, source / "model.safetensors")
+    probe = (
+        "import sys, reshard\n"
+        f"reshard.merge({str(source)!r}, {str(tmp_path / 'out')!r})\n"
+        "print('transformers' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
