@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard import formats, replicas, units
-from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.output_options import OutputOptions
 from reshard.commands.output_report import OutputReport, WriteResult
@@ -252,6 +251,7 @@ def build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skelet
     Args:
         document: ``to_json()`` of the report.
     """
+    from reshard.commands.inspect import Inspection
     from reshard.html import pages
 
     return pages.written(document, Inspection(manifest).to_json(), manifest, skeleton)

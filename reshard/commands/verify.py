@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, keys, units
-from reshard.checks import deep, hashes, names, quick, result, scan
+from reshard.checks import names, quick, result
 from reshard.checks.opening import open_manifest
 from reshard.checks.result import Check, not_applicable, not_run
 from reshard.commands.inspect import Inspection
@@ -24,13 +24,12 @@ from reshard.formats import engines
 from reshard.manifest import Manifest
 from reshard.model import ModelHint, ModelShapes
 from reshard.options import option
-from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path
-from reshard.training.companion_files import config_beside
 from reshard.units import counted
 
 if TYPE_CHECKING:
+    from reshard.checks.hashes import Contents
     from reshard.html.page import Page
 
 SCHEMA = 1
@@ -163,7 +162,7 @@ def verify(
     began = time.perf_counter()
     sources = formats.as_paths(source)
     check_page(options, sources)
-    listed = hashes.read(as_path(options.against)) if options.against else None
+    listed = _read_listed(options)
     if options.write_manifest:
         path = as_path(options.write_manifest)
         check_destination(path, sources, is_directory=False, overwrite=options.overwrite)
@@ -188,6 +187,15 @@ def verify(
         options, lambda: _build_page(report, None if isinstance(manifest, Check) else manifest)
     )
     return report
+
+
+def _read_listed(options: VerifyOptions) -> Contents | None:
+    """Return the manifest to compare with, if the user gives one."""
+    if not options.against:
+        return None
+    from reshard.checks import hashes
+
+    return hashes.read(as_path(options.against))
 
 
 def _build_page(report: VerifyReport, manifest: Manifest | None) -> Page:
@@ -248,10 +256,12 @@ def _run_deep_checks(
     report: VerifyReport,
     options: VerifyOptions,
     shapes: ModelShapes | None,
-    listed: hashes.Contents | None,
+    listed: Contents | None,
     meter: Meter | None,
 ) -> None:
     """Read every byte, and add the deep checks to the report."""
+    from reshard.checks import deep, hashes, scan
+
     config = _read_config(manifest)
     digests = hashes.choose_dtypes(manifest) if options.write_manifest else {}
     if listed:
@@ -292,6 +302,8 @@ def _run_deep_checks(
 
 def _read_config(manifest: Manifest) -> dict[str, Any] | None:
     """Return the transformers config beside the checkpoint; None if it is missing or damaged."""
+    from reshard.training.companion_files import config_beside
+
     try:
         path = config_beside(manifest)
         return read_json_object(path) if path else None
@@ -299,10 +311,11 @@ def _read_config(manifest: Manifest) -> dict[str, Any] | None:
         return None
 
 
-def _write_manifest(
-    contents: hashes.Contents, report: VerifyReport, options: VerifyOptions
-) -> None:
+def _write_manifest(contents: Contents, report: VerifyReport, options: VerifyOptions) -> None:
     """Write the manifest if every check passed: a damaged checkpoint must not get one."""
+    from reshard.checks import hashes
+    from reshard.output import commit
+
     path = as_path(options.write_manifest or "")
     if not report.passed:
         report.notes.append(f"{path} was not written because a check failed")

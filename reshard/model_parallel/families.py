@@ -396,7 +396,11 @@ def _read_traits(
         ):
             odd.append(f"{key} is {config[key]}, not {line}")
     for key, line, stated in fields.list_fields(family.config, config):
-        value = line.read(stated, traits.get)
+        try:
+            value = line.read(stated, traits.get)
+        except ValueError as error:
+            odd.append(f"{key}: {error}")
+            continue
         # Keys that state the same trait must agree.
         if read.setdefault(line.own, value) != value:
             odd.append(f"{key} is {stated}, not {read[line.own]}")

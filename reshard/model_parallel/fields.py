@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
     Args:
         write: returns the file's value for the trait's; raises ValueError if it has none.
-        read: returns the trait's value for the file's.
+        read: returns the trait's value for the file's; raises ValueError if there is none.
     """
 
     write: Callable[[Any], Any]
@@ -48,6 +48,14 @@ def _count_first(numbers: tuple[int, ...]) -> int:
     return len(numbers)
 
 
+def _read_layer_types(words: list[str]) -> tuple[int, ...]:
+    for word in words:
+        if word not in _LAYER_TYPES:
+            raise ValueError(f"layers of {word!r} are neither of {' and '.join(_LAYER_TYPES)}")
+    return tuple(map(_LAYER_TYPES.index, words))
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 FORMS: Mapping[str, Form] = {
     # The number of dense layers before those with experts.
     "count_first": Form(_count_first, lambda count: tuple(range(count or 0))),
@@ -57,6 +65,13 @@ FORMS: Mapping[str, Form] = {
     "or_none": Form(lambda value: value or None, lambda value: value or 0),
     # One value that is a list of one.
     "in_list": Form(lambda value: [value], lambda value: value[0]),
+    # A list with 0 or 1 for each layer, as it is and with the opposite meaning.
+    "list": Form(list, tuple),
+    "opposite": Form(
+        lambda flags: [1 - flag for flag in flags], lambda flags: tuple(1 - flag for flag in flags)
+    ),
+    # Such a list in transformers' words: 1 is a layer with a sliding window.
+    "layer_types": Form(lambda flags: [_LAYER_TYPES[flag] for flag in flags], _read_layer_types),
 }
 
 

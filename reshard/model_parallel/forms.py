@@ -4,6 +4,7 @@ One side's tensor consists of the other side's *parts*, *fused* along dim 0:
 
     plain        one part, unchanged
     gate_up      [gate; up] of a gated linear unit
+    gate_up_rows [gate; up], from one part whose rows are of gate and up in turn (GPT-OSS)
     qkv          Megatron's attention: for every group of heads its queries, its key, its value
     qkv_stacked  like qkv, with one part that has all queries, all keys, all values (GPT-2, Phi-3)
     rope         rows of a head in pairs (Meta), and in halves (Hugging Face)
@@ -131,6 +132,12 @@ def _make_gate_up(rows: int, model: Architecture) -> Form:
     return Form((half, half), (RowRun(0, 0, 0, half), RowRun(1, 0, half, half)))
 
 
+def _make_gate_up_rows(rows: int, model: Architecture) -> Form:
+    """Return the form of `_make_gate_up` whose one part has a row of the gate, one of up, ..."""
+    half = _make_gate_up(rows, model).parts[0]
+    return Form((rows,), tuple(RowRun(0, 2 * row, row, 2, half) for row in range(half)))
+
+
 def _make_qkv(rows: int, model: Architecture) -> Form:
     """Return the form of Megatron's query, key and value, group after group of heads."""
     heads, groups = model.require("heads"), model.require("groups")
@@ -179,6 +186,7 @@ def _make_rope(rows: int, model: Architecture) -> Form:
 _FORMS: Mapping[str, Callable[[int, Architecture], Form]] = {
     PLAIN: _make_plain,
     "gate_up": _make_gate_up,
+    "gate_up_rows": _make_gate_up_rows,
     "qkv": _make_qkv,
     "qkv_stacked": _make_qkv_stacked,
     "rope": _make_rope,

@@ -73,8 +73,25 @@ def parse_args(args: Mapping[str, Any], source: str) -> Traits:
         aux_loss=_get_aux_loss(args),
         tied=not args.get("untie_embeddings_and_output_weights"),
         odd=tuple(_list_unsupported(args)),
-        args=args,
+        args=_list_patterns(args),
     )
+
+
+def _list_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with each pattern of layers as a list of 0 and 1.
+
+    Source: Megatron-LM core_v0.16.1 ``transformer_config.py`` (N of ``no_rope_freq``: every N-th
+    layer is without rotary positions), ``transformer/utils.py`` ``is_layer_window_attention`` (N of
+    ``window_attn_skip_freq``: every N-th layer is without a window).
+    """
+    layers, listed = _get_number(args, "num_layers") or 0, dict(args)
+    for name, at_nth in (("no_rope_freq", 1), ("window_attn_skip_freq", 0)):
+        every = args.get(name)
+        if type(every) is int and every > 0:
+            listed[name] = [
+                at_nth if number % every == 0 else 1 - at_nth for number in range(1, layers + 1)
+            ]
+    return listed
 
 
 def make_args(traits: Traits) -> dict[str, Any]:

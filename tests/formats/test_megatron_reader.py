@@ -392,6 +392,8 @@ def test_dense_and_expert_ranks_meet_where_experts_are_cut_otherwise():
     )
     assert list_saving_ranks(args) == [(0, 0), (1, 1), (0, 2), (1, 3)]  # as core_v0.16.1 saved it
     assert {args.get_expert_tensor_rank(tp, ep) for tp, ep in list_saving_ranks(args)} == {0}
+    args.values["expert_model_parallel_size"] = 1
+    assert list_saving_ranks(args) == [(0, 0), (1, 0)]  # core_v0.16.1 loads both, and saves one
 
 
 def test_nemo_s_keys_and_counters(monkeypatch):

@@ -2,9 +2,10 @@
 
 ``python -m tests.judged.families [--work DIR] [--table FILE] [CONFIG ...]``
 
-CONFIG is a ``config.json``, its directory, or a ``model_type`` of transformers (the defaults of its
-class); without one, every model of ``NAMED`` is tried. A tiny random model with the features of the
-configuration is made by transformers (``tests.judges.family_models``), and for each grid of ranks:
+CONFIG is a ``config.json``, its directory, a ``model_type`` of transformers (the defaults of its
+class) or the text of a ``config.json``; without one, every model of ``NAMED`` is tried. A tiny
+random model with the features of the configuration is made by transformers
+(``tests.judges.family_models``), and for each grid of ranks:
 
     convert     ``reshard convert --to megatron`` writes it, with its optimizer
     load        megatron-core builds a model from the ``args`` in the checkpoint alone, and loads
@@ -34,10 +35,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
 from reshard.errors import ReshardError
+from reshard.model_parallel import families
 from tests.judges import family_models
 from tests.judges.family_models import Sources
 from tests.judges.server import Judge
@@ -47,6 +49,7 @@ NEAR = 2e-5  # of the largest logit: sums in another order
 PROVED, FAILED, REFUSED = "proved", "failed", "refused"
 EXIT_CODES = {PROVED: 0, FAILED: 1, REFUSED: 3}
 NOT_RUN = 6
+_SHOWN = 4
 NAMED = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "ernie4_5", "granite"),
     *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere2", "exaone4"),
@@ -78,6 +81,7 @@ class Ranks:
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
 
+Grids = tuple[Ranks, ...]
 DENSE = (Ranks(tp=2), Ranks(tp=2, pp=2))
 SPARSE = (Ranks(tp=2), Ranks(tp=2, pp=2), Ranks(ep=2), Ranks(pp=2, ep=2), Ranks(tp=2, ep=2))
 
@@ -103,17 +107,32 @@ class Proof:
 
     def describe(self) -> str:
         """Return a line for a terminal."""
-        told = "; ".join(self.problems) or self.refused or ", ".join(map(str, self.grids))
-        return f"{self.name:<16} {self.verdict:<8} {told}"
+        return f"{self.name:<16} {self.verdict:<8} {self.tell()}"
+
+    def tell(self) -> str:
+        """Return the problems, the refusal or the grids."""
+        more = len(self.problems) - _SHOWN
+        shown = [*self.problems[:_SHOWN], *([f"{more} more"] * (more > 0))]
+        return "; ".join(shown) or self.refused or ", ".join(map(str, self.grids))
 
     def run(self, ranks: Ranks) -> Path:
         """Return where the checkpoint of a grid lies."""
         return self.place / str(ranks).replace(" ", "")
 
 
-def prove(configs: Iterable[str], place: Path) -> list[Proof]:
-    """Try each configuration, in directories of ``place``; Megatron-core is started once."""
-    proofs = [_begin(config, place) for config in configs]
+def prove(
+    configs: Iterable[str], place: Path, dense: Grids = DENSE, sparse: Grids = SPARSE
+) -> list[Proof]:
+    """Try each configuration, in directories of ``place``; Megatron-core is started once.
+
+    Args:
+        dense: the grids of a model without experts.
+        sparse: the grids of one with experts.
+    """
+    proofs = [
+        _begin(config, place / f"config{number}", dense, sparse)
+        for number, config in enumerate(configs)
+    ]
     jobs = {
         f"{number}-{ranks}".replace(" ", ""): (proof, ranks)
         for number, proof in enumerate(proofs)
@@ -129,9 +148,9 @@ def prove(configs: Iterable[str], place: Path) -> list[Proof]:
     return proofs
 
 
-def _begin(config: str, place: Path) -> Proof:
+def _begin(config: str, place: Path, dense: Grids, sparse: Grids) -> Proof:
     """Make the model and convert it to every grid."""
-    proof = Proof(config, place / Path(config).name)
+    proof = Proof(config, place)
     try:
         tiny = family_models.shrink(family_models.read_config(config))
         proof.model_type = tiny.model_type
@@ -139,7 +158,7 @@ def _begin(config: str, place: Path) -> Proof:
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises is the answer
         proof.problems.append(f"transformers: {type(error).__name__}: {error}".splitlines()[0])
         return proof
-    for ranks in SPARSE if _has_experts(tiny) else DENSE:
+    for ranks in sparse if _has_experts(tiny) else dense:
         try:
             _convert(proof.sources.run, proof.run(ranks), ranks, model=str(proof.sources.model))
         except ReshardError as error:
@@ -171,12 +190,14 @@ def _judge(proof: Proof, ranks: Ranks, found: dict[str, Any] | str) -> Iterator[
         yield from _compare_logits(found["logits"], sources.logits)
     back = proof.place / f"{run.name}.back"
     try:
-        reshard.merge(run, back)
+        reshard.merge(run, back, **_name_family(proof))
         yield from _compare_directories(back, sources)
-        yield from _compare_moments(run, proof.place / f"{run.name}.dcp")
+        yield from _compare_moments(proof, ranks, proof.place / f"{run.name}.dcp")
         yield from _go_there_and_back(run, ranks)
     except ReshardError as error:
         yield str(error).splitlines()[0]
+    except Exception as error:  # noqa: BLE001 - transformers refuses what was merged
+        yield f"transformers: {type(error).__name__}: {str(error).splitlines()[0]}"
 
 
 def _compare_logits(found: list[torch.Tensor], wanted: torch.Tensor) -> Iterator[str]:
@@ -199,7 +220,11 @@ def _compare_directories(back: Path, sources: Sources) -> Iterator[str]:
         mine, theirs = after[name], before[name]
         if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
             yield f"{name} has other values"
-    model, told = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+    config = AutoConfig.from_pretrained(back)
+    config.pad_token_id = None  # the default of the class may be beyond the few rows
+    model, told = AutoModelForCausalLM.from_pretrained(
+        back, config=config, output_loading_info=True
+    )
     yield from (f"{key}: {told[key]}" for key in ("missing_keys", "unexpected_keys") if told[key])
     with torch.no_grad():
         logits = model.eval()(sources.tokens, use_cache=False).logits
@@ -211,12 +236,18 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
-def _compare_moments(run: Path, target: Path) -> Iterator[str]:
+def _name_family(proof: Proof) -> dict[str, Any]:
+    """Return the option that names the family, which Megatron's arguments may not tell."""
+    known = families.is_known(proof.model_type)
+    return {"family": proof.model_type} if known else {"hf_dir": proof.sources.model}
+
+
+def _compare_moments(proof: Proof, ranks: Ranks, target: Path) -> Iterator[str]:
     """Yield the moments under Hugging Face's names that do not fit their weights."""
-    reshard.split(run, target, to="dcp", names="hf")
+    reshard.split(proof.run(ranks), target, to="dcp", names="hf", **_name_family(proof))
     with reshard.open(target) as state:
         moments = {slot: state.optimizer(slot) for slot in ("exp_avg", "exp_avg_sq")}
-        for name in state:
+        for name in _read(proof.sources.model):  # without the copies of what is tied
             weight = state[name][...]
             wanted = {"exp_avg": 2 * weight, "exp_avg_sq": weight.square()}
             for slot, value in wanted.items():
@@ -242,11 +273,8 @@ def _describe(report: Any) -> Iterator[str]:
 
 def write_table(proofs: Iterable[Proof]) -> str:
     """Return the table of `docs/megatron-families.md`."""
-    rows = ["| model type | result | where, or why not |", "| --- | --- | --- |"]
-    for proof in proofs:
-        told = "; ".join(proof.problems) or proof.refused or ", ".join(map(str, proof.grids))
-        rows.append(f"| `{proof.model_type or proof.name}` | {proof.verdict} | {told} |")
-    return "\n".join(rows)
+    rows = [f"| `{p.model_type or p.name}` | {p.verdict} | {p.tell()} |" for p in proofs]
+    return "\n".join(["| model type | result | where, or why not |", "| --- | --- | --- |", *rows])
 
 
 def main() -> int:

@@ -8,13 +8,14 @@ from tests.judged import families
 
 pytestmark = pytest.mark.slow
 
-PROVED = ("qwen2",)
+PROVED = ("qwen2", "phi3", "smollm3", "ernie4_5", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
 def proofs(tmp_path_factory):
     """The proof of every family, by its name."""
-    found = families.prove(PROVED, tmp_path_factory.mktemp("families"))
+    dense, sparse = (families.Ranks(tp=2, pp=2),), (families.Ranks(tp=2, ep=2),)
+    found = families.prove(PROVED, tmp_path_factory.mktemp("families"), dense, sparse)
     return {proof.name: proof for proof in found}
 
 

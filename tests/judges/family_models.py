@@ -8,6 +8,7 @@ of the weights, so that whoever holds both can check them: ``exp_avg`` is twice 
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,9 @@ class Sources:
 
 
 def read_config(source: str) -> PreTrainedConfig:
-    """Return a configuration by its file, its directory, or the name of its ``model_type``."""
+    """Return a configuration by its text, its file, its directory, or its ``model_type``."""
+    if source.startswith("{"):
+        return AutoConfig.for_model(**json.loads(source))
     path = Path(source)
     if path.exists():
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

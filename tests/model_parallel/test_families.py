@@ -140,3 +140,32 @@ def test_an_item_of_a_mapping_is_a_setting_of_its_own():
     assert line.fill("factor", Traits(source="a")) == 1
     assert line.read(4.0, lambda _: {"beta": 2}) == {"beta": 2, "factor": 4.0}
     assert line.read(1, lambda _: None) is None
+
+
+SMOLLM3 = {
+    "num_layers": 8,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "ffn_hidden_size": 48,
+}
+
+
+@pytest.mark.parametrize("pattern", [4, [0, 0, 0, 1] * 2])
+def test_a_pattern_of_layers_is_a_number_or_a_list(pattern):
+    traits = megatron_traits.parse_args({**SMOLLM3, "no_rope_freq": pattern}, "args")
+    family, found = families.choose_family(traits)
+    assert family.name == "smollm3"
+    assert family.make_config(found)["no_rope_layers"] == [1, 1, 1, 0] * 2
+    assert family.make_args(found)["no_rope_freq"] == [0, 0, 0, 1] * 2
+
+
+def test_layers_of_another_kind_are_named():
+    config = {"model_type": "gpt_oss", "layer_types": ["linear_attention"] * 2}
+    with pytest.raises(UnsupportedError, match="layer_types: layers of 'linear_attention'"):
+        families.read_config(config, "config.json")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from reshard.containers.skeletons import LaidOut
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.colossalai.directory import NAME, detect
-from reshard.formats.request import Request
 from reshard.location import Location
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
+    from reshard.formats.request import Request
     from reshard.training.state import WritableState
 
 

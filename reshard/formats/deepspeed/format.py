@@ -16,14 +16,14 @@ from reshard.formats.base import (
     has_megatron_args,
 )
 from reshard.formats.deepspeed.directory import NAME, detect
-from reshard.formats.request import Request
-from reshard.formats.target_options import TargetOptions
 from reshard.location import Location, directory_of
 from reshard.manifest import Manifest
 from reshard.naming.options import ModelNames
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
+    from reshard.formats.request import Request
+    from reshard.formats.target_options import TargetOptions
     from reshard.model_parallel.traits import Traits
     from reshard.training.state import WritableState
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import dtypes
 from reshard.dtypes import BFLOAT16, DType
 from reshard.formats.deepspeed.expert_layout import expert_parallel_size, has_experts
-from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
+
+if TYPE_CHECKING:
+    from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 
 _SUB_GROUP_SIZE = 10**9
 _FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config accepts

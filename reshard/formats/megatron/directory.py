@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 
 from reshard.errors import IncompleteError, StaleError, UsageError
@@ -160,10 +161,15 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
 
 
 def list_saving_ranks(args: Arguments) -> list[tuple[int, int]]:
-    """Return the (tensor, expert) ranks of a pipeline stage that save.
+    """Return the (tensor, expert) ranks of a pipeline stage whose parts make a whole model.
 
     The ranks with the first copy of the experts save (get_expert_data_parallel_rank). Dense layers
-    are assigned to ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``).
+    are assigned to ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``). Where
+    fewer ranks share all experts than share a layer, Megatron-LM core_v0.16.1 needs a folder of
+    every tensor rank to load, although the others do not save one.
     """
-    ranks = {(r % args.tp, r // args.etp % args.ep) for r in range(args.etp * args.ep)}
+    saving = args.etp * args.ep
+    if {r % args.tp for r in range(saving)} != set(range(args.tp)):
+        saving = lcm(args.tp, saving)
+    ranks = {(r % args.tp, r // args.etp % args.ep) for r in range(saving)}
     return sorted(ranks, key=lambda rank: (rank[1], rank[0]))

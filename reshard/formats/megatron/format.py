@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.megatron.directory import NAME, detect, holds
-from reshard.formats.request import Request
-from reshard.formats.target_options import TargetOptions
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
@@ -18,6 +16,8 @@ from reshard.naming.options import ModelNames, NameOptions, Naming
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.formats.base import StateConversion
+    from reshard.formats.request import Request
+    from reshard.formats.target_options import TargetOptions
     from reshard.model_parallel.traits import Traits
     from reshard.training.state import WritableState
 

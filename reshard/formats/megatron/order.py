@@ -17,6 +17,7 @@ _EMBEDDING = re.compile(r"(language_model\.)?embedding\.")
 _IN_LAYER = re.compile(r".*?\.layers\.\d+\.(.+)")
 _LAYER = (  # a name sorts by the first of these with which it begins inside its layer
     "input_layernorm.",
+    "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_q_proj.",
     "self_attention.linear_q_down_proj.",

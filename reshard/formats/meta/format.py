@@ -9,13 +9,13 @@ from reshard.containers.skeletons import LaidOut
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.meta.directory import EMBEDDING, NAME, OUTPUT, detect
-from reshard.formats.request import Request
 from reshard.location import Location
 from reshard.manifest import Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
 
 if TYPE_CHECKING:
     from reshard.formats.base import StateConversion
+    from reshard.formats.request import Request
     from reshard.model_parallel.families import Family
     from reshard.model_parallel.traits import Traits
     from reshard.training.state import WritableState

@@ -8,11 +8,11 @@ from reshard.containers.skeletons import LaidOut
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.nanotron.directory import NAME, detect
-from reshard.formats.request import Request
 from reshard.location import Location
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
+    from reshard.formats.request import Request
     from reshard.training.state import WritableState
 
 

@@ -10,16 +10,16 @@ from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.pytorch.directory import NAME, detect, detect_loosely
-from reshard.formats.request import Request
-from reshard.formats.target_options import StateDictType, TargetOptions
 from reshard.location import Location
 from reshard.manifest import Manifest, Skeleton
 from reshard.training import trainer_run
-from reshard.training.trainer_run import Run
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
+    from reshard.formats.request import Request
+    from reshard.formats.target_options import StateDictType, TargetOptions
     from reshard.training.state import WritableState
+    from reshard.training.trainer_run import Run
 
 _DEEPSPEED = ("deepspeed", "deepspeed-universal")
 _SHARDED = ("dcp", "fsdp", "torchtitan", "verl")  # sources of sharded training by PyTorch itself

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.containers.torch_writer import build_number
@@ -152,11 +152,13 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         refuse_without_optimizer(state)
     table, architecture, args = described.table, described.architecture, described.args
     constants = {"layers": architecture.layers} if architecture.layers else {}
-    gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
+    gated = any(args.get(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
     padded, notes = _choose_padding(state, wanted, table, constants, architecture)
     te = wanted.dialect == "te"
     weights = find_rules(state, table, constants, gated=gated, te=te, padded=padded)
     experts = frozenset(each.weight.fqn for each in weights if each.expert is not None)
+    if any(each.expert is not None and each.found.name.endswith(".bias") for each in weights):
+        wanted = _keep_experts_whole(wanted)
     if wanted.sizes.expert > 1 and not experts:
         raise UsageError(f"expert parallel size {wanted.sizes.expert}", "the model has no experts")
     tied = _is_tied(state, architecture)
@@ -205,6 +207,15 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         (*notes, *param_groups.notes, *schedule_notes),
         tuple(f"args.{name}" for name in args if name not in adapted),
     )
+
+
+def _keep_experts_whole(wanted: MegatronOptions) -> MegatronOptions:
+    """Return the options with one rank for each expert, whatever shares the dense layers.
+
+    Experts with biases are built so alone (core_v0.16.1 ``transformer_config.py``: "Bias in Moe is
+    only supported when ETP==1").
+    """
+    return replace(wanted, sizes=replace(wanted.sizes, expert_tensor=1))
 
 
 def _is_tied(state: WritableState, architecture: Architecture) -> bool:
