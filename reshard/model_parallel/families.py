@@ -5,7 +5,8 @@ the family has: a value, a list of possible values, or ``any`` for what its conf
 ``config`` is its config.json and ``args`` are its arguments of Megatron, besides those that
 `megatron_traits` makes of every model's traits; both have constants, and fields that stand for
 traits (see `fields`). ``neutral`` lists values of further keys of the config that change nothing,
-``neutral_args`` of further arguments (see `config_keys`). ``alike`` lists other model types of
+``neutral_args`` of further arguments (see `config_keys`). ``equal`` has fields whose value must be
+a given one. ``alike`` lists other model types of
 transformers that compute the same from these keys: tests compare logits.
 
 The built-in families are those of every table in ``tables/``; a user's file adds its own.
@@ -48,6 +49,7 @@ class Family:
     args: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, Any] = field(default_factory=dict)
     neutral_args: Mapping[str, Any] = field(default_factory=dict)
+    equal: Mapping[str, Any] = field(default_factory=dict)
     alike: tuple[str, ...] = ()
 
     @property
@@ -64,6 +66,11 @@ class Family:
             value = own.get(name)
             if value not in allowed and _ANY not in allowed:
                 mismatches.append(f"{name} is {value}, not {' or '.join(map(str, allowed))}")
+        for text, required in self.equal.items():
+            line = fields.parse_field(text)
+            value = line.fill_if_known(own) if line else None
+            if value != required:
+                mismatches.append(f"{text.strip('{}')} is {value}, not {required}")
         if traits.args is not None:
             mismatches += self._find_odd_args(traits.args)
         return mismatches
@@ -80,6 +87,8 @@ class Family:
         """Return the traits of a model with those that the family's arguments state."""
         for _, line, value in fields.list_fields(self.args, traits.args or {}):
             traits = traits.with_values({line.own: line.read(value, traits.get)})
+        if traits.rope_scaling and fields.KIND not in traits.rope_scaling:
+            return replace(traits, rope_scaling=None)  # numbers of a scaling that is not in use
         return traits
 
     def make_config(self, traits: Traits) -> dict[str, Any]:
@@ -228,7 +237,7 @@ def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> I
     Raises:
         UsageError: a family lacks a section, or has one that is unknown.
     """
-    sections = {"when", "config", "args", "neutral", "neutral_args", "alike"}
+    sections = {"when", "config", "args", "neutral", "neutral_args", "equal", "alike"}
     families = document.get("families", {})
     for model, section in families.items() if isinstance(families, dict) else ():
         if not isinstance(section, dict) or not {"when", "config"} <= section.keys() <= sections:
@@ -239,16 +248,25 @@ def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> I
             )
         if "model_type" not in section["config"]:
             raise UsageError(source, f"family {model!r} has no model_type in its config")
-        yield Family(name=str(model), table=table, **{**section, "alike": _list_alike(section)})
+        lines = {key: _drop_null(section.get(key, {})) for key in ("config", "args")}
+        alike = tuple(map(str, section.get("alike", ())))
+        yield Family(name=str(model), table=table, **{**section, **lines, "alike": alike})
 
 
-def _list_alike(section: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(map(str, section.get("alike", ())))
+def _drop_null(lines: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lines without those that another family's are overridden with as null."""
+    return {key: line for key, line in lines.items() if line is not None}
 
 
 def is_known(name: object, path: Path | None = None) -> bool:
     """Return whether a value is the name of a family, or a ``model_type`` of one."""
     return bool(_find_families(name, path))
+
+
+def find_base_type(model_type: object, path: Path | None = None) -> str | None:
+    """Return the ``model_type`` of a family that computes what models of another one do."""
+    alike = _find_alike(str(model_type), path)
+    return alike[0].model_type if alike else None
 
 
 def _find_families(name: object, path: Path | None) -> list[Family]:

@@ -26,6 +26,7 @@ _FIELD = re.compile(
     r"(?:/(?P<divisor>[a-z_0-9]+)|\|(?P<form>[a-z_0-9]+)|\.(?P<item>[a-z_0-9]+)=(?P<default>[^}]*))?"
     r"(?P<optional>\?)?\}"
 )
+KIND = "rope_type"  # the item of a mapping without which it has no meaning
 _INVERSE = {"rows": "vocab"}  # traits that follow from another
 _ALIKE = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 
@@ -36,10 +37,12 @@ class Form(NamedTuple):
     Args:
         write: returns the file's value for the trait's; raises ValueError if it has none.
         read: returns the trait's value for the file's; raises ValueError if there is none.
+        is_null: whether null stands for a value of the trait.
     """
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
+    is_null: bool = False
 
 
 def _count_first(numbers: tuple[int, ...]) -> int:
@@ -62,7 +65,13 @@ FORMS: Mapping[str, Form] = {
     # A flag that states the opposite.
     "not": Form(lambda value: not value, lambda value: not value),
     # A number that is null where it is zero.
-    "or_none": Form(lambda value: value or None, lambda value: value or 0),
+    "or_none": Form(lambda value: value or None, lambda value: value or 0, is_null=True),
+    # A factor that is null where it is one.
+    "not_one": Form(
+        lambda value: None if value == 1 else value,
+        lambda value: 1.0 if value is None else value,
+        is_null=True,
+    ),
     # One value that is a list of one.
     "in_list": Form(lambda value: [value], lambda value: value[0]),
     # A list with 0 or 1 for each layer, as it is and with the opposite meaning.
@@ -124,7 +133,8 @@ class Field:
             value = self.get(traits)
         except ValueError as error:
             raise UsageError(traits.source, f"cannot have its {key}: {error}") from error
-        if value is None and not self.is_optional and not self.item:
+        may_be_null = self.is_optional or self.item or (self.form and FORMS[self.form].is_null)
+        if value is None and not may_be_null:
             raise UsageError(
                 traits.source,
                 f"does not state the model's {self.trait}, which {key} needs",
@@ -147,10 +157,11 @@ class Field:
         """
         if self.item:
             mapping = dict(known(self.trait) or {})
-            if value is not None and value != self.default:
+            # A kind at its default says that there is no such mapping: see `Family.complete`.
+            if value is not None and (self.item != KIND or value != self.default):
                 mapping[self.item] = value
             return mapping or None
-        if value is None:
+        if value is None and not (self.form and FORMS[self.form].is_null):
             return None
         if self.divisor:
             divisor = known(self.divisor)

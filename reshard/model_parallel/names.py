@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, index_entries
+from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, index_entries
 from reshard.model_parallel import forms, moves, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
@@ -230,8 +230,34 @@ class _FromHf(_Renaming):
     def __init__(self, manifest: Manifest, table: Table, model: Architecture) -> None:
         super().__init__(manifest, table, model)
         self._parts: dict[str, Part] = {}
+        self.manifest = self._merge_copies(manifest)
+
+    def _merge_copies(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with each tensor that repeats another as a replica of that one."""
+        merged = dict(manifest.entries)
+        for (kind, fqn), entry in manifest.entries.items():
+            kept = self.spellings.find_copied(fqn)
+            if kept is None or (kind, kept) not in merged:
+                continue
+            other = merged[kind, kept]
+            if (other.shape, other.dtype) != (entry.shape, entry.dtype):
+                raise CorruptError(
+                    manifest.origin.path,
+                    f"{fqn!r} is {entry.dtype} {entry.shape}, {kept!r} {other.dtype} {other.shape}:"
+                    " it should be a copy",
+                )
+            copies = moves.align_copies(other.chunks, entry.chunks)
+            merged[kind, kept] = replace(other, chunks=copies)
+            del merged[kind, fqn]
+            self.notes[f"a copy of {kept}, stored once: {fqn}"] = None
+        return (
+            replace(manifest, entries=merged) if len(merged) < len(manifest.entries) else manifest
+        )
 
     def spell(self, fqn: str) -> tuple[str, ...]:
+        kept = self.spellings.find_copied(fqn)
+        if kept is not None and any(key[1] == kept for key in self.manifest.entries):
+            return self.find_new_names(kept)
         part = self._parts[fqn] = self.spellings.find_by_hf(fqn)
         return tuple(part.spelled(number).own for number in self._list_slices(fqn, part))
 
@@ -249,7 +275,7 @@ class _FromHf(_Renaming):
         for entry in entries:
             part = self._parts[entry.fqn]
             if part.line.is_plain:
-                whole.append(replace(entry, fqn=self.find_new_names(entry.fqn)[0]))
+                whole.append(self._rename_plain(entry))
                 continue
             self.check_shape(entry, plain=False)
             for number in self._list_slices(entry.fqn, part):
@@ -261,6 +287,12 @@ class _FromHf(_Renaming):
                 pieces[part.number] = _take_slice(entry, number, transposed=part.line.transposed)
         for item in whole:
             yield item if isinstance(item, Entry) else self._fuse(item, *gathered[item])
+
+    def _rename_plain(self, entry: Entry) -> Entry:
+        name = self.find_new_names(entry.fqn)[0]
+        rule = self.spellings.table.find(name, self.spellings.numbers)
+        is_buffer = entry.kind == PARAM and rule is not None and rule.rule.is_buffer
+        return replace(entry, fqn=name, kind=BUFFER if is_buffer else entry.kind)
 
     def _fuse(self, key: Key, spelled: Spelled, pieces: Mapping[int, Entry]) -> Entry:
         names = dict(enumerate(spelled.names))

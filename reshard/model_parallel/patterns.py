@@ -1,8 +1,8 @@
 """Names with fields, as the tables write them: ``decoder.layers.{i}.mlp.linear_fc1.{p}``.
 
 A field of one letter stands for a number, ``{p}`` for the last component of a name (weight, bias),
-``{i+2}`` for the number ``i`` plus two, because the two sides count from different starts, and
-``{layers+2}`` for a number that follows from the model's size.
+``{i+2}`` for the number ``i`` plus two, because the two sides count from different starts,
+``{layers+2}`` for a number that follows from the size of the model, ``{m+layers}`` for both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-_FIELD = re.compile(r"\{([a-z]+)([+-]\d+)?\}")
+_FIELD = re.compile(r"\{([a-z]+)([+-](?:\d+|[a-z]+))?\}")
 _DIGITS = re.compile(r"\d+")
 _WORD = "p"  # the only field that is not a number
 
@@ -41,7 +41,10 @@ class Pattern:
         if match is None:
             return None
         values: dict[str, str | int] = {}
-        for text, (field, added) in zip(match.groups(), fields, strict=True):
+        for text, (field, offset) in zip(match.groups(), fields, strict=True):
+            added = _find_offset(offset, constants)
+            if added is None:
+                return None
             value: str | int = text if field == _WORD else int(text) - added
             known = constants.get(field, values.get(field, value))
             if known != value or (isinstance(value, int) and value < 0):
@@ -62,7 +65,12 @@ class Pattern:
 
         def one(field: re.Match[str]) -> str:
             value = values[field[1]]
-            return str(value + int(field[2] or 0)) if isinstance(value, int) else value
+            if not isinstance(value, int):
+                return value
+            added = _find_offset(field[2] or "", values)
+            if added is None:
+                raise KeyError(field[2])
+            return str(value + added)
 
         return _FIELD.sub(one, self.text)
 
@@ -76,14 +84,21 @@ def make_group_key(name: str) -> str:
     return _DIGITS.sub("#", name.rpartition(".")[0])
 
 
+def _find_offset(text: str, values: Fields) -> int | None:
+    """Return the number that a field adds, e.g. of ``+2`` or ``+layers``; None if it is unknown."""
+    sign, word = -1 if text.startswith("-") else 1, text[1:]
+    number = int(word or 0) if not word.isalpha() else values.get(word)
+    return sign * number if isinstance(number, int) else None
+
+
 @cache
-def _compile(text: str) -> tuple[re.Pattern[str], tuple[tuple[str, int], ...]]:
+def _compile(text: str) -> tuple[re.Pattern[str], tuple[tuple[str, str], ...]]:
     """Return the regular expression of a pattern, and its fields with their offsets."""
     at, parts, fields = 0, [], []
     for field in _FIELD.finditer(text):
         parts.append(re.escape(text[at : field.start()]))
         # A word is matched lazily, so that it ends where a number behind it begins.
         parts.append(r"([^.]+?)" if field[1] == _WORD else r"(\d{1,9})")
-        fields.append((field[1], int(field[2] or 0)))
+        fields.append((field[1], field[2] or ""))
         at = field.end()
     return re.compile("".join([*parts, re.escape(text[at:])])), tuple(fields)

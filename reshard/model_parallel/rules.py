@@ -8,11 +8,14 @@ too; in both cases the added lines take precedence.
 ``prefix`` is a first component of Hugging Face's names that files may lack, namely those of a base
 model that was saved without its head. ``wrapper`` is a first component that the source's names may
 have in addition. ``computed`` lists tensors of either side that a model computes when it is loaded.
+``copies`` maps names of Hugging Face's side to those of the tensor that they repeat. ``repeated``
+maps prefixes of names to those of a module that has the same parameters: each line of the one holds
+for the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -40,11 +43,16 @@ FORM = "under  parameters:  write  NAME: {cut: vocab|column|row|gated|replicated
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of ``parameters``: a name, its cut, and its other names by dialect."""
+    """One line of ``parameters``: a name, its cut, and its other names by dialect.
+
+    Args:
+        is_buffer: whether no optimizer trains it.
+    """
 
     name: Pattern
     cut: str
     others: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
+    is_buffer: bool = False
 
     @property
     def is_vocabulary(self) -> bool:
@@ -114,6 +122,7 @@ class Table:
     prefix: str = ""
     computed: tuple[Pattern, ...] = ()
     wrapper: str = ""
+    copies: Mapping[Pattern, str] = field(default_factory=dict)
     _words: Mapping[str | None, Sequence[_Spelling]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +152,42 @@ class Table:
             self.prefix or other.prefix,
             self.computed + other.computed,
             self.wrapper or other.wrapper,
+            {**other.copies, **self.copies},
         )
+
+    def repeat(self, prefixes: Mapping[str, str]) -> Table:
+        """Return the table with each line once more for a module that has the same parameters.
+
+        The new lines come first, as the names of both may match the older ones.
+
+        Args:
+            prefixes: first components of a name -> those in the other module.
+        """
+        old = tuple(prefixes)
+
+        def rename(name: str) -> str:
+            prefix = next((each for each in old if name.startswith(each)), "")
+            return prefixes.get(prefix, "") + name[len(prefix) :]
+
+        rules = tuple(
+            replace(
+                rule,
+                name=Pattern(rename(rule.name.text)),
+                others={
+                    dialect: tuple(Pattern(rename(each.text)) for each in patterns)
+                    for dialect, patterns in rule.others.items()
+                    if all(each.text.startswith(old) for each in patterns)
+                },
+            )
+            for rule in self.rules
+            if rule.name.text.startswith(old)
+        )
+        hf = {
+            rename(name): _rename_line(line, rename)
+            for name, line in self.hf.items()
+            if name.startswith(old)
+        }
+        return replace(self, rules=rules + self.rules, hf={**hf, **self.hf})
 
     def find(
         self, name: str, constants: Mapping[str, int], dialect: str | None = None
@@ -188,10 +232,18 @@ class Table:
 @cache
 def load_table(name: str) -> Table:
     """Return a built-in table, with the table that it extends."""
-    source = f"the table {name!r}"
+    table = _load_lines(name)
+    documents = map(load_document, (name, *list_bases(name)))
+    repeated = next((each["repeated"] for each in documents if "repeated" in each), None)
+    return table.repeat(repeated) if repeated else table
+
+
+@cache
+def _load_lines(name: str) -> Table:
+    """Return the lines of a built-in table and of those that it extends."""
     root = load_document(name)
-    own = _parse_table(root, source)
-    return own.prepend_to(load_table(root["base"])) if "base" in root else own
+    own = _parse_table(root, f"the table {name!r}")
+    return own.prepend_to(_load_lines(root["base"])) if "base" in root else own
 
 
 def list_tables() -> tuple[str, ...]:
@@ -249,8 +301,9 @@ def add_user_rules(table: Table, path: Path | None) -> Table:
     """
     if path is None:
         return table
-    own = _parse_table(parse_document(path.read_text(errors="replace"), str(path)), str(path))
-    return own.prepend_to(table)
+    root = parse_document(path.read_text(errors="replace"), str(path))
+    table = _parse_table(root, str(path)).prepend_to(table)
+    return table.repeat(root["repeated"]) if "repeated" in root else table
 
 
 def parse_document(text: str, source: str) -> Mapping[str, Any]:
@@ -285,7 +338,17 @@ def _parse_table(root: Mapping[str, Any], source: str) -> Table:
         str(root.get("prefix", "")),
         _parse_patterns(root.get("computed", [])),
         str(root.get("wrapper", "")),
+        {Pattern(str(name)): str(kept) for name, kept in root.get("copies", {}).items()},
     )
+
+
+def _rename_line(line: Any, rename: Callable[[str], str]) -> Any:
+    """Return a line of ``hf`` whose names of Hugging Face's side are other ones."""
+    if isinstance(line, str):
+        return rename(line)
+    if isinstance(line, list):
+        return [_rename_line(each, rename) for each in line]
+    return {**line, "names": [rename(name) for name in line["names"]]}
 
 
 def _parse_rule(name: str, line: Any, source: str) -> Rule:
@@ -293,8 +356,8 @@ def _parse_rule(name: str, line: Any, source: str) -> Rule:
     cut = line.get("cut")
     if cut not in (*_CUTS, _MAYBE_GATED, _COLUMN_OR_WHOLE):
         raise UsageError(source, f"{name!r} has the cut {cut!r}", FORM)
-    others = {key: _parse_patterns(value) for key, value in line.items() if key != "cut"}
-    return Rule(Pattern(name), cut, others)
+    others = {key: _parse_patterns(v) for key, v in line.items() if key not in ("cut", "buffer")}
+    return Rule(Pattern(name), cut, others, is_buffer=bool(line.get("buffer")))
 
 
 def _parse_patterns(value: Any) -> tuple[Pattern, ...]:

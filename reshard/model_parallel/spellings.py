@@ -114,6 +114,14 @@ class Spellings:
         matches = (pattern.match(name, self.numbers) for pattern in self.table.computed)
         return any(match is not None for match in matches)
 
+    def find_copied(self, name: str) -> str | None:
+        """Return the Hugging Face tensor that another one repeats, or None."""
+        for pattern, kept in self.table.copies.items():
+            fields = pattern.match(name, self.numbers)
+            if fields is not None:
+                return Pattern(kept).fill({**self.numbers, **fields})
+        return None
+
     def find_by_table(self, name: str) -> Spelled:
         """Return a parameter of the table by the source's name, as it is written.
 
@@ -124,7 +132,7 @@ class Spellings:
         for line in self.lines:
             fields = line.own.match(match.name, self.numbers)
             if fields is not None:
-                return Spelled(line, fields, match)
+                return Spelled(line, {**self.numbers, **fields}, match)
         raise UsageError(
             f"{name!r}",
             f"has no Hugging Face name in {self.table.source}"
@@ -157,7 +165,7 @@ class Spellings:
             for number, pattern in enumerate(line.names):
                 fields = pattern.match(name, self.numbers)
                 if fields is not None:
-                    return Part(line, fields, number)
+                    return Part(line, {**self.numbers, **fields}, number)
         return None
 
 

@@ -123,6 +123,18 @@ class Traits:
         return self.shared_ffn is not None
 
     @property
+    def rope_kind(self) -> str | None:
+        """The ``rope_type`` of scaled rotary positions; None if they are not scaled."""
+        return (self.rope_scaling or {}).get("rope_type")
+
+    @property
+    def has_one_mscale(self) -> bool:
+        """Whether one of YaRN's mscales is given that transformers uses only with the other."""
+        scaling = self.rope_scaling or {}
+        one, other = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        return bool(other) if not one else one != 1 and not other
+
+    @property
     def rows(self) -> int | None:
         """Rows of the vocabulary as far as they are known: without padding, else with it."""
         return self.vocab or self.padded_vocab

@@ -35,7 +35,7 @@ def describe_config(
             "nothing states which of Hugging Face's models this is",
             "give its config: --model config.json|DIR",
         )
-    config = read_config(path)
+    config = read_config(path, options.rules)
     with understood(path):
         return families.read_config(
             config, str(path), options.family, _read_defaults, options.rules
@@ -50,18 +50,30 @@ def _read_defaults(model_type: str) -> Mapping[str, Any]:
     return defaults
 
 
-def read_config(path: Path) -> Mapping[str, Any]:
+def read_config(path: Path, rules: Path | None = None) -> Mapping[str, Any]:
     """Return a transformers config with the defaults of its class.
 
     transformers itself reads the file: it writes an infinity as ``{"__float__": "Infinity"}``
     (transformers 5.23 ``configuration_utils.py``), as in the configs of Mamba 2 and Nemotron-H.
 
+    Args:
+        rules: a user's file of rules, which may have families of its own.
+
     Raises:
         UsageError: transformers does not accept the config.
         CorruptError: the file is not JSON.
     """
-    read_json_object(path)  # refuses a file that is not JSON with reshard's own message
-    from transformers import AutoConfig
+    stated = read_json_object(path)  # refuses a file that is not JSON with reshard's own message
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    model_type = stated.get("model_type")
+    base = families.find_base_type(model_type, rules)
+    if model_type not in CONFIG_MAPPING and base is not None:
+        # The model's own code comes with its weights, and its config is that of another class.
+        own: dict[str, Any] = AutoConfig.for_model(
+            base, **{key: value for key, value in stated.items() if key != "model_type"}
+        ).to_dict()
+        return {**own, "model_type": model_type}
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:

@@ -40,7 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import reshard
 from reshard.errors import ReshardError
 from reshard.model_parallel import families
-from tests.judges import family_models
+from tests.judges import family_models, family_mtp
 from tests.judges.family_models import Sources
 from tests.judges.server import Judge
 
@@ -53,6 +53,7 @@ _SHOWN = 4
 NAMED = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "ernie4_5", "granite"),
     *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere2", "exaone4"),
+    *("deepseek_v3", "deepseek_v2"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "olmoe"),
     *("granitemoe", "minimax", "minimax_m2", "llama4_text"),
 )
@@ -160,7 +161,8 @@ def _begin(config: str, place: Path, dense: Grids, sparse: Grids) -> Proof:
         return proof
     for ranks in sparse if _has_experts(tiny) else dense:
         try:
-            _convert(proof.sources.run, proof.run(ranks), ranks, model=str(proof.sources.model))
+            told = {} if proof.sources.mtp else {"model": str(proof.sources.model)}
+            _convert(proof.sources.run, proof.run(ranks), ranks, **told)
         except ReshardError as error:
             proof.refused = proof.refused or error.problem
             continue
@@ -187,7 +189,8 @@ def _judge(proof: Proof, ranks: Ranks, found: dict[str, Any] | str) -> Iterator[
         yield f"Megatron-core: {found.rstrip().splitlines()[-1]}"
     else:
         yield from found["wrong"]
-        yield from _compare_logits(found["logits"], sources.logits)
+        for number, wanted in enumerate((sources.logits, *sources.mtp)):
+            yield from _compare_logits([each[number] for each in found["logits"]], wanted)
     back = proof.place / f"{run.name}.back"
     try:
         reshard.merge(run, back, **_name_family(proof))
@@ -204,7 +207,8 @@ def _compare_logits(found: list[torch.Tensor], wanted: torch.Tensor) -> Iterator
     """Yield how far Megatron's logits are from transformers', where they are not near."""
     most = wanted.abs().max()
     for logits in found:
-        apart = (logits[..., : wanted.shape[-1]] - wanted).abs().max()
+        near = logits[:, : wanted.shape[1], : wanted.shape[2]]
+        apart = (near - wanted).abs().max()
         if not apart <= NEAR * most:
             yield f"logits differ by {apart:.2g} of {most:.2g}"
     if not found:
@@ -225,6 +229,10 @@ def _compare_directories(back: Path, sources: Sources) -> Iterator[str]:
     model, told = AutoModelForCausalLM.from_pretrained(
         back, config=config, output_loading_info=True
     )
+    layers = model.config.num_hidden_layers
+    told["unexpected_keys"] = [
+        key for key in told["unexpected_keys"] if not family_mtp.is_of_mtp(key, layers)
+    ]
     yield from (f"{key}: {told[key]}" for key in ("missing_keys", "unexpected_keys") if told[key])
     with torch.no_grad():
         logits = model.eval()(sources.tokens, use_cache=False).logits
@@ -247,7 +255,8 @@ def _compare_moments(proof: Proof, ranks: Ranks, target: Path) -> Iterator[str]:
     reshard.split(proof.run(ranks), target, to="dcp", names="hf", **_name_family(proof))
     with reshard.open(target) as state:
         moments = {slot: state.optimizer(slot) for slot in ("exp_avg", "exp_avg_sq")}
-        for name in _read(proof.sources.model):  # without the copies of what is tied
+        # Without the copies of what is tied, and without buffers.
+        for name in _read(proof.sources.model).keys() - proof.sources.buffers:
             weight = state[name][...]
             wanted = {"exp_avg": 2 * weight, "exp_avg_sq": weight.square()}
             for slot, value in wanted.items():

@@ -8,7 +8,7 @@ from tests.judged import families
 
 pytestmark = pytest.mark.slow
 
-PROVED = ("qwen2", "phi3", "smollm3", "ernie4_5", "gpt_oss")
+PROVED = ("deepseek_v3", "glm4_moe", "qwen2", "phi3", "smollm3", "ernie4_5", "gpt_oss")
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -32,7 +33,12 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     model_parallel_cuda_manual_seed,
 )
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import (
+    MLATransformerConfig,
+    TransformerConfig,
+    multi_latent_attention,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
 from tests.judges.megatron_files import TRACKER, rank_directory
@@ -119,9 +125,15 @@ def build(args: Namespace) -> GPTModel:
             normalization=args.normalization,
             qk_l2_norm=told.get("qk_l2_norm", False),
         )
+    if config.multi_latent_attention:
+        multi_latent_attention.HAVE_TE = False  # 0.16.1 has it True without the package
+        for layer in getattr(spec, "layer_specs", [spec]):
+            layer.submodules.self_attention.submodules.core_attention = LatentCore
+    mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
     return GPTModel(
         config,
         spec,
+        mtp_block_spec=mtp,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=mpu.is_pipeline_first_stage(),
@@ -134,6 +146,15 @@ def build(args: Namespace) -> GPTModel:
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
     )
+
+
+class LatentCore(DotProductAttention):
+    """Megatron's own attention, which 0.16.1 cannot build for latent attention: no parameters."""
+
+    def __init__(
+        self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
 
 
 def load(model: GPTModel, place: Path) -> Any:
@@ -170,18 +191,28 @@ def find_wrong_moments(model: GPTModel, optimizer: Any) -> tuple[int, list[str]]
 
 
 @torch.no_grad()
-def compute_logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
-    """Return (samples, length, padded vocabulary) on the last stage; None on the others."""
+def compute_logits(model: GPTModel, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Return (samples, length, padded vocabulary) on the last stage; nothing on the others.
+
+    Those of the layers that predict more tokens follow.
+    """
     model.eval()
+    computed: list[torch.Tensor] = []
+    if mpu.is_pipeline_last_stage():
+        model.output_layer.register_forward_hook(
+            lambda _module, _inputs, output: computed.append(output[0].transpose(0, 1).clone())
+        )
+    # Megatron computes those layers' logits for their loss alone.
+    labels = {"labels": tokens} if model.config.mtp_num_layers else {}
     length = tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)
     mask = torch.ones(length, length).triu(1).bool()[None, None]
 
     def step(iterator: Any, stage: Any) -> Any:
         batch = next(iterator)
-        return stage(batch, positions, mask), lambda output, **_: output
+        return stage(batch, positions, mask, **labels), lambda output, **_: output
 
-    found = get_forward_backward_func()(
+    get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter([tokens]),
         model=[model],
@@ -191,9 +222,9 @@ def compute_logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None
         forward_only=True,
         collect_non_loss_data=True,
     )
-    if not mpu.is_pipeline_last_stage():
-        return None
-    return gather_from_tensor_model_parallel_region(found[0]).float()
+    *more, main = computed or [None]
+    found = [] if main is None else [main, *more]
+    return [gather_from_tensor_model_parallel_region(logits).float() for logits in found]
 
 
 def bring_to_first_rank(value: Any) -> list[Any]:

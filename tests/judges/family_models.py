@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from tests.judges import family_mtp
 
 SEED, SPREAD = 7, 0.08
 STEPS = 1  # of Adam
@@ -38,6 +41,11 @@ _SIZES = {
     "max_position_embeddings": _POSITIONS,
     "num_attention_heads": _HEADS,
     "head_dim": 16,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k")
@@ -54,6 +62,8 @@ class Sources:
     run: Path
     tokens: torch.Tensor
     logits: torch.Tensor
+    buffers: frozenset[str] = frozenset()
+    mtp: tuple[torch.Tensor, ...] = ()  # logits of the layers that predict more tokens
 
 
 def read_config(source: str) -> PreTrainedConfig:
@@ -109,11 +119,18 @@ def _shrink_heads(config: PreTrainedConfig, values: dict[str, Any]) -> None:
     width = values.get("hidden_size", 0) // _HEADS
     if values.get("head_dim") is not None and config.head_dim * heads == config.hidden_size:
         values["head_dim"] = width
+    if values.get("qk_rope_head_dim"):  # latent attention: the dims of a head follow from its parts
+        values["head_dim"] = values["qk_rope_head_dim"]
+        values["qk_head_dim"] = values["qk_rope_head_dim"] + values["qk_nope_head_dim"]
 
 
 def _shrink_experts(values: dict[str, Any]) -> None:
     values |= {key: _EXPERTS for key in EXPERT_COUNTS if values.get(key)}
-    values |= {key: min(3, values[key]) for key in _TOP_K if values.get(key)}
+    values |= {key: min(3, values[key] or 3) for key in _TOP_K if key in values}
+    if (values.get("n_group") or 1) > 1:  # two experts of each chosen group, as DeepSeek V3 has
+        values |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+    if values.get("first_k_dense_replace"):
+        values["first_k_dense_replace"] = 1
 
 
 def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
@@ -136,8 +153,41 @@ def write_sources(config: PreTrainedConfig, place: Path) -> Sources:
     with torch.no_grad():
         logits = model(tokens, use_cache=False).logits.float()
     model.save_pretrained(place / "model")
-    _save_run(model, place / "run")
-    return Sources(place / "model", place / "run", tokens, logits)
+    more = family_mtp.build(model, SPREAD)
+    if more is not None:
+        named = family_mtp.name_as_published(more, config.num_hidden_layers)
+        path = place / "model" / "model.safetensors"
+        save_file(load_file(path) | family_mtp.cut_experts(named), path, {"format": "pt"})
+        _save_run(_WithMore(model, named), place / "run")
+        config.save_pretrained(place / "run")  # as transformers' own class lacks these tensors
+    else:
+        _save_run(model, place / "run")
+    mtp = family_mtp.compute_logits(model, more, tokens) if more is not None else []
+    held = {**dict(model.named_buffers()), **(named if more is not None else {})}
+    buffers = frozenset(name for name, t in held.items() if not isinstance(t, torch.nn.Parameter))
+    return Sources(place / "model", place / "run", tokens, logits, buffers, tuple(mtp))
+
+
+class _WithMore(torch.nn.Module):
+    """A model with further tensors under names of their own, as one module."""
+
+    def __init__(self, model: torch.nn.Module, named: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in (
+            *model.named_parameters(),
+            *((name, b) for name, b in model.named_buffers() if name in model.state_dict()),
+            *named.items(),
+        ):
+            module: torch.nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, torch.nn.Module())
+                module = module.get_submodule(part)
+            if isinstance(tensor, torch.nn.Parameter):
+                module.register_parameter(last, tensor)
+            else:
+                module.register_buffer(last, tensor)
 
 
 def _list_saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ def _work(job: ranks.Job, rank: int) -> None:
     logits = megatron.compute_logits(model, job.told["tokens"])
     found = megatron.bring_to_first_rank((moments, wrong, logits))
     if rank == 0:
-        whole = [logits for _, _, logits in found if logits is not None]
+        whole = [logits for _, _, logits in found if logits]
         result = {
             "moments": sum(count for count, _, _ in found),
             "wrong": [text for _, texts, _ in found for text in texts],

@@ -139,7 +139,10 @@ def test_an_item_of_a_mapping_is_a_setting_of_its_own():
     assert line.fill("factor", scaled) == 4.0
     assert line.fill("factor", Traits(source="a")) == 1
     assert line.read(4.0, lambda _: {"beta": 2}) == {"beta": 2, "factor": 4.0}
-    assert line.read(1, lambda _: None) is None
+    kind = parse_field("{rope_scaling.rope_type=rope}")
+    assert kind is not None
+    assert kind.read("rope", lambda _: None) is None
+    assert kind.read("yarn", lambda _: None) == {"rope_type": "yarn"}
 
 
 SMOLLM3 = {

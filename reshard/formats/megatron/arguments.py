@@ -125,12 +125,17 @@ class Arguments:
         return self.values.get("transformer_impl") != "local"
 
     @property
+    def mtp(self) -> int:
+        """Number of layers that predict more tokens."""
+        return self.number("mtp_num_layers")
+
+    @property
     def shares_embedding(self) -> bool:
         """Whether the last stage has a copy of the embedding.
 
         ``models/common/language_module/language_module.py`` (setup_embeddings_and_output_layer).
         """
-        return self.pp > 1 and (self.tied or self.number("mtp_num_layers") > 0)
+        return self.pp > 1 and (self.tied or self.mtp > 0)
 
     def get_bucket_size(self, *, stage: int, chunk: int) -> int | None:
         """Return the elements that close a gradient bucket; None if one bucket takes all.

@@ -254,7 +254,7 @@ def _read_masters(
 
 def group_buffers(params: Sequence[RankParam], args: Arguments) -> list[tuple[int, list[Param]]]:
     """Return the flat buffers of an optimizer in order: (model chunk, parameters of one dtype)."""
-    shared = (names.OUTPUT, names.EMBEDDING) if args.shares_embedding else ()
+    shared = (names.EMBEDDING, *([names.OUTPUT] * args.tied)) if args.shares_embedding else ()
     buffers_of: dict[tuple[int, str], list[Param]] = {}
     for param in params:
         members = buffers_of.setdefault((param.chunk, param.dtype), [])

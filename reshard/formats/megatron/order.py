@@ -1,7 +1,8 @@
 """The order of a model's parameters: that of ``named_parameters``.
 
 Sources: Megatron-LM core_v0.16.1 ``models/gpt/gpt_model.py``, ``transformer/transformer_layer.py``,
-``transformer/attention.py``, ``transformer/moe/moe_layer.py``: the order in which modules are made;
+``transformer/attention.py``, ``transformer/moe/moe_layer.py``,
+``transformer/multi_token_prediction.py``: the order in which modules are made;
 of a module, its own parameters come before those of the modules in it. Megatron-LM 2.x
 ``megatron/model/transformer.py``.
 """
@@ -48,6 +49,8 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
     "mlp.dense_h_to_4h.",
     "mlp.dense_4h_to_h.",
 )
+_MTP = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
+_IN_MTP = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")
 _OUTSIDE = ("word_embeddings.", "position_embeddings.", "tokentype_embeddings.", "final_layernorm.")
 
 SortKey = tuple[int, ...]
@@ -58,20 +61,30 @@ def sort_key(fqn: str) -> SortKey:
     layer = names.find_layer(fqn)
     last = fqn.rpartition(".")[2]
     bias = int("bias" in last)
+    mtp = _MTP.fullmatch(fqn)
+    if mtp is not None:
+        module = mtp[2].removeprefix(_IN_MTP[3])
+        return (3, int(mtp[1]), _find_prefix(_IN_MTP, mtp[2]), *_sort_in_layer(fqn, module))
     if layer is None:
         outside = [number for number, part in enumerate(_OUTSIDE) if f".{part}" in f".{fqn}"]
-        return (2 - 2 * is_embedding(fqn), min(outside, default=len(_OUTSIDE)), bias)
+        group = 0 if is_embedding(fqn) else 2 if outside else 4
+        return (group, min(outside, default=len(_OUTSIDE)), bias)
     match = _IN_LAYER.fullmatch(fqn)
-    inner = match[1] if match else fqn
+    return (1, layer, *_sort_in_layer(fqn, match[1] if match else fqn))
+
+
+def _sort_in_layer(fqn: str, inner: str) -> SortKey:
+    """Return the key of a parameter inside its layer, where its name is ``inner``."""
+    bias = int("bias" in fqn.rpartition(".")[2])
     at = _find_prefix(_LAYER, inner)
     expert, second = names.find_expert(fqn), int("linear_fc2" in inner)
     if at == len(_LAYER) or (expert is None and inner.startswith("mlp.experts.")):
-        return (1, layer, at)  # a module that Megatron lacks keeps the order of its file
+        return (at,)  # a module that Megatron lacks keeps the order of its file
     if expert is None:
-        return (1, layer, at, bias)
+        return (at, bias)
     if ".local_experts." in fqn:  # a module each
-        return (1, layer, at, expert, second, bias)
-    return (1, layer, at, second, bias, expert)  # Transformer Engine's: weight0, weight1 ...
+        return (at, expert, second, bias)
+    return (at, second, bias, expert)  # Transformer Engine's: weight0, weight1 ...
 
 
 def is_embedding(fqn: str) -> bool:

@@ -47,6 +47,8 @@ class ChunkShare:
             yield from (Spot(layer, expert) for expert in self.experts)
         if self.ends:
             yield Spot(None, None)
+            # Layers that predict more tokens (MTP) come behind the last one, experts and all.
+            yield from (Spot(None, expert) for expert in self.experts)
 
 
 def list_experts(rank: int, ranks: int, experts: int) -> range:

@@ -191,6 +191,8 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     if experts:
         adapted["moe_grouped_gemm"] = grouped  # it decides the names of experts
         adapted["moe_use_legacy_grouped_gemm"] = False
+    if places.mtp or adapted.get("mtp_num_layers"):
+        adapted["mtp_num_layers"] = places.mtp or None  # transformers saves none of them
     adapted["use_distributed_optimizer"] = wanted.distributed
     adapted["untie_embeddings_and_output_weights"] = not tied
     adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16

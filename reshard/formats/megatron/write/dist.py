@@ -186,7 +186,7 @@ class _Stacks:
         """
         if self._te:
             return self._places.dialect_of(known, "te")
-        is_renamed = _RENAMED.search(known.found.name) and not self._places.is_latent(known.layer)
+        is_renamed = _RENAMED.search(known.found.name) and not self._places.is_latent(known)
         return "te" if is_renamed else "local"
 
     def _place(self, known: KnownWeight) -> Index:

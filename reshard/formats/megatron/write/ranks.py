@@ -43,6 +43,12 @@ class KnownWeight:
         return number if isinstance(number, int) else None
 
     @property
+    def mtp(self) -> int | None:
+        """The number of its layer among those that predict more tokens."""
+        number = self.found.fields.get("m")
+        return number if isinstance(number, int) else None
+
+    @property
     def spot(self) -> Spot:
         """Its position in the model."""
         begins = self.layer is None and order.is_embedding(self.found.name)
@@ -195,8 +201,10 @@ class WeightLocations:
         self._chunks = stages.list_chunks(sizes)
         self._counts = counts
         self._model = ParameterIndex((each.spot, each) for each in weights)
-        embedding = (each for each in weights if each.found.name == names.EMBEDDING)
-        self._tied = next(embedding, None) if tied else None  # what the last stage has once more
+        embedding = next((each for each in weights if each.found.name == names.EMBEDDING), None)
+        self._tied = embedding if tied else None  # what the last stage has once more
+        self.mtp = 1 + max((each.mtp for each in weights if each.mtp is not None), default=-1)
+        self._looked_up = embedding if self.mtp else None  # by its layers that predict more tokens
 
     def dialect_of(self, known: KnownWeight, dialect: str) -> str:
         """Return the dialect of a parameter's name, in a model most of whose names are in this one.
@@ -213,9 +221,10 @@ class WeightLocations:
         linear, is_norm, _ = known.found.spelled("te", {}).partition(".layer_norm_")
         return "local" if is_norm and f"{linear}.weight" not in self._names else dialect
 
-    def is_latent(self, layer: int | None) -> bool:
-        """Whether a layer has latent attention (MLA)."""
-        return f"decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight" in self._names
+    def is_latent(self, known: KnownWeight) -> bool:
+        """Whether the layer of a weight has latent attention (MLA)."""
+        layer = known.found.name.partition("layernorm.")[0].rpartition(".")[0]
+        return f"{layer}.self_attention.linear_kv_up_proj.weight" in self._names
 
     def of_chunk(self, rank: WriterRank, chunk: int) -> list[LocalWeight]:
         """Return the weights of one model chunk of one rank, in the module's order.
@@ -231,8 +240,11 @@ class WeightLocations:
             ends=at == len(self._chunks) - 1,
         )
         own = [self._local(known, share, rank) for known in self._model.find(share)]
-        if self._tied and self._sizes.pipeline > 1:
-            own = [replace(x, shared=x.known is self._tied) for x in own]
+        copied = self._looked_up or self._tied
+        if copied and self._sizes.pipeline > 1:
+            own = [replace(x, shared=x.known is copied) for x in own]
+        if self._looked_up and share.ends and not share.begins:
+            own.append(replace(self._local(self._looked_up, share, rank), shared=True))
         if self._tied and share.ends and not share.begins:
             own.append(replace(self._local(self._tied, share, rank), name=HEAD, shared=True))
         return sorted(own, key=lambda local: order.sort_key(local.name))
