@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,13 +41,29 @@ def _merge_entries(entries: Sequence[Entry]) -> Entry:
 
 def rename(part: Skeleton, name: str) -> Skeleton:
     """Return the same file under another name."""
+    return _rename_files(part, lambda _: name)
+
+
+def move_into(part: Skeleton, directory: str) -> Skeleton:
+    """Return the same files in a subdirectory."""
+    return _rename_files(part, lambda name: f"{directory}/{name}")
+
+
+def move_out(part: Skeleton, directory: str) -> Skeleton:
+    """Return the files of a subdirectory without it, the inverse of `move_into`."""
+    return _rename_files(part, lambda name: name.removeprefix(f"{directory}/"))
+
+
+def _rename_files(part: Skeleton, rename: Callable[[str], str]) -> Skeleton:
+    """Return the skeleton with other names of its files, wherever they occur."""
+
+    def chunks(entry: Entry) -> tuple[Chunk, ...]:
+        return tuple(replace(chunk, file=rename(chunk.file)) for chunk in entry.chunks)
+
     return Skeleton(
-        tuple(replace(file, name=name) for file in part.files),
-        tuple(
-            replace(entry, chunks=tuple(replace(chunk, file=name) for chunk in entry.chunks))
-            for entry in part.entries
-        ),
-        tuple(replace(stored, file=name) for stored in part.checksums),
+        tuple(replace(file, name=rename(file.name)) for file in part.files),
+        tuple(replace(entry, chunks=chunks(entry)) for entry in part.entries),
+        tuple(replace(stored, file=rename(stored.file)) for stored in part.checksums),
     )
 
 
@@ -91,35 +107,6 @@ def lay_out_ranks(
         tuple(part.files[0] for part in every),
         tuple(map(run, first.entries)),
         tuple(stored for part in every for stored in part.checksums),
-    )
-
-
-def move_into(part: Skeleton, directory: str) -> Skeleton:
-    """Return the same files in a subdirectory."""
-
-    def chunks(entry: Entry) -> tuple[Chunk, ...]:
-        return tuple(replace(c, file=f"{directory}/{c.file}") for c in entry.chunks)
-
-    return Skeleton(
-        tuple(replace(file, name=f"{directory}/{file.name}") for file in part.files),
-        tuple(replace(entry, chunks=chunks(entry)) for entry in part.entries),
-        tuple(replace(c, file=f"{directory}/{c.file}") for c in part.checksums),
-    )
-
-
-def move_out(part: Skeleton, directory: str) -> Skeleton:
-    """Return the files of a subdirectory without it, the inverse of `move_into`."""
-
-    def bare(name: str) -> str:
-        return name.removeprefix(f"{directory}/")
-
-    def chunks(entry: Entry) -> tuple[Chunk, ...]:
-        return tuple(replace(c, file=bare(c.file)) for c in entry.chunks)
-
-    return Skeleton(
-        tuple(replace(file, name=bare(file.name)) for file in part.files),
-        tuple(replace(entry, chunks=chunks(entry)) for entry in part.entries),
-        tuple(replace(c, file=bare(c.file)) for c in part.checksums),
     )
 
 

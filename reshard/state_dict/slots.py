@@ -6,10 +6,15 @@ from collections import OrderedDict
 from typing import Any
 
 from reshard.box import Box, Index, whole
+from reshard.containers import torch_writer
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.layout.mesh import MeshPlacements
+from reshard.manifest import Skeleton
+from reshard.model import ModelShapes
+from reshard.pickles.canonical import Canonicalizer
 from reshard.state_dict.sharded_writer import DTensorBuilder
-from reshard.state_dict.torch_state_dict import Value
+from reshard.state_dict.torch_state_dict import Value, build_optimizer
+from reshard.training.state import WritableState
 
 
 class RankSharder:
@@ -68,3 +73,17 @@ class WholeSlots:
         if id(value) not in self._made:
             self._made[id(value)] = build_whole_slot(value)
         return self._made[id(value)]
+
+
+def lay_out_optimizer(
+    state: WritableState, file: str, ranks: int, model: ModelShapes | None
+) -> Skeleton:
+    """Lay out ``torch.optim``'s state of whole tensors in one file, with names for its numbers.
+
+    Raises:
+        IncompleteError: the order in which the optimizer numbers its parameters is unknown.
+    """
+    root = build_optimizer(state, "index", model, named=True)
+    return torch_writer.lay_out_object(
+        file, Canonicalizer().of(root), slot_of=WholeSlots(), stamp=state.stamp(file, 0, ranks)
+    )

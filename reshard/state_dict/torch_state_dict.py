@@ -117,6 +117,11 @@ def choose_weight_dtype(weight: Weight, dtype: DType | None) -> DType:
     return own if dtype is None or weight.is_buffer or own.family != "float" else dtype
 
 
+def choose_whole_weights(state: WritableState, dtype: DType | None) -> list[tuple[Entry, DType]]:
+    """Return each weight's most precise value, and the dtype that it is written in."""
+    return [(weight.value, choose_weight_dtype(weight, dtype)) for weight in state.weights]
+
+
 def build_optimizer(
     state: WritableState, keyed: Keyed, model: ModelShapes | None = None, *, named: bool = False
 ) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import DType
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
-from reshard.pickles.canonical import Canonicalizer
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import ACCUMULATED
-from reshard.state_dict.slots import WholeSlots
+from reshard.state_dict.slots import lay_out_optimizer
 from reshard.training import copied_files, rng, schedules
 from reshard.training.state import WritableState
 
@@ -43,20 +42,10 @@ def lay_out_unsharded(
     Raises:
         IncompleteError: the order in which the optimizer numbers its parameters is unknown.
     """
-    tensors = [
-        (weight.value, torch_state_dict.choose_weight_dtype(weight, dtype))
-        for weight in state.weights
-    ]
+    tensors = torch_state_dict.choose_whole_weights(state, dtype)
     parts = [writer.lay_out_file(_WEIGHTS, tensors, writer.METADATA)]
     if not weights_only:
-        root = Canonicalizer().of(
-            torch_state_dict.build_optimizer(state, "index", model, named=True)
-        )
-        stamp = state.stamp("optimizer.bin", 0, ranks)
-        optimizer = torch_writer.lay_out_object(
-            "optimizer.bin", root, slot_of=WholeSlots(), stamp=stamp
-        )
-        parts.append(optimizer)
+        parts.append(lay_out_optimizer(state, "optimizer.bin", ranks, model))
         parts += lay_out_accelerate_extras(state, ranks)
     return skeletons.join(parts)
 

@@ -24,9 +24,8 @@ from reshard.containers.json_files import format_json
 from reshard.dtypes import DType
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
-from reshard.pickles.canonical import Canonicalizer
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.slots import WholeSlots
+from reshard.state_dict.slots import lay_out_optimizer
 from reshard.training import rng, trainer_run
 from reshard.training.batch import BATCH, BATCH_BEFORE
 from reshard.training.state import WritableState
@@ -66,19 +65,15 @@ def lay_out_unsharded(
     dtype: DType | None = None,
 ) -> Skeleton:
     """Lay out weights in safetensors, and ``torch.optim``'s state with names for its numbers."""
-    tensors = [
-        (weight.value, torch_state_dict.choose_weight_dtype(weight, dtype))
-        for weight in state.weights
-    ]
     weights = writer.lay_out(
-        tensors, max_shard_bytes=_SHARD_BYTES, texts={}, metadata=writer.METADATA
+        torch_state_dict.choose_whole_weights(state, dtype),
+        max_shard_bytes=_SHARD_BYTES,
+        texts={},
+        metadata=writer.METADATA,
     )
     if weights_only:
         return weights
-    root = Canonicalizer().of(torch_state_dict.build_optimizer(state, "index", model, named=True))
-    stamp = state.stamp("optimizer.pt", 0, ranks)
-    moments = torch_writer.lay_out_object("optimizer.pt", root, slot_of=WholeSlots(), stamp=stamp)
-    return skeletons.join([weights, moments])
+    return skeletons.join([weights, lay_out_optimizer(state, "optimizer.pt", ranks, model)])
 
 
 def _lay_out_extras(state: WritableState, ranks: int, *, deepspeed: bool) -> Iterator[Skeleton]:

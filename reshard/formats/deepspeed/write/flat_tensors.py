@@ -13,6 +13,7 @@ from reshard.box import Box, run_boxes
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError
+from reshard.layout.partition import equal_piece
 from reshard.manifest import MASTER, Entry
 from reshard.training import optimizers
 from reshard.training.shared_scalars import build_shared_scalars
@@ -42,13 +43,16 @@ def cut_run(member: TrainedParameter, start: int, stop: int, offset: int) -> Mem
     return MemberRun(member, offset, stop - start, boxes)
 
 
-def concatenate(members: Iterable[TrainedParameter]) -> tuple[list[MemberRun], int]:
-    """Return whole members one after the other, and the number of their elements."""
+def concatenate(members: Iterable[TrainedParameter], ranks: int = 1) -> tuple[list[MemberRun], int]:
+    """Return the first rank's equal piece of each member, end to end, and the number of elements.
+
+    A piece is as long as its padded share, so that it also describes those of the other ranks.
+    """
     runs, at = [], 0
     for member in members:
         numel = prod(member.weight.shape)
-        runs.append(cut_run(member, 0, numel, at))
-        at += numel
+        runs.append(cut_run(member, *equal_piece(numel, ranks, 0), at))
+        at += -(-numel // ranks)
     return runs, at
 
 

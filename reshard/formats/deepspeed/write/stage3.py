@@ -7,8 +7,6 @@ tensor a rank's pieces stand one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 from reshard.containers.torch_writer import Slot, Storage
@@ -16,7 +14,7 @@ from reshard.dtypes import DType
 from reshard.formats.deepspeed.write.flat_tensors import (
     MemberRun,
     common_step,
-    cut_run,
+    concatenate,
     flat_tensor,
     make_scalars,
     master_dtype,
@@ -29,7 +27,7 @@ from reshard.formats.deepspeed.write.objects import scaler_object, stage_enum, s
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry
-from reshard.training.state import TrainedGroup, TrainedParameter
+from reshard.training.state import TrainedGroup
 
 _Runs = tuple[list[MemberRun], int]  # of one sub-group, and the number of their elements
 
@@ -45,7 +43,7 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
     for group, flats in zip(spec.groups, spec.flats_of, strict=True):
         count = common_step(group.members, path)
         for members in flats:
-            runs, numel = _first_runs(members, spec.world_size)
+            runs, numel = concatenate(members, spec.world_size)
             dtype = master_dtype(members)
             masters.append(flat_tensor(dtype, numel, runs, master_of, grad=True))
             states.append(_state(group, count, (runs, numel)))
@@ -61,16 +59,6 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
         },
         "fp32_flat_groups": masters,
     }
-
-
-def _first_runs(members: Sequence[TrainedParameter], ranks: int) -> _Runs:
-    """Return the first rank's runs of a sub-group's members."""
-    runs, at = [], 0
-    for member in members:
-        numel = prod(member.weight.shape)
-        runs.append(cut_run(member, *equal_piece(numel, ranks, 0), at))
-        at += -(-numel // ranks)
-    return runs, at
 
 
 def _state(group: TrainedGroup, count: float | None, runs: _Runs) -> dict[str, Any]:
