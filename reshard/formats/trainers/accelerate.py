@@ -13,6 +13,8 @@ Source: Accelerate 1.15 ``accelerator.py`` (``prepare_model``, ``save_state``), 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
 
 from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
@@ -63,8 +65,7 @@ def lay_out_accelerate_extras(state: WritableState, ranks: int) -> Iterator[Skel
     files = dict(state.manifest.train.kept_files)
     if "scheduler" in beside and (state.regrouped or _SCHEDULER not in files):
         files.pop(_SCHEDULER, None)  # its lists have the source's groups
-        own = schedules.scale(beside["scheduler"], factor).state
-        yield torch_writer.lay_out_object(_SCHEDULER, own)
+        yield from _lay_out_schedulers(beside["scheduler"], factor)
     for name, path in files.items():
         scaled = (
             None
@@ -84,3 +85,15 @@ def lay_out_accelerate_extras(state: WritableState, ranks: int) -> Iterator[Skel
         if counted or states:
             name, content = f"random_states_{rank}.pkl", {**counted, **states}
             yield torch_writer.lay_out_object(name, content, stamp=state.stamp(name, rank, ranks))
+
+
+def _lay_out_schedulers(saved: Any, factor: Fraction) -> Iterator[Skeleton]:
+    """Yield a file for each scheduler; Lightning saves a list of them, Accelerate numbered files.
+
+    Source: accelerate 1.x ``checkpointing.py`` (``save_accelerator_state``): ``scheduler.bin``,
+    then ``scheduler_1.bin``.
+    """
+    for number, state in enumerate(saved if isinstance(saved, list) else [saved]):
+        name = f"scheduler_{number}.bin" if number else _SCHEDULER
+        scaled = schedules.scale(state, factor).state if isinstance(state, dict) else state
+        yield torch_writer.lay_out_object(name, scaled)
