@@ -46,7 +46,7 @@ def name(place: Escaped) -> str:
 
 def is_escaped(file: str) -> bool:
     """Return whether `name` returned this file name."""
-    return "\0" in file
+    return _MARK in file
 
 
 def place_of(file: str) -> Escaped:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from reshard import escaped, signals
+from reshard.derived import Derived
 from reshard.errors import DAMAGED, CorruptError, IncompleteError, ReshardError
 from reshard.paths import as_path, is_remote
 
@@ -116,7 +117,9 @@ class SourceFiles(OpenFiles):
         Raises:
             CorruptError, IncompleteError, ReshardError: as in `OpenFiles.read_into`.
         """
-        if escaped.is_escaped(path):
+        if isinstance(path, Derived):
+            path.computation.read_into(self, byte_offset, target)
+        elif escaped.is_escaped(path):
             self._decoder(path).read_into(byte_offset, target)
         elif is_remote(path):
             self._remote().read_into(path, byte_offset, target)
@@ -129,7 +132,7 @@ class SourceFiles(OpenFiles):
         Raises:
             CorruptError, IncompleteError, ReshardError: as in `read_into`.
         """
-        if not (is_remote(path) or escaped.is_escaped(path)):
+        if not (isinstance(path, Derived) or is_remote(path) or escaped.is_escaped(path)):
             return super().read(path, byte_offset, nbytes)
         buffer = bytearray(nbytes)
         self.read_into(path, byte_offset, memoryview(buffer))

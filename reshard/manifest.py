@@ -16,6 +16,7 @@ from typing import Any, Literal
 from reshard import escaped
 from reshard.box import Index, first_overlap, whole
 from reshard.chunks import Chunk, Chunks, ListedChunks, Partition
+from reshard.derived import Derived
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, shown
 
@@ -333,7 +334,9 @@ def most_common_dtype(dtypes: Iterable[DType]) -> str:
 
 
 def find_source_file(files: Mapping[str, SourceFile], file: str) -> SourceFile:
-    """Return the description of a chunk's file, which may be text inside a pickle."""
+    """Return the description of a chunk's file, which may be computed or text inside a pickle."""
+    if isinstance(file, Derived):
+        return SourceFile(file, file.computation.nbytes, lasting=False)
     if not escaped.is_escaped(file):
         return files[file]
     return SourceFile(file, escaped.place_of(file).nbytes, lasting=False)

@@ -212,6 +212,15 @@ def describe_missing_values(names: Sequence[str]) -> str:
     return f"{shown}, but no rank holds a value for {'them' if len(names) > 1 else 'it'}"
 
 
+def find_head_name(embedding: str) -> str | None:
+    """Return the name of the output head of an input embedding's model; None for other weights."""
+    for name in _EMBEDDINGS:
+        prefix = embedding.removesuffix(name)
+        if embedding == prefix + name and (not prefix or prefix.endswith(".")):
+            return prefix + _HEAD
+    return None
+
+
 def find_heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield each output head with the input embedding of its model, which may be a submodel."""
     names = list(names)

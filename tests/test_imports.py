@@ -33,6 +33,7 @@ LAYERS = (
         "remote",
     ),
     ("escaped",),
+    ("derived",),
     (
         "manifest",
         "join",

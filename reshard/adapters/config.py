@@ -13,6 +13,7 @@ from typing import Any
 
 from reshard.adapters.names import (
     DEFAULT,
+    EMBEDDINGS,
     IN,
     MAGNITUDE,
     OUT,
@@ -179,6 +180,8 @@ def _wrong_targets(values: Mapping[str, Any], parts: Sequence[Part]) -> Iterator
         return  # a regular expression, or all-linear
     named = {*(targets or ()), *(each.rpartition(".")[0] for each in others)}
     layers = dict.fromkeys(each.layer for each in parts if each.role in IN)
+    if values.get("ensure_weight_tying"):  # PEFT adapts the layers that are tied to a target, too
+        layers = {each: None for each in layers if each.rpartition(".")[2] not in EMBEDDINGS}
     for layer in layers:
         if named.isdisjoint(_endings(layer)):
             yield f"target_modules do not name {layer}"

@@ -23,7 +23,7 @@ START_AT_ZERO = ("lora_B", "lora_embedding_A")  # LoraLayer.reset_lora_parameter
 MATRICES = (*IN, *OUT, MAGNITUDE)
 _ROLES = frozenset((*MATRICES, SAVED_MODULE, TOKENS))
 _LEAVES = ("weight", "bias")
-_EMBEDDINGS = ("embed_tokens", "lm_head")  # utils/constants.py
+EMBEDDINGS = ("embed_tokens", "lm_head")  # utils/constants.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ def _saved_of_base(parts: Iterable[Part], config: Mapping[str, Any]) -> Callable
     """Return a test for the base model's tensors that are saved: biases, embeddings."""
     layers = {each.layer for each in parts if each.role in MATRICES}
     targets, bias = config.get("target_modules"), config.get("bias") or "none"
-    embeds = isinstance(targets, str) or not set(_EMBEDDINGS).isdisjoint(targets or ())
+    embeds = isinstance(targets, str) or not set(EMBEDDINGS).isdisjoint(targets or ())
     if config.get("trainable_token_indices") is not None:
         embeds = False
-    embeddings = [each for each in layers if embeds and each.rpartition(".")[2] in _EMBEDDINGS]
+    embeddings = [each for each in layers if embeds and each.rpartition(".")[2] in EMBEDDINGS]
     prefixes = tuple(f"{each}.base_layer." for each in embeddings)
 
     def is_saved(fqn: str) -> bool:

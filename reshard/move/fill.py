@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.checksum import crc32
+from reshard.derived import Derived
 from reshard.files import SourceFiles
 from reshard.move.spans import Spans
 from reshard.paths import is_remote
@@ -48,6 +49,28 @@ def fill(
     return filler.overflowed
 
 
+class _InnerFiles(SourceFiles):
+    """The files that a computation reads; their stored checksums are compared like those of others.
+
+    Args:
+        read: fills memory with the bytes of a file from an offset on.
+    """
+
+    def __init__(self, read: Callable[[str, int, memoryview], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at an offset of a file."""
+        self._read(path, byte_offset, target)
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Return the bytes at an offset of a file."""
+        data = bytearray(nbytes)
+        self.read_into(path, byte_offset, memoryview(data))
+        return bytes(data)
+
+
 class Filler:
     """A reader of copies; each thread has one.
 
@@ -74,6 +97,7 @@ class Filler:
         self._read_bytes = read_bytes
         self._needs_checksum = needs_checksum
         self._last: tuple[str, int, int, int] | None = None  # file, byte offset, nbytes, crc
+        self._inner = _InnerFiles(self._read)
         self._buffer = bytearray()
         self._shared_buffer = bytearray()
         self._expected: Sequence[tuple[str, int, int]] = ()
@@ -189,6 +213,9 @@ class Filler:
 
     def _read(self, file: str, offset: int, into: memoryview) -> None:
         """Read a range and compute its checksum, which continues that of an adjacent range."""
+        if isinstance(file, Derived):
+            file.computation.read_into(self._inner, offset, into)
+            return
         self._pool.read_into(file, offset, into)
         if not self._needs_checksum(file):
             return

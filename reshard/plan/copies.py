@@ -12,6 +12,7 @@ from math import prod
 
 from reshard.box import Box, Index, flat_span, intersect, row_major, run_boxes
 from reshard.chunks import Chunk
+from reshard.derived import Derived
 from reshard.dtypes import DType
 from reshard.manifest import Entry
 
@@ -74,6 +75,8 @@ class CopyPlanner:
         self._index = source.layout.build_index()
         self.widest = self._index.widest
         self.is_flat = self._index.is_flat
+        # The number of elements that are best read together.
+        self.step = max(_find_tile_nbytes(source) // self.widest, 1)
 
     def plan_block(self, box: Box, dtype: DType) -> Window:
         """Return the copies that fill one contiguous buffer with `box`."""
@@ -126,6 +129,15 @@ class CopyPlanner:
                 dtype,
                 factor,
             )
+
+
+def _find_tile_nbytes(source: Entry) -> int:
+    """Return the largest tile of the tensor's computed files, in bytes; 1 if all are stored."""
+    if source.layout.is_partition:  # every rank stores its part
+        return 1
+    files = (chunk.file for chunk in source.chunks)
+    tiles = (file.computation.tile_nbytes for file in files if isinstance(file, Derived))
+    return max(tiles, default=1)
 
 
 def plan_block(source: Entry, box: Box, dtype: DType) -> Window:

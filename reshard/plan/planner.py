@@ -221,6 +221,7 @@ def _cut_extent(extent: Extent, planner: CopyPlanner, limit: int) -> Iterator[Wi
     """Yield parts of at most `limit` elements: runs where possible, otherwise boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
+    limit -= limit % planner.step if planner.step < limit else 0
     # A run of flat chunks can be cut at any element, and without the geometry of boxes.
     if box is None or (planner.is_flat and extent.is_run):
         for start in range(extent.start, extent.stop, limit):

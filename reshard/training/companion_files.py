@@ -82,6 +82,11 @@ def _belongs(name: str, config: Mapping[str, Any]) -> bool:
     return name != "config.json" and _COMPANIONS.fullmatch(name) is not None
 
 
+def is_embedding(fqn: str) -> bool:
+    """Return whether a weight is the embedding of a model's tokens, by its name."""
+    return _EMBEDDING.fullmatch(fqn) is not None
+
+
 def matched_config(
     config: Mapping[str, Any], tensors: Sequence[tuple[Entry, DType]], dtype: str, *, untied: bool
 ) -> tuple[dict[str, Any], list[str]]:
@@ -99,7 +104,7 @@ def matched_config(
     for section, key in keyed_sections or [(updated, "dtype")]:
         if QUANTISED not in updated and (key in section or section is updated):
             put(section, key, dtype)
-    rows = {entry.shape[0] for entry, _ in tensors if _EMBEDDING.fullmatch(entry.fqn)}
+    rows = {entry.shape[0] for entry, _ in tensors if is_embedding(entry.fqn)}
     sized = [section for section in sections if "vocab_size" in section]
     if len(rows) == 1 and len(sized) == 1:
         put(sized[0], "vocab_size", rows.pop())

@@ -5,5 +5,6 @@ options   the options
 passes    the passes over the conversion, up to the files to write
 filling   weights that the checkpoint lacks, from a model that has them
 adapter   only a LoRA adapter
+lora      a LoRA adapter, added to its base model
 report    what was written, cast, dropped and noted
 """

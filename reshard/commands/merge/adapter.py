@@ -71,12 +71,12 @@ def select_adapter(merge: Merge) -> Merge:
         CorruptError: the configuration is that of another adapter.
     """
     manifest, near = merge.manifest, merge.list_config_places()
-    name = str(merge.options.adapter)  # this pass runs only if it is given
     where = manifest.origin.path
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     tied = {alias: kept for alias, kept in manifest.tied.items() if _role(alias) != names.TOKENS}
     shapes |= {alias: shapes[kept] for alias, kept in tied.items() if kept in shapes}
     parts = names.find_parts(shapes)
+    name = merge.options.adapter or find_only_name(parts)
     in_names = _find_name_in_tensors(where, name, parts)
     unknown = names.find_unknown(shapes)
     if unknown:
@@ -91,10 +91,18 @@ def select_adapter(merge: Merge) -> Merge:
     beside = companions.others(config.path.parent, {})
     merge.notes.derived.append(f"adapter {name}: {len(saved)} tensors, with {config.path}{left}")
     adapter = Adapter(
+        name,
+        config,
         {path.name: read_small_file(path) for path in (*beside, config.path)},
         [*_note_trained_base(manifest, saved, parts), *_note_empty_files(manifest, near)],
     )
-    return replace(merge, manifest=keys.select(manifest, saved), adapter=adapter)
+    return replace(merge, manifest=keys.select(manifest, saved), adapter=adapter, tied="keep")
+
+
+def find_only_name(parts: Sequence[Part]) -> str:
+    """Return the name of the adapter that the tensors belong to; the usual one if not stated."""
+    present = {each.adapter for each in parts}
+    return present.pop() or names.DEFAULT if len(present) == 1 else names.DEFAULT
 
 
 def _find_name_in_tensors(where: str, name: str, parts: Sequence[Part]) -> str:

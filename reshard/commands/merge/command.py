@@ -41,13 +41,14 @@ def merge(
     """
     options = options or MergeOptions()
     sources = formats.as_paths(source)
-    if options.adapter is not None and is_single_file(destination):
+    if options.writes_adapter and is_single_file(destination):
         raise UsageError(destination, "the name is that of a file; --adapter writes a directory")
 
     def prepare(manifest: Manifest, output: Path, means: list[str]) -> Job[MergeReport]:
         return _prepare(manifest, sources[0], output, options, means)
 
-    base = [as_path(options.fill_missing_from)] if options.fill_missing_from else []
+    models = (options.fill_missing_from, options.merge_lora)
+    base = [as_path(path) for path in models if path]
     return convert(
         sources, destination, options, prepare, kinds=WEIGHT_KINDS, beside=base, meter=meter
     )
@@ -69,6 +70,7 @@ def _prepare(
         path=source,
         output=output,
         edited=keys.Edited(manifest),
+        tied=options.tied,
     )
     result = reduce(lambda merge, step: step(merge), _list_passes(options), opened)
     result.notes.warnings += means
@@ -88,7 +90,17 @@ def _prepare(
 
 def _list_passes(options: MergeOptions) -> Sequence[Pass]:
     """Return the passes of a merge, in order."""
-    if options.adapter is not None:
+    if options.merge_lora is not None:
+        from reshard.commands.merge import lora
+
+        return (
+            passes.edit_names,
+            lora.add_adapter,
+            passes.choose_weights,
+            passes.compare_copies,
+            passes.lay_out,
+        )
+    if options.writes_adapter:
         from reshard.commands.merge import adapter
 
         return (

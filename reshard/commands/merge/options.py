@@ -13,7 +13,8 @@ from reshard.errors import UsageError
 from reshard.options import nested_options, option, size_option
 
 FILL = "--fill-missing-from"
-_OF_WHOLE_MODELS = ("fill_missing_from", "names", "family", "vocab_size", "keep_padding", "tied")
+MERGE_LORA = "--merge-lora"
+_OF_OTHER_MODELS = ("fill_missing_from", "names", "family", "vocab_size", "keep_padding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,13 @@ class MergeOptions(NamingOptions, OutputOptions):
         group="Weights",
         metavar="NAME",
     )
+    merge_lora: Path | None = option(
+        None,
+        "Add the LoRA adapter of SOURCE (--adapter, if it has several) to this base model, and"
+        " write the merged model.",
+        group="Weights",
+        metavar="BASE",
+    )
     keep_padding: bool = option(False, "Keep padding rows of the embedding.", group="Weights")
     edits: keys.Edits = nested_options(keys.Edits)
     max_shard_bytes: int = size_option(
@@ -64,21 +72,36 @@ class MergeOptions(NamingOptions, OutputOptions):
         super().__post_init__()
         if self.fill_missing_from and (self.edits.include or self.edits.exclude):
             raise UsageError(FILL, "would bring back what --include and --exclude leave out")
-        if self.adapter is not None:
-            self._refuse_beside_adapter()
+        if self.merge_lora is not None:
+            self._refuse_beside(MERGE_LORA, *_OF_OTHER_MODELS)
+            if self.edits.include or self.edits.exclude:
+                raise UsageError(
+                    MERGE_LORA, "adds the whole adapter", "leave out --include and --exclude"
+                )
+            if self.tied == "drop":
+                raise UsageError(
+                    "--tied drop", "would leave out merged values", "pass auto or keep"
+                )
+        elif self.adapter is not None:
+            self._refuse_beside("--adapter", *_OF_OTHER_MODELS, "tied")
+
+    @property
+    def writes_adapter(self) -> bool:
+        """Whether the output is an adapter, not a model."""
+        return self.adapter is not None and self.merge_lora is None
 
     def reader_arguments(self) -> dict[str, Any]:
         """Return the keywords of `formats.read`; placeholders are allowed if they are filled."""
         return super().reader_arguments() | {"is_filled": self.fill_missing_from is not None}
 
-    def _refuse_beside_adapter(self) -> None:
-        """Refuse options of a whole model.
+    def _refuse_beside(self, flag: str, *names: str) -> None:
+        """Refuse options that have no effect beside another one.
 
         Raises:
             UsageError: an option is refused; the message names it.
         """
-        for name in _OF_WHOLE_MODELS:
+        for name in names:
             if getattr(self, name) not in (None, False, "auto"):
                 raise UsageError(
-                    f"--{name.replace('_', '-')}", "has no effect with --adapter", "leave it out"
+                    f"--{name.replace('_', '-')}", f"has no effect with {flag}", "leave it out"
                 )

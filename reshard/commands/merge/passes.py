@@ -8,6 +8,7 @@ from pathlib import Path
 
 from reshard import formats, keys, naming, replicas, weights
 from reshard.adapters import names as adapters
+from reshard.adapters.config import Config
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.output import is_single_file
 from reshard.commands.passes import apply_names
@@ -24,7 +25,7 @@ from reshard.naming.published import ModelConfig
 from reshard.paths import as_path
 from reshard.training import companion_files
 from reshard.training.companion_files import QUANTISED, Companions, matched_config
-from reshard.weights import Weights
+from reshard.weights import Tied, Weights
 
 _NO_CONFIG = (
     "there is no config.json beside the checkpoint, and transformers cannot load this directory"
@@ -34,10 +35,44 @@ _NO_CONFIG = (
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The files beside an adapter's weights by name, and notes for the report."""
+    """An adapter: its name, its configuration, the files beside its weights, and notes on it."""
 
+    name: str
+    config: Config
     texts: dict[str, bytes]
     notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What an adapter changed in its base.
+
+    Args:
+        adapter: its name.
+        base: the path of the base model.
+        revision: the commit of the base model on the Hub; empty if it is not known.
+        scales: factor of a product -> the number of weights that one with this factor was added to.
+        dora: the number of them that have DoRA magnitudes.
+        from_masters: the number of tensors of the adapter that come from fp32 masters.
+        replaced: the weights that the adapter stores as a whole.
+        added: those of them that the base does not have.
+        token_rows: embedding -> the number of rows that come from the adapter.
+    """
+
+    adapter: str
+    base: str
+    revision: str
+    scales: Mapping[str, int]
+    dora: int
+    from_masters: int
+    replaced: Sequence[str]
+    added: Sequence[str]
+    token_rows: Mapping[str, int]
+
+    @property
+    def merged(self) -> int:
+        """The number of weights that a product was added to."""
+        return sum(self.scales.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +88,11 @@ class Merge(Conversion):
         companions: the files that complete the model directory.
         filled: the weights that come from another model.
         weights: the weights to write.
+        tied: further names of tied weights; see the option.
         untied: whether tied weights are written as copies.
         skeleton: the files to write.
         adapter: the LoRA adapter to write; None: the whole model.
+        addition: what the adapter changed in the base that it was added to; None: there is no base.
     """
 
     options: MergeOptions
@@ -66,9 +103,11 @@ class Merge(Conversion):
     companions: Companions = Companions(None, None, ())
     filled: list[str] = field(default_factory=list)
     weights: Weights = field(default_factory=Weights)
+    tied: Tied
     untied: bool = False
     skeleton: Skeleton = Skeleton((), ())
     adapter: Adapter | None = None
+    addition: Addition | None = None
 
     @property
     def is_directory(self) -> bool:
@@ -190,7 +229,7 @@ def compare_copies(merge: Merge) -> Merge:
             chosen,
             manifest,
             config=merge.companions.config,
-            policy="keep" if options.adapter is not None else options.tied,
+            policy=merge.tied,
             pool=pool,
             aliases=merge.aliases,
         )

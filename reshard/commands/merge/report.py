@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard import units
 from reshard.commands.balance import format_leaves
@@ -33,6 +33,7 @@ class MergeReport(OutputReport):
     buffers: int = 0
     kept_fp32: list[str] = field(default_factory=list)
     filled: list[str] = field(default_factory=list)  # from another model
+    adapter: dict[str, Any] = field(default_factory=dict)  # see `passes.Addition`
     dropped_aliases: dict[str, str] = field(default_factory=dict)
     written_aliases: dict[str, str] = field(default_factory=dict)
     stripped: list[tuple[str, str]] = field(default_factory=list)
@@ -61,6 +62,7 @@ class MergeReport(OutputReport):
         )
         yield f"source      {self._describe_sources()}"
         yield from self._list_identity()
+        yield from self._describe_adapter()
         yield from self._list_changes()
         yield format_leaves(self.leaves)
         buffers = units.show_bytes(self.peak_buffer_bytes)
@@ -77,6 +79,23 @@ class MergeReport(OutputReport):
             parts.append(f"{self.buffers} buffers")
         trained = f"; trained in {self.trained_in}" if self.trained_in else ""
         return ", ".join(parts) + trained
+
+    def _describe_adapter(self) -> Iterator[str]:
+        added = self.adapter
+        if not added:
+            return
+        scales = ", ".join(f"{scale} for {count}" for scale, count in added["scales"].items())
+        dora = f", {added['dora']} with DoRA" if added["dora"] else ""
+        masters = " (from fp32 masters)" if added["from_masters"] else ""
+        yield (
+            f"adapter     {added['adapter']}{masters}: added to"
+            f" {units.counted(added['merged'], 'weight')} (scale {scales or 'none'}{dora})"
+        )
+        revision = f", revision {added['revision']}" if added["revision"] else ""
+        yield f"base        {added['base']}{revision}"
+        yield from format_list("replaced", added["replaced"])
+        for fqn, count in added["token_rows"].items():
+            yield f"tokens      {count} rows of {fqn} come from the adapter"
 
     def _list_changes(self) -> Iterator[str]:
         for alias, kept in self.dropped_aliases.items():
@@ -117,6 +136,9 @@ def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
         buffers=chosen.buffers,
         kept_fp32=chosen.kept_fp32,
         filled=merge.filled,
+        adapter={**asdict(merge.addition), "merged": merge.addition.merged}
+        if merge.addition
+        else {},
         dropped_aliases=chosen.dropped_aliases,
         written_aliases=chosen.written_aliases,
         stripped=edited.stripped,

@@ -1,0 +1,283 @@
+"""``merge --merge-lora``: add a LoRA adapter to its base model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from reshard import keys, weights
+from reshard.adapters import merging
+from reshard.adapters.base_names import strip_peft
+from reshard.adapters.merging import Merged
+from reshard.adapters.names import add_root, find_parts
+from reshard.adapters.product import Product
+from reshard.box import contiguous_cuts
+from reshard.commands.merge import adapter, passes
+from reshard.commands.merge.options import MERGE_LORA, MergeOptions
+from reshard.commands.merge.passes import Addition, Merge
+from reshard.commands.output_options import ReadOptions
+from reshard.commands.reading import read_trusted
+from reshard.errors import DifferentError, UnsupportedError, UsageError
+from reshard.files import SourceFiles
+from reshard.formats import placeholders
+from reshard.location import directory_of
+from reshard.manifest import MASTER, PARAM, Entry, Manifest
+from reshard.paths import as_path
+from reshard.tensors import first_difference, is_zero, read_block
+from reshard.training import companion_files
+from reshard.training.companion_files import QUANTISED
+from reshard.units import some
+from reshard.weights import Weights
+
+_COMPARED = 8  # weights of the run that are compared with the base
+_COMPARED_ELEMENTS = 1 << 14  # of each of them
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def add_adapter(merge: Merge) -> Merge:
+    """Return the merge of the base model with the source's adapter added.
+
+    Raises:
+        UsageError: the base is another model, or the source has no such adapter.
+        UnsupportedError: reshard does not know how to merge a part of the adapter.
+        DifferentError: the run was trained on other weights than the base has, or the adapter
+            changes nothing, or it would change one of two weights that are tied.
+        ReshardError: the base or the adapter cannot be read.
+    """
+    options, run = merge.options, merge.manifest
+    path = as_path(str(options.merge_lora))
+    companions = companion_files.companions(None, [directory_of(path)])
+    config = companions.config or {}
+    _refuse_quantised(path, config)
+    base, selected = _open_base(path, options), adapter.select_adapter(merge)
+    if selected.adapter is None:
+        raise AssertionError(path)
+    chosen = _read_adapter(selected)
+    entries = [entry for entry, _ in chosen.tensors]
+    merged = merging.merge_adapter(base, entries, selected.adapter.config, is_tied=is_tied(config))
+    warnings = merge.notes.warnings
+    warnings += selected.adapter.notes
+    warnings += _note_other_base(path, selected.adapter.config.values, config)
+    with SourceFiles() as pool:
+        _check_same_base(run, merged, pool)
+        warnings += _check_effect(merged, pool)
+        is_untied = _check_ties(merged, pool, options.tied)
+    return replace(
+        merge,
+        manifest=replace(merged.manifest, files={**run.files, **merged.manifest.files}),
+        companions=companions,
+        tied="keep" if is_untied else options.tied,
+        addition=_describe(selected.adapter.name, path, merged, chosen),
+    )
+
+
+def _read_adapter(selected: Merge) -> Weights:
+    """Return the tensors of an adapter, each with all its names.
+
+    Raises:
+        DifferentError: copies of a tensor differ.
+        IncompleteError: a tensor has no values.
+    """
+    manifest = selected.manifest
+    placeholders.refuse(manifest, manifest.entries.values())
+    chosen = weights.select(manifest, "keep")
+    return passes.compare_copies(replace(selected, weights=chosen)).weights
+
+
+def _open_base(path: Path, options: MergeOptions) -> Manifest:
+    """Read the headers of the base model.
+
+    Raises:
+        UsageError: the path is a training checkpoint or an adapter, not a model.
+        UnsupportedError: its weights are quantised.
+        ReshardError: the model cannot be read or trusted.
+    """
+    base = read_trusted([path], ReadOptions(allow_pickle=options.allow_pickle))
+    if any(base.of_kind(MASTER)):
+        raise UsageError(
+            f"{MERGE_LORA} {path}",
+            "is a training checkpoint, not a model",
+            "pass the directory of the base model; merge it first if it is itself a checkpoint",
+        )
+    if find_parts(entry.fqn for entry in base.entries.values()):
+        raise UsageError(
+            f"{MERGE_LORA} {path}",
+            "contains an adapter; the base model has none",
+            "pass the adapter as SOURCE, and the directory of its base model here",
+        )
+    return keys.edit(base, keys.Edits()).manifest
+
+
+def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a base whose tensors are codes.
+
+    Raises:
+        UnsupportedError: config.json says so.
+    """
+    if QUANTISED in config:
+        raise UnsupportedError(
+            f"{MERGE_LORA} {path}",
+            "is a quantised model, whose tensors are not the weights",
+            "pass the model before quantisation, or a dequantised copy",
+        )
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Return whether a model that stores no head uses its embedding as the head.
+
+    transformers before 5 leaves ``tie_word_embeddings`` out of config.json where it is true.
+    """
+    declared = config.get("tie_word_embeddings")
+    if declared is None:
+        classes = config.get("architectures") or ()
+        return any(str(name).endswith(_WITH_HEAD) for name in classes)
+    return bool(declared)
+
+
+def _check_same_base(run: Manifest, merged: Merged, pool: SourceFiles) -> None:
+    """Compare samples of the weights that the run stores with the adapter, with the base's.
+
+    Raises:
+        DifferentError: they differ.
+    """
+    trained = {fqn for group in run.train.param_groups for fqn in group.fqns}
+    stored = {
+        merged.prefix + strip_peft(add_root(entry.fqn)): entry
+        for entry in run.of_kind(PARAM)
+        if entry.fqn not in trained and entry.numel
+    }
+    bases = {entry.fqn: entry for entry in merged.base.of_kind(PARAM)}
+    both = [fqn for fqn in stored if fqn in bases and fqn not in merged.replaced]
+    for fqn in both[:: max(len(both) // _COMPARED, 1)]:
+        if not _is_alike(stored[fqn], bases[fqn], pool):
+            raise DifferentError(
+                f"{MERGE_LORA} {merged.base.origin.path}",
+                f"has other values of {fqn!r} than the run of the adapter"
+                f" ({stored[fqn].chunks[0].file})",
+                "pass the base model that the adapter was trained on",
+            )
+
+
+def _is_alike(one: Entry, other: Entry, pool: SourceFiles) -> bool:
+    """Return whether the first elements are equal, or one is the cast of the other."""
+    if one.shape != other.shape:
+        return False
+    if one.dtype != other.dtype and not one.dtype.family == other.dtype.family == "float":
+        return True  # a quantised copy: not comparable
+    box = next(contiguous_cuts(one.shape, _COMPARED_ELEMENTS))
+    return any(
+        read_block(pool, one, box, dtype) == read_block(pool, other, box, dtype)
+        for dtype in dict.fromkeys((one.dtype, other.dtype))
+    )
+
+
+def _check_effect(merged: Merged, pool: SourceFiles) -> list[str]:
+    """Return a note on products that are zero.
+
+    Raises:
+        DifferentError: the adapter changes nothing.
+    """
+    zero = [fqn for fqn, product in merged.products.items() if _is_zero(product, pool)]
+    if len(zero) == len(merged.products) and not any(_find_changed(merged, pool)):
+        raise DifferentError(
+            "the adapter",
+            "changes nothing: one matrix of every LoRA layer is zero, as before training",
+            "pass a checkpoint that was saved after a training step",
+        )
+    if not zero:
+        return []
+    count = f"{len(zero)} of {len(merged.products)} LoRA products"
+    return [f"{count} are zero ({some(zero)}), as before training: these weights are the base's"]
+
+
+def _is_zero(product: Product, pool: SourceFiles) -> bool:
+    return any(is_zero(pool, entry) for entry in (product.b, product.a) if entry is not None)
+
+
+def _find_changed(merged: Merged, pool: SourceFiles) -> Iterator[str]:
+    """Yield the whole weights and rows of the adapter that differ from the base's."""
+    before = {entry.fqn: entry for entry in merged.base.entries.values()}
+    after = {entry.fqn: entry for entry in merged.manifest.entries.values()}
+    for fqn in (*merged.replaced, *merged.token_rows):
+        old, new = before.get(fqn), after[fqn]
+        same = old is not None and old.shape == new.shape
+        if old is None or not same or first_difference(pool, old, new) is not None:
+            yield fqn
+
+
+def _check_ties(merged: Merged, pool: SourceFiles, policy: weights.Tied) -> bool:
+    """Return whether the head has other values than the embedding that it was tied to.
+
+    Raises:
+        DifferentError: a LoRA product changes only one of the two, and ``--tied keep`` is not
+            given.
+    """
+    entries = {entry.fqn: entry for entry in merged.manifest.entries.values()}
+    differing = [
+        (head, embedding)
+        for head, embedding in merged.untied.items()
+        if entries[head].shape != entries[embedding].shape
+        or first_difference(pool, entries[head], entries[embedding]) is not None
+    ]
+    for head, embedding in differing:
+        if policy != "keep" and not merged.products.keys().isdisjoint((head, embedding)):
+            raise DifferentError(
+                head,
+                f"is tied to {embedding!r}, and the adapter adds a LoRA product to one of them:"
+                " PEFT's own merge would change both",
+                "pass --tied keep to write the two weights as they were in training, and"
+                " tie_word_embeddings false",
+            )
+    return bool(differing)
+
+
+def _describe(name: str, path: Path, merged: Merged, chosen: Weights) -> Addition:
+    products = merged.products.values()
+    scales = Counter(product.scale for product in products)
+    return Addition(
+        adapter=name,
+        base=str(path),
+        revision=find_revision(path),
+        scales={f"{scale:.6g}": count for scale, count in sorted(scales.items())},
+        dora=sum(1 for product in products if product.magnitude is not None),
+        from_masters=chosen.from_master,
+        replaced=merged.replaced,
+        added=merged.added,
+        token_rows=merged.token_rows,
+    )
+
+
+def find_revision(path: Path) -> str:
+    """Return the commit of the base model on the Hub; empty if its directory does not state it.
+
+    Source: huggingface_hub 1.0, ``file_download.py``: a cache has ``snapshots/COMMIT``, a
+    ``local_dir`` has ``.cache/huggingface/download/FILE.metadata`` with the commit in line 1.
+    """
+    directory = directory_of(path)
+    for folder in (directory, directory.resolve()):
+        if folder.parent.name == "snapshots":
+            return folder.name
+    metadata = directory / ".cache/huggingface/download/config.json.metadata"
+    lines = metadata.read_text(errors="replace").splitlines() if metadata.is_file() else []
+    return lines[0] if lines and _COMMIT.fullmatch(lines[0]) else ""
+
+
+def _note_other_base(
+    path: Path, values: Mapping[str, Any], config: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a note if the adapter's configuration names a base model of another name."""
+    stated = values.get("base_model_name_or_path")
+    if not isinstance(stated, str) or not stated:
+        return
+    names = {PurePath(text).name for text in (path.resolve(), config.get("_name_or_path")) if text}
+    names |= {part.rpartition("--")[2] for part in path.resolve().parts if "--" in part}
+    if PurePath(stated).name not in names:
+        yield (
+            f"the adapter states {stated!r} as its base model; whether {path} is the same model"
+            " is known by the names and shapes of its weights only, unless the run stores them too"
+        )

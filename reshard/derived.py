@@ -1,0 +1,71 @@
+"""Bytes that are computed from stored bytes when they are read, addressed as if they were a file.
+
+A chunk names its file. If the name is a `Derived`, `reshard.files.SourceFiles` asks its computation
+for the bytes. Everything that cuts, copies, casts or compares chunks therefore works on values that
+no file stores, such as dequantised weights.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from reshard import escaped
+
+
+class Reader(Protocol):
+    """What a computation needs of the open source files; see `reshard.files.SourceFiles`."""
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Return the bytes at an offset of a file."""
+
+    def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at an offset of a file."""
+
+
+class Computation(Protocol):
+    """A computation of a number of bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes that can be read."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files on disk that the bytes are computed from."""
+
+    @property
+    def tile_nbytes(self) -> int:
+        """The number of bytes that are computed together; reads of whole tiles cost least."""
+
+    def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at an offset, of whole elements.
+
+        Raises:
+            ReshardError: a file cannot be read, or does not hold what the computation needs.
+        """
+
+
+class Derived(str):
+    """The name of computed bytes, with their computation. Equal names mean equal bytes."""
+
+    __slots__ = ("computation",)
+    computation: Computation
+
+    def __new__(cls, file: str, detail: str, computation: Computation) -> Derived:
+        """Return the name of bytes that are computed from a file.
+
+        Args:
+            file: the first file that they are computed from.
+            detail: distinguishes the bytes from others that are computed from the file.
+            computation: how to compute them.
+        """
+        name = super().__new__(cls, f"{file}\0{detail}")  # no file of any system has NUL in it
+        name.computation = computation
+        return name
+
+
+def list_files(file: str) -> tuple[str, ...]:
+    """Return the files on disk that hold the bytes read under a file name."""
+    if isinstance(file, Derived):
+        return file.computation.files
+    return (escaped.real(file),)

@@ -1,0 +1,93 @@
+"""Computations that work tile by tile: what a thread keeps between two reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from reshard.box import Box
+from reshard.derived import Reader
+from reshard.dtypes import DType
+from reshard.files import SourceFiles
+from reshard.manifest import Entry
+from reshard.move.fill import Filler
+from reshard.plan.copies import plan_block
+
+T = TypeVar("T")
+
+_readers: WeakKeyDictionary[Reader, threading.local] = WeakKeyDictionary()
+
+
+class Tiled(Protocol):
+    """A computation that computes whole tiles only.
+
+    A tile is computed in one way, whatever is read of it, so its bits depend neither on the window
+    that needs it nor on the number of workers.
+    """
+
+    @property
+    def tile_nbytes(self) -> int:
+        """The size of a tile in bytes; the last one may be smaller."""
+
+    def compute(self, number: int, reader: TileReader) -> memoryview:
+        """Return the bytes of a tile, valid until the next call."""
+
+
+class TileReader:
+    """The memory of one thread for computations, and its access to the tensors that they read.
+
+    Args:
+        pool: the open source files.
+    """
+
+    def __init__(self, pool: Reader) -> None:
+        files = cast("SourceFiles", pool)  # or those of a filler, which compares checksums
+        self._filler = Filler(files, needs_checksum=lambda _file: False)
+        self._kept: dict[str, tuple[object, Any]] = {}
+        self._last: tuple[Tiled, int, memoryview] | None = None
+
+    def read(self, entry: Entry, box: Box, dtype: DType, into: memoryview) -> None:
+        """Fill ``into`` with a box of a tensor, row-major, in ``dtype``.
+
+        Raises:
+            ReshardError: a file cannot be read, or the dtype cannot be cast.
+        """
+        for copy in plan_block(entry, box, dtype).copies:
+            self._filler.fill(copy, into)
+
+    def keep(self, slot: str, key: object, make: Callable[[], T]) -> T:
+        """Return the value kept in a slot; if it was kept for another key, make it anew."""
+        kept = self._kept.get(slot)
+        if kept is None or kept[0] != key:
+            self._kept.pop(slot, None)  # frees its memory before the new value needs some
+            kept = self._kept[slot] = key, make()
+        return cast("T", kept[1])
+
+    def read_tiles(self, tiled: Tiled, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with computed bytes from an offset on."""
+        done = 0
+        while done < len(into):
+            number, skipped = divmod(offset + done, tiled.tile_nbytes)
+            part = self._get_tile(tiled, number)[skipped:][: len(into) - done]
+            if not part:  # the check of the manifest's bounds makes this impossible
+                raise AssertionError(f"{tiled} has no byte {offset + done}")
+            into[done : done + len(part)] = part
+            done += len(part)
+
+    def _get_tile(self, tiled: Tiled, number: int) -> memoryview:
+        if self._last is None or self._last[0] is not tiled or self._last[1] != number:
+            self._last = None
+            self._last = tiled, number, tiled.compute(number, self)
+        return self._last[2]
+
+
+def find_reader(pool: Reader) -> TileReader:
+    """Return the reader of this thread for a pool of open files."""
+    own = _readers.get(pool)
+    if own is None:
+        own = _readers.setdefault(pool, threading.local())
+    if not hasattr(own, "reader"):
+        own.reader = TileReader(pool)
+    return cast("TileReader", own.reader)

@@ -1,0 +1,379 @@
+"""LoRA adapters added to their base, against PEFT's own ``merge_and_unload`` and live models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import reshard
+from reshard.errors import DifferentError, UnsupportedError, UsageError
+from tests.judges import library_models as models
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn about each other
+
+CONFIG = "adapter_config.json"
+PLAIN = {"r": 3, "target_modules": ["q_proj", "v_proj"]}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+GPT2 = {"r": 3, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+FORMS = {
+    "plain": PLAIN,
+    "alpha": {**PLAIN, "lora_alpha": 5},
+    "stable": {**PLAIN, "use_rslora": True},
+    "deep": {"r": 70, "target_modules": ["q_proj", "up_proj"], "lora_alpha": 70},
+    "patterns": {
+        **PLAIN,
+        "rank_pattern": {"layers.0.self_attn.q_proj": 5},
+        "alpha_pattern": {r"^model\.layers\.\d+\.self_attn\.v_proj": 3},
+    },
+    "dora": {**PLAIN, "use_dora": True, "target_modules": "all-linear"},
+    "head": {**PLAIN, "modules_to_save": ["lm_head"]},
+    "bias": {**PLAIN, "bias": "lora_only"},
+    "biases": {**PLAIN, "bias": "all"},
+    "lora_bias": {**PLAIN, "lora_bias": True},
+    "embedding": {"r": 3, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "tokens": {**PLAIN, "trainable_token_indices": [7, 1, 5]},
+    "parameters": {"r": 3, "target_modules": [], "target_parameters": ["q_proj.weight"]},
+    "one_layer": {**PLAIN, "layers_to_transform": [1], "layers_pattern": "layers"},
+    "excluded": {**PLAIN, "exclude_modules": ["layers.0.self_attn.q_proj"]},
+}
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=96, n_positions=32)
+    )
+
+
+def qwen3_moe(**sizes):
+    config = {"hidden_size": 24, "moe_intermediate_size": 20, **sizes}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=96,
+            num_experts=3,
+            num_experts_per_tok=2,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            **config,
+        )
+    )
+
+
+def drawn(model):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(std=0.1)
+    return model
+
+
+def save_base(model, directory, dtype=torch.float32):
+    """The base under the names of the live model, drawn."""
+    drawn(model).to(dtype)
+    directory.mkdir(exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    head = getattr(model.config, "tie_word_embeddings", False)
+    state = {
+        k: v.clone() for k, v in model.state_dict().items() if not (head and k == "lm_head.weight")
+    }
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def adapt(model, form):
+    """The model with an adapter whose every value is drawn; the base's values stay."""
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **form))
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for value in adapted.parameters():
+            if value.requires_grad:
+                value.normal_(std=0.1)
+    return adapted
+
+
+@pytest.fixture
+def made(tmp_path):
+    """(model, form) -> base, adapter, and the live adapted model."""
+
+    def make(model, form, **how):
+        base = tmp_path / "base"
+        base.mkdir()
+        save_base(model, base, **how)
+        adapted = adapt(model, form)
+        adapted.save_pretrained(tmp_path / "adapter")
+        return base, tmp_path / "adapter", adapted
+
+    return make
+
+
+def merged(source, base, out, **options):
+    report = reshard.merge(source, out, merge_lora=base, **options)
+    return load_file(out / "model.safetensors"), report
+
+
+def assert_close(got, adapted):
+    """Equal to ``merge_and_unload`` of PEFT, each within the stated rounding of the exact sum.
+
+    The bound: (rank + 3) roundings of fp32, relative to the sum of absolute values.
+    """
+    bounds = {}
+    for name, module in adapted.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "scaling"):
+            rank = max((*module.r.values(), 1))
+            bounds[name.removeprefix("base_model.model.").replace(".base_layer", "")] = rank
+    want = adapted.merge_and_unload().state_dict()
+    assert {k for k in want if k != "lm_head.weight"} == {k for k in got if k != "lm_head.weight"}
+    changed = 0
+    for name, value in got.items():
+        exact = name.rpartition(".")[0] not in bounds
+        if exact:
+            assert torch.equal(value, want[name]), name
+        else:
+            rank = bounds[name.rpartition(".")[0]]
+            torch.testing.assert_close(value, want[name], rtol=0, atol=(rank + 3) * 2.0**-24 * 4)
+            changed += 1
+    assert changed >= len({*bounds})
+    return want
+
+
+def logits_of(model):
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=models.tokens(2)).logits
+
+
+def read_model(directory):
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_what_peft_merges(form, made, tmp_path):
+    base, adapter, adapted = made(models.build("llama_biased"), FORMS[form])
+    live = logits_of(adapted)
+    got, report = merged(adapter, base, tmp_path / "out")
+    assert_close(got, adapted)
+    assert sum(report.adapter["scales"].values()) == report.adapter["merged"] > 0
+    loaded = read_model(tmp_path / "out")
+    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+
+
+def test_conv1d_with_square_weights(made, tmp_path):
+    base, adapter, adapted = made(gpt2(), GPT2)
+    live = logits_of(adapted)
+    got, _ = merged(adapter, base, tmp_path / "out")
+    assert_close(got, adapted)
+    loaded = read_model(tmp_path / "out")
+    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+
+
+def test_a_base_without_the_first_part_of_the_names(made, tmp_path):
+    base, adapter, adapted = made(gpt2(), GPT2)
+    file = base / "model.safetensors"
+    state = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    save_file(state, file, {"format": "pt"})
+    got, _ = merged(adapter, base, tmp_path / "out")
+    assert_close(got, adapted)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"moe_intermediate_size": 12}, {"moe_intermediate_size": 24}]
+)
+def test_experts_are_stacked(sizes, made, tmp_path):
+    form = {"r": 2, "target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    base, adapter, adapted = made(qwen3_moe(**sizes), form)
+    live = logits_of(adapted)
+    got, report = merged(adapter, base, tmp_path / "out")
+    assert report.adapter["merged"] == 6
+    assert_close(got, adapted)
+    loaded = read_model(tmp_path / "out")
+    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+
+
+SHARDED = [  # case, what a user gives, the adapter, and where PEFT saved it
+    ("peft_zero3", "checkpoint-2", "default", "saved"),
+    ("peft_fsdp2", "whole", "default", "saved"),
+    ("peft_fsdp2", "whole", "other", "saved/other"),
+    ("peft_fsdp2", "alone", "other", "saved/other"),
+]
+
+
+@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED)
+def test_out_of_shards(case, source, name, place, library_case, tmp_path):
+    """PEFT merges the same fp32 values; its own files have the dtype of training."""
+    made = library_case(case)
+    run, given = made / "ckpt" / source, {"adapter": name}
+    if case == "peft_fsdp2":  # no configuration is beside it
+        given["hf_dir"] = made / place
+    got, report = merged(run, made / "base", tmp_path / "out", **given)
+    reshard.merge(run, tmp_path / "adapter", dtype="fp32", **given)
+    base = read_model(made / "base")
+    before = logits_of(base)
+    assert_close(got, peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    assert report.adapter["adapter"] == name
+    after = logits_of(read_model(tmp_path / "out"))
+    assert not torch.allclose(before, after, atol=1e-3)
+    if name == "default":  # the other one was trained with biases that PEFT does not save with it
+        wanted = torch.load(made / "truth.pt")["logits"][name].float()
+        torch.testing.assert_close(after, wanted, rtol=1e-2, atol=2e-3)
+
+
+def test_a_run_of_another_base_is_refused(library_case, tmp_path):
+    made = library_case("peft_fsdp2")
+    save_base(models.build("llama"), other := tmp_path / "other")
+    with pytest.raises(DifferentError, match=r"has other values of .* than the run"):
+        merged(made / "ckpt/whole", other, tmp_path / "out", hf_dir=made / "saved")
+
+
+TIED = {
+    "head": {**PLAIN, "modules_to_save": ["lm_head"]},
+    "embedding": {**PLAIN, "modules_to_save": ["embed_tokens"]},
+    "tokens": {**PLAIN, "trainable_token_indices": [1, 5, 7]},
+    "tied": {"r": 3, "target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+}
+
+
+@pytest.mark.parametrize("form", TIED)
+def test_a_tied_base(form, made, tmp_path):
+    base, adapter, adapted = made(models.build("llama_tied"), TIED[form])
+    live = logits_of(adapted)
+    merged(adapter, base, tmp_path / "out")
+    loaded = read_model(tmp_path / "out")
+    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+    assert loaded.config.tie_word_embeddings is (form in ("tokens", "tied"))
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_one_of_two_tied_weights_is_refused_or_untied(target, made, tmp_path):
+    form = {"r": 3, "target_modules": ["q_proj", target]}
+    base, adapter, adapted = made(models.build("llama_tied"), form)
+    live = logits_of(adapted)
+    with pytest.raises(DifferentError, match="PEFT's own merge would change both"):
+        merged(adapter, base, tmp_path / "out")
+    merged(adapter, base, tmp_path / "out", tied="keep")
+    loaded = read_model(tmp_path / "out")
+    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+    wrong = adapted.merge_and_unload()
+    assert not torch.allclose(logits_of(wrong), live, rtol=1e-4, atol=1e-5)
+
+
+def test_an_untrained_adapter_is_refused(tmp_path):
+    save_base(models.build("llama"), base := tmp_path / "base")
+    adapted = peft.get_peft_model(models.build("llama"), peft.LoraConfig(**PLAIN))
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(DifferentError, match="changes nothing"):
+        merged(tmp_path / "adapter", base, tmp_path / "out")
+
+
+def edit(adapter, **values):
+    path = adapter / CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"init_lora_weights": "pissa_niter_16"}, "changed the base model"),
+        ({"init_lora_weights": "olora"}, "changed the base model"),
+        ({"layer_replication": [[0, 2], [0, 2]]}, "repeated layers"),
+        ({"alora_invocation_tokens": [1]}, "only after certain tokens"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"of_a_later_version": True}, "of_a_later_version"),
+        ({"alpha_pattern": {"(a+)+q": 3}}, "does not run"),
+    ],
+)
+def test_what_changes_the_sum_is_refused_by_name(values, text, made, tmp_path):
+    base, adapter, _ = made(models.build("llama"), PLAIN)
+    edit(adapter, **values)
+    with pytest.raises(UnsupportedError, match=text):
+        merged(adapter, base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_model_is_refused(made, tmp_path):
+    _, adapter, _ = made(models.build("llama"), PLAIN)
+    save_base(gpt2(), other := tmp_path / "other")
+    with pytest.raises(UsageError, match="none of the adapted layers"):
+        merged(adapter, other, tmp_path / "out")
+    with pytest.raises(UsageError, match="contains an adapter"):
+        merged(adapter, adapter, tmp_path / "out")
+
+
+def test_dora_of_conv1d_is_refused(made, tmp_path):
+    base, adapter, _ = made(gpt2(), {**GPT2, "use_dora": True})
+    with pytest.raises(UnsupportedError, match="DoRA"):
+        merged(adapter, base, tmp_path / "out")
+
+
+def test_experts_as_peft_0_18_stored_them(made, tmp_path):
+    """There every 3-D weight is (experts, in, out): lora_A has the columns of the second dim."""
+    form = {"r": 2, "target_modules": [], "target_parameters": EXPERTS}
+    base, adapter, _ = made(qwen3_moe(), form)
+    file = adapter / "adapter_model.safetensors"
+    root = "base_model.model.model.layers.1.mlp.experts.lora_"
+    state = load_file(file)
+    rank = 2 * 3
+    a, b = torch.randn(rank, 24), torch.randn(20, rank)
+    save_file({**state, f"{root}A.weight": a, f"{root}B.weight": b}, file)
+    got, _ = merged(adapter, base, tmp_path / "out")
+    name = "model.layers.1.mlp.experts.down_proj"
+    before = load_file(base / "model.safetensors")[name]
+    product = torch.einsum("ore,eri->eio", b.reshape(20, 2, 3), a.reshape(3, 2, 24))
+    torch.testing.assert_close(got[name], before + 8 / 2 * product, rtol=1e-6, atol=1e-5)
+
+
+def test_square_experts_that_nothing_decides_are_refused(made, tmp_path):
+    form = {"r": 2, "target_modules": [], "target_parameters": ["experts.down_proj"]}
+    base, adapter, _ = made(qwen3_moe(moe_intermediate_size=24), form)
+    with pytest.raises(UnsupportedError, match="is square"):
+        merged(adapter, base, tmp_path / "out")
+
+
+def test_a_bf16_base_is_rounded_once(made, tmp_path):
+    base, adapter, adapted = made(models.build("llama"), PLAIN, dtype=torch.bfloat16)
+    got, report = merged(adapter, base, tmp_path / "out")
+    assert report.dtypes == {"bfloat16": len(got)}
+    whole, _ = merged(adapter, base, tmp_path / "fp32", dtype="fp32")
+    assert all(torch.equal(whole[name].to(torch.bfloat16), got[name]) for name in got)
+    assert_close(whole, adapted.float())
+
+
+def test_the_bits_do_not_depend_on_threads_or_windows(made, tmp_path):
+    base, adapter, _ = made(models.build("llama"), FORMS["deep"])
+    script = (
+        "import sys, reshard; base, adapter, out, workers, memory = sys.argv[1:];"
+        "reshard.merge(adapter, out, merge_lora=base, workers=int(workers),"
+        " max_memory_bytes=int(memory))"
+    )
+    outputs = []
+    for threads, workers, memory in ((1, 1, 256 << 20), (4, 3, 1 << 20), (2, 2, 256 << 10)):
+        out = tmp_path / f"out{threads}"
+        subprocess.run(
+            [sys.executable, "-c", script, base, adapter, out, str(workers), str(memory)],
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            cwd=Path(__file__).parents[2],
+        )
+        outputs.append((out / "model.safetensors").read_bytes())
+    assert outputs[0] == outputs[1] == outputs[2]
