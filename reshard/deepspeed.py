@@ -12,31 +12,28 @@ checkpoint engines (DeepSpeed 0.19.8 ``runtime/checkpoint_engine/checkpoint_engi
 
 from __future__ import annotations
 
-import argparse
-import logging
-import os
-import pickle
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from reshard import formats
 from reshard.commands.split.options import SplitOptions
-from reshard.commands.split.report import SplitReport
-from reshard.errors import ReshardError, UnsafeError, UnsupportedError, UsageError
+from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.request import LiveTarget
-from reshard.live import open_live_files, raise_on_all_ranks
+from reshard.live import (
+    create_names,
+    describe_report,
+    open_live_files,
+    raise_on_all_ranks,
+    read_options,
+)
 from reshard.model import shapes_of
 from reshard.move.on_demand import OnDemandFiles
+from reshard.safe_load import load_safely
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-_logger = logging.getLogger("reshard")
 
 __all__ = ["load_checkpoint"]
 
@@ -80,21 +77,20 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     """
     _refuse_engine(engine, load_module_only=load_module_only or not load_optimizer_states)
     choice = _choose_options(engine, options, tag=tag, weights_only=load_module_only)
-    target = LiveTarget(shapes=shapes_of(engine.module), config=engine._config._param_dict)  # noqa: SLF001 - no public name
-    with open_live_files(load_dir, choice, target, workers=workers or _count_workers()) as live:
-        _log(live.report, engine)
-        with tempfile.TemporaryDirectory(prefix="reshard-") as folder:
-            names = _Names(live.files, Path(folder))
-            with _reading_from(engine, names):
-                _, client_state = engine.load_checkpoint(
-                    folder,
-                    names.tag,
-                    load_module_strict=load_module_strict,
-                    load_optimizer_states=load_optimizer_states,
-                    load_lr_scheduler_states=load_lr_scheduler_states,
-                    load_module_only=load_module_only,
-                    custom_load_fn=custom_load_fn,
-                )
+    config = engine._config._param_dict  # noqa: SLF001 - no public name
+    target = LiveTarget(shapes=shapes_of(engine.module), config=config)
+    with open_live_files(load_dir, choice, target, workers=workers) as live:
+        if engine.global_rank == 0:
+            describe_report(live.report)
+        with create_names(live.files) as folder, _reading_from(engine, live.files, folder):
+            _, client_state = engine.load_checkpoint(
+                str(folder),
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
         raise_on_all_ranks(_find_error(live.files))
         return live.report.source, client_state
 
@@ -144,11 +140,7 @@ def _choose_options(
     }
     if engine.mp_world_size > 1:
         decided["tp"] = engine.mp_world_size
-    for name in options:
-        if name in decided or name not in SplitOptions.__dataclass_fields__:
-            reason = "is decided by the engine" if name in decided else "is no option of split"
-            raise UsageError(name, reason, "leave it out")
-    return SplitOptions(**{**decided, **options})
+    return SplitOptions(**read_options(options, decided))
 
 
 def _name_precision(engine: Any) -> str:
@@ -158,44 +150,17 @@ def _name_precision(engine: Any) -> str:
     return "fp16" if engine.fp16_enabled() else "fp32"
 
 
-def _count_workers() -> int:
-    """Return the number of cores that each rank of this node has for itself."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max((os.cpu_count() or 1) // max(ranks, 1), 1)
+class _Loader:
+    """The part of a ``CheckpointEngine`` that ``load_checkpoint`` uses: it loads from memory.
 
-
-def _log(report: SplitReport, engine: Any) -> None:
-    if engine.global_rank == 0:
-        for line in report.lines():
-            _logger.info("%s", line)
-        for warning in report.warnings:
-            _logger.warning("%s", warning)
-
-
-class _Names:
-    """The names of the files in a directory: DeepSpeed looks for files before it loads them.
-
-    The directory has an empty file for each; their content is in memory only.
+    Args:
+        folder: the directory in which DeepSpeed looks for the files by name.
+        engine: the engine's own, for everything else.
     """
 
-    def __init__(self, files: OnDemandFiles, folder: Path) -> None:
-        self.files = files
+    def __init__(self, files: OnDemandFiles, folder: Path, engine: Any) -> None:
+        self._files = files
         self._folder = folder
-        for name in files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
-        self.tag = files.read("latest", 0, files.nbytes("latest")).decode()
-
-    def find(self, path: str) -> str:
-        """Return the name of the file that DeepSpeed calls by a path."""
-        return Path(path).relative_to(self._folder).as_posix()
-
-
-class _Loader:
-    """The part of a ``CheckpointEngine`` that ``load_checkpoint`` uses: it loads from memory."""
-
-    def __init__(self, names: _Names, engine: Any) -> None:
-        self._names = names
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
@@ -207,43 +172,15 @@ class _Loader:
         Raises:
             UnsafeError: the file names a class that is not known to be safe.
         """
-        name = self._names.find(path)
-        with torch.serialization.safe_globals(_list_safe_globals()):
-            try:
-                return torch.load(
-                    self._names.files.open(name), map_location=map_location, weights_only=True
-                )
-            except pickle.UnpicklingError as error:
-                raise UnsafeError(
-                    name,
-                    f"would run code to load: {str(error).splitlines()[0]}",
-                    "if the class is your own, allow it with"
-                    " torch.serialization.add_safe_globals([...])",
-                ) from error
-
-
-def _list_safe_globals() -> list[Any]:
-    """Return the classes and functions of DeepSpeed's files, none of which runs code."""
-    import collections
-
-    import numpy as np
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [
-        *(LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, argparse.Namespace),
-        *(collections.defaultdict, collections.deque, dict, list, set, int, float),
-        *(np.ndarray, np.dtype, np.empty(0).__reduce__()[0]),
-        *{type(np.dtype(name)) for name in ("uint8", "uint32", "int64", "float32", "float64")},
-    ]
+        name = Path(path).relative_to(self._folder).as_posix()
+        return load_safely(self._files.open(name), name, map_location)
 
 
 @contextmanager
-def _reading_from(engine: Any, names: _Names) -> Iterator[None]:
+def _reading_from(engine: Any, files: OnDemandFiles, folder: Path) -> Iterator[None]:
     """Let an engine load from memory, within this block."""
     own = engine.checkpoint_engine
-    engine.checkpoint_engine = _Loader(names, own)
+    engine.checkpoint_engine = _Loader(files, folder, own)
     try:
         yield
     finally:
@@ -253,8 +190,7 @@ def _reading_from(engine: Any, names: _Names) -> Iterator[None]:
 def _find_error(files: OnDemandFiles) -> ReshardError | None:
     """Return what is wrong with the bytes that this rank has read, or None."""
     try:
-        files.check_records()
-        files.refuse_overflow()
+        files.check()
     except ReshardError as error:
         return error
     return None

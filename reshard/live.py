@@ -6,6 +6,9 @@ of `split` and sends the result to the others. Each rank then reads the bytes of
 
 from __future__ import annotations
 
+import logging
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _T = TypeVar("_T")
+_logger = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def open_live_files(
     options: SplitOptions,
     target: LiveTarget | None = None,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     has_checksums: bool = False,
 ) -> Iterator[LiveFiles]:
     """Open the files that `split` would write for these options; every rank must call it.
@@ -64,7 +68,7 @@ def open_live_files(
         source: the checkpoint, of any format.
         options: those of `split`.
         target: the program that loads the files.
-        workers: threads of one long read.
+        workers: threads of one long read; by default the cores of the node, divided by its ranks.
         has_checksums: see `OnDemandFiles`.
 
     Raises:
@@ -75,9 +79,56 @@ def open_live_files(
     with SourceFiles() as pool:
         plan = Plan(planned.entries, planned.skeleton)
         files = OnDemandFiles(
-            plan, planned.sources, pool, workers=workers, has_checksums=has_checksums
+            plan,
+            planned.sources,
+            pool,
+            workers=workers or _count_workers(),
+            has_checksums=has_checksums,
         )
         yield LiveFiles(files, planned.report)
+
+
+def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `split`: those that the program decides, and the user's.
+
+    Raises:
+        UsageError: an option is decided by the program, or unknown.
+    """
+    for name in given:
+        if name in decided or name not in SplitOptions.__dataclass_fields__:
+            is_decided = name in decided
+            reason = "is decided by the running program" if is_decided else "is no option of split"
+            raise UsageError(name, reason, "leave it out")
+    return {**decided, **given}
+
+
+def describe_report(report: SplitReport) -> None:
+    """Write a report to the log; call it on one rank."""
+    for line in report.lines():
+        _logger.info("%s", line)
+    for warning in report.warnings:
+        _logger.warning("%s", warning)
+
+
+def _count_workers() -> int:
+    """Return the number of cores that each rank of this node has for itself."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max((os.cpu_count() or 1) // max(ranks, 1), 1)
+
+
+@contextmanager
+def create_names(files: OnDemandFiles) -> Iterator[Path]:
+    """Create a directory with the names of the files, for programs that look before they load.
+
+    Files without tensors are there with their content, others are empty.
+    """
+    with tempfile.TemporaryDirectory(prefix="reshard-") as folder:
+        for name in files:
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            data = b"" if files.has_tensors(name) else files.read(name, 0, files.nbytes(name))
+            path.write_bytes(data)
+        yield Path(folder)
 
 
 def _refuse_means(options: SplitOptions) -> None:

@@ -26,11 +26,11 @@ class LiveTarget:
 
     Args:
         shapes: its model.
-        config: the configuration of its engine.
+        config: the configuration of its engine, if it has one.
     """
 
     shapes: ModelShapes
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

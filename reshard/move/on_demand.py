@@ -61,6 +61,7 @@ class OnDemandFiles:
         self._contents = {file.name: file for file in plan.target.files}
         self._parts: dict[str, _Parts] = {}
         self._reads = Spans()
+        self._checked: set[tuple[str, int, int]] = set()  # records that were compared
         self._has_checksums = has_checksums
         self._crcs: dict[tuple[str, int], bytes] = {}
         self._lock = threading.Lock()
@@ -78,6 +79,10 @@ class OnDemandFiles:
             IncompleteError: there is no such file.
         """
         return self._find(name).nbytes
+
+    def has_tensors(self, name: str) -> bool:
+        """Return whether a file has bytes of tensors; the content of others is known."""
+        return name in self._filled
 
     def open(self, name: str) -> io.BufferedReader:
         """Return a file as a binary file object for reading.
@@ -128,8 +133,19 @@ class OnDemandFiles:
         for path in self._reads.files:
             for record in self._sources[path].records:
                 span = path, record.byte_offset, record.nbytes
-                if record.crc32 is not None and self._reads.covers(*span):
-                    check_record(self._pool, path, record, self._reads)
+                if record.crc32 is None or span in self._checked or not self._reads.covers(*span):
+                    continue
+                check_record(self._pool, path, record, self._reads)
+                self._checked.add(span)
+
+    def check(self) -> None:
+        """Check what was read so far: stored checksums, and casts.
+
+        Raises:
+            CorruptError, DifferentError: as `check_records` and `refuse_overflow`.
+        """
+        self.check_records()
+        self.refuse_overflow()
 
     def refuse_overflow(self) -> None:
         """Refuse what was read if a cast made finite values infinite.
@@ -153,6 +169,10 @@ class OnDemandFiles:
             if name not in self._parts:
                 self._parts[name] = _Parts(self._plan.list_parts(name))
             return self._parts[name]
+
+    @cached_property
+    def _filled(self) -> frozenset[str]:
+        return frozenset(self._plan.list_files())
 
     @cached_property
     def _checksums(self) -> Mapping[str, list[StoredChecksum]]:

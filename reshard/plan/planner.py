@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -44,7 +45,6 @@ class Plan:
     ) -> None:
         self.target = target
         self._limit = window_bytes
-        self._index: FileIndex | None = None
         self._sources = [_match_source(source, entry) for entry in target.entries]
         for entry in target.entries:
             _check_contiguous(entry)
@@ -74,11 +74,17 @@ class Plan:
         plan._interleaved = set()  # noqa: SLF001 - of this class
         return plan
 
+    def list_files(self) -> list[str]:
+        """Return the names of the output files that have bytes of tensors, sorted."""
+        return self._file_index.files()
+
+    @cached_property
+    def _file_index(self) -> FileIndex:
+        return FileIndex(self.target)
+
     def list_parts(self, file: str) -> list[WindowPart]:
         """Return the parts of one output file in the order of their bytes, not interleaved."""
-        if self._index is None:
-            self._index = FileIndex(self.target)
-        extents = sorted(self._index.extents(file), key=lambda extent: extent.byte_offset)
+        extents = sorted(self._file_index.extents(file), key=lambda extent: extent.byte_offset)
         return [
             part
             for extent in extents

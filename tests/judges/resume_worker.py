@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
+import reshard.transformers
 from tests.judges import hf_trainer, ranks
 from tests.judges import library_truth as truth
 from tests.judges.library_cpu import pass_for_gpus
@@ -150,8 +151,12 @@ def work(job: ranks.Job, rank: int) -> None:
     tell = Tell()
     trainer = hf_trainer.prepared(model(), chosen, rows, [tell])
     tell.trainer = trainer
-    resume = job.told.get("resume")
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    resume, live = job.told.get("resume"), job.told.get("live")
+    if live is None:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    else:
+        with reshard.transformers.open_checkpoint(trainer, resume, **live) as checkpoint:
+            trainer.train(resume_from_checkpoint=checkpoint)
     entries = trainer.state.log_history
     logged = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
     if rank == 0:

@@ -1,0 +1,109 @@
+"""Loads of other libraries, which take the content of some files from memory.
+
+A library that looks for a checkpoint's files by name and then loads them by a function of torch or
+safetensors can load a checkpoint that is on no disk: the names are there, and while a block of
+`patch_loads` is open these functions read the files of the names from memory:
+
+    torch.load                                     Trainer, Accelerate, DeepSpeed
+    safetensors.torch.load_file                    Trainer without FSDP
+    torch.distributed.checkpoint.FileSystemReader  FSDP's sharded state dicts
+
+Files of other directories are loaded as always.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from reshard.move.on_demand import OnDemandFiles
+from reshard.safe_load import load_safely
+
+
+@contextmanager
+def patch_loads(files: OnDemandFiles, folder: Path) -> Iterator[None]:
+    """Let loads of files in ``folder`` read from memory, within this block.
+
+    Each load checks what it has read: the stored checksums of the source, and overflows of casts.
+    """
+    import safetensors.torch
+    import torch
+    from torch.distributed.checkpoint import filesystem
+
+    find = _Finder(files, folder)
+    with ExitStack() as patches:
+        for owner, name, make in (
+            (torch, "load", _patch_torch_load),
+            (safetensors.torch, "load_file", _patch_load_file),
+            (filesystem.FileSystem, "create_stream", _patch_create_stream),
+            (filesystem.FileSystemReader, "read_data", _patch_read_data),
+        ):
+            replaced = make(getattr(owner, name), find)
+            patches.enter_context(mock.patch.object(owner, name, replaced))
+        yield
+
+
+class _Finder:
+    """Finds the name of a file in a directory by the path that a library passes."""
+
+    def __init__(self, files: OnDemandFiles, folder: Path) -> None:
+        self.files = files
+        self._folder = folder
+
+    def find(self, path: Any) -> str | None:
+        """Return the name of a file with tensors, or None for any other argument."""
+        if not isinstance(path, (str, os.PathLike)):
+            return None
+        try:
+            name = Path(path).relative_to(self._folder).as_posix()
+        except ValueError:
+            return None
+        return name if name in self.files and self.files.has_tensors(name) else None
+
+
+def _patch_torch_load(own: Callable[..., Any], finder: _Finder) -> Callable[..., Any]:
+    def load(f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+        name = finder.find(f)
+        if name is None:
+            return own(f, map_location, *args, **options)
+        with mock.patch("torch.load", own):
+            loaded = load_safely(finder.files.open(name), name, map_location)
+        finder.files.check()
+        return loaded
+
+    return load
+
+
+def _patch_load_file(own: Callable[..., Any], finder: _Finder) -> Callable[..., Any]:
+    def load_file(filename: Any, device: Any = "cpu", **options: Any) -> Any:
+        name = finder.find(filename)
+        if name is None:
+            return own(filename, device, **options)
+        from safetensors.torch import load
+
+        tensors = load(finder.files.read(name, 0, finder.files.nbytes(name)))
+        finder.files.check()
+        return {fqn: tensor.to(device) for fqn, tensor in tensors.items()}
+
+    return load_file
+
+
+def _patch_create_stream(own: Callable[..., Any], finder: _Finder) -> Callable[..., Any]:
+    def create_stream(self: Any, path: Any, mode: str) -> Any:
+        name = finder.find(path)
+        return own(self, path, mode) if name is None else finder.files.open(name)
+
+    return create_stream
+
+
+def _patch_read_data(own: Callable[..., Any], finder: _Finder) -> Callable[..., Any]:
+    def read_data(self: Any, *args: Any, **options: Any) -> Any:
+        done = own(self, *args, **options)
+        finder.files.check()
+        return done
+
+    return read_data
