@@ -21,16 +21,16 @@ from reshard import formats
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.request import LiveTarget
-from reshard.live import (
+from reshard.live.files import (
     create_names,
     describe_report,
     open_live_files,
     raise_on_all_ranks,
     read_options,
 )
+from reshard.live.safe_load import load_safely
 from reshard.model import shapes_of
 from reshard.move.on_demand import OnDemandFiles
-from reshard.safe_load import load_safely
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

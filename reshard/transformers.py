@@ -16,14 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from reshard import formats
+from reshard.accelerate import choose_state_dict_type
 from reshard.commands.split.options import SplitOptions
-from reshard.errors import UnsupportedError
 from reshard.formats.request import LiveTarget
-from reshard.live import create_names, describe_report, open_live_files, read_options
+from reshard.live.files import create_names, describe_report, open_live_files, read_options
+from reshard.live.patched_loads import patch_loads
 from reshard.model import shapes_of
-from reshard.patched_loads import patch_loads
-
-_STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
 
 __all__ = ["open_checkpoint"]
 
@@ -75,13 +73,4 @@ def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | N
         precision = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else "fp32"
         decided |= {"zero_stage": plugin.zero_stage, "dtype": precision}
         return decided, plugin.deepspeed_config
-    if not trainer.is_fsdp_enabled:
-        return {**decided, "state_dict_type": "unsharded"}, None
-    kind = state.fsdp_plugin.state_dict_type.name
-    if kind not in _STATE_DICT_TYPES:
-        raise UnsupportedError(
-            f"fsdp_state_dict_type {kind}",
-            "is not a form that the Trainer resumes from at another number of ranks",
-            "set SHARDED_STATE_DICT or FULL_STATE_DICT",
-        )
-    return {**decided, "state_dict_type": _STATE_DICT_TYPES[kind]}, None
+    return {**decided, "state_dict_type": choose_state_dict_type(state)}, None

@@ -45,13 +45,18 @@ def resumed(saved, tmp_path_factory):
         source = saved[0] / run / "saved"
         reports[run, size] = reshard.split(source, out, world_size=size, **MODEL.get(run, {}))
         jobs[f"{run}-{size}"] = size, {**RUNS[run], "resume": out}
+        jobs[f"{run}-{size} live"] = (
+            size,
+            {**RUNS[run], "resume": source, "live": MODEL.get(run, {})},
+        )
     jobs["own"] = 2, {**RUNS["fsdp1"], "resume": saved[0] / "fsdp1" / "saved"}
     return JUDGE.run(place, jobs), reports
 
 
+@pytest.mark.parametrize("how", ["", " live"])
 @pytest.mark.parametrize(("run", "size"), RESUMED)
-def test_the_run_continues_at_the_same_rates(run, size, saved, resumed):
-    unbroken, seen = saved[1][run], resumed[0][f"{run}-{size}"]
+def test_the_run_continues_at_the_same_rates(run, size, how, saved, resumed):
+    unbroken, seen = saved[1][run], resumed[0][f"{run}-{size}{how}"]
     assert isinstance(seen, dict), seen
     assert seen["seen"] == worker.SAVED  # the registered object
     assert seen["rates"] == unbroken["rates"][worker.SAVED :]

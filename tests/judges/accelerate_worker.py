@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from transformers import get_linear_schedule_with_warmup
 
+import reshard.accelerate
 from tests.judges import library_models as models
 from tests.judges import ranks
 from tests.judges.library_accelerate import Counter
@@ -70,8 +71,13 @@ def work(job: ranks.Job, rank: int) -> None:
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     begin, resumed = 0, job.told.get("resume")
-    if resumed:
+    live = job.told.get("live")
+    if resumed and live is not None:
+        with reshard.accelerate.open_checkpoint(accelerator, resumed, **live) as checkpoint:
+            accelerator.load_state(checkpoint)
+    elif resumed:
         accelerator.load_state(str(resumed))
+    if resumed:
         begin = SAVED
     found: dict[str, Any] = {"moments": moments(optimizer), "seen": counter.seen}
     found |= {"losses": [], "rates": [], "last_epoch": scheduler.scheduler.last_epoch}

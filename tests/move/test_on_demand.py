@@ -11,7 +11,7 @@ import reshard
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import CorruptError, DifferentError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.live import open_live_files
+from reshard.live.files import open_live_files
 from reshard.move.on_demand import OnDemandFiles
 from reshard.plan.planner import Plan
 from tests.support.random_checkpoints import contents, run, scene, sharded_target, whole_target

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from reshard.live.safe_load import load_safely
 from reshard.move.on_demand import OnDemandFiles
-from reshard.safe_load import load_safely
 
 
 @contextmanager

@@ -1,0 +1,108 @@
+"""Loading of any checkpoint with Accelerate's ``load_state``, without converting it.
+
+    import reshard.accelerate
+
+    with reshard.accelerate.open_checkpoint(accelerator, "run/") as checkpoint:
+        accelerator.load_state(checkpoint)
+
+The checkpoint is a directory of names; Accelerate's own code loads the content from memory, in one
+process, under DDP and under FSDP 1 and 2, at its number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from reshard import formats
+from reshard.commands.split.options import SplitOptions
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.request import LiveTarget
+from reshard.live.files import create_names, describe_report, open_live_files, read_options
+from reshard.live.patched_loads import patch_loads
+from reshard.model import shapes_of
+
+_STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
+
+__all__ = ["open_checkpoint"]
+
+
+@contextmanager
+def open_checkpoint(
+    accelerator: Any, source: formats.Paths, *, workers: int | None = None, **options: Any
+) -> Iterator[str]:
+    """Open a checkpoint of any format for ``accelerator.load_state(...)``.
+
+    Every process must enter the block, and call ``load_state`` in it, after ``prepare``. What is
+    derived or dropped is in the log of the main process (logger ``reshard``).
+
+    Args:
+        accelerator: an ``accelerate.Accelerator`` with one prepared model.
+        source: the checkpoint: a path as for `reshard.open`.
+        workers: threads that read for this process.
+        options: further options of `reshard.split` about the source.
+
+    Yields:
+        The path to pass to ``load_state``.
+
+    Raises:
+        ReshardError: on every process, if the source cannot be read, trusted or written so.
+    """
+    decided = {
+        "to": "accelerate",
+        "world_size": accelerator.num_processes,
+        "state_dict_type": choose_state_dict_type(accelerator.state),
+    }
+    choice = SplitOptions(**read_options(options, decided))
+    with open_live_files(source, choice, _describe_model(accelerator), workers=workers) as live:
+        if accelerator.is_main_process:
+            describe_report(live.report)
+        with create_names(live.files) as folder, patch_loads(live.files, folder):
+            yield str(folder)
+
+
+def choose_state_dict_type(state: Any) -> str:
+    """Return the state dict type that Accelerate loads under the strategy of its state.
+
+    Source: Accelerate 1.15 ``accelerator.py`` (``load_state``), ``utils/fsdp_utils.py``.
+
+    Raises:
+        UnsupportedError: it loads no such checkpoint.
+    """
+    strategy = state.distributed_type.name
+    if strategy == "DEEPSPEED":
+        raise UnsupportedError(
+            "DeepSpeed",
+            "is loaded through its engine",
+            "pass the prepared model to reshard.deepspeed.load_checkpoint",
+        )
+    if strategy != "FSDP":
+        return "unsharded"
+    kind = state.fsdp_plugin.state_dict_type.name
+    if kind not in _STATE_DICT_TYPES:
+        raise UnsupportedError(
+            f"fsdp_state_dict_type {kind}",
+            "is not a form that is loaded at another number of ranks",
+            "set SHARDED_STATE_DICT or FULL_STATE_DICT",
+        )
+    return _STATE_DICT_TYPES[kind]
+
+
+def _describe_model(accelerator: Any) -> LiveTarget | None:
+    """Return the prepared model; None if FSDP 1 has flattened its parameters.
+
+    Raises:
+        UsageError: no model is prepared, or several are.
+    """
+    models = accelerator._models  # noqa: SLF001 - no public name
+    if len(models) != 1:
+        raise UsageError(
+            "accelerator",
+            f"has {len(models)} prepared models, and a checkpoint has one",
+            "call accelerator.prepare(model) first",
+        )
+    state = accelerator.state
+    if state.distributed_type.name == "FSDP" and state.fsdp_plugin.fsdp_version == 1:
+        return None
+    return LiveTarget(shapes=shapes_of(accelerator.unwrap_model(models[0])))

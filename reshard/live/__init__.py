@@ -1,0 +1,6 @@
+"""The files of a split for a program that already runs: computed when it reads them, never written.
+
+files          plan on one rank, the same files on all; the names in a directory
+safe_load      a file of torch.save, with classes of known frameworks only
+patched_loads  loads of torch and safetensors that take their content from memory
+"""
