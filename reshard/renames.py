@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UsageError
-from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, ParamGroup
+from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, ParamGroup, index_entries
 
 NewNames = Callable[[str], tuple[str, ...]]
 """Returns the names of the tensors that a tensor becomes, or becomes a part of."""
@@ -67,6 +67,21 @@ def restate(
         absent=rename_all(manifest.absent, names),
         ordered=False,  # the modules of the two sides are in different orders
     )
+
+
+def rename_some(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
+    """Return a manifest with some of its tensors under other names.
+
+    Raises:
+        CorruptError: two tensors would have one name.
+    """
+
+    def rename(fqn: str) -> str:
+        return names.get(fqn, fqn)
+
+    entries = (replace(entry, fqn=rename(entry.fqn)) for entry in manifest.entries.values())
+    copies = (replace(copy, fqn=rename(copy.fqn)) for copy in manifest.tied_copies)
+    return restate(manifest, index_entries(entries), copies, lambda fqn: (rename(fqn),))
 
 
 def rename_all(fqns: Iterable[str], names: NewNames) -> tuple[str, ...]:

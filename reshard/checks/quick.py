@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,6 +27,7 @@ from reshard.identity.counters import find_counter_conflicts
 from reshard.location import Location
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelShapes
+from reshard.model.published import Published
 from reshard.paths import as_path
 from reshard.training import optimizers
 from reshard.units import counted, some
@@ -287,14 +288,18 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
     """Check that names and shapes match the model."""
     if shapes is None:
         return not_applicable(names.MODEL, "no --model")
-    expected = {**shapes.parameters, **shapes.buffers}
     stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    expected, tied = {**shapes.parameters, **shapes.buffers}, shapes.tied
+    published = shapes.find_published()
+    if published is not None and _is_published(stored, published):
+        stored = {published.spellings.get(fqn, fqn): shape for fqn, shape in stored.items()}
+        expected, tied = published.written, published.list_aliases()
     aliases: dict[str, set[str]] = defaultdict(set)
-    for alias, kept in (*shapes.tied.items(), *manifest.tied.items()):
+    for alias, kept in (*tied.items(), *manifest.tied.items()):
         aliases[kept].add(alias)
         aliases[alias].add(kept)
     missing = [fqn for fqn in expected if not {fqn, *aliases[fqn]} & stored.keys()]
-    known = expected.keys() | shapes.tied.keys()
+    known = expected.keys() | tied.keys()
     extra = [fqn for fqn in stored if not {fqn, *aliases[fqn]} & known]
     check = Check(names.MODEL, f"{shapes.source}: {counted(len(expected), 'tensor')}")
     check.failures += [f"missing: {fqn}{_suggest(fqn, extra)}" for fqn in missing]
@@ -305,6 +310,14 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
         if fqn in stored and stored[fqn] != expected[fqn]
     ]
     return check
+
+
+def _is_published(stored: Container[str], published: Published) -> bool:
+    """Return whether more of the published names are stored than of those in memory."""
+    names = published.conversion.after.keys() | published.spellings.keys()
+    in_files = sum(fqn in stored for fqn in names - published.conversion.before.keys())
+    in_memory = sum(fqn in stored for fqn in published.conversion.before.keys() - names)
+    return in_files > in_memory
 
 
 def _suggest(fqn: str, others: Sequence[str]) -> str:

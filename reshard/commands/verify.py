@@ -19,7 +19,7 @@ from reshard.commands.output_options import ReadOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress
 from reshard.containers.json_files import read_json_object
-from reshard.errors import CorruptError, UsageError
+from reshard.errors import CorruptError, IncompleteError, UsageError
 from reshard.formats import engines
 from reshard.manifest import Manifest
 from reshard.model import ModelHint, ModelShapes
@@ -216,8 +216,9 @@ def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:
     arguments = options.reader_arguments()
     try:
         return formats.read(sources, prove=False, **arguments)
-    except UsageError as error:
-        if not options.model or not error.where.startswith("--model"):
+    except (UsageError, IncompleteError) as error:
+        is_of_model = isinstance(error, IncompleteError) or error.where.startswith("--model")
+        if not options.model or not is_of_model:
             raise
         ModelHint(options.model, options.wrap).shapes()  # raises if there is no such model
         return formats.read(sources, prove=False, **{**arguments, "model": None, "wrap": None})

@@ -19,11 +19,15 @@ from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.identity import Trust, check_identity
 from reshard.manifest import Entry, Manifest
+from reshard.naming.published import restore_memory_form
 from reshard.paths import as_path
 
 
 class StorageReader(storage.StorageReader):
     """A reader of any checkpoint that reshard supports, for `torch.distributed.checkpoint.load`.
+
+    A published transformers model, with its ``config.json`` beside it, is read in the form that the
+    live model has in memory, and under its published names.
 
     A weight is read from its fp32 master if the checkpoint has one. Floats are cast once, to the
     target's dtype; buffers and integers are not cast. A key of the target that the checkpoint lacks
@@ -63,8 +67,11 @@ class StorageReader(storage.StorageReader):
             source = formats.read(source, **self._choice)
         check_identity(source, self._trust)
         self.manifest = source
-        self._state = State(self.manifest)
-        self._keys = Keys(self._state, *self._prefixes)
+        in_memory = restore_memory_form(source)
+        self._state = State(in_memory or source)
+        # A target may also have the published names, of its own model.
+        self._other = State(source) if in_memory is not None else None
+        self._keys = Keys(self._state, *self._prefixes, other=self._other)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Open another checkpoint if ``checkpoint_id`` names one."""
@@ -79,7 +86,7 @@ class StorageReader(storage.StorageReader):
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> torch_metadata.Metadata:
         """Return metadata whose keys are resolved when the planner looks them up."""
         # Another load may pass a state dict with other prefixes.
-        self._keys = Keys(self._state, *self._prefixes)
+        self._keys = Keys(self._state, *self._prefixes, other=self._other)
         return torch_metadata.Metadata(self._keys, planner_data=self._keys.paths)
 
     def set_up_storage_reader(

@@ -102,14 +102,23 @@ class State:
 class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
     """The metadata of every key of a target, resolved when the planner looks it up.
 
+    Args:
+        state: the values of the checkpoint.
+        model: the prefix of the weights' keys; None to find it.
+        optimizer: the prefix of the optimizer's keys; None to find it.
+        other: the values under other names, for keys that ``state`` lacks.
+
     Iteration yields the keys under the given prefixes, or under ``model`` and ``optim``. A lookup
     of a key that the checkpoint lacks returns metadata without bytes. Only the later read can tell
     whether that is an error, because it depends on the planner.
     """
 
-    def __init__(self, state: State, model: str | None, optimizer: str | None) -> None:
+    def __init__(
+        self, state: State, model: str | None, optimizer: str | None, other: State | None = None
+    ) -> None:
         super().__init__()
         self.state = state
+        self._states = [state] if other is None else [state, other]
         self.given_prefixes = {"model": model, "optimizer": optimizer}
         self.prefixes: dict[str, str] = {}
         self.resolved: dict[str, Resolved] = {}
@@ -160,11 +169,10 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
             return matches[prefix]
         return Missing()
 
-    def _iterate_readings(self) -> tuple[tuple[str, Find, tuple[str, ...]], ...]:
-        return (
-            ("model", self.state.find_weight, MODEL_NAMES),
-            ("optimizer", self.state.find_optimizer_value, OPTIMIZER_NAMES),
-        )
+    def _iterate_readings(self) -> Iterator[tuple[str, Find, tuple[str, ...]]]:
+        for state in self._states:
+            yield "model", state.find_weight, MODEL_NAMES
+            yield "optimizer", state.find_optimizer_value, OPTIMIZER_NAMES
 
     def _may_be(self, prefix: str, option: str, names: tuple[str, ...]) -> bool:
         given = self.given_prefixes[option]

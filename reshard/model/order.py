@@ -10,6 +10,19 @@ from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model.shapes import ModelShapes
 
 
+def restore_memory_form(manifest: Manifest, model: ModelShapes) -> Manifest:
+    """Return a training state in the model's form in memory, if it is in the published form.
+
+    Raises:
+        UsageError: the weights belong to another model.
+        ReshardError: see `Conversion.apply`.
+    """
+    published = model.find_published()
+    if published is None or published.recognize_form(manifest) == "memory":
+        return manifest
+    return published.restore_memory_form(manifest)
+
+
 def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
     """Return a model's weights under its names and in its order, with buffers and tied names.
 
@@ -17,12 +30,12 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
         UsageError: the weights belong to another model.
         UnsupportedError: the files hold both names of a tied tensor.
     """
+    manifest = restore_memory_form(manifest, model)
     shapes = {**model.parameters, **model.buffers}
     stored: dict[str, Entry] = {}
     dtypes: dict[str, DType] = {}
-    for saved in manifest.entries.values():
-        entry = replace(saved, fqn=model.saved_names.get(saved.fqn, saved.fqn))
-        dtypes[entry.fqn] = saved.dtype
+    for entry in manifest.entries.values():
+        dtypes[entry.fqn] = entry.dtype
         first = model.tied.get(entry.fqn, entry.fqn)
         expected = shapes.get(first)
         if expected != entry.shape:

@@ -14,16 +14,25 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.box import Index
-from reshard.errors import ReshardError, UnsupportedError
+from reshard.errors import ReshardError, UnsupportedError, UsageError
+from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.model.build import build, build_configured
 from reshard.model.conversion import Conversion, drop_empty_pieces
 from reshard.model.tracing import Traced, read_trace, start_trace
+from reshard.renames import rename_some
+from reshard.units import some
 
 if TYPE_CHECKING:
     from torch import nn
+
+Form = Literal["memory", "published"]
+
+FORMS: tuple[Form, ...] = ("memory", "published")
+_CONVERSIONS = "_weight_conversions"  # attribute of a model that was loaded by transformers
+FILE_FORMATS = frozenset({"huggingface", "safetensors"})  # formats that hold published models
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,64 @@ class Published:
     aliases: Mapping[str, str]
     unsaved: frozenset[str]
     spellings: Mapping[str, str]
+
+    def recognize_form(self, manifest: Manifest) -> Form:
+        """Return whether weights are in the form in memory or in the published form.
+
+        Where the names fit both, files of weights are published, and training states are not.
+
+        Raises:
+            UsageError: the weights belong to another model.
+        """
+        conversion = self.conversion
+        stored = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} - self.unsaved
+        unknown = {
+            "memory": stored - conversion.before.keys(),
+            "published": stored - conversion.after.keys() - self.spellings.keys(),
+        }
+        fitting: list[Form] = [form for form in FORMS if not unknown[form]]
+        if not fitting:
+            names = min(unknown.values(), key=len)
+            raise UsageError(
+                conversion.model,
+                f"is another model: it has no {some(sorted(names), 1)}",
+                "give the config of this model: --hf-dir DIR (of merge), --model DIR",
+            )
+        is_of_files = manifest.origin.format in FILE_FORMATS
+        return fitting[-1] if is_of_files and not conversion.changes_nothing else fitting[0]
+
+    @property
+    def written(self) -> dict[str, Index]:
+        """The shapes of the tensors that ``save_pretrained`` writes, in its order."""
+        left_out = {name for alias in self.aliases for name in self.conversion.names[alias]}
+        return {
+            name: traced.shape
+            for name, traced in self.conversion.after.items()
+            if name not in left_out
+        }
+
+    def list_aliases(self) -> dict[str, str]:
+        """Return the names in files of the aliases that are left out -> the name that is written.
+
+        An alias that is several tensors in files has no counterpart there.
+        """
+        names = self.conversion.names
+        return {
+            names[alias][0]: names[to][0]
+            for alias, to in self.aliases.items()
+            if len(names[alias]) == len(names[to]) == 1
+        }
+
+    def restore_memory_form(self, manifest: Manifest) -> Manifest:
+        """Return a published training state under the names and shapes in memory.
+
+        Raises:
+            ReshardError: see `Conversion.apply`.
+        """
+        stored = dict.fromkeys(entry.fqn for entry in manifest.entries.values())
+        usual = {name: self.spellings[name] for name in stored if name in self.spellings}
+        manifest = rename_some(manifest, usual) if usual else manifest
+        return self.conversion.invert().apply(manifest)
 
 
 def describe_published(model: str | Mapping[str, Any]) -> Published | None:
@@ -158,8 +225,11 @@ def _with_prefix_changes(root: Any) -> Iterator[None]:
     except ImportError:
         yield
         return
-    root._weight_conversions = get_model_conversion_mapping(root, add_legacy=False)  # noqa: SLF001 - transformers' own attribute
+    own = vars(root).get(_CONVERSIONS)
+    vars(root)[_CONVERSIONS] = get_model_conversion_mapping(root, add_legacy=False)
     try:
         yield
     finally:
-        del root._weight_conversions  # noqa: SLF001
+        del vars(root)[_CONVERSIONS]
+        if own is not None:
+            vars(root)[_CONVERSIONS] = own

@@ -8,12 +8,15 @@ which order).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from reshard.box import Index
 from reshard.errors import UnsupportedError, UsageError
+from reshard.model.library import may_be_converted
+from reshard.model.published import Published, trace_published
 from reshard.model.wrap import Policy, batch_norm, wrapped_in
 
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ class Unit:
     full_precision: bool = False
 
 
+def _find_nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
     """Names and shapes of a model's tensors, in the order of PyTorch's names.
@@ -48,7 +55,8 @@ class ModelShapes:
         units: in the order in which FSDP1 numbers its flat parameters; empty if not requested.
         tensor_plan: tensor-parallel plans of the transformers models in it: pattern -> style.
         embeddings: every name of the weights of ``nn.Embedding``.
-        saved_names: name in files of transformers -> name in the model, where they differ.
+        find_published: returns the published form of the model, which other tools read; None if
+            it is certainly the form in memory.
     """
 
     source: str
@@ -58,7 +66,9 @@ class ModelShapes:
     units: tuple[Unit, ...] = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     embeddings: frozenset[str] = frozenset()
-    saved_names: Mapping[str, str] = field(default_factory=dict)
+    find_published: Callable[[], Published | None] = field(
+        default=_find_nothing, compare=False, repr=False
+    )
 
 
 def of_module(
@@ -118,7 +128,7 @@ def of_module(
         tuple(units),
         _collect_tensor_plans(root),
         _collect_embeddings(root),
-        _collect_saved_names(root, (*parameters, *buffers, *tied)),
+        _plan_trace(root, source),
     )
 
 
@@ -146,36 +156,15 @@ def _collect_embeddings(root: nn.Module) -> frozenset[str]:
     )
 
 
-def _collect_saved_names(root: nn.Module, fqns: Iterable[str]) -> dict[str, str]:
-    """Return the names under which transformers 5 saves parameters that it renames as it loads.
-
-    Nemotron-H, for example, is ``model.layers...`` in memory and ``backbone.layers...`` in files.
-    Parameters that it also joins or stacks as it loads (experts) are left out.
-
-    Source: transformers 5.23 ``core_model_loading.py`` (``revert_weight_conversion``),
-    ``conversion_mapping.py``.
-    """
+def _plan_trace(root: nn.Module, source: str) -> Callable[[], Published | None]:
+    """Return a function that finds the published form of a model on its first call."""
     transformers = sys.modules.get("transformers")  # a model of transformers has imported it
     if transformers is None or not isinstance(root, transformers.PreTrainedModel):
-        return {}
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming
-    except ImportError:  # transformers 4 keeps its names
-        return {}
-    transforms = get_model_conversion_mapping(root, add_legacy=False)
-    reverse = [transform.reverse_transform() for transform in reversed(transforms)]
-    converters = [each for each in reverse if not isinstance(each, WeightRenaming)]
-    renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
-    names: dict[str, str] = {}
-    for fqn in fqns:
-        if any(each.rename_source_key(fqn)[1] is not None for each in converters):
-            continue
-        name = fqn
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        names[name] = fqn
-    return {name: fqn for name, fqn in names.items() if name != fqn}
+        return _find_nothing
+    config = {**root.config.to_dict(), "architectures": [type(root).__name__]}
+    return (
+        cache(lambda: trace_published(root, source)) if may_be_converted(config) else _find_nothing
+    )
 
 
 def _find_owners(root: nn.Module, wrapped: set[nn.Module]) -> dict[nn.Module, nn.Module]:

@@ -8,21 +8,19 @@ on the Hub has the published ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from reshard.containers.json_files import read_json_object
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.model import library
-from reshard.model.published import Published, describe_published
+from reshard.model.published import FILE_FORMATS, Published, describe_published
 from reshard.naming.options import Names
-from reshard.renames import restate
+from reshard.renames import rename_some
+from reshard.training.companion_files import config_beside
 from reshard.units import some
-
-Form = Literal["memory", "published"]
-
-_OF_FILES = frozenset({"huggingface", "safetensors"})  # formats that hold published models
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +86,27 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
         return ChosenForm(manifest, (note,))
 
 
+def restore_memory_form(manifest: Manifest) -> Manifest | None:
+    """Return a published model as a live model has it in memory, by the config beside its files.
+
+    Returns:
+        None if the files are of another kind, or nothing states the model.
+    """
+    if manifest.origin.format not in FILE_FORMATS:
+        return None
+    path = config_beside(manifest)
+    content = read_json_object(path) if path else None
+    if path is None or content is None or not library.may_be_converted(content):
+        return None
+    try:
+        published = ModelConfig(content, path.parent).trace()
+        if published is None or published.recognize_form(manifest) == "memory":
+            return None
+        return published.restore_memory_form(manifest)
+    except (UsageError, UnsupportedError):  # of another model, or one that transformers lacks
+        return None
+
+
 def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:
     if library.may_be_converted(config):
         return True
@@ -102,21 +121,16 @@ def _convert(manifest: Manifest, published: Published, names: Names | None) -> C
         UnsupportedError: a tensor has another shape than in the model.
     """
     conversion = published.conversion
-    form = recognize_form(manifest, published)
+    form = published.recognize_form(manifest)
     if names == "module":
         if form == "memory":
             return ChosenForm(manifest)
-        back = restore_memory_form(manifest, published)
+        back = published.restore_memory_form(manifest)
         return ChosenForm(back, (f"names as in memory of {conversion.model}",))
     if form == "published":
-        names_of = {alias: conversion.names[alias][0] for alias in published.aliases}
-        aliases = {names_of[alias]: conversion.names[to][0] for alias, to in _plain(published)}
-        return ChosenForm(manifest, aliases=aliases)
+        return ChosenForm(manifest, aliases=published.list_aliases())
     manifest, notes = _leave_out_unsaved(manifest, published)
     manifest = _keep_written_names(manifest, published.aliases)
-    aliases = {
-        conversion.names[alias][0]: conversion.names[to][0] for alias, to in _plain(published)
-    }
     if not conversion.changes_nothing:
         before = len({entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)})
         manifest = conversion.apply(manifest)
@@ -125,59 +139,7 @@ def _convert(manifest: Manifest, published: Published, names: Names | None) -> C
             f"names as save_pretrained of {conversion.model} writes them ({before} tensors in"
             f" memory, {after} in files); --names module keeps those in memory"
         )
-    return ChosenForm(manifest, tuple(notes), aliases)
-
-
-def _plain(published: Published) -> list[tuple[str, str]]:
-    """Return the aliases, with the name that is written, of which both are one tensor in files."""
-    names = published.conversion.names
-    return [
-        (alias, to)
-        for alias, to in published.aliases.items()
-        if len(names[alias]) == len(names[to]) == 1
-    ]
-
-
-def recognize_form(manifest: Manifest, published: Published) -> Form:
-    """Return whether weights are in the form in memory or in the published form.
-
-    Where the names fit both, files of weights are published, and training states are not.
-
-    Raises:
-        UsageError: the weights belong to another model.
-    """
-    conversion = published.conversion
-    stored = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} - published.unsaved
-    unknown = {
-        "memory": stored - conversion.before.keys(),
-        "published": stored - conversion.after.keys() - published.spellings.keys(),
-    }
-    fitting: list[Form] = [form for form in ("memory", "published") if not unknown[form]]
-    if not fitting:
-        names = min(unknown.values(), key=len)
-        raise UsageError(
-            conversion.model,
-            f"is another model: it has no {some(sorted(names), 1)}",
-            "give the config of this model: --hf-dir DIR (of merge), --model DIR",
-        )
-    is_of_files = manifest.origin.format in _OF_FILES
-    return fitting[-1] if is_of_files and not conversion.changes_nothing else fitting[0]
-
-
-def restore_memory_form(manifest: Manifest, published: Published) -> Manifest:
-    """Return a published training state under the names and shapes in memory.
-
-    Raises:
-        ReshardError: see `Conversion.apply`.
-    """
-    usual = {
-        name: published.spellings[name]
-        for name in dict.fromkeys(entry.fqn for entry in manifest.entries.values())
-        if name in published.spellings
-    }
-    if usual:
-        manifest = _rename(manifest, usual)
-    return published.conversion.invert().apply(manifest)
+    return ChosenForm(manifest, tuple(notes), published.list_aliases())
 
 
 def _leave_out_unsaved(manifest: Manifest, published: Published) -> tuple[Manifest, list[str]]:
@@ -198,16 +160,4 @@ def _keep_written_names(manifest: Manifest, aliases: Mapping[str, str]) -> Manif
     for alias, written in aliases.items():
         if alias in stored and written not in stored and written not in names.values():
             names |= {alias: written, written: alias}
-    return _rename(manifest, names) if names else manifest
-
-
-def _rename(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
-    """Return the state with some of its tensors under other names."""
-
-    def rename(fqn: str) -> str:
-        return names.get(fqn, fqn)
-
-    entries = [replace(entry, fqn=rename(entry.fqn)) for entry in manifest.entries.values()]
-    copies = [replace(copy, fqn=rename(copy.fqn)) for copy in manifest.tied_copies]
-    renamed = manifest.with_entries(entries)
-    return restate(manifest, renamed.entries, copies, lambda fqn: (rename(fqn),))
+    return rename_some(manifest, names) if names else manifest

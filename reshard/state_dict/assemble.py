@@ -37,6 +37,7 @@ from reshard.state_dict import (
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
+from reshard.state_dict.published import restore_memory_form
 from reshard.state_dict.tree import (
     GlobalTensor,
     LocalTensors,
@@ -216,6 +217,9 @@ def _resolve_model(
 ) -> tuple[ModelShapes | None, list[str]]:
     """Return the model that the user named, or the nearby one where files leave something open.
 
+    Weights in the model's published form (HF Trainer's) are brought into the form in memory, to
+    which names and numbers in the optimizer refer.
+
     Raises:
         UsageError: the user named another model than the checkpoint's.
     """
@@ -224,6 +228,7 @@ def _resolve_model(
     ]
     if model_hint:
         model = model_hint.shapes(prefixes)
+        parts.model = restore_memory_form(parts.model, model)
         mismatch = _describe_mismatch(model, parts.model)
         # Flat parameters hide the names: `flat_params.build_unit` checks their sizes instead.
         if mismatch and not prefixes:
@@ -243,6 +248,7 @@ def _resolve_model(
         model = nearby.shapes(prefixes)
     except (UsageError, UnsupportedError) as error:
         return None, [f"{nearby.model} cannot be used: {error.problem}"]
+    parts.model = restore_memory_form(parts.model, model)
     mismatch = _describe_mismatch(model, parts.model)
     if mismatch and not prefixes:
         if open_end:

@@ -37,11 +37,17 @@ VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
+QWEN = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "tie_word_embeddings": True,
+}
 MODELS = {
     "MixtralForCausalLM": ("mixtral", TEXT | {"num_local_experts": 3}),
     "Qwen3MoeForCausalLM": (
         "qwen3_moe",
-        TEXT | {"num_experts": 4, "moe_intermediate_size": 10, "tie_word_embeddings": True},
+        TEXT | QWEN,
     ),
     "ViTForImageClassification": ("vit", VISION),
     "T5ForConditionalGeneration": (

@@ -1,0 +1,40 @@
+"""The weights of a tree that transformers wrote, in the form in memory that its optimizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries
+from reshard.model import ModelShapes
+from reshard.state_dict.tree import GlobalTensor, as_global
+
+
+def restore_memory_form(state: Mapping[str, Any], model: ModelShapes) -> dict[str, Any]:
+    """Return a model's state dict in the form in memory, if it is in the published form.
+
+    A state dict of another model stays as it is; so does one with tensors of unknown shape.
+
+    Raises:
+        ReshardError: see `Conversion.apply`.
+    """
+    published = model.find_published()
+    tensors = {fqn: as_global(leaf) for fqn, leaf in state.items()}
+    if published is None or not all(tensors.values()):
+        return dict(state)
+    entries = index_entries(
+        Entry(fqn, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
+        for fqn, tensor in tensors.items()
+        if tensor is not None
+    )
+    manifest = Manifest(Origin("state dict", model.source), entries, {}, ordered=False)
+    try:
+        if published.recognize_form(manifest) == "memory":
+            return dict(state)
+    except UsageError:  # the caller describes how the models differ
+        return dict(state)
+    restored = published.restore_memory_form(manifest).entries.values()
+    return {
+        entry.fqn: GlobalTensor(entry.dtype, entry.shape, tuple(entry.chunks)) for entry in restored
+    }
