@@ -92,6 +92,11 @@ def _first(values: Sequence[Any]) -> Any:
     return values[0]
 
 
+def _first_given(values: Sequence[Any]) -> Any:
+    """Return the first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
 def _agreed(values: Sequence[Any]) -> Any:
     """Return the value of all parts; None where they differ."""
     return values[0] if len(set(values)) == 1 else None
@@ -171,4 +176,5 @@ MANIFEST: Mapping[str, Rule] = {  # every field except the entries
     "without_frozen": any,
     "keyed": _agreed,
     "ordered_by_model": any,
+    "quantisation": _first_given,
 }

@@ -17,7 +17,11 @@ from reshard import escaped
 from reshard.box import Index, first_overlap, whole
 from reshard.chunks import Chunk, Chunks, ListedChunks, Partition
 from reshard.derived import Derived
+<<<<<<< HEAD
 from reshard.dtypes import DType
+=======
+from reshard.dtypes import BFLOAT16, DType
+>>>>>>> 8a38fad (huggingface: dequantise fp8 and MXFP4 models on the way)
 from reshard.errors import CorruptError, shown
 
 Keyed = Literal["fqn", "index"]
@@ -161,6 +165,25 @@ class TrainState:
     objects: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the weights of a Hugging Face model are quantised, as its config.json states.
+
+    Args:
+        method: ``quant_method``, for example "fp8".
+        settings: the whole ``quantization_config``.
+        stated_in: the path of the file that states it.
+        dtype: the dtype in which the model computes; the dtype of dequantised weights.
+        decoded: whether the entries are the dequantised weights, not codes and scales as stored.
+    """
+
+    method: str
+    settings: Mapping[str, Any]
+    stated_in: str
+    dtype: DType = BFLOAT16
+    decoded: bool = False
+
+
 Padding = Literal["zero", "uninitialized", "unknown"]
 
 
@@ -217,6 +240,7 @@ class Manifest:
         without_frozen: whether the files state that frozen parameters were left out.
         keyed: how the optimizers refer to parameters; None without an optimizer, or if they differ.
         ordered_by_model: whether a model, not the files alone, gave the order.
+        quantisation: how the weights are quantised; None if nothing states that they are.
     """
 
     origin: Origin
@@ -238,6 +262,7 @@ class Manifest:
     without_frozen: bool = False
     keyed: Keyed | None = None
     ordered_by_model: bool = False
+    quantisation: Quantisation | None = None
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
         """Iterate over the entries of the given kinds, in manifest order."""

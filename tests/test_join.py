@@ -16,6 +16,7 @@ from reshard.manifest import (
     Manifest,
     Origin,
     ParamGroup,
+    Quantisation,
     SourceFile,
     TrainState,
     index_entries,
@@ -62,6 +63,7 @@ def test_every_field_has_a_rule():
 def test_what_either_part_holds_is_in_the_whole():
     whole = join([part("a"), part("b")])
     single = ("origin", "train", "ordered", "without_frozen", "keyed", "ordered_by_model")
+    single += ("quantisation",)
     for field in fields(Manifest):
         if field.name not in single:
             assert len(getattr(whole, field.name)) == 2, field.name
@@ -71,6 +73,8 @@ def test_what_either_part_holds_is_in_the_whole():
     by_index = [replace(part(name), keyed="index", ordered_by_model=name == "b") for name in "ab"]
     assert (join(by_index).keyed, join(by_index).ordered_by_model) == ("index", True)
     assert join([by_index[0], part("b")]).keyed is None
+    stated = Quantisation("fp8", {}, "config.json")
+    assert join([part("a"), replace(part("b"), quantisation=stated)]).quantisation == stated
     train = whole.train
     assert (train.step, train.optimizer_step) == (3, {"a": 3.0, "b": 3.0})
     assert (train.non_tensor_state.keys(), train.rng_files) == ({"a", "b"}, ("a.rng", "b.rng"))

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard import escaped, units, weights
+from reshard import units, weights
 from reshard.box import index_of
 from reshard.checks import names
 from reshard.checks.gaps import count_unexpected, find_gaps
@@ -22,6 +22,7 @@ from reshard.checks.scan import (
     split_replicas,
 )
 from reshard.checks.values import ElementFacts
+from reshard.derived import list_files
 from reshard.dtypes import FLOAT32, DType
 from reshard.files import SourceFiles
 from reshard.identity.crosscheck import are_comparable
@@ -228,7 +229,7 @@ def _describe_mismatch(each: Mismatch, what: str) -> str:
 
 def _describe_location(entry: Entry, flat: int) -> str:
     """Return the file, and the rank if its name has one, that store an element."""
-    path = as_path(escaped.real(find_chunk(entry, index_of(flat, entry.shape)).file))
+    path = as_path(list_files(find_chunk(entry, index_of(flat, entry.shape)).file)[0])
     match = _RANK.search(path.name) or _RANK.search(path.parent.name)
     rank = next((number for number in match.groups() if number), "") if match else ""
     return f"in {path}" + (f" (rank {int(rank)})" if rank else "")

@@ -15,10 +15,11 @@ from reshard.errors import UsageError
 from reshard.files import read_small_file
 from reshard.location import directory_of
 from reshard.manifest import Entry, Manifest, OutputFile, Skeleton
+from reshard.quantised.statement import CONFIG, OTHERS, without_statement
 from reshard.training.batch import BATCH_BEFORE
 
 _COMPANIONS = re.compile(
-    r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
+    r"(config|generation_config|hf_quant_config|quantize_config|quant_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
     r"|processor_config|video_preprocessor_config|image_processor_config|chat_template.*)\.json"
     r"|merges\.txt|vocab\.txt|.*\.(model|tiktoken|jinja)"
 )
@@ -134,7 +135,9 @@ def with_companions(
             name = f"{below}/{path.name}" if below else path.name
             if name not in taken and name not in added:
                 is_progress = path.name == _PROGRESS
-                data = _progress(path, manifest) if is_progress else read_small_file(path)
+                data = _progress(path, manifest) if is_progress else _read_copy(path, manifest)
+                if data is None:
+                    continue
                 added[name] = OutputFile(name, len(data), ((0, data),))
                 batch = manifest.train.opaque.get(BATCH_BEFORE) if is_progress else None
                 name = f"{below}/{BATCH_BEFORE}" if below else BATCH_BEFORE
@@ -144,6 +147,19 @@ def with_companions(
         if added and not beside:
             break
     return Skeleton((*skeleton.files, *added.values()), skeleton.entries, skeleton.checksums)
+
+
+def _read_copy(path: Path, manifest: Manifest) -> bytes | None:
+    """Return the content of a file beside the weights, or None if it is not true of them.
+
+    Dequantised weights need no statement of a quantisation, and would be misread with one.
+    """
+    if manifest.quantisation is not None and manifest.quantisation.decoded:
+        if path.name in OTHERS:
+            return None
+        if path.name == CONFIG:
+            return format_json(without_statement(read_json_object(path)))
+    return read_small_file(path)
 
 
 def config_beside(manifest: Manifest) -> Path | None:

@@ -758,8 +758,6 @@ def test_a_quantised_model_keeps_its_codes_scales_and_dtype(tmp_path):
     source = tmp_path / "fp8"
     config.save_pretrained(source)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UsageError, match=rf"quantised \(fp8\): {name}_scale_inv would be rounded"):
-        reshard.merge(source, tmp_path / "cast", dtype="bf16")
     reshard.merge(source, tmp_path / "out")
     written = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert written == (source / "model.safetensors").read_bytes()

@@ -4,6 +4,7 @@ command   the passes in their order, and the plan of the copies
 options   the options
 passes    the passes over the conversion, up to the files to write
 filling   weights that the checkpoint lacks, from a model that has them
+codes     the config of weights that are codes, or were
 adapter   only a LoRA adapter
 lora      a LoRA adapter, added to its base model
 report    what was written, cast, dropped and noted

@@ -7,7 +7,7 @@ from functools import partial, reduce
 from pathlib import Path
 
 from reshard import formats, keys
-from reshard.commands.merge import passes
+from reshard.commands.merge import codes, passes
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.merge.passes import Merge
 from reshard.commands.merge.report import MergeReport, describe_merge
@@ -111,12 +111,14 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
             adapter.lay_out,
         )
     return (
+        codes.dequantise,
         passes.find_companions,
         passes.rename,
         passes.choose_form,
         passes.edit_names,
         passes.fill,  # after the edits: --rename adapts names to those of the base
         passes.choose_weights,
+        codes.match_config,
         passes.note_adapters,
         passes.compare_copies,
         passes.lay_out,

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reshard import escaped, keys, units, weights
+from reshard import keys, units, weights
 from reshard.commands.merge.options import FILL
 from reshard.commands.output_options import ReadOptions
 from reshard.commands.reading import read_trusted
+from reshard.derived import list_files
 from reshard.errors import UsageError
 from reshard.formats import placeholders
+from reshard.formats.values import dequantise
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest, index_entries
 
 
@@ -42,6 +44,7 @@ class Base:
                 "is a training checkpoint, not a model",
                 "merge it into a model first, or pass the base model",
             )
+        manifest, _ = dequantise(manifest)
         return cls(path, keys.edit(manifest, keys.Edits()).manifest)
 
     def fill(self, manifest: Manifest) -> tuple[Manifest, list[str], list[str]]:
@@ -66,7 +69,9 @@ class Base:
         ]
         names = [entry.fqn for entry in taken]
         kept = (entry for entry in manifest.entries.values() if entry.fqn not in hollow)
-        files = {escaped.real(chunk.file) for entry in taken for chunk in entry.chunks}
+        files = {
+            file for entry in taken for chunk in entry.chunks for file in list_files(chunk.file)
+        }
         filled = replace(
             manifest,
             entries=index_entries((*kept, *taken)),

@@ -15,7 +15,7 @@ from reshard.commands.passes import apply_names
 from reshard.containers import safetensors_shards as writer
 from reshard.containers.json_files import format_json
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, UsageError
+from reshard.errors import CorruptError
 from reshard.files import SourceFiles, read_small_file
 from reshard.formats.base import Conversion
 from reshard.location import directory_of
@@ -24,7 +24,7 @@ from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.paths import as_path
 from reshard.training import companion_files
-from reshard.training.companion_files import QUANTISED, Companions, matched_config
+from reshard.training.companion_files import Companions, matched_config
 from reshard.weights import Tied, Weights
 
 _NO_CONFIG = (
@@ -161,6 +161,9 @@ def choose_form(merge: Merge) -> Merge:
     Wrapper prefixes are removed first, and the user's edits apply to the result.
     """
     options, companions = merge.options, merge.companions
+    stated = merge.manifest.quantisation
+    if stated is not None and not stated.decoded:
+        return merge  # codes and scales: the names of the release, which config.json refers to
     named = merge.naming or naming.Naming(merge.manifest)
     has_own_names = named.config is None and merge.source.names.may_differ(merge.manifest)
     # transformers reads safetensors files only: of other files, a module expects its names.
@@ -206,7 +209,6 @@ def choose_weights(merge: Merge) -> Merge:
     """Return the merge with the weights to write, each with its dtype."""
     options = merge.options
     chosen = weights.select(merge.manifest, options.dtype, options.keep_fp32)
-    _refuse_rounded_scales(merge.companions, chosen, options)
     return replace(merge, weights=chosen)
 
 
@@ -276,26 +278,6 @@ def _lay_out_directory(merge: Merge) -> Merge:
         metadata=writer.METADATA,
     )
     return replace(merge, skeleton=skeleton)
-
-
-def _refuse_rounded_scales(companions: Companions, chosen: Weights, options: MergeOptions) -> None:
-    """Check that ``--dtype`` does not round the scales of a quantised model.
-
-    Its codes are integers, which are never cast: rounded scales would not fit them.
-
-    Raises:
-        UsageError: a tensor of a quantised model would be cast.
-    """
-    how = (companions.config or {}).get(QUANTISED)
-    cast = [entry.fqn for entry, dtype in chosen.tensors if entry.dtype != dtype]
-    if options.dtype and how and cast:
-        method = how.get("quant_method") if isinstance(how, dict) else None
-        raise UsageError(
-            f"--dtype {options.dtype}",
-            f"config.json says that the model is quantised ({method or 'no method given'}):"
-            f" {cast[0]} would be rounded, but not the codes that it scales",
-            "leave out --dtype; reshard does not dequantise",
-        )
 
 
 def _find_main_dtype(tensors: Sequence[tuple[Entry, DType]]) -> str:

@@ -17,6 +17,7 @@ from reshard.errors import UsageError
 from reshard.formats import engines, registry
 from reshard.formats.base import Notes, StateConversion, Writer
 from reshard.formats.request import LiveTarget
+from reshard.formats.values import dequantise
 from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.naming.options import Naming
 from reshard.plan.planner import Plan
@@ -90,6 +91,7 @@ def _open(
 ) -> tuple[StateConversion, SplitOptions]:
     """Return the conversion with its writer and resolved options, and the options to use."""
     writer, source = choose_writer(manifest, options), registry.describe_source(manifest)
+    manifest, decoded = dequantise(manifest)
     manifest, stripped = passes.strip_wrappers(manifest, writer, options)
     options, weights_alone = passes.choose_optimizer(manifest, writer, options)
     given = target.shapes if target else None
@@ -105,7 +107,7 @@ def _open(
         options=options,
         request=request,
         shapes=shapes,
-        notes=Notes(derived=[*means, *stripped], warnings=weights_alone),
+        notes=Notes(derived=[*means, *decoded, *stripped], warnings=weights_alone),
     )
     return conversion, options
 

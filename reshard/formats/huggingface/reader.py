@@ -34,6 +34,7 @@ from reshard.manifest import (
     most_common_dtype,
 )
 from reshard.pickles import trust
+from reshard.quantised.statement import find_statement
 from reshard.units import some
 
 
@@ -46,7 +47,7 @@ def read(location: Location) -> Manifest:
         CorruptError: shards and index contradict each other.
         UnrecognisedError: there are several files and no index.
     """
-    manifest = _read(location)
+    manifest = replace(_read(location), quantisation=find_statement(location.files))
     others = list_other_weights(location, {Path(path).name for path in manifest.files})
     if others and not location.chosen:
         text = f"holds other weights beside, which are not read: {some(others)}"

@@ -1,0 +1,127 @@
+"""Passes of a merge for quantised models: their weights, and a config.json that is true of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from reshard.adapters import names as adapters
+from reshard.commands.merge.passes import Merge
+from reshard.dtypes import FLOAT32
+from reshard.errors import UsageError
+from reshard.formats import values
+from reshard.manifest import Quantisation
+from reshard.quantised.statement import CONFIG, OTHERS, read_statement, without_statement
+from reshard.training.companion_files import QUANTISED
+from reshard.units import some
+
+
+def dequantise(merge: Merge) -> Merge:
+    """Return the merge with dequantised weights if the user names a dtype.
+
+    Raises:
+        UnsupportedError: the method of quantisation is not known.
+        IncompleteError, CorruptError: codes and scales do not fit.
+    """
+    if merge.options.dtype in (None, "keep"):
+        return merge
+    manifest, notes = values.dequantise(merge.manifest)
+    merge.notes.derived += notes
+    return replace(merge, manifest=manifest)
+
+
+def match_config(merge: Merge) -> Merge:
+    """Return the merge with a config that is true of its weights, and note what changes.
+
+    A config that states how codes are to be dequantised must be beside the codes, and only there:
+    transformers reads codes as plain numbers, or asks for scales, if it is wrong.
+
+    Raises:
+        UsageError: the weights are codes, and the config states another quantisation, or none; or
+            a part of them would be cast.
+    """
+    stated = merge.manifest.quantisation
+    if stated is not None and not stated.decoded:
+        _check_config_of_codes(merge, stated)
+    else:
+        merge = _drop_statement(merge)
+    merge.notes.warnings += _note_rounded(merge)
+    _refuse_rounded_scales(merge)
+    return merge
+
+
+def _check_config_of_codes(merge: Merge, stated: Quantisation) -> None:
+    config = merge.companions.config
+    if not merge.is_directory:
+        merge.notes.warnings.append(
+            f"the weights are codes and scales of {stated.method}, as stored, and this file does"
+            f" not state how to read them; --dtype {stated.dtype} dequantises fp8 and mxfp4"
+        )
+    elif config is not None and Path(stated.stated_in).name == CONFIG:
+        found = read_statement(config, "")
+        if found is None or found.settings != stated.settings:
+            raise UsageError(
+                str(merge.companions.directory),
+                f"its config.json does not state the quantisation of {stated.stated_in}"
+                f" ({stated.method}), without which its codes have no meaning",
+                "pass the quantised model's directory as --hf-dir, or dequantise the weights:"
+                f" --dtype {stated.dtype}",
+            )
+
+
+def _drop_statement(merge: Merge) -> Merge:
+    """Return the merge with a config that states no quantisation, if no weight is quantised."""
+    companions = merge.companions
+    found = read_statement(companions.config or {}, "")
+    if companions.config is None or found is None or not _has_plain_weights(merge):
+        return merge
+    merge.notes.derived.append(
+        f"config.json: quantization_config ({found.method}) left out: no weight is quantised"
+    )
+    others = tuple(path for path in companions.others if path.name not in OTHERS)
+    config = without_statement(companions.config)
+    return replace(merge, companions=replace(companions, config=config, others=others))
+
+
+def _has_plain_weights(merge: Merge) -> bool:
+    """Return whether all weights are floats of a model; an adapter's base can be quantised."""
+    tensors = merge.weights.tensors
+    is_float = all(dtype.family == "float" for entry, dtype in tensors if entry.shape)
+    return is_float and not adapters.find_parts(entry.fqn for entry, _ in tensors)
+
+
+def _note_rounded(merge: Merge) -> Iterator[str]:
+    """Yield a note on weights that a quantised model stores in fp32 and the output does not.
+
+    Such weights are few, and were left in fp32 for a reason: DeepSeek V3's correction bias chooses
+    experts by differences that bf16 cannot represent.
+    """
+    stated = merge.manifest.quantisation
+    rounded = [
+        entry.fqn
+        for entry, dtype in merge.weights.tensors
+        if entry.dtype == FLOAT32 and dtype.itemsize < FLOAT32.itemsize
+    ]
+    if stated is not None and stated.decoded and rounded:
+        yield f"stored in fp32 and rounded: {some(rounded)}; --keep-fp32 REGEX keeps them"
+
+
+def _refuse_rounded_scales(merge: Merge) -> None:
+    """Check that ``--dtype`` does not round the scales of codes in a training checkpoint.
+
+    Codes are integers, which are never cast: rounded scales would not fit them.
+
+    Raises:
+        UsageError: a tensor of a quantised model would be cast.
+    """
+    dtype, how = merge.options.dtype, (merge.companions.config or {}).get(QUANTISED)
+    cast = [entry.fqn for entry, written in merge.weights.tensors if entry.dtype != written]
+    if dtype and how and cast:
+        method = how.get("quant_method") if isinstance(how, dict) else None
+        raise UsageError(
+            f"--dtype {dtype}",
+            f"config.json says that the model is quantised ({method or 'no method given'}):"
+            f" {cast[0]} would be rounded, but not the codes that it scales",
+            "leave out --dtype: codes in a training checkpoint are not dequantised",
+        )

@@ -1,0 +1,16 @@
+"""Quantised models of Hugging Face: weights stored as small codes, with a scale for each block.
+
+statement    what the files of a model state about its quantisation
+pairs        the codes and scales of each weight, with their geometry checked
+scaled       the geometry: where codes and scales are, and which belong together
+decode       the arithmetic, with numpy
+computed     a weight's values as bytes that are computed when they are read
+dequantise   a manifest of the dequantised weights
+
+Known methods are ``fp8`` (DeepSeek V3 and others: blocks of 128 x 128, or one scale for a tensor)
+and ``mxfp4`` (GPT-OSS). Others are refused by name. The values are those of transformers 5.23
+(``integrations/finegrained_fp8.py``, ``Fp8Dequantize``; ``integrations/mxfp4.py``,
+``convert_moe_packed_tensors``), with one exception. Where the last blocks of a weight are smaller,
+transformers divides the weight into equal blocks, or fails. Here the blocks have the size that
+config.json states, as in DeepSeek's own ``inference/kernel.py`` (``weight_dequant``).
+"""

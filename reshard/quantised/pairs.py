@@ -1,0 +1,311 @@
+"""The codes and scales of each quantised weight: found by their names, checked by their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from reshard.box import Index, whole
+from reshard.chunks import Chunk, contiguous
+from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, UINT8
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.manifest import PARAM, Entry, Manifest, Quantisation
+from reshard.quantised.computed import Values
+from reshard.quantised.scaled import Scaled
+
+_E4M3 = BY_NAME["float8_e4m3fn"]
+_FLOAT8 = (_E4M3, BY_NAME["float8_e5m2"])
+_SCALES = (FLOAT32, BFLOAT16, FLOAT16, UINT8, BY_NAME["float8_e8m0fnu"])
+_EXPONENTS = (UINT8, BY_NAME["float8_e8m0fnu"])
+_PACKED = BY_NAME["int8"]  # two e2m1 codes: the experts of DeepSeek V4
+_FUSED = "gate_up_proj"  # transformers concatenates a gate's blocks and those of its up projection
+_GROUP = 32  # values of an MXFP4 block; OCP Microscaling Formats 1.0
+# Scales of activations and of the cache of keys and values, which weights do not depend on.
+_UNUSED = ("activation_scale", "input_scale", "qscale_act", ".q_scale", ".k_scale", ".v_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A quantised weight: its codes and scales, and how they belong together.
+
+    Args:
+        fqn: the name of the weight.
+        shape: the shape of the weight.
+    """
+
+    fqn: str
+    shape: Index
+    codes: Entry
+    scales: Entry
+    weight: Scaled
+
+    @property
+    def value_chunk(self) -> Chunk:
+        """The dequantised weight as a chunk of float32."""
+        return contiguous(Values(self.weight).name, 0, FLOAT32, whole(self.shape), self.shape)
+
+
+def find_pairs(manifest: Manifest, stated: Quantisation) -> list[Pair]:
+    """Return the quantised weights of a model, in the order of their codes.
+
+    Raises:
+        UnsupportedError: the method is not known, or codes have an unknown dtype.
+        IncompleteError: codes without scales, or scales without codes.
+        CorruptError: the shapes of codes and scales do not fit.
+    """
+    find = {"fp8": _find_fp8, "mxfp4": _find_mxfp4}.get(stated.method)
+    if find is None:
+        raise UnsupportedError(
+            stated.stated_in,
+            f"states that the model is quantised with {stated.method!r}, which reshard cannot"
+            " dequantise (it knows fp8 and mxfp4)",
+            "dequantise the model with the library that quantised it, or use the model that was"
+            " quantised; reshard merge without --dtype copies codes and scales unchanged",
+        )
+    entries = {entry.fqn: entry for entry in manifest.of_kind(PARAM)}
+    pairs = list(find(manifest, entries, stated))
+    for pair in pairs:
+        _check_stored(manifest, pair)
+    return pairs
+
+
+def list_unused_scales(manifest: Manifest) -> list[str]:
+    """Return the names of scales that belong to activations, not to weights."""
+    return [entry.fqn for entry in manifest.of_kind(PARAM) if entry.fqn.endswith(_UNUSED)]
+
+
+def _check_stored(manifest: Manifest, pair: Pair) -> None:
+    """Check that codes and scales are stored as plain tensors without checksums of their own.
+
+    Raises:
+        UnsupportedError: they are strided, in several parts, or in a torch archive.
+    """
+    for entry in (pair.codes, pair.scales):
+        chunk = entry.chunks[0]
+        plain = len(entry.chunks) == 1 and chunk.is_dense and chunk.factor == 1.0
+        if not plain or manifest.files[chunk.file].has_checksums:
+            raise UnsupportedError(
+                chunk.file,
+                f"{entry.fqn!r} is part of a quantised weight and not stored in safetensors",
+                "write it as safetensors first: reshard merge SRC DIR",
+            )
+
+
+def _find_fp8(
+    manifest: Manifest, entries: Mapping[str, Entry], stated: Quantisation
+) -> Iterator[Pair]:
+    """Yield float8 weights with scales (transformers 5.23 ``quantizer_finegrained_fp8.py``)."""
+    used = set()
+    for fqn, codes in entries.items():
+        if fqn.endswith(_UNUSED):
+            continue
+        scales = next((entries[name] for name in _name_scales(fqn) if name in entries), None)
+        packed = codes.dtype == _PACKED and scales is not None and scales.dtype in _EXPONENTS
+        if codes.dtype in _FLOAT8 or packed:
+            if scales is None:
+                raise IncompleteError(
+                    manifest.origin.path,
+                    f"{fqn!r} is {codes.dtype} and has no scales: {fqn}_scale_inv is missing",
+                    "fetch all files of the model; its index lists them",
+                )
+            used |= {fqn, scales.fqn}
+            yield _pair_fp8(codes, scales, stated, packed=packed)
+    left = next((e for e in entries.values() if e.fqn not in used and _is_left(e)), None)
+    if left is not None:
+        raise IncompleteError(
+            left.chunks[0].file if left.chunks else manifest.origin.path,
+            f"{left.fqn!r} ({left.dtype}) does not belong to any float8 weight",
+            "fetch all files of the model; they may be of two models",
+        )
+
+
+def _is_left(entry: Entry) -> bool:
+    """Return whether an entry that is not in a pair should be in one."""
+    return entry.dtype.family == "float8" or entry.fqn.endswith(("_scale_inv", "weight_scale"))
+
+
+def _name_scales(fqn: str) -> Iterator[str]:
+    """Yield the names that the scales of a weight can have.
+
+    The first is DeepSeek V3's; then vLLM's for one scale per tensor, DeepSeek V4's and Mistral's.
+    """
+    yield f"{fqn}_scale_inv"
+    if fqn.endswith(".weight"):
+        stem = fqn.removesuffix("weight")
+        yield from (f"{fqn}_scale", f"{stem}scale", f"{stem}qscale_weight")
+
+
+def _pair_fp8(codes: Entry, scales: Entry, stated: Quantisation, *, packed: bool) -> Pair:
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2) if packed else codes.shape
+    if len(shape) < 2:
+        raise UnsupportedError(
+            codes.chunks[0].file, f"{codes.fqn!r} is a float8 tensor of shape {shape}, not a matrix"
+        )
+    if scales.dtype not in _SCALES:
+        raise UnsupportedError(
+            scales.chunks[0].file, f"{scales.fqn!r}: scales of {scales.dtype} are not known"
+        )
+    matrices, (rows, columns) = prod(shape[:-2]), shape[-2:]
+    geometry = _fit_grid(codes.fqn, shape, scales, None if packed else _read_block(stated))
+    weight = Scaled(
+        codes.fqn,
+        codes.chunks[0],
+        scales.chunks[0],
+        matrices * geometry.cuts,
+        rows // geometry.cuts,
+        columns,
+        geometry.block,
+        packed=packed,
+        shared=geometry.shared,
+    )
+    return Pair(codes.fqn, shape, codes, scales, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """How scales are spread over a weight.
+
+    Args:
+        block: the rows and columns of a block.
+        cuts: the number of parts, along the rows, whose blocks begin anew.
+        shared: whether one scale stands for all matrices.
+    """
+
+    block: tuple[int, int]
+    cuts: int = 1
+    shared: bool = False
+
+
+def _read_block(stated: Quantisation) -> tuple[int, int] | None:
+    """Return the size of a block; None: one scale for each tensor.
+
+    Raises:
+        CorruptError: it is not two positive numbers.
+    """
+    block = stated.settings.get("weight_block_size")
+    if block is None:
+        return None
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(n) is int and n > 0 for n in block)
+    ):
+        raise CorruptError(
+            stated.stated_in, f"weight_block_size is {block!r}, expected two positive integers"
+        )
+    return block[0], block[1]
+
+
+def _fit_grid(fqn: str, shape: Index, scales: Entry, block: tuple[int, int] | None) -> _Geometry:
+    """Return how the scales are spread over a weight.
+
+    Raises:
+        CorruptError: they do not fit it.
+    """
+    rows, columns = shape[-2:]
+    if scales.numel == 1:
+        return _Geometry((max(rows, 1), max(columns, 1)), shared=True)
+    lead, grid = scales.shape[:-2], scales.shape[-2:]
+    if len(scales.shape) == len(shape) and lead == shape[:-2]:
+        stated = block or _derive_block((rows, columns), grid)
+        if stated is not None:
+            down, across = _count_blocks((rows, columns), stated)
+            half, odd = divmod(rows, 2)
+            halves = (2 * -(-half // stated[0]), across)
+            if fqn.endswith(_FUSED) and not odd and grid == halves:
+                return _Geometry(stated, cuts=2)
+            if grid == (down, across):
+                return _Geometry(stated)
+    expected = _count_blocks((rows, columns), block) if block else "one, or an even grid"
+    size = f"blocks of {block[0]} x {block[1]}" if block else "no weight_block_size"
+    raise CorruptError(
+        scales.chunks[0].file if scales.chunks else scales.fqn,
+        f"{scales.fqn!r}: scales of shape {scales.shape} do not fit {fqn!r} of shape {shape} with"
+        f" {size}: expected {expected}",
+        "config.json is of another model, or the file is damaged: fetch both again",
+    )
+
+
+def _count_blocks(size: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    return -(-size[0] // block[0]), -(-size[1] // block[1])
+
+
+def _derive_block(size: tuple[int, ...], grid: Index) -> tuple[int, int] | None:
+    """Return the blocks of a grid that divides a matrix evenly; None if it does not."""
+    if not all(grid) or size[0] % grid[0] or size[1] % grid[1]:
+        return None
+    return max(size[0] // grid[0], 1), max(size[1] // grid[1], 1)
+
+
+def _find_mxfp4(
+    manifest: Manifest, entries: Mapping[str, Entry], _stated: Quantisation
+) -> Iterator[Pair]:
+    """Yield experts of GPT-OSS (transformers 5.23 ``integrations/mxfp4.py``)."""
+    names = (fqn.removesuffix(end) for fqn in entries for end in _ENDS if fqn.endswith(end))
+    for fqn in dict.fromkeys(names):
+        codes, scales = (entries.get(fqn + end) for end in _ENDS)
+        if codes is None or scales is None:
+            missing, present = _ENDS if codes is None else _ENDS[::-1]
+            raise IncompleteError(
+                manifest.origin.path,
+                f"{fqn + present!r} is there, but {fqn + missing!r} is missing",
+                "fetch all files of the model; its index lists them",
+            )
+        yield _pair_mxfp4(fqn, codes, scales)
+
+
+_ENDS = ("_blocks", "_scales")
+
+
+def _pair_mxfp4(fqn: str, codes: Entry, scales: Entry) -> Pair:
+    shape = codes.shape
+    if (codes.dtype, scales.dtype) != (UINT8, UINT8):
+        raise _explain_mxfp4(codes, scales)
+    if len(shape) != 4 or shape[-1] * 2 != _GROUP or scales.shape != shape[:-1]:
+        raise _explain_mxfp4(codes, scales)
+    experts, rows, groups, _ = shape
+    columns = groups * _GROUP
+    weight = Scaled(
+        fqn,
+        codes.chunks[0],
+        scales.chunks[0],
+        experts,
+        rows,
+        columns,
+        (1, _GROUP),
+        packed=True,
+        transposed=True,
+    )
+    return Pair(fqn, (experts, columns, rows), codes, scales, weight)
+
+
+def _explain_mxfp4(codes: Entry, scales: Entry) -> CorruptError:
+    return CorruptError(
+        codes.chunks[0].file if codes.chunks else codes.fqn,
+        f"{codes.fqn!r} is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape}:"
+        f" expected uint8 [experts, rows, groups, {_GROUP // 2}] and uint8 [experts, rows, groups]",
+        "config.json is of another model, or the file is damaged: fetch both again",
+    )
+
+
+def find_evidence(manifest: Manifest) -> Entry | None:
+    """Return an entry that is part of a quantised weight, by its dtype and the names, or None.
+
+    A float8 tensor without scales is no evidence: its values are the weights.
+    """
+    entries = {entry.fqn: entry for entry in manifest.of_kind(PARAM)}
+    return next((entry for entry in entries.values() if _is_evidence(entry, entries)), None)
+
+
+def _is_evidence(entry: Entry, entries: Mapping[str, Entry]) -> bool:
+    fqn = entry.fqn
+    if entry.dtype in (*_FLOAT8, _PACKED) and not entries.keys().isdisjoint(_name_scales(fqn)):
+        return True
+    if entry.dtype == UINT8 and fqn.endswith(_ENDS[0]):
+        return fqn.removesuffix(_ENDS[0]) + _ENDS[1] in entries
+    return entry.dtype.family == "int" and fqn.endswith(_CODES)
+
+
+# Names of codes: GPTQ and AWQ, compressed-tensors, and the maps of bitsandbytes.
+_CODES = (".qweight", ".weight_packed", ".absmax", ".weight.quant_map", ".weight_format")

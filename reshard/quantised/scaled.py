@@ -1,0 +1,49 @@
+"""The geometry of a quantised weight: where its codes and scales are, and which belong together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reshard.chunks import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A weight whose values are codes times the scale of their block.
+
+    A weight is a number of matrices, one after the other. Blocks at the end of a row or column can
+    be smaller than the others.
+
+    Args:
+        fqn: the name of the weight, for messages.
+        codes: the stored codes, row-major.
+        scales: the stored scales, row-major: a grid for each matrix.
+        matrices: the number of matrices.
+        rows: the rows of a matrix as stored.
+        columns: the values in a row as stored.
+        block: the rows and columns of a block.
+        packed: whether a byte holds two codes of 4 bits (e2m1), the lower bits first.
+        transposed: whether the weight has each matrix transposed.
+        shared: whether all matrices have one grid of scales.
+    """
+
+    fqn: str
+    codes: Chunk
+    scales: Chunk
+    matrices: int
+    rows: int
+    columns: int
+    block: tuple[int, int]
+    packed: bool = False
+    transposed: bool = False
+    shared: bool = False
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The blocks in a column and in a row of a matrix."""
+        return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
+
+    @property
+    def numel(self) -> int:
+        """The number of values."""
+        return self.matrices * self.rows * self.columns

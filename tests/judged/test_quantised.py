@@ -1,0 +1,154 @@
+"""Quantised models of transformers: the values that its own dequantisation gives, bit by bit.
+
+Codes and scales are transformers' own (`Fp8Quantize`), or random ones in the layout that it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    LlamaConfig,
+    Mxfp4Config,
+    Qwen3Config,
+)
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+import reshard
+from tests.judges import begin_worker as worker
+from tests.judges.ranks import run_in_turn
+from tests.quantised.models import FP8, MXFP4, mxfp4_experts, write_model
+from tests.trainer import worlds
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "vocab_size": 211,  # of the batches of `begin_worker`
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "dtype": "bfloat16",
+}
+CONFIGS = {
+    "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False),
+    "deepseek_v3": DeepseekV3Config(
+        **(SMALL | {"num_key_value_heads": 4}),
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=1,
+    ),
+    "gpt_oss": GptOssConfig(
+        **SMALL,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
+}
+KEPT = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "norm.weight")
+
+
+def saved(place, name):
+    """The published form of a bf16 model with random weights, and its config."""
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).bfloat16()
+    model.save_pretrained(place)
+    return load_file(place / "model.safetensors"), json.loads((place / "config.json").read_text())
+
+
+def fp8_model(place, name, **settings):
+    """A model with codes and scales of transformers' own, in two files."""
+    settings = {**FP8, "weight_block_size": [16, 32], **settings}
+    config = SimpleNamespace(**({"scale_fmt": "float"} | settings))
+    quantise = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    state, config = saved(place / "plain", name)
+    tensors = {}
+    for fqn, value in state.items():
+        is_kept = value.ndim < 2 or fqn.endswith(KEPT)
+        tensors |= {fqn: value} if is_kept else quantise._quantize_one(fqn, value)
+    assert any(fqn.endswith("_scale_inv") for fqn in tensors)
+    write_model(place / "codes", tensors, settings, files=2)
+    (place / "codes" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": settings})
+    )
+    return place / "codes"
+
+
+def gpt_oss(place):
+    """GPT-OSS with random experts in MXFP4."""
+    tensors, config = saved(place / "plain", "gpt_oss")
+    for fqn in [fqn for fqn in tensors if fqn.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(fqn).shape
+        blocks, scales = mxfp4_experts(experts, rows, columns // 32, seed=len(tensors))
+        tensors |= {f"{fqn}_blocks": blocks, f"{fqn}_scales": scales}
+    write_model(place / "codes", tensors, MXFP4, files=2)
+    (place / "codes" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": MXFP4})
+    )
+    return place / "codes"
+
+
+def state_of(place, **options):
+    return AutoModelForCausalLM.from_pretrained(place, **options).state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"scale_fmt": "ue8m0"}),
+        ("qwen3", {"weight_block_size": None}),
+        ("deepseek_v3", {}),
+        ("gpt_oss", None),
+    ],
+)
+def test_transformers_loads_the_same_values_from_both(tmp_path, name, settings, dtype):
+    source = gpt_oss(tmp_path) if settings is None else fp8_model(tmp_path, name, **settings)
+    reshard.merge(source, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
+    how = Mxfp4Config if settings is None else FineGrainedFP8Config
+    want = state_of(source, dtype=dtype, quantization_config=how(dequantize=True))
+    got = state_of(tmp_path / "out")
+    assert got.keys() == want.keys()
+    # transformers leaves weights that are not quantised in the dtype in which they are stored, and
+    # the fused experts of fp8 models in bf16.
+    assert any(want[fqn].dtype == dtype for fqn in want if "_proj" in fqn)
+    assert [fqn for fqn in want if not torch.equal(got[fqn].to(want[fqn].dtype), want[fqn])] == []
+
+
+def test_fsdp_2_begins_from_codes_as_from_what_transformers_makes_of_them(tmp_path):
+    """Losses of two ranks over three steps, bit by bit: a DCP of an fp8 model, and a fresh run."""
+    source = fp8_model(tmp_path, "llama")
+    groups = tmp_path / "groups.json"
+    groups.write_text(json.dumps(worker.GROUPS))
+    reshard.split(source, tmp_path / "dcp", to="dcp", init_optimizer="zeros", param_groups=groups)
+    plain = tmp_path / "plain"  # its weights become those of transformers
+    values = {fqn: t.float() for fqn, t in state_of(source, dtype=torch.float32).items()}
+    del values["lm_head.weight"]  # tied
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    jobs = [
+        ("fresh", worker.fresh, plain, 3),
+        ("dcp", worker.from_dcp, plain, tmp_path / "dcp", 3),
+    ]
+    for found in worlds.run(2, run_in_turn, jobs):
+        assert isinstance(found["fresh"], list), found["fresh"]
+        assert found["dcp"] == found["fresh"]

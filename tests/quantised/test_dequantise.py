@@ -1,0 +1,395 @@
+"""Dequantised weights: values, boxes, windows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reshard
+from reshard import formats
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    ReshardError,
+    UnsupportedError,
+    UsageError,
+)
+from reshard.formats.values import dequantise
+from reshard.quantised import decode
+from reshard.tensors import Checkpoint
+from tests.quantised.models import (
+    FP8,
+    MXFP4,
+    mxfp4_experts,
+    mxfp4_values,
+    random_codes,
+    random_scales,
+    scale_blocks,
+    unpack,
+    write_model,
+)
+
+BLOCK = (128, 128)
+E8M0 = torch.float8_e8m0fnu
+
+
+def exponents(*shape):
+    made = torch.Generator().manual_seed(2)
+    return torch.randint(100, 140, shape, dtype=torch.uint8, generator=made)
+
+
+def fused(codes, scales):
+    """The values of a gate and an up projection whose blocks begin anew."""
+    half, high = codes.shape[-2] // 2, scales.shape[-2] // 2
+    parts = [(codes[..., :half, :], scales[..., :high, :])]
+    parts += [(codes[..., half:, :], scales[..., high:, :])]
+    return torch.cat([scale_blocks(*part, BLOCK) for part in parts], -2)
+
+
+def fp8_cases():
+    """Name of a case -> tensors, settings, the expected values."""
+    codes, scales = random_codes(200, 300), random_scales(2, 3)
+    yield (
+        "edge blocks",
+        {"a.weight": codes, "a.weight_scale_inv": scales},
+        FP8,
+        {"a.weight": scale_blocks(codes, scales, BLOCK)},
+    )
+    codes, scales = random_codes(3, 40, 6), random_scales(3, 3, 1)
+    small = {**FP8, "weight_block_size": [16, 8]}
+    yield (
+        "3-D",
+        {"a.up": codes, "a.up_scale_inv": scales},
+        small,
+        {"a.up": scale_blocks(codes, scales, (16, 8))},
+    )
+    codes, scales = random_codes(2, 200, 130), random_scales(2, 2, 2)
+    yield (
+        "fused halves",
+        {"e.gate_up_proj": codes, "e.gate_up_proj_scale_inv": scales},
+        FP8,
+        {"e.gate_up_proj": fused(codes, scales)},
+    )
+    codes, scales = random_codes(2, 300, 130), random_scales(2, 4, 2)
+    yield (
+        "fused edges",
+        {"e.gate_up_proj": codes, "e.gate_up_proj_scale_inv": scales},
+        FP8,
+        {"e.gate_up_proj": fused(codes, scales)},
+    )
+    whole = {**FP8, "weight_block_size": None}
+    codes = random_codes(5, 7)
+    one = torch.tensor(0.37)
+    yield (
+        "per tensor, 0-d",
+        {"a.weight": codes, "a.weight_scale_inv": one},
+        whole,
+        {"a.weight": codes.float() * one},
+    )
+    tensors = {"a.weight": codes, "a.weight_scale": one[None].clone(), "a.input_scale": one}
+    yield "vLLM's names", tensors, whole, {"a.weight": codes.float() * one}
+    rows = random_scales(5, 1)
+    yield (
+        "a scale for each row",
+        {"a.weight": codes, "a.weight_scale_inv": rows},
+        whole,
+        {"a.weight": codes.float() * rows},
+    )
+    e5m2 = random_codes(130, 4, dtype=torch.float8_e5m2)
+    scales = random_scales(2, 1).bfloat16()
+    yield (
+        "e5m2, bf16 scales",
+        {"a.weight": e5m2, "a.weight_scale_inv": scales},
+        FP8,
+        {"a.weight": scale_blocks(e5m2, scales, BLOCK)},
+    )
+    codes, powers = random_codes(130, 129), exponents(2, 2)
+    for name, stored in (("ue8m0", powers.view(E8M0)), ("ue8m0 as bytes", powers)):
+        yield (
+            name,
+            {"a.weight": codes, "a.weight_scale_inv": stored},
+            FP8,
+            {"a.weight": scale_blocks(codes, powers.view(E8M0), BLOCK)},
+        )
+    packed = random_codes(6, 32, seed=3).view(torch.int8)
+    powers = exponents(6, 2).view(E8M0)
+    v4 = {**FP8, "expert_dtype": "fp4", "scale_fmt": "ue8m0"}
+    yield (
+        "DeepSeek V4's experts",
+        {"a.weight": packed, "a.scale": powers},
+        v4,
+        {"a.weight": scale_blocks(unpack(packed), powers, (1, 32))},
+    )
+    empty = torch.empty(0, 128, dtype=torch.float8_e4m3fn)
+    tensors = {"a.weight": empty, "a.weight_scale_inv": torch.empty(0, 1)}
+    yield "no rows", tensors, FP8, {"a.weight": torch.empty(0, 128)}
+    nan = torch.tensor([[127, 255, 1, 126]], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    tensors = {"a.weight": nan, "a.weight_scale_inv": torch.full((1, 1), 0.5)}
+    yield "NaN codes", tensors, FP8, {"a.weight": nan.float() * 0.5}
+
+
+CASES = {name: rest for name, *rest in fp8_cases()}
+
+
+def same(got, want):
+    """Whether two tensors are equal bit by bit; a NaN equals any other."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    return torch.equal(got.isnan(), want.isnan()) and torch.equal(
+        torch.nan_to_num(got, nan=1.0), torch.nan_to_num(want, nan=1.0)
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp8_weights_have_the_values_of_a_plain_arithmetic(tmp_path, case):
+    tensors, settings, want = CASES[case]
+    norm = torch.randn(5).bfloat16()
+    source = write_model(tmp_path / "m", {**tensors, "norm.weight": norm}, settings)
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        reshard.merge(source, tmp_path / name, dtype=name)
+        got = load_file(tmp_path / name / "model.safetensors")
+        assert got.keys() == {"norm.weight", *want}
+        assert all(same(got[fqn], value.to(dtype)) for fqn, value in want.items())
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert "quantization_config" not in config
+        assert config["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_mxfp4_experts_have_the_values_of_transformers(tmp_path):
+    tensors, want = {}, {}
+    for name, shape in {"gate_up_proj": (3, 10, 4), "down_proj": (3, 33, 1)}.items():
+        blocks, scales = mxfp4_experts(*shape)
+        tensors |= {f"e.{name}_blocks": blocks, f"e.{name}_scales": scales}
+        want[f"e.{name}"] = mxfp4_values(blocks, scales)
+    source = write_model(tmp_path / "m", tensors, MXFP4, files=2)
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        reshard.merge(source, tmp_path / name, dtype=name)
+        got = load_file(tmp_path / name / "model.safetensors")
+        assert got.keys() == want.keys()
+        assert all(same(got[fqn], value.to(dtype)) for fqn, value in want.items())
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A model of one fp8 weight with edge blocks, its scales in another file, and its values."""
+    codes, scales = random_codes(3, 300, 333), random_scales(3, 3, 3)
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scales, "b": torch.randn(3).bfloat16()}
+    source = write_model(tmp_path / "m", tensors, FP8, files=2)
+    return source, scale_blocks(codes, scales, BLOCK)
+
+
+def test_any_window_and_any_number_of_workers_write_the_same_bytes(mixed, tmp_path):
+    source, want = mixed
+    written = set()
+    for number, (workers, memory) in enumerate([(1, 256 << 10), (3, 1 << 20), (2, 256 << 20)]):
+        out = tmp_path / str(number)
+        reshard.merge(source, out, dtype="bf16", workers=workers, max_memory_bytes=memory)
+        written.add((out / "model.safetensors").read_bytes())
+    assert len(written) == 1
+    assert same(load_file(out / "model.safetensors")["a.weight"], want.bfloat16())
+
+
+def values_of(source):
+    return Checkpoint(dequantise(formats.read(source))[0])
+
+
+@pytest.mark.parametrize("kept", [0, 16 << 20])
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_any_box_can_be_read(mixed, tmp_path, monkeypatch, method, kept):
+    monkeypatch.setattr(decode, "_KEPT", kept)
+    monkeypatch.setattr(decode, "_BLOCK", 500)
+    source, want = mixed
+    if method == "mxfp4":
+        blocks, scales = mxfp4_experts(3, 37, 4)
+        tensors = {"a.weight_blocks": blocks, "a.weight_scales": scales}
+        source, want = write_model(tmp_path / "4", tensors, MXFP4), mxfp4_values(blocks, scales)
+    draw = random.Random(0)
+    with values_of(source) as checkpoint:
+        tensor = checkpoint["a.weight"]
+        assert tensor.shape == tuple(want.shape)
+        for _ in range(60):
+            cut = []
+            for size in want.shape:
+                start = draw.randrange(size)
+                cut.append(slice(start, draw.randint(start + 1, size)))
+            assert same(tensor[tuple(cut)], want[tuple(cut)].bfloat16()), cut
+
+
+def test_a_conversion_starts_from_the_values(mixed, tmp_path):
+    from tests.support.sample_tensors import same as all_same
+
+    source, want = mixed
+    reshard.split(source, tmp_path / "dcp", to="dcp", init_optimizer="none")
+    with reshard.open(tmp_path / "dcp") as checkpoint:
+        assert checkpoint.keys() == {"a.weight", "b"}
+        assert all_same(checkpoint["a.weight"][...], want.bfloat16())
+    config = json.loads((tmp_path / "dcp" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def test_without_a_dtype_codes_and_scales_are_copied(mixed, tmp_path):
+    source, _ = mixed
+    for given in ({}, {"dtype": "keep"}):
+        out = tmp_path / f"out{len(given)}"
+        reshard.merge(source, out, **given)
+        shards = [load_file(path) for path in sorted(source.glob("*.safetensors"))]
+        got = load_file(out / "model.safetensors")
+        stored = {name: t for shard in shards for name, t in shard.items()}
+        assert got.keys() == stored.keys()
+        assert all(
+            torch.equal(t.view(torch.uint8), got[n].view(torch.uint8)) for n, t in stored.items()
+        )
+        assert json.loads((out / "config.json").read_text())["quantization_config"] == FP8
+    report = reshard.merge(source, tmp_path / "one.safetensors")
+    assert any("codes and scales of fp8" in text for text in report.warnings)
+
+
+def test_codes_beside_a_config_that_does_not_state_them_are_refused(mixed, tmp_path):
+    source, _ = mixed
+    other = write_model(tmp_path / "other", {"b": torch.ones(3)}, None)
+    with pytest.raises(UsageError, match="does not state the quantisation"):
+        reshard.merge(source, tmp_path / "out", hf_dir=other)
+    reshard.merge(source, tmp_path / "values", hf_dir=other, dtype="bf16")
+
+
+def test_weights_in_fp32_that_are_rounded_are_named(tmp_path):
+    bias = torch.randn(4)
+    tensors = {"a.weight": CODES, "a.weight_scale_inv": random_scales(2, 3), "gate.bias": bias}
+    source = write_model(tmp_path / "m", tensors, FP8)
+    report = reshard.merge(source, tmp_path / "rounded", dtype="bf16")
+    assert any("rounded: gate.bias; --keep-fp32" in text for text in report.warnings)
+    report = reshard.merge(source, tmp_path / "kept", dtype="bf16", keep_fp32=["bias"])
+    assert not any("rounded" in text for text in report.warnings)
+    assert same(load_file(tmp_path / "kept" / "model.safetensors")["gate.bias"], bias)
+
+
+def test_plain_weights_do_not_get_the_config_of_a_quantised_model(mixed, tmp_path):
+    source, _ = mixed
+    save_file({"a.weight": torch.ones(300, 333)}, tmp_path / "trained.safetensors")
+    report = reshard.merge(tmp_path / "trained.safetensors", tmp_path / "out", hf_dir=source)
+    assert "quantization_config (fp8) left out" in " ".join(report.changes)
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+
+
+CODES = random_codes(200, 300)
+WRONG = {
+    "no scales": ({"a.weight": CODES}, FP8, IncompleteError, "a.weight_scale_inv is missing"),
+    "no codes": (
+        {"a.weight_scale_inv": random_scales(2, 3)},
+        FP8,
+        IncompleteError,
+        "does not belong to any float8 weight",
+    ),
+    "another block size": (
+        {"a.weight": CODES, "a.weight_scale_inv": random_scales(4, 5)},
+        FP8,
+        CorruptError,
+        r"blocks of 128 x 128: expected \(2, 3\)",
+    ),
+    "no block": (
+        {"a.weight": CODES, "a.weight_scale_inv": random_scales(2, 3)},
+        {**FP8, "weight_block_size": [128, 0]},
+        CorruptError,
+        "expected two positive integers",
+    ),
+    "a NaN scale": (
+        {"a.weight": CODES, "a.weight_scale_inv": torch.full((2, 3), float("nan"))},
+        FP8,
+        CorruptError,
+        "a scale of 'a.weight' is nan",
+    ),
+    "an infinite scale": (
+        {"a.weight": CODES, "a.weight_scale_inv": torch.full((2, 3), float("inf"))},
+        FP8,
+        CorruptError,
+        "a scale of 'a.weight' is inf",
+    ),
+    "float64 scales": (
+        {"a.weight": CODES, "a.weight_scale_inv": random_scales(2, 3).double()},
+        FP8,
+        UnsupportedError,
+        "scales of float64",
+    ),
+    "a vector": (
+        {"a.weight": CODES[0].contiguous(), "a.weight_scale_inv": random_scales(1)},
+        FP8,
+        UnsupportedError,
+        "not a matrix",
+    ),
+    "MXFP4 without scales": (
+        {"a_blocks": mxfp4_experts(1, 2, 3)[0]},
+        MXFP4,
+        IncompleteError,
+        "'a_scales' is missing",
+    ),
+    "MXFP4 of another group": (
+        {
+            "a_blocks": torch.zeros(1, 2, 3, 8, dtype=torch.uint8),
+            "a_scales": torch.zeros(1, 2, 3, dtype=torch.uint8),
+        },
+        MXFP4,
+        CorruptError,
+        "expected uint8",
+    ),
+    **{
+        method: (
+            {"a.weight": torch.ones(2, dtype=torch.uint8)},
+            {"quant_method": method},
+            UnsupportedError,
+            f"quantised with '{method}'",
+        )
+        for method in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "modelopt")
+    },
+    "older bitsandbytes": (
+        {"a.weight": torch.ones(2, dtype=torch.int8)},
+        {"load_in_8bit": True},
+        UnsupportedError,
+        "quantised with 'bitsandbytes'",
+    ),
+    "no config": (
+        {"a.weight": CODES, "a.weight_scale_inv": random_scales(2, 3)},
+        None,
+        UnsupportedError,
+        "no config.json with a quantization_config",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_dequantised_is_refused_by_name(tmp_path, case):
+    tensors, settings, error, text = WRONG[case]
+    source = write_model(tmp_path / "m", tensors, settings)
+    with pytest.raises(error, match=text):
+        reshard.merge(source, tmp_path / "merged", dtype="bf16")
+    with pytest.raises(error, match=text):
+        reshard.split(source, tmp_path / "dcp", to="dcp", init_optimizer="none")
+    assert {path.name for path in tmp_path.iterdir()} == {"m"}
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
+def test_a_statement_in_a_file_of_its_own_counts_and_goes_along(tmp_path, name):
+    source = write_model(tmp_path / "m", {"a.weight": torch.ones(2, dtype=torch.int8)}, None)
+    (source / name).write_text("{}")
+    with pytest.raises(UnsupportedError, match="quantised with"):
+        reshard.merge(source, tmp_path / "values", dtype="bf16")
+    reshard.merge(source, tmp_path / "codes")
+    assert (tmp_path / "codes" / name).read_text() == "{}"
+
+
+def test_truncated_scales_are_refused(mixed, tmp_path):
+    source, _ = mixed
+    last = max(source.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-4])
+    with pytest.raises(ReshardError, match="truncated"):
+        reshard.merge(source, tmp_path / "out", dtype="bf16")
+
+
+def test_float8_weights_without_scales_or_config_are_their_own_values(tmp_path):
+    save_file({"a": CODES}, tmp_path / "m.safetensors")
+    reshard.split(tmp_path / "m.safetensors", tmp_path / "dcp", to="dcp", init_optimizer="none")
+    with reshard.open(tmp_path / "dcp") as checkpoint:
+        assert torch.equal(checkpoint["a"][...].float(), CODES.float())
