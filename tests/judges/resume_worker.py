@@ -9,7 +9,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import (
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    TrainerCallback,
+)
 
 import reshard.transformers
 from tests.judges import hf_trainer, ranks
@@ -51,7 +59,8 @@ DEEPSPEED = {
 class Tell(TrainerCallback):
     """Keeps what the Trainer's objects hold when it has resumed, and when it saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: str) -> None:
+        self.family = family
         self.trainer: Trainer | None = None
         self.held: dict[str, Any] = {}
 
@@ -71,7 +80,7 @@ class Tell(TrainerCallback):
         if trainer.is_deepspeed_enabled:
             self.held = of_engine(trainer.model_wrapped)
             return
-        fresh = model()
+        fresh = model(self.family)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.held = truth.of(
             fresh, trainer.model_wrapped, optimizer, trainer.lr_scheduler, trainer.state.global_step
@@ -92,13 +101,49 @@ def of_engine(engine: Any) -> truth.Truth:
     }
 
 
-def model() -> LlamaForCausalLM:
+def model(family: str = "llama") -> PreTrainedModel:
     """A model whose loss depends on the random states, which are left as they are."""
-    config = llama_config(VOCABULARY)
-    config.attention_dropout = 0.2
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        return LlamaForCausalLM(config)
+        return FAMILIES[family]()
+
+
+def _llama() -> PreTrainedModel:
+    config = llama_config(VOCABULARY)
+    config.attention_dropout = 0.2
+    return LlamaForCausalLM(config)
+
+
+def _experts(**settings: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "attention_dropout": 0.2,
+        "use_cache": False,
+        **settings,
+    }
+
+
+def _qwen3_moe() -> PreTrainedModel:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_experts(num_experts=4, moe_intermediate_size=24)))
+
+
+def _mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**_experts(num_local_experts=4)))
+
+
+FAMILIES = {"llama": _llama, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe}
+LAYERS = {
+    "llama": "LlamaDecoderLayer",
+    "mixtral": "MixtralDecoderLayer",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
+}
 
 
 def settings(job: ranks.Job) -> dict[str, Any]:
@@ -119,7 +164,7 @@ def settings(job: ranks.Job) -> dict[str, Any]:
                 "version": 2,
                 "state_dict_type": job.told["type"],
                 "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "transformer_layer_cls_to_wrap": [LAYERS[job.told.get("family", "llama")]],
             },
             "accelerator_config": {"use_configured_state": True},
         }
@@ -148,8 +193,9 @@ def work(job: ranks.Job, rank: int) -> None:
     )
     chance = torch.Generator().manual_seed(11)
     rows = torch.randint(0, VOCABULARY, (STEPS * BATCH, SEQUENCE), generator=chance)
-    tell = Tell()
-    trainer = hf_trainer.prepared(model(), chosen, rows, [tell])
+    family = job.told.get("family", "llama")
+    tell = Tell(family)
+    trainer = hf_trainer.prepared(model(family), chosen, rows, [tell])
     tell.trainer = trainer
     resume, live = job.told.get("resume"), job.told.get("live")
     if live is None:

@@ -1,0 +1,72 @@
+"""The real Trainer continues mixtures of experts from what reshard writes.
+
+transformers 5 saves such a model under published names, which differ from those in memory. The
+Trainer loads its own checkpoint by the names in memory, so it cannot resume the experts of its own
+DDP checkpoints (transformers issue 48805). Each case here is resumed at other ranks or in another
+layout, and its next losses are those of the run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import reshard
+from tests.judges import resume_worker as worker
+from tests.judges import server
+from tests.support.sample_tensors import same
+
+JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, limit_s=90.0)
+FSDP2 = {"kind": "fsdp2", "type": "SHARDED_STATE_DICT"}
+RUNS = {  # name -> how the Trainer trains and saves at two ranks
+    "mixtral ddp": {"kind": "ddp", "family": "mixtral"},
+    "qwen3 ddp": {"kind": "ddp", "family": "qwen3_moe"},
+    "qwen3 fsdp2": {**FSDP2, "family": "qwen3_moe"},
+}
+RESUMED = {  # name -> the run, the ranks, how it is written, how the Trainer resumes
+    "mixtral ddp at 2": ("mixtral ddp", 2, {}, {"kind": "ddp"}),
+    "mixtral ddp as fsdp2": ("mixtral ddp", 2, {"state_dict_type": "sharded"}, FSDP2),
+    "qwen3 ddp at 2": ("qwen3 ddp", 2, {}, {"kind": "ddp"}),
+    "qwen3 ddp as fsdp2": ("qwen3 ddp", 2, {"state_dict_type": "sharded"}, FSDP2),
+    "qwen3 ddp at 1": ("qwen3 ddp", 1, {"rng": "derive"}, {"kind": "one"}),
+    "qwen3 fsdp2 at 4": ("qwen3 fsdp2", 4, {"rng": "derive"}, FSDP2),
+    "qwen3 fsdp2 as ddp": ("qwen3 fsdp2", 2, {"state_dict_type": "unsharded"}, {"kind": "ddp"}),
+}
+SAME_RANKS = [name for name, (_, ranks, _, _) in RESUMED.items() if ranks == 2]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Name -> where the checkpoint of a real run is, and what the run held and lost."""
+    place = tmp_path_factory.mktemp("saved")
+    found = JUDGE.run(place, {name: (2, told) for name, told in RUNS.items()})
+    return {name: (place / name / "run" / "checkpoint-3", seen) for name, seen in found.items()}
+
+
+@pytest.fixture(scope="module")
+def resumed(saved, tmp_path_factory):
+    """Name -> what the real Trainer held right after it had resumed, and lost next."""
+    place = tmp_path_factory.mktemp("written")
+    jobs = {}
+    for name, (run, ranks, how, resumes) in RESUMED.items():
+        reshard.split(saved[run][0], place / name, to="hf-trainer", world_size=ranks, **how)
+        told = {**resumes, "family": RUNS[run]["family"], "resume": place / name / "checkpoint-3"}
+        jobs[name] = ranks, told
+    return JUDGE.run(tmp_path_factory.mktemp("resumed"), jobs)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_trainer_resumes_experts_with_every_bit(name, resumed, saved):
+    seen, truth = resumed[name], saved[RESUMED[name][0]][1]
+    assert seen["step"] == truth["step"] == worker.SAVED
+    for fqn, value in truth["params"].items():
+        assert same(seen["params"][fqn], value), fqn
+    assert seen["optimizer"].keys() == truth["optimizer"].keys()
+    for fqn, slots in truth["optimizer"].items():
+        for slot, value in slots.items():
+            assert same(seen["optimizer"][fqn][slot], value), f"{slot} of {fqn}"
+
+
+@pytest.mark.parametrize("name", SAME_RANKS)
+def test_its_losses_are_those_of_the_unbroken_run(name, resumed, saved):
+    wanted = saved[RESUMED[name][0]][1]["losses"]
+    assert resumed[name]["losses"] == pytest.approx(wanted, rel=1e-6)
