@@ -57,6 +57,20 @@ def match_names(base: Manifest, layers: Iterable[str]) -> tuple[Manifest, str]:
     )
 
 
+def list_missing(base: Manifest, layers: Iterable[str]) -> list[str]:
+    """Return the adapted layers that a base does not have under any of these names.
+
+    A head does not count: a base may use its embedding as the head.
+    """
+    wanted = [layer for layer in layers if layer.rpartition(".")[2] != "lm_head"]
+    try:
+        base, prefix = match_names(base, wanted)
+    except UsageError:
+        return wanted
+    modules = _list_modules(entry.fqn for entry in base.entries.values())
+    return [layer for layer in wanted if prefix + layer not in modules]
+
+
 def list_params(names: Iterable[str], module: str, targets: Sequence[str]) -> list[str]:
     """Return the weights of a module that an adapter may change.
 

@@ -123,6 +123,11 @@ def merge_adapter(
     return merger.finish()
 
 
+def list_layers(adapter: Iterable[Entry]) -> list[str]:
+    """Return the names of the layers that an adapter changes, as its live model has them."""
+    return _sort_tensors(adapter).layers
+
+
 def _sort_tensors(adapter: Iterable[Entry]) -> _Tensors:
     tensors = _Tensors()
     for entry in adapter:
@@ -264,11 +269,7 @@ class _Merger:
         for module, group in modules.items():
             names = base_names.list_params(self._modules.get(module, ()), module, self._targets)
             if not names:
-                raise UsageError(
-                    module,
-                    "is adapted, but the base model has no weight of this name",
-                    "pass the base model that the adapter was trained on",
-                )
+                raise self._build_missing_error(module)
             candidates = [self._fit(pair, names) for pair in group]
             yield from zip(group, layouts.assign(module, candidates, names), strict=True)
 
@@ -317,6 +318,22 @@ class _Merger:
                 "PEFT cannot merge this adapter either: use it with PeftModel.from_pretrained",
             )
         self._add(fqn, product)
+
+    def _build_missing_error(self, module: str) -> UsageError:
+        path = self._merged.base.origin.path
+        if f"{module}.0" in {name.rpartition(".")[0] for name in self._modules}:
+            return UsageError(
+                path,
+                f"stores the experts of {module} one by one, but the adapter was trained on a live"
+                " model that stacks them",
+                "put the model's config.json beside it, and install a transformers that knows the"
+                " model: reshard then stacks them",
+            )
+        return UsageError(
+            path,
+            f"has no weight of the adapted layer {module}",
+            "pass the base model that the adapter was trained on",
+        )
 
     def _build_shape_error(self, fqn: str, entry: Entry) -> UsageError:
         before = self._entries.get(fqn)

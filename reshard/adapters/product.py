@@ -59,8 +59,9 @@ class Product:
 
     @property
     def nbytes(self) -> int:
-        """The size of the factors in fp32, in bytes."""
-        return _SIZE * sum(entry.numel for entry in (self.a, self.b, self.magnitude) if entry)
+        """The memory that a thread needs for the factors and for two tiles, in bytes."""
+        factors = sum(entry.numel for entry in (self.a, self.b, self.magnitude) if entry)
+        return _SIZE * (2 * factors + 2 * _TILE)  # as stored, and scaled
 
 
 def add_product(base: Entry, product: Product) -> Entry:

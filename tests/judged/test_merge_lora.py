@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import reshard
-from reshard.errors import DifferentError, UnsupportedError, UsageError
+from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
 from tests.judges import library_models as models
 
 peft = pytest.importorskip("peft")
@@ -202,7 +202,7 @@ def test_experts_are_stacked(sizes, made, tmp_path):
     form = {"r": 2, "target_modules": ["q_proj"], "target_parameters": EXPERTS}
     base, adapter, adapted = made(qwen3_moe(**sizes), form)
     live = logits_of(adapted)
-    got, report = merged(adapter, base, tmp_path / "out")
+    got, report = merged(adapter, base, tmp_path / "out", names="module")
     assert report.adapter["merged"] == 6
     assert_close(got, adapted)
     loaded = read_model(tmp_path / "out")
@@ -326,6 +326,27 @@ def test_dora_of_conv1d_is_refused(made, tmp_path):
         merged(adapter, base, tmp_path / "out")
 
 
+def test_a_published_base_with_one_tensor_for_each_expert(tmp_path):
+    form = {"r": 2, "target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    model = drawn(qwen3_moe())
+    model.save_pretrained(tmp_path / "base")
+    adapted = adapt(model, form)
+    adapted.save_pretrained(tmp_path / "adapter")
+    live = logits_of(adapted)
+    got, report = merged(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "want")
+    want = load_file(tmp_path / "want" / "model.safetensors")
+    assert report.adapter["merged"] == 6
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(value, want[name], rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits_of(read_model(tmp_path / "out")), live, rtol=1e-4, atol=1e-5)
+    in_memory, _ = merged(
+        tmp_path / "adapter", tmp_path / "base", tmp_path / "module", names="module"
+    )
+    assert in_memory["model.layers.0.mlp.experts.down_proj"].shape == (3, 24, 20)
+
+
 def test_experts_as_peft_0_18_stored_them(made, tmp_path):
     """There every 3-D weight is (experts, in, out): lora_A has the columns of the second dim."""
     form = {"r": 2, "target_modules": [], "target_parameters": EXPERTS}
@@ -336,7 +357,7 @@ def test_experts_as_peft_0_18_stored_them(made, tmp_path):
     rank = 2 * 3
     a, b = torch.randn(rank, 24), torch.randn(20, rank)
     save_file({**state, f"{root}A.weight": a, f"{root}B.weight": b}, file)
-    got, _ = merged(adapter, base, tmp_path / "out")
+    got, _ = merged(adapter, base, tmp_path / "out", names="module")
     name = "model.layers.1.mlp.experts.down_proj"
     before = load_file(base / "model.safetensors")[name]
     product = torch.einsum("ore,eri->eio", b.reshape(20, 2, 3), a.reshape(3, 2, 24))
@@ -377,3 +398,22 @@ def test_the_bits_do_not_depend_on_threads_or_windows(made, tmp_path):
         )
         outputs.append((out / "model.safetensors").read_bytes())
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_flipped_bit_of_an_adapter_in_a_zip_is_found(made, tmp_path):
+    """The checksums of what a computed weight is made from are compared, too."""
+    base, adapter, adapted = made(models.build("llama"), PLAIN)
+    file = adapter / "adapter_model.safetensors"
+    torch.save(load_file(file), adapter / "adapter_model.bin")
+    file.unlink()
+    got, _ = merged(adapter, base, tmp_path / "out")
+    assert_close(got, adapted)
+    path = adapter / "adapter_model.bin"
+    data = bytearray(path.read_bytes())
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    at = bytes(data).index(torch.load(path)[name].numpy().tobytes())
+    data[at + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match="CRC-32"):
+        merged(adapter, base, tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()

@@ -96,6 +96,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
         return (
             passes.edit_names,
             lora.add_adapter,
+            passes.choose_form,
             passes.choose_weights,
             passes.compare_copies,
             passes.lay_out,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from reshard import keys, weights
-from reshard.adapters import merging
+from reshard.adapters import base_names, merging
 from reshard.adapters.base_names import strip_peft
 from reshard.adapters.merging import Merged
 from reshard.adapters.names import add_root, find_parts
@@ -23,13 +23,16 @@ from reshard.commands.output_options import ReadOptions
 from reshard.commands.reading import read_trusted
 from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import placeholders
+from reshard.formats import placeholders, registry
 from reshard.location import directory_of
 from reshard.manifest import MASTER, PARAM, Entry, Manifest
+from reshard.model import library
+from reshard.naming import published
+from reshard.naming.published import ModelConfig
 from reshard.paths import as_path
 from reshard.tensors import first_difference, is_zero, read_block
 from reshard.training import companion_files
-from reshard.training.companion_files import QUANTISED
+from reshard.training.companion_files import QUANTISED, Companions
 from reshard.units import some
 from reshard.weights import Weights
 
@@ -54,11 +57,12 @@ def add_adapter(merge: Merge) -> Merge:
     companions = companion_files.companions(None, [directory_of(path)])
     config = companions.config or {}
     _refuse_quantised(path, config)
-    base, selected = _open_base(path, options), adapter.select_adapter(merge)
+    selected = adapter.select_adapter(merge)
     if selected.adapter is None:
         raise AssertionError(path)
     chosen = _read_adapter(selected)
     entries = [entry for entry, _ in chosen.tensors]
+    base = _choose_form(_open_base(path, options), companions, merging.list_layers(entries))
     merged = merging.merge_adapter(base, entries, selected.adapter.config, is_tied=is_tied(config))
     warnings = merge.notes.warnings
     warnings += selected.adapter.notes
@@ -69,11 +73,29 @@ def add_adapter(merge: Merge) -> Merge:
         is_untied = _check_ties(merged, pool, options.tied)
     return replace(
         merge,
+        source=registry.describe_source(base),
         manifest=replace(merged.manifest, files={**run.files, **merged.manifest.files}),
         companions=companions,
         tied="keep" if is_untied else options.tied,
         addition=_describe(selected.adapter.name, path, merged, chosen),
     )
+
+
+def _choose_form(base: Manifest, companions: Companions, layers: Sequence[str]) -> Manifest:
+    """Return the base under the names and shapes of the live model, if the adapter needs them.
+
+    Its files may have the experts one by one, or other prefixes.
+    """
+    config = companions.config
+    if config is None or not library.may_be_converted(config):
+        return base
+    if not base_names.list_missing(base, layers):
+        return base
+    try:
+        form = published.choose_form(base, ModelConfig(config, companions.directory), "module")
+    except (UsageError, UnsupportedError):
+        return base  # `merge_adapter` names the layers that it lacks
+    return form.manifest
 
 
 def _read_adapter(selected: Merge) -> Weights:
@@ -249,6 +271,7 @@ def _describe(name: str, path: Path, merged: Merged, chosen: Weights) -> Additio
         replaced=merged.replaced,
         added=merged.added,
         token_rows=merged.token_rows,
+        worker_nbytes=max((product.nbytes for product in products), default=0),
     )
 
 

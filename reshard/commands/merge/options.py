@@ -14,7 +14,7 @@ from reshard.options import nested_options, option, size_option
 
 FILL = "--fill-missing-from"
 MERGE_LORA = "--merge-lora"
-_OF_OTHER_MODELS = ("fill_missing_from", "names", "family", "vocab_size", "keep_padding")
+_OF_OTHER_MODELS = ("fill_missing_from", "family", "vocab_size", "keep_padding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class MergeOptions(NamingOptions, OutputOptions):
                     "--tied drop", "would leave out merged values", "pass auto or keep"
                 )
         elif self.adapter is not None:
-            self._refuse_beside("--adapter", *_OF_OTHER_MODELS, "tied")
+            self._refuse_beside("--adapter", *_OF_OTHER_MODELS, "names", "tied")
 
     @property
     def writes_adapter(self) -> bool:

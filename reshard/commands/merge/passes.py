@@ -57,6 +57,7 @@ class Addition:
         replaced: the weights that the adapter stores as a whole.
         added: those of them that the base does not have.
         token_rows: embedding -> the number of rows that come from the adapter.
+        worker_nbytes: the memory that each worker needs for the sums, in bytes.
     """
 
     adapter: str
@@ -68,6 +69,7 @@ class Addition:
     replaced: Sequence[str]
     added: Sequence[str]
     token_rows: Mapping[str, int]
+    worker_nbytes: int
 
     @property
     def merged(self) -> int:

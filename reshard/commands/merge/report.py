@@ -125,6 +125,8 @@ def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
         manifest: the source before its names were changed.
     """
     chosen, edited, notes = merge.weights, merge.edited, merge.notes
+    workers = merge.options.budget()[0]
+    sums = merge.addition.worker_nbytes if merge.addition else 0
     return MergeReport(
         **describe_common(manifest, merge.skeleton, plan, notes.warnings),
         tensors=len(chosen.tensors),
@@ -146,5 +148,5 @@ def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
         excluded=edited.excluded,
         optimizer_tensors_left=sum(kind not in WEIGHT_KINDS for kind, _ in manifest.entries),
         changes=notes.derived,
-        peak_buffer_bytes=merge.options.budget()[0] * 2 * plan.window_bytes,
+        peak_buffer_bytes=workers * (2 * plan.window_bytes + sums),
     )
