@@ -18,12 +18,9 @@ class Reader(Protocol):
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Return the bytes at an offset of a file."""
 
-<<<<<<< HEAD
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at an offset of a file."""
 
-=======
->>>>>>> 8a38fad (huggingface: dequantise fp8 and MXFP4 models on the way)
 
 class Computation(Protocol):
     """A computation of a number of bytes."""
@@ -36,13 +33,10 @@ class Computation(Protocol):
     def files(self) -> tuple[str, ...]:
         """The files on disk that the bytes are computed from."""
 
-<<<<<<< HEAD
     @property
     def tile_nbytes(self) -> int:
         """The number of bytes that are computed together; reads of whole tiles cost least."""
 
-=======
->>>>>>> 8a38fad (huggingface: dequantise fp8 and MXFP4 models on the way)
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at an offset, of whole elements.
 

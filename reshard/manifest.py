@@ -17,11 +17,7 @@ from reshard import escaped
 from reshard.box import Index, first_overlap, whole
 from reshard.chunks import Chunk, Chunks, ListedChunks, Partition
 from reshard.derived import Derived
-<<<<<<< HEAD
-from reshard.dtypes import DType
-=======
 from reshard.dtypes import BFLOAT16, DType
->>>>>>> 8a38fad (huggingface: dequantise fp8 and MXFP4 models on the way)
 from reshard.errors import CorruptError, shown
 
 Keyed = Literal["fqn", "index"]

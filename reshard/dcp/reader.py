@@ -67,18 +67,13 @@ class StorageReader(storage.StorageReader):
         if not isinstance(source, Manifest):
             source = formats.read(source, **self._choice)
         check_identity(source, self._trust)
-<<<<<<< HEAD
+        source, _ = dequantise(source)
         self.manifest = source
         in_memory = restore_memory_form(source)
         self._state = State(in_memory or source)
         # A target may also have the published names, of its own model.
         self._other = State(source) if in_memory is not None else None
         self._keys = Keys(self._state, *self._prefixes, other=self._other)
-=======
-        self.manifest, _ = dequantise(source)
-        self._state = State(self.manifest)
-        self._keys = Keys(self._state, *self._prefixes)
->>>>>>> 8a38fad (huggingface: dequantise fp8 and MXFP4 models on the way)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Open another checkpoint if ``checkpoint_id`` names one."""

@@ -26,6 +26,14 @@ class Values:
         return tuple(dict.fromkeys((self.weight.codes.file, self.weight.scales.file)))
 
     @property
+    def tile_nbytes(self) -> int:
+        """The size of a row of blocks: their scales are read together."""
+        weight = self.weight
+        if weight.transposed:
+            return weight.rows * weight.block[1] * FLOAT32.itemsize
+        return weight.columns * weight.block[0] * FLOAT32.itemsize
+
+    @property
     def name(self) -> Derived:
         """The name under which the values can be read."""
         codes = self.weight.codes
