@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from benchmarks.hostile import case, damage, recipes, seeds, targets
 from reshard import cli, formats
 from reshard.errors import CorruptError, UsageError
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = Path(tempfile.gettempdir(), f".hostile-{os.getpid()}")
@@ -25,15 +25,7 @@ ODD = "a\x1b[31m.\u202ex\nverified: yes"
 
 
 def run(*words, **options):
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        errors="backslashreplace",
-        check=False,
-        **options,
-    )
+    return run_python(*words, cwd=ROOT, errors="backslashreplace", **options)
 
 
 # ------------------------------------------------------------------------------- seeded mutations

@@ -6,12 +6,12 @@ import ast
 import importlib
 import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"reshard", "trainer"}
@@ -297,14 +297,7 @@ def test_inspect_imports_neither_torch_nor_numpy(tmp_path, suffix):
         f"sys.argv = ['reshard', 'inspect', {str(path)!r}]\n"
         "main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-    )
+    done = run_python("-c", probe, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "LOADED []" in done.stdout
     assert path.name in done.stdout
@@ -319,7 +312,7 @@ def test_a_command_without_a_page_imports_nothing_of_pages():
         "loaded = {'jinja2', 'reshard.html'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
-    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)
+    run_python("-c", probe, check=True, cwd=ROOT)
 
 
 def test_a_target_imports_only_what_lays_it_out(tmp_path):
@@ -335,7 +328,7 @@ def test_a_target_imports_only_what_lays_it_out(tmp_path):
         "loaded &= set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
-    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)
+    run_python("-c", probe, check=True, cwd=ROOT)
 
 
 def test_the_version_and_the_help_import_no_command_and_no_format():
@@ -347,7 +340,7 @@ def test_the_version_and_the_help_import_no_command_and_no_format():
         "loaded = [name for name in sys.modules if name.startswith(slow)]\n"
         "assert not loaded, loaded\n"
     )
-    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)
+    run_python("-c", probe, check=True, cwd=ROOT)
 
 
 def test_every_public_name_is_there_when_it_is_asked_for():

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.support.programs import run_python
+
 BEGIN = """
 import os, signal, sys, time, weakref
 from reshard import signals
@@ -41,13 +43,7 @@ IGNORED = "raised SIGINT SIGTERM SIGHUP"
 
 def lines(number: int, block: str) -> list[str]:
     indented = "".join(f"        {line}\n" for line in block.strip().splitlines())
-    ended = subprocess.run(
-        [sys.executable, "-c", BEGIN + indented + END, str(int(number))],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    ended = run_python("-c", BEGIN + indented + END, int(number), timeout=120, check=True)
     assert ended.stderr == ""
     return ended.stdout.splitlines()
 
@@ -141,7 +137,5 @@ with signals.checked():
 os.kill(os.getpid(), signal.SIGTERM)
 print(len(came))
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    ended = run_python("-c", program, check=True)
     assert ended.stdout.split() == ["0", "1", "2"]

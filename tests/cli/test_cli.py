@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reshard.cli import cli
+from tests.support.programs import run_reshard as run
 
 SOURCE_OPTIONS = {
     *("--from", "--tag", "--step", "--key", "--model", "--wrap", "--json", "-v", "--verbose")
@@ -78,16 +79,6 @@ INSPECT_KEYS = set(
     "schema command path format detail versions precision mesh step parameters kinds files"
     " disk_bytes logical_bytes tied frozen optimizer param_groups scheduler scaler complete".split()
 )
-
-
-def run(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "reshard", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
-    )
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import reshard
 from reshard.errors import DifferentError, UsageError
 from reshard.keys import Edits
 from tests.model.test_published import MODELS, make_model
+from tests.support.programs import run_python
 
 BERT = {
     "hidden_size": 16,
@@ -137,5 +136,5 @@ def test_a_model_that_is_never_converted_needs_no_transformers(tmp_path):
         f"reshard.merge({str(source)!r}, {str(tmp_path / 'out')!r})\n"
         "print('transformers' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    done = run_python("-c", probe, check=True)
     assert done.stdout == "False\n"

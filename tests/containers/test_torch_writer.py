@@ -33,6 +33,7 @@ from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call, Global
 from reshard.plan.planner import Plan
 from reshard.stamps import Stamp
+from tests.support.programs import run_python
 from tests.support.sample_tensors import raw, same, sample_tensors
 
 
@@ -753,15 +754,13 @@ def test_a_skeletons_literals_are_all_but_the_storages(source):
 
 
 def test_torch_writer_needs_no_torch(tmp_path):
-    import subprocess
-    import sys
 
     probe = (
         "import sys; from reshard.containers import torch_writer;"
         "torch_writer.lay_out('x.pt', []);"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    done = run_python("-c", probe, check=True)
     assert done.stdout.strip() == "[]"
     assert torch_writer.lay_out("x.pt", []).files[0].nbytes == (
         saved_by_torch({}, tmp_path / "x.pt").stat().st_size

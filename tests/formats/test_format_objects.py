@@ -19,6 +19,7 @@ import reshard
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.testing import Example, check_format
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -46,11 +47,9 @@ def test_without_one_format_s_folder_the_rest_works(name, tmp_path):
         f"reshard.split({str(source)!r}, 'out', to='dcp', world_size=2)\n"
         "print(reshard.__file__)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_python(
+        "-c",
+        script,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
     )

@@ -38,6 +38,7 @@ from reshard.formats.megatron.directory import list_saving_ranks
 from reshard.manifest import Entry
 from reshard.model_parallel.rules import load_table
 from reshard.tensors import LazyTensor
+from tests.support.sample_tensors import built
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
 RANKS = DATA / "gpt2_vpp_distopt" / "torch"  # two stages of two chunks, tied, several buckets
@@ -310,17 +311,6 @@ def entry_of(tensor, name):
     return Entry(name, "param", FLOAT32, tuple(tensor.shape), (chunk,))
 
 
-def built(entry, flat):
-    out = torch.full(entry.shape, float("nan"))
-    for chunk in entry.chunks:
-        strides = [stride // 4 for stride in chunk.byte_strides]
-        where = tuple(
-            slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
-        )
-        out[where] = torch.as_strided(flat, chunk.box.shape, strides, chunk.byte_offset // 4)
-    return out
-
-
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
 @pytest.mark.parametrize("shape", [(24, 5), (24,)])
 def test_query_key_and_value_of_old_versions_are_ordered_as_megatron_orders_them(version, shape):
@@ -336,7 +326,7 @@ def test_query_key_and_value_of_old_versions_are_ordered_as_megatron_orders_them
     name = "language_model.encoder.layers.0.self_attention.query_key_value.weight"
     args = Arguments("args", {"num_attention_heads": 8, "tensor_model_parallel_size": 2})
     (found,) = grouped.reorder_heads([entry_of(stored, name)], version, args)
-    assert torch.equal(built(found, stored.flatten()), want)
+    assert torch.equal(built(found, {"f": stored.flatten()}), want)
 
 
 @pytest.mark.parametrize(

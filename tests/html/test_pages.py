@@ -7,8 +7,6 @@ import hashlib
 import json
 import random
 import shutil
-import subprocess
-import sys
 import zlib
 from collections import Counter
 from html.parser import HTMLParser
@@ -29,6 +27,7 @@ from reshard.html.curves import Curves
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
 from reshard.manifest import Entry, OutputFile, Skeleton
 from tests.support import large_manifests
+from tests.support.programs import run_reshard as run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "llama-zero3-4ranks"
@@ -71,11 +70,6 @@ class Parsed(HTMLParser):
 
 def parsed(path):
     return Parsed(Path(path).read_text())
-
-
-def run(*arguments, **options):
-    command = [sys.executable, "-m", "reshard", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def held(side):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from reshard.errors import CorruptError, UsageError
 from reshard.identity import check_identity, crosscheck, find_conflicts
 from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import Claim
+from tests.support.programs import run_python
 
 DATA = Path(__file__).parents[1] / "data"
 ZERO = DATA / "deepspeed_0.8.3/z2_apexadam/run"
@@ -96,4 +95,4 @@ def test_a_small_merge_imports_no_numpy_to_compare_its_files(tmp_path):
         f"i = check_identity(f.read({str(ZERO)!r}));"
         "assert i.compared and 'numpy' not in sys.modules, sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", probe], check=True)
+    run_python("-c", probe, check=True)

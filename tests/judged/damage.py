@@ -18,6 +18,7 @@ from reshard import formats
 from reshard.box import index_of
 from reshard.checks.scan import find_chunk
 from reshard.manifest import Entry, Manifest, Record
+from tests.support.edited_files import edit_safetensors_header
 
 
 @dataclass(frozen=True)
@@ -253,13 +254,7 @@ def edit_header(pattern: str, change: Callable[[Any], None]) -> Callable[[Source
     """A safetensors file's header, changed."""
 
     def damage(source: Source) -> None:
-        path = source.file(pattern)
-        content = path.read_bytes()
-        size = int.from_bytes(content[:8], "little")
-        held = json.loads(content[8 : 8 + size])
-        change(held)
-        header = json.dumps(held).encode()
-        path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+        edit_safetensors_header(source.file(pattern), change)
 
     return damage
 

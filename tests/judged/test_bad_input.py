@@ -8,7 +8,6 @@ import pickle
 import shutil
 import struct
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -17,18 +16,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support.programs import run_reshard
+
 OPTIM0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 OPTIM1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 
 
 def merge(source, destination, *options: str):
-    return subprocess.run(
-        [sys.executable, "-m", "reshard", "merge", str(source), str(destination), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_reshard("merge", source, destination, *options)
 
 
 @pytest.fixture
@@ -292,12 +288,7 @@ def test_pickle_that_would_run_code(copied, refused):
 
 def test_inspect_refuses_a_pickle_that_would_run_code(tmp_path):
     torch.save({"w": torch.ones(2), "attack": Attack()}, tmp_path / "x.pt")
-    done = subprocess.run(
-        [sys.executable, "-m", "reshard", "inspect", str(tmp_path / "x.pt")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_reshard("inspect", tmp_path / "x.pt")
     assert done.returncode == 5
     assert "would run code" in done.stderr
 

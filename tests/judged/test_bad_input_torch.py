@@ -10,7 +10,6 @@ import resource
 import shutil
 import struct
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.support.programs import run_reshard
 
 MODEL = "tests.judges.torch_models:menagerie"
 TIED_MODEL = "tests.judges.torch_models:menagerie_tied"
@@ -638,14 +638,7 @@ def _bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 
-    return subprocess.run(
-        [sys.executable, "-m", "reshard", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=BOMB_LIMIT_S,
-        preexec_fn=limit,
-    )
+    return run_reshard(*arguments, timeout=BOMB_LIMIT_S, preexec_fn=limit)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
+from tests.support.programs import run_reshard
 
 RICH = ("deepspeed", "ds-universal", "dcp", "fsdp2", "torch")  # have a place for everything
 SOURCES = {
@@ -123,8 +122,7 @@ def test_hyper_parameters_and_steps(torch_made, tmp_path):
 
 def test_the_command(made):
     def run(*arguments):
-        command = [sys.executable, "-m", "reshard", "diff", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return run_reshard("diff", *arguments)
 
     a, b = made / "z2_fp32/run", made / "z3_fp32/run"
     same = run(a, a, "--json")

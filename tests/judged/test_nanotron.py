@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 import reshard
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.nanotron.optimizer import piece
+from tests.support.edited_files import edit_safetensors_header
 
 KEPT = Path(__file__).parents[1] / "data" / "nanotron"
 CASES = sorted(path.name for path in KEPT.iterdir() if (path / "truth.pt").is_file())
@@ -189,16 +189,6 @@ def test_a_rank_s_weight_of_another_form_is_refused(made, says, copied):
         reshard.open(run)
 
 
-def _with_header(file, change):
-    """Rewrite the metadata of a safetensors file's header."""
-    data = file.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    change(header["__metadata__"])
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
-
-
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
@@ -215,7 +205,7 @@ def _with_header(file, change):
 def test_a_header_that_is_wrong_is_refused(copied, key, value, says):
     run = copied("zero_tp2pp2dp2")
     file = next(run.rglob("embed/**/model_weight*tp-rank-0-of-2.safetensors"))
-    _with_header(file, lambda metadata: metadata.update({key: value}))
+    edit_safetensors_header(file, lambda header: header["__metadata__"].update({key: value}))
     with pytest.raises(reshard.ReshardError, match=says):
         reshard.open(run)
 

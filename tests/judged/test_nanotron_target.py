@@ -6,7 +6,6 @@ another, against what one process over whole tensors has, and against what nanot
 
 from __future__ import annotations
 
-import json
 import shutil
 from itertools import pairwise
 
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 import reshard
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from tests.judged.test_nanotron import CASES, KEPT, copied  # noqa: F401
+from tests.support.edited_files import edit_safetensors_header
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -184,22 +184,13 @@ def test_another_framework_s_checkpoint_is_refused(tmp_path):
         reshard.split(tmp_path / "dcp", tmp_path / "out", to="nanotron")
 
 
-def _rewritten(path, change):
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    change(header["__metadata__"])
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
-
-
 def test_a_cut_that_is_none_of_nanotron_s_is_refused(copied, tmp_path):  # noqa: F811
     run = copied("zero_tp2pp2dp2")
     ranks = sorted((run / "3").rglob("embed/**/*.safetensors"))
     for path, there in zip(ranks, ("6,12", "0,6"), strict=True):  # the ranks changed places
         local = "None,None,None|None,None,None"
-        pairs = f"{local}#{there},None|None,None,None"
-        _rewritten(path, lambda said, pairs=pairs: said.update(local_global_slices_pairs=pairs))
+        pairs = {"local_global_slices_pairs": f"{local}#{there},None|None,None,None"}
+        edit_safetensors_header(path, lambda held, own=pairs: held["__metadata__"].update(own))
     with pytest.raises(UnsupportedError, match="the headers of 'model"):
         reshard.split(run, tmp_path / "out", tp=1)
 

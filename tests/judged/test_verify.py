@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from reshard import keys
 from reshard.checks import names
 from reshard.errors import IncompleteError
 from tests.judges import deepspeed_judge, library_judge, torch_judge
+from tests.support.programs import run_reshard
 
 TARGETS = ("deepspeed", "ds-universal", "dcp", "accelerate", "fsdp2", "torch")
 # What a real checkpoint may be warned of: a parameter that the model never uses, running statistics
@@ -148,12 +147,7 @@ def test_another_run_is_not_what_a_manifest_lists(made, listed):
 
 def test_the_command_line(made, tmp_path):
     def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "reshard", "verify", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return run_reshard("verify", *arguments)
 
     source = made / "z2_bf16/run"
     done = run(source)

@@ -44,18 +44,23 @@ class Counter:
         self.seen = state["seen"]
 
 
+def make_plugin(case: Case) -> FullyShardedDataParallelPlugin:
+    """Accelerate's settings of FSDP for a case."""
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=case.how["version"],
+        state_dict_type=f"{case.how['type']}_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        use_orig_params=case.how["orig"] if case.how["version"] == 1 else None,
+    )
+
+
 def make(case: Case, ckpt: Path) -> truth.Truth:
     """Train a little, ``save_state``, and tell what was live."""
     plugin = None
     if case.how["kind"] == "fsdp":
         pass_for_gpus()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=case.how["version"],
-            state_dict_type=f"{case.how['type']}_STATE_DICT",
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            use_orig_params=case.how["orig"] if case.how["version"] == 1 else None,
-        )
+        plugin = make_plugin(case)
     project = None
     if case.how.get("automatic"):
         project = ProjectConfiguration(project_dir=str(ckpt), automatic_checkpoint_naming=True)

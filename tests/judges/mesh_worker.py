@@ -6,6 +6,7 @@ as ``--mesh`` has it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +26,10 @@ from torch.distributed.tensor.parallel import (
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from tests.judges import deepspeed_models, torch_models
+from tests.judges import deepspeed_models, split_worker, torch_models
 from tests.judges.ranks import mean_over_ranks
 from tests.judges.split_worker import (
     LOADS,
-    ROWS,
     STEPS,
     TRUTH,
     differing,
@@ -103,25 +103,16 @@ def live(mesh, seed):
     return model, torch.optim.AdamW(groups, lr=1e-2)
 
 
-def share_of(batch, mesh, ranks):
+def share_of(mesh, batch, ranks):
     """The rows of this rank's model: the ranks of one tensor-parallel group see the same."""
     width = mesh[TENSOR].size() if TENSOR in mesh.mesh_dim_names else 1
-    replicas, replica = ranks.world // width, ranks.rank // width
-    size = len(batch) // replicas
-    return batch[replica * size : (replica + 1) * size]
+    size = len(batch) // (ranks.world // width)
+    return batch[ranks.rank // width * size :][:size]
 
 
 def train(ranks, mesh, model, optimizer, first, steps):
-    losses = []
-    for step in range(first, first + steps):
-        chance = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, torch_models.VOCABULARY, (ROWS, 8), generator=chance)
-        loss = model(share_of(tokens, mesh, ranks))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss, ranks.world).hex())
-    return losses
+    share = partial(share_of, mesh)
+    return split_worker.train(ranks, model, optimizer, first, steps, share)
 
 
 def save(ranks, text, place, steps):
@@ -190,7 +181,7 @@ def from_deepspeed(ranks, text, place, reference):
     wrong += untrue(model, optimizer, reference)
     losses, first = [], reference["train"]["step"]
     for step in range(first, first + len(reference["next"]["losses"])):
-        loss = model(share_of(deepspeed_models.global_batch(step, 0, 1), mesh, ranks))
+        loss = model(share_of(mesh, deepspeed_models.global_batch(step, 0, 1), ranks))
         optimizer.zero_grad()
         loss.backward()
         dist.all_reduce(scalar.grad)

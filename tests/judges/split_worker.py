@@ -89,14 +89,19 @@ def grouped(model, *, units):
     ]
 
 
-def train(ranks, model, optimizer, first, steps=STEPS):
+def share_of(batch, ranks):
+    """The rows of this rank."""
+    size = len(batch) // ranks.world
+    return batch[ranks.rank * size : (ranks.rank + 1) * size]
+
+
+def train(ranks, model, optimizer, first, steps=STEPS, share=share_of):
     """Losses of the next steps, the mean of the ranks', exactly."""
     losses = []
-    share = ROWS // ranks.world
     for step in range(first, first + steps):
         chance = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, torch_models.VOCABULARY, (ROWS, 8), generator=chance)
-        loss = model(tokens[ranks.rank * share : (ranks.rank + 1) * share])
+        loss = model(share(tokens, ranks))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -299,21 +304,14 @@ def from_deepspeed(ranks, place, source, first, steps):
 
 def accelerate_loads(ranks, place, case, source):
     """What of a run's truth differs after Accelerate's own ``load_state``."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator
 
     from tests.judges import library_accelerate, library_models, library_truth
     from tests.judges.library_cpu import pass_for_gpus
 
     os.environ |= {"LOCAL_RANK": str(ranks.rank), "ACCELERATE_USE_CPU": "true"}
     pass_for_gpus()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=case.how["version"],
-        state_dict_type=f"{case.how['type']}_STATE_DICT",
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        use_orig_params=case.how["orig"] if case.how["version"] == 1 else None,
-    )
-    accelerator = Accelerator(fsdp_plugin=plugin)
+    accelerator = Accelerator(fsdp_plugin=library_accelerate.make_plugin(case))
     torch.manual_seed(99)
     model = library_models.build(case.factory)
     if case.how["version"] == 1:

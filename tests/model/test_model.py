@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import random
-import subprocess
 import sys
 import textwrap
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.layout.flat_param import alignment, place_members
 from reshard.layout.partition import equal_piece
 from reshard.model import Unit, describe, shapes_of
+from tests.support.programs import run_python
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # FSDP1 is deprecated, and says so in many ways
 
@@ -578,10 +578,9 @@ if __name__ == "__main__":
 
 def test_first_values_are_not_drawn(tmp_path):
     (tmp_path / "drawn.py").write_text(DRAWN)
-    run = [sys.executable, "drawn.py"]
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(run, cwd=tmp_path, env=env, text=True, capture_output=True, check=False)
+    done = run_python("drawn.py", cwd=tmp_path, env=env)
     assert done.stdout == "False\n", done.stderr
 
 

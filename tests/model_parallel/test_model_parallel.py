@@ -17,6 +17,7 @@ from reshard.model_parallel.moves import Move
 from reshard.model_parallel.patterns import Pattern
 from reshard.model_parallel.rules import add_user_rules, load_table
 from reshard.model_parallel.shards import Split, gather, list_blocks
+from tests.support.sample_tensors import built
 
 
 def stored(tensor, file="f", name="w"):
@@ -24,21 +25,6 @@ def stored(tensor, file="f", name="w"):
     strides = row_major(tensor.shape, 4)
     chunk = Chunk(whole(tensor.shape), file, 0, strides, FLOAT32)
     return Entry(name, "param", FLOAT32, tuple(tensor.shape), (chunk,))
-
-
-def built(entry, files):
-    """The tensor that an entry's chunks make, read with torch's own strides."""
-    out = torch.full(entry.shape, float("nan"))
-    for chunk in entry.chunks:
-        strides = [s // 4 for s in chunk.byte_strides]
-        block = torch.as_strided(
-            files[chunk.file], chunk.box.shape, strides, chunk.byte_offset // 4
-        )
-        where = tuple(
-            slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
-        )
-        out[where] = block
-    return out
 
 
 @given(

@@ -16,6 +16,7 @@ from reshard.move import receipts
 from reshard.output import lease
 from reshard.remote import attempts
 from tests.support.object_stores import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
+from tests.support.programs import run_python
 
 OUT = "s3://bucket/out/dcp"
 PLACE = "bucket/out/.dcp.partial"
@@ -295,7 +296,7 @@ def test_two_processes_do_not_write_one_destination(files, proxy, whole, monkeyp
 
 
 def test_a_process_of_this_machine_that_is_no_more_keeps_nobody_out(files, whole):
-    gone = subprocess.run([sys.executable, "-c", ""], check=True)
+    gone = run_python("-c", "", check=True)
     assert gone.returncode == 0
     pid = int(subprocess.check_output([sys.executable, "-c", "import os; print(os.getpid())"]))
     sign(files, "theirs", os.uname().nodename, pid)

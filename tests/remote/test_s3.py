@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,6 +11,7 @@ from reshard.errors import ExistsError, IncompleteError, ReshardError, UsageErro
 from reshard.remote import attempts, writing
 from tests.support import object_stores
 from tests.support.object_stores import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
+from tests.support.programs import run_python
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +214,6 @@ def test_memory_does_not_grow_with_the_checkpoint(files, tmp_path):
             "print(next(line.split()[1] for line in lines if line.startswith('VmHWM')))\n"
         )
         words = f"s3://bucket/big/{source.name}", f"s3://bucket/big/out/{source.name}"
-        done = subprocess.run(
-            [sys.executable, "-c", program, *words], check=True, capture_output=True, text=True
-        )
+        done = run_python("-c", program, *words, check=True)
         peaks.append(int(done.stdout.split()[-1]) >> 10)
     assert peaks[1] - peaks[0] < 40, peaks  # MiB, of 64 MiB more that were moved

@@ -5,7 +5,11 @@ All code that reads, plans, casts or writes tensors is tested with all of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+
+from reshard.manifest import Entry
 
 _BY_BITS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
@@ -80,3 +84,22 @@ def raw(tensor: torch.Tensor) -> bytes:
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Tell whether shape, dtype and bits are equal; NaNs compare by their bits."""
     return a.shape == b.shape and a.dtype == b.dtype and raw(a) == raw(b)
+
+
+def built(entry: Entry, files: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the float32 tensor that an entry's chunks make, read with torch's own strides.
+
+    Args:
+        files: the content of each file, as a 1-d tensor.
+    """
+    out = torch.full(entry.shape, float("nan"))
+    for chunk in entry.chunks:
+        strides = [s // 4 for s in chunk.byte_strides]
+        block = torch.as_strided(
+            files[chunk.file], chunk.box.shape, strides, chunk.byte_offset // 4
+        )
+        where = tuple(
+            slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
+        )
+        out[where] = block
+    return out

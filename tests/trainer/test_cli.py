@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_python
 from trainer import cli
 from trainer.settings import Settings
 
@@ -172,6 +171,6 @@ def test_the_launcher_gives_the_number_of_ranks(config, monkeypatch):
 )
 def test_an_answer_without_training_does_not_import_torch(arguments):
     code = f"import sys; from trainer.cli import main; main({arguments}); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, check=True)
     loaded = set(done.stdout.splitlines()[-1].split())
     assert loaded.isdisjoint({"torch", "numpy", "transformers", "accelerate", "deepspeed"})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_python
 from trainer.config import accelerate, deepspeed
 from trainer.config.choices import Choices
 from trainer.config.rules import NoEffect, Only
@@ -707,13 +706,7 @@ print(json.dumps({
 def real_names():
     if not all(map(importlib.util.find_spec, ("deepspeed", "accelerate"))):
         pytest.skip("needs deepspeed and accelerate")
-    done = subprocess.run(
-        [sys.executable, "-c", NAMES],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )
+    done = run_python("-c", NAMES, check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -6,12 +6,11 @@ The ranks run once, in one process tree, and each test reads what they found.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_python
 from tests.trainer.fsdp_worker import ENGINES, FORMS, READ_BACK, RESUMED, SAME_BITS, VARIANTS
 
 pytestmark = pytest.mark.slow
@@ -41,14 +40,7 @@ FILES = {
 def runs(tmp_path_factory):
     """(ranks, case) -> what they found."""
     out = tmp_path_factory.mktemp("fsdp")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.fsdp_worker", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        cwd=ROOT,
-    )
+    done = run_python("-m", "tests.trainer.fsdp_worker", out, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     found = {world: json.loads((out / f"{world}.json").read_text()) for world in (1, 2, 4)}
 

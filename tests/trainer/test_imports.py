@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.support.programs import run_python
 from tests.test_imports import ROOT, assert_no_cycle, imported, modules
 
 # In the order in which a run uses them: imports come from groups before a module's own, or its own.
@@ -77,4 +75,4 @@ def test_the_command_line_answers_without_torch(arguments):
         f"main({arguments!r})\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy'\n"
     )
-    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)
+    run_python("-c", probe, check=True, cwd=ROOT)
