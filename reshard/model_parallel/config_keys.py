@@ -29,12 +29,14 @@ class Settings:
         neutral: key of a config -> the values at which it changes nothing.
         args: argument of Megatron -> the values at which it changes nothing.
         meanings: argument -> what another value means, for messages.
+        lacking: ``model_type`` -> what Megatron has no arguments for.
     """
 
     irrelevant: frozenset[str]
     neutral: Mapping[str, Any]
     args: Mapping[str, Any]
     meanings: Mapping[str, str]
+    lacking: Mapping[str, list[str]]
 
 
 @cache
@@ -47,6 +49,7 @@ def load_settings() -> Settings:
         config["neutral"],
         {name: line["neutral"] for name, line in args.items()},
         {name: line["means"] for name, line in args.items()},
+        root["lacking"],
     )
 
 

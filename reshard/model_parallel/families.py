@@ -357,12 +357,7 @@ def read_config(
         else _find_families(model_type, path) or _find_alike(model_type, path)
     )
     if not families:
-        raise UnsupportedError(
-            source,
-            f"describes a {model_type} model, of which reshard has no table; it has tables of"
-            f" {', '.join(load_families(path))}",
-            _KEEP_NAMES,
-        )
+        raise UnsupportedError(source, _describe_unknown(model_type, path), _KEEP_NAMES)
     nearest: tuple[Family, list[str]] | None = None
     for family in families:
         flat = _flatten_config(config, family)
@@ -383,6 +378,20 @@ def read_config(
         + "; ".join(nearest[1]),
         f"{_KEEP_NAMES}; if one of these keys does not change what the model computes, delete it in"
         " a copy of the config and give the copy with --model",
+    )
+
+
+def _describe_unknown(model_type: str, path: Path | None) -> str:
+    """Return why models of a type that no family has are refused."""
+    lacking = config_keys.load_settings().lacking.get(model_type)
+    if lacking:
+        return (
+            f"describes a {model_type} model, and Megatron-core has no arguments for"
+            f" {'; '.join(lacking)}"
+        )
+    return (
+        f"describes a {model_type} model, of which reshard has no table; it has tables of"
+        f" {', '.join(load_families(path))}"
     )
 
 

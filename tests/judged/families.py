@@ -3,8 +3,10 @@
 ``python -m tests.judged.families [--work DIR] [--table FILE] [CONFIG ...]``
 
 CONFIG is a ``config.json``, its directory, a ``model_type`` of transformers (the defaults of its
-class) or the text of a ``config.json``; without one, every model of ``NAMED`` is tried. A tiny
-random model with the features of the configuration is made by transformers
+class) or the text of a ``config.json``. Without one, every family is tried that ``reshard`` has a
+table of, and every model that it says Megatron-core lacks arguments for.
+
+A tiny random model with the features of the configuration is made by transformers
 (``tests.judges.family_models``), and for each grid of ranks:
 
     convert     ``reshard convert --to megatron`` writes it, with its optimizer
@@ -14,6 +16,7 @@ random model with the features of the configuration is made by transformers
     merge       ``reshard merge`` gives back each tensor, name for name and bit for bit, and
                 transformers loads the directory and computes the same
     moments     under Hugging Face's names they still fit the weights, and so does the step
+    published   the files of ``save_pretrained`` give the same weights as the model in memory
     ranks       another grid and back: the same training state
 
 It prints a line for each configuration. The exit code is 0 where all are proved, 1 where a proof
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import shutil
 import sys
 import tempfile
@@ -39,7 +43,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
 from reshard.errors import ReshardError
-from reshard.model_parallel import families
+from reshard.model_parallel import config_keys, families
 from tests.judges import family_models, family_mtp
 from tests.judges.family_models import Sources
 from tests.judges.server import Judge
@@ -50,22 +54,16 @@ PROVED, FAILED, REFUSED = "proved", "failed", "refused"
 EXIT_CODES = {PROVED: 0, FAILED: 1, REFUSED: 3}
 NOT_RUN = 6
 _SHOWN = 4
-NAMED = (
-    *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "ernie4_5", "granite"),
-    *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere2", "exaone4"),
-    *("deepseek_v3", "deepseek_v2"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "ernie4_5_moe", "olmoe"),
-    *("granitemoe", "minimax", "minimax_m2", "llama4_text"),
-)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A grid of ranks."""
+    """A grid of ranks, and the form of their checkpoint (``--ckpt-format``)."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    form: str = "torch"
 
     @property
     def dp(self) -> int:
@@ -79,12 +77,16 @@ class Ranks:
 
     def __str__(self) -> str:
         sizes = {"TP": self.tp, "PP": self.pp, "EP": self.ep}
-        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        grid = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        return grid if self.form == "torch" else f"{grid} ({self.form})"
 
 
 Grids = tuple[Ranks, ...]
-DENSE = (Ranks(tp=2), Ranks(tp=2, pp=2))
-SPARSE = (Ranks(tp=2), Ranks(tp=2, pp=2), Ranks(ep=2), Ranks(pp=2, ep=2), Ranks(tp=2, ep=2))
+DENSE = (Ranks(tp=2), Ranks(tp=2, pp=2), Ranks(tp=2, pp=2, form="torch_dist"))
+SPARSE = (
+    *(Ranks(tp=2), Ranks(tp=2, pp=2), Ranks(ep=2), Ranks(pp=2, ep=2), Ranks(tp=2, ep=2)),
+    Ranks(tp=2, ep=2, form="torch_dist"),
+)
 
 
 @dataclass
@@ -118,7 +120,7 @@ class Proof:
 
     def run(self, ranks: Ranks) -> Path:
         """Return where the checkpoint of a grid lies."""
-        return self.place / str(ranks).replace(" ", "")
+        return self.place / re.sub(r"\W", "", str(ranks))
 
 
 def prove(
@@ -135,7 +137,7 @@ def prove(
         for number, config in enumerate(configs)
     ]
     jobs = {
-        f"{number}-{ranks}".replace(" ", ""): (proof, ranks)
+        f"{number}-{proof.run(ranks).name}": (proof, ranks)
         for number, proof in enumerate(proofs)
         for ranks in proof.grids
     }
@@ -178,6 +180,7 @@ def _has_experts(config: Any) -> bool:
 
 def _convert(source: Path, target: Path, ranks: Ranks, **options: Any) -> None:
     sizes = {"tp": ranks.tp, "pp": ranks.pp, "ep": ranks.ep, "dp": ranks.dp}
+    sizes["ckpt_format"] = ranks.form
     how = {"adam": "torch", "transformer_impl": "local", "make_vocab_size_divisible_by": 8}
     reshard.split(source, target, to="megatron", **sizes, **how, **options)
 
@@ -196,6 +199,7 @@ def _judge(proof: Proof, ranks: Ranks, found: dict[str, Any] | str) -> Iterator[
         reshard.merge(run, back, **_name_family(proof))
         yield from _compare_directories(back, sources)
         yield from _compare_moments(proof, ranks, proof.place / f"{run.name}.dcp")
+        yield from _compare_published(proof, ranks)
         yield from _go_there_and_back(run, ranks)
     except ReshardError as error:
         yield str(error).splitlines()[0]
@@ -266,6 +270,13 @@ def _compare_moments(proof: Proof, ranks: Ranks, target: Path) -> Iterator[str]:
             yield "another step"
 
 
+def _compare_published(proof: Proof, ranks: Ranks) -> Iterator[str]:
+    """Yield what is not the same of a checkpoint that the published files became."""
+    target = proof.run(ranks).with_suffix(".published")
+    _convert(proof.sources.model, target, ranks, weights_only=True)
+    yield from _describe(reshard.diff(proof.run(ranks), target, kinds=["weights"]))
+
+
 def _go_there_and_back(run: Path, ranks: Ranks) -> Iterator[str]:
     """Yield what is not the same after another grid."""
     other = Ranks(pp=2) if ranks.tp > 1 else Ranks(tp=2)
@@ -286,10 +297,16 @@ def write_table(proofs: Iterable[Proof]) -> str:
     return "\n".join(["| model type | result | where, or why not |", "| --- | --- | --- |", *rows])
 
 
+def list_known() -> list[str]:
+    """Return the model types of all families, and of those that Megatron-core cannot build."""
+    known = (family.model_type for family in families.load_families().values())
+    return [*dict.fromkeys(known), *config_keys.load_settings().lacking]
+
+
 def main() -> int:
     """Prove what the command line names, and print a line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("configs", nargs="*", default=NAMED, metavar="CONFIG")
+    parser.add_argument("configs", nargs="*", metavar="CONFIG")
     parser.add_argument("--work", type=Path, help="keep what is made in this directory")
     parser.add_argument("--table", type=Path, help="write the table of the results to this file")
     told = parser.parse_args()
@@ -299,7 +316,7 @@ def main() -> int:
     place = told.work or Path(tempfile.mkdtemp(prefix="families-"))
     place.mkdir(parents=True, exist_ok=True)
     try:
-        proofs = prove(told.configs, place)
+        proofs = prove(told.configs or list_known(), place)
     finally:
         if told.work is None:
             shutil.rmtree(place)

@@ -16,8 +16,10 @@ from typing import Any
 import megatron.core.optimizer as mcore_optimizer
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.activations import squared_relu
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
@@ -61,8 +63,13 @@ YARN = "yarn_"  # read from the configuration with getattr, and no fields of its
 
 def read_ranks(place: Path) -> Namespace:
     """Return the arguments of a run; every file of it has them."""
-    path = next(_find_iteration(place).glob("mp_rank_*/model_optim_rng.pt"))
+    base = _find_iteration(place)
+    path = base / "common.pt" if _is_dist(base) else next(base.glob("mp_rank_*/model_optim_rng.pt"))
     return torch.load(path, map_location="cpu", weights_only=False)["args"]
+
+
+def _is_dist(base: Path) -> bool:
+    return (base / "common.pt").exists()
 
 
 def _find_iteration(place: Path) -> Path:
@@ -166,11 +173,27 @@ def load(model: GPTModel, place: Path) -> Any:
     told = OptimizerConfig(optimizer="adam", lr=0.0, min_lr=0.0, params_dtype=torch.float32)
     overrides = mcore_optimizer.get_standard_config_overrides(told)
     optimizer = mcore_optimizer.get_megatron_optimizer(told, [wrapped], overrides)
-    path = rank_directory(_find_iteration(place)) / "model_optim_rng.pt"
-    state = torch.load(path, map_location="cpu", weights_only=False)
+    base = _find_iteration(place)
+    state = _load_dist(base, model, optimizer) if _is_dist(base) else _load_legacy(base)
     wrapped.load_state_dict(state["model"], strict=True)
     optimizer.load_state_dict(state["optimizer"])
     return optimizer
+
+
+def _load_legacy(base: Path) -> dict[str, Any]:
+    path = rank_directory(base) / "model_optim_rng.pt"
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def _load_dist(base: Path, model: GPTModel, optimizer: Any) -> dict[str, Any]:
+    """``_load_global_dist_base_checkpoint`` of ``training/checkpointing.py``."""
+    common = dist_checkpointing.load_common_state_dict(str(base))
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
+    wanted = {"model": model.sharded_state_dict(metadata=metadata)}
+    wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
+    strategy = get_default_load_sharded_strategy(str(base))
+    return dist_checkpointing.load(wanted, str(base), strategy)
 
 
 def find_wrong_moments(model: GPTModel, optimizer: Any) -> tuple[int, list[str]]:

@@ -46,11 +46,15 @@ _SIZES = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+    "n_embd": 64,
+    "n_head": _HEADS,
+    "n_positions": _POSITIONS,
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k")
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _LAYERWISE = ("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers")
+_COUNTS_OF_LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -84,7 +88,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
         if values.get(key) is not None:
             values[key] = size
     _shrink_heads(config, values)
-    values |= {key: layers for key in ("num_hidden_layers", "num_layers") if key in values}
+    values |= {key: layers for key in _COUNTS_OF_LAYERS if key in values}
     for key in _LAYERWISE:
         if values.get(key) is not None:
             values[key] = list(values[key])[:layers]
