@@ -98,7 +98,7 @@ class Proof:
     model_type: str = ""
     sources: Sources | None = None
     grids: list[Ranks] = field(default_factory=list)
-    refused: str = ""
+    refused: dict[str, Ranks] = field(default_factory=dict)  # the reason -> the last such grid
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -106,7 +106,7 @@ class Proof:
         """One of the three."""
         if self.problems:
             return FAILED
-        return REFUSED if self.refused else PROVED
+        return PROVED if self.grids else REFUSED
 
     def describe(self) -> str:
         """Return a line for a terminal."""
@@ -116,7 +116,10 @@ class Proof:
         """Return the problems, the refusal or the grids."""
         more = len(self.problems) - _SHOWN
         shown = [*self.problems[:_SHOWN], *([f"{more} more"] * (more > 0))]
-        return "; ".join(shown) or self.refused or ", ".join(map(str, self.grids))
+        if self.problems:
+            return "; ".join(shown)
+        reasons = [f"{grid}: {why}" if self.grids else why for why, grid in self.refused.items()]
+        return "; ".join([", ".join(map(str, self.grids)), *reasons]).removeprefix("; ")
 
     def run(self, ranks: Ranks) -> Path:
         """Return where the checkpoint of a grid lies."""
@@ -166,11 +169,9 @@ def _begin(config: str, place: Path, dense: Grids, sparse: Grids) -> Proof:
             told = {} if proof.sources.mtp else {"model": str(proof.sources.model)}
             _convert(proof.sources.run, proof.run(ranks), ranks, **told)
         except ReshardError as error:
-            proof.refused = proof.refused or error.problem
+            proof.refused[error.problem] = ranks
             continue
         proof.grids.append(ranks)
-    if proof.grids and proof.refused:
-        proof.problems.append(f"refused on some grids alone: {proof.refused}")
     return proof
 
 
@@ -240,8 +241,8 @@ def _compare_directories(back: Path, sources: Sources) -> Iterator[str]:
     yield from (f"{key}: {told[key]}" for key in ("missing_keys", "unexpected_keys") if told[key])
     with torch.no_grad():
         logits = model.eval()(sources.tokens, use_cache=False).logits
-    if not torch.equal(logits, sources.logits):
-        yield "transformers computes other logits from what was merged"
+    # Not the same bits: gelu_new of a config may have become gelu_pytorch_tanh.
+    yield from _compare_logits([logits], sources.logits)
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:

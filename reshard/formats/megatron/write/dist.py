@@ -42,7 +42,7 @@ from reshard.state_dict.torch_state_dict import Value
 _LAYERS = re.compile(r"decoder\.layers\.\d+\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _LINEAR = re.compile(
-    r"(.*linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj))\.(?:weight|bias)"
+    r"(.*(?:eh_proj|linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)))\.(?:weight|bias)"
 )
 _INPUT = re.compile(r"\.self_attention\.(?:linear_qkv|linear_kv_up_proj)$")
 _RENAMED = re.compile(r"\.(?:input|pre_mlp)_layernorm\.")
