@@ -198,7 +198,7 @@ def write(
 
 
 def _resume_or_clear(
-    partial: commit.PartialOutput, unfinished: Unfinished, options: OutputOptions
+    partial: commit.PartialOutput, unfinished: Unfinished[Any], options: OutputOptions
 ) -> tuple[Outcome | None, list[str]]:
     """Return what an interrupted run had written, or clear it if it is not resumed; and notes."""
     team = options.team

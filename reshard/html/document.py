@@ -21,7 +21,7 @@ from reshard.html.curves import Curves
 from reshard.html.page import Maps, Page, Table
 from reshard.output import commit
 from reshard.output.destination import check_destination
-from reshard.output.partial import disk_error
+from reshard.output.local import disk_error
 from reshard.version import __version__
 
 _ASSETS = Path(__file__).parent / "assets"

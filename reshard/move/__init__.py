@@ -1,9 +1,7 @@
 """Execution of a plan: the only package that moves bytes of tensors.
 
 options     threads, memory, whether to verify
-execute     fill the windows of a plan on a disk, write them and read them back
-upload      the same into an object store
-outputs     open files of the output
+execute     fill the windows of a plan, write them and read them back
 on_demand   files of a plan that are computed when they are read
 fill        read the copies of a window, one read for each run
 tiles       computations that work tile by tile
@@ -15,6 +13,6 @@ outcome     what an execution did and found
 spans       byte ranges of files, with checksums
 job         the description that identifies a conversion, so that it can be resumed
 journal     progress on a disk
-receipts    progress in an object store
+receipts    execution into an object store, file by file, and its progress
 unfinished  a common interface of the two
 """

@@ -19,10 +19,10 @@ from reshard.manifest import OutputFile, Skeleton, SourceFile, StoredChecksum
 from reshard.move.fill import Filler
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Keep, Outcome, keep_in_memory
-from reshard.move.outputs import BLOCK_BYTES, OutputFiles, Writer
 from reshard.move.records import check_record, compute_record_crc
 from reshard.move.share import Batch, Share, interleave_files, merge_across_ranks
 from reshard.move.spans import Spans
+from reshard.output.files import BLOCK_BYTES, OutputFiles, Writer
 from reshard.plan.copies import Window
 from reshard.plan.planner import Plan
 from reshard.ranks.team import select_share

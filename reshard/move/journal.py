@@ -10,27 +10,25 @@ Each process of a run appends to its own journal; a later run reads all journals
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from stat import S_ISREG
+from typing import Any
 
 from reshard.files import SourceFiles
-from reshard.manifest import SourceFile
 from reshard.move import job as jobs
 from reshard.move.execute import execute
-from reshard.move.job import Job
-from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
-from reshard.move.outputs import write_at
 from reshard.move.records import compute_crc
 from reshard.move.share import merge_across_ranks
 from reshard.move.spans import FileSpan, Spans
+from reshard.move.unfinished import Unfinished
 from reshard.output.destination import check_space
-from reshard.output.partial import Partial, disk_error, sync
-from reshard.plan.planner import Plan
+from reshard.output.files import write_at
+from reshard.output.local import LocalPartial, disk_error, sync
 from reshard.ranks.team import select_share
 from reshard.threads import ThreadGroup, parallel_for
 
@@ -40,34 +38,16 @@ BATCH_BYTES = 256 << 20
 NAME = "journal"
 
 
-class Journal:
+class Journal(Unfinished[LocalPartial]):
     """The journal of one process, with a thread that makes batches durable and records them.
 
-    It implements `unfinished.Unfinished`. Progress is read from the journals of all processes.
-
-    Args:
-        partial: the partial output, claimed or joined; a journal of this rank is appended to.
-        job: see `job.describe`.
-        plan: the windows to fill.
-        sources: the source files by path.
-        options: threads, verification, and the team that shares the work.
+    Progress is read from the journals of all processes; this one appends to its own.
     """
 
-    def __init__(
-        self,
-        partial: Partial,
-        job: Job,
-        plan: Plan,
-        sources: Mapping[str, SourceFile],
-        options: MoveOptions,
-    ) -> None:
-        self._partial = partial
-        self._job = job
-        self._plan = plan
-        self._sources = sources
-        self._options = options
-        rank = options.team.rank
-        self._path = partial.path / (f"{NAME}-{rank}" if rank else NAME)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        rank = self._options.team.rank
+        self._path = self._partial.path / (f"{NAME}-{rank}" if rank else NAME)
         self._batches: SimpleQueue[Outcome | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._stopped = False

@@ -9,21 +9,28 @@ considered dead but uploads late writes elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from reshard import threads
-from reshard.manifest import OutputFile, SourceFile
+from reshard.files import SourceFiles
+from reshard.manifest import OutputFile
 from reshard.move import job as jobs
-from reshard.move import upload
-from reshard.move.job import Job
-from reshard.move.options import MoveOptions
+from reshard.move.execute import OutputBuilder, check_records
 from reshard.move.outcome import Outcome
-from reshard.move.share import merge_across_ranks
+from reshard.move.share import Batch, Share, merge_across_ranks
 from reshard.move.spans import Spans
+from reshard.move.unfinished import Unfinished
+from reshard.output.files import OutputFiles
 from reshard.output.remote import JOB, OUTPUT, SENT, RemotePartial
+from reshard.output.temporary import temporary
+from reshard.output.uploads import Uploads
 from reshard.plan.planner import Plan
-from reshard.remote import writing
+from reshard.remote import objects
 from reshard.remote.store import version_of
 
 MIN_BYTES = 1 << 20
@@ -32,31 +39,12 @@ MIN_BYTES = 1 << 20
 _REQUESTS_AT_ONCE = 16
 
 
-class Receipts:
-    """The receipts of a job; an implementation of `unfinished.Unfinished`.
+class Receipts(Unfinished[RemotePartial]):
+    """The receipts of a job, whose output is in its own folder."""
 
-    Args:
-        partial: the partial output, claimed or joined; the job's output is in its own folder there.
-        job: see `job.describe`.
-        plan: the windows to fill.
-        sources: the source files by path.
-        options: threads, verification, and the team that shares the work.
-    """
-
-    def __init__(
-        self,
-        partial: RemotePartial,
-        job: Job,
-        plan: Plan,
-        sources: Mapping[str, SourceFile],
-        options: MoveOptions,
-    ) -> None:
-        self._partial = partial
-        self._job = job
-        self._plan = plan
-        self._sources = sources
-        self._options = options
-        digest = jobs.compute_digest(job)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        partial, digest = self._partial, jobs.compute_digest(self._job)
         partial.output = partial.path / f"{OUTPUT}-{digest}"
         self._folder = partial.path / f"{SENT}-{digest}"
         self._job_path = partial.path / f"{JOB}-{digest}"
@@ -97,15 +85,50 @@ class Receipts:
         return merge_across_ranks(team, seen)
 
     def finish(self, done: Outcome | None) -> Outcome:
-        """Upload the missing files, each with its receipt.
+        """Build the missing files on the local disk and upload them, each with its receipt.
+
+        Some formats store checksums in front of the bytes that they describe, so a file must be
+        complete before its first byte can be sent. One file is uploaded while the next one is
+        filled. Each rank writes whole files.
 
         Raises:
-            ReshardError: as in `upload.write`, or a receipt cannot be written.
+            ReshardError: a file cannot be uploaded, or as in `execute.execute`.
         """
-        output, options = self._partial.output, self._options
-        return upload.write(
-            self._plan, self._sources, output, options, done=done, on_arrival=self.keep
-        )
+        before, options = done or Outcome(), self._options
+        with (
+            SourceFiles() as pool,
+            temporary() as here,
+            OutputFiles(Path(here)) as local,
+            Uploads(local, self._partial.output, verify=options.verify) as uploads,
+        ):
+            builder = OutputBuilder(pool, local, self._sources, self._plan.target, options)
+            seen = self._build_files(builder, uploads, before)
+            outcome = merge_across_ranks(options.team, seen)
+            outcome.add(before)
+            check_records(outcome.reads, self._sources, pool, options)
+        options.team.barrier()
+        self._partial.path.store.forget()  # listings from before the other ranks uploaded
+        return outcome
+
+    def _build_files(self, builder: OutputBuilder, uploads: Uploads, before: Outcome) -> Outcome:
+        """Fill and upload this rank's files, and return the outcome without the files."""
+        target, seen = self._plan.target, Outcome()
+        stored = set(before.windows.files)
+        missing = {file.name: file for file in target.files if file.name not in stored}
+        sizes = {name: file.nbytes for name, file in missing.items()}
+        mine = Share(self._options.team, sum(sizes.values())).files(sizes)
+        files = {name: file for name, file in missing.items() if name in mine}
+        uploads.reserve(files.values())
+        for file, batches in _iterate_files(self._plan.without_interleaving(), files):
+            uploads.make_room(file)
+            builder.create([file])
+            part = builder.fill(batches)
+            checksums = (each for each in target.checksums if each.file == file.name)
+            builder.store_checksums(checksums, part)
+            uploads.send(file, partial(self.keep, file, part))
+            seen.add(replace(part, windows=Spans()))
+        uploads.finish()
+        return seen
 
     def keep(self, file: OutputFile, seen: Outcome) -> None:
         """Write the receipt of an uploaded file; several threads may call this method at once.
@@ -131,7 +154,7 @@ class Receipts:
 
     def _read_all(self) -> list[_Receipt]:
         """Return the receipts that earlier runs left for this job."""
-        names = writing.list_sizes(self._folder)
+        names = objects.list_sizes(self._folder)
         receipts = threads.parallel_map(names, self._read, _REQUESTS_AT_ONCE)
         return [receipt for receipt in receipts if receipt is not None]
 
@@ -150,6 +173,17 @@ class Receipts:
         info = output.store.info(str(output / receipt.file))
         version = version_of(info) if info else ()
         return bool(version) and list(version) == receipt.version
+
+
+def _iterate_files(
+    plan: Plan, files: Mapping[str, OutputFile]
+) -> Iterator[tuple[OutputFile, Iterator[Batch]]]:
+    """Yield every file with its batches; files that consist of literals have none."""
+    bare = dict(files)
+    for name, group in groupby(plan.batches(), key=lambda batch: batch[0].file):
+        if name in files:
+            yield bare.pop(name), group
+    yield from ((file, iter(())) for file in bare.values())
 
 
 @dataclass(frozen=True, slots=True)

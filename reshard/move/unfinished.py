@@ -1,26 +1,48 @@
-"""A common interface of outputs that can be resumed: `journal.Journal` and `receipts.Receipts`."""
+"""Outputs that a later run can resume: on a disk with a journal, or in a store with receipts."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Any, Generic, TypeVar
 
 from reshard.manifest import SourceFile
 from reshard.move.job import Job
-from reshard.move.journal import Journal
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.output.commit import PartialOutput
-from reshard.output.partial import Partial
+from reshard.paths import is_remote
 from reshard.plan.planner import Plan
 
-if TYPE_CHECKING:
-    from reshard.output.remote import RemotePartial
+P = TypeVar("P", bound=PartialOutput)
 
 
-class Unfinished(Protocol):
-    """An output in progress: on a disk with a journal, or in an object store with receipts."""
+class Unfinished(ABC, Generic[P]):
+    """An output in progress, which records what is done so that a later run can resume it.
 
+    Args:
+        partial: the partial output, which this process has claimed or joined.
+        job: see `job.describe`.
+        plan: the windows to fill.
+        sources: the source files by path.
+        options: threads, verification, and the team that shares the work.
+    """
+
+    def __init__(
+        self,
+        partial: P,
+        job: Job,
+        plan: Plan,
+        sources: Mapping[str, SourceFile],
+        options: MoveOptions,
+    ) -> None:
+        self._partial = partial
+        self._job = job
+        self._plan = plan
+        self._sources = sources
+        self._options = options
+
+    @abstractmethod
     def read_progress(self) -> Outcome | None:
         """Return what earlier runs recorded as done, or None if they recorded nothing.
 
@@ -28,6 +50,7 @@ class Unfinished(Protocol):
             UsageError: the records belong to another job; the message says what differs.
         """
 
+    @abstractmethod
     def check_progress(self, left: Outcome) -> Outcome:
         """Return the part of `left` whose bytes are still as they were written.
 
@@ -37,6 +60,7 @@ class Unfinished(Protocol):
             left: what `read_progress` returned on the first rank; the other ranks receive it here.
         """
 
+    @abstractmethod
     def finish(self, done: Outcome | None) -> Outcome:
         """Write what is missing, record the progress, and return the outcome of all ranks and runs.
 
@@ -44,7 +68,8 @@ class Unfinished(Protocol):
             done: the outcome of the parts that exist already, or None to start with nothing.
 
         Raises:
-            ReshardError: as in `execute.execute` and `upload.write`.
+            ReshardError: as in `execute.execute`, or a file cannot be uploaded, or the progress
+                cannot be recorded.
         """
 
 
@@ -54,10 +79,12 @@ def open_unfinished(
     plan: Plan,
     sources: Mapping[str, SourceFile],
     options: MoveOptions,
-) -> Unfinished:
+) -> Unfinished[Any]:
     """Return the output of a job in `partial`, which this process has claimed or joined."""
-    if isinstance(partial, Partial):
-        return Journal(partial, job, plan, sources, options)
-    from reshard.move.receipts import Receipts
+    if is_remote(str(partial.path)):
+        from reshard.move.receipts import Receipts
 
-    return Receipts(cast("RemotePartial", partial), job, plan, sources, options)
+        return Receipts(partial, job, plan, sources, options)
+    from reshard.move.journal import Journal
+
+    return Journal(partial, job, plan, sources, options)

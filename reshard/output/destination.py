@@ -120,10 +120,10 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
 def _is_moving(destination: Path) -> bool:
     """Return whether a run is copying, or died while copying, to this path of an object store."""
     from reshard.output import remote
-    from reshard.remote import writing
+    from reshard.remote import objects
 
     there = cast("RemotePath", destination)
-    writing.check_bucket(there)
+    objects.check_bucket(there)
     return remote.is_moving(there)
 
 

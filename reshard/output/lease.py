@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from reshard import threads
 from reshard.errors import ExistsError, IncompleteError, ReshardError
-from reshard.ranks import holder
+from reshard.output import holder
 from reshard.remote.path import RemotePath
 
 BEAT = 10.0  # seconds between two heartbeats

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from reshard import signals, threads
 from reshard.errors import INTERRUPTED, DifferentError, ReshardError
-from reshard.remote import writing
+from reshard.remote import objects
 from reshard.remote.attempts import attempt
 from reshard.remote.path import RemotePath
 
@@ -62,7 +62,7 @@ def copy_directory(
         HalfCopiedError: a copy failed after old files were removed, or new files remain.
         ReshardError: a copy failed, and nothing is at the destination.
     """
-    sizes = writing.list_sizes(source)
+    sizes = objects.list_sizes(source)
     late = sorted((name for name in sizes if _is_marker(name)), key=_depth)
     finished = False
     try:
@@ -103,7 +103,7 @@ def copy_directory(
 
 def _remove(destination: RemotePath, names: Sequence[str]) -> None:
     with signals.deferred():
-        writing.remove([destination / name for name in names])
+        objects.remove([destination / name for name in names])
 
 
 def _is_marker(name: str) -> bool:

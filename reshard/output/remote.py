@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard.output import publish
+from reshard.output import holder, publish
 from reshard.output.lease import LOCK, Lease
-from reshard.ranks import holder
-from reshard.remote import writing
+from reshard.remote import objects
 from reshard.remote.path import RemotePath
 
 JOB, SENT, OUTPUT = "job", "sent", "output"
@@ -42,14 +41,14 @@ class RemotePartial:
     @property
     def recorded_bytes(self) -> int:
         """Size in bytes of the files that have a receipt."""
-        sizes = writing.list_sizes(self.path)
+        sizes = objects.list_sizes(self.path)
         recorded = (n.replace(SENT, OUTPUT, 1) for n in sizes if n.startswith(SENT))
         return sum(sizes.get(name, 0) for name in recorded)
 
     @property
     def used_bytes(self) -> int:
         """Size in bytes of the output's files in the store."""
-        sizes = writing.list_sizes(self.path).items()
+        sizes = objects.list_sizes(self.path).items()
         return sum(nbytes for name, nbytes in sizes if name.startswith(OUTPUT))
 
     def claim(self) -> None:
@@ -66,7 +65,7 @@ class RemotePartial:
             self.release()
             raise
 
-    def join(self, rank: int) -> None:  # noqa: ARG002 - as in `output.partial`
+    def join(self, rank: int) -> None:  # noqa: ARG002 - as in `output.local`
         """Join the first rank's claim; no lease is needed, since all ranks end soon after it."""
         self._joined = True
 
@@ -78,9 +77,9 @@ class RemotePartial:
 
     def clear(self) -> None:
         """Remove the content of the folder, also of unfinished uploads, except for heartbeats."""
-        writing.abort_uploads(self.path)
-        names = writing.list_sizes(self.path)
-        writing.remove([self.path / name for name in names if not name.startswith(LOCK)])
+        objects.abort_uploads(self.path)
+        names = objects.list_sizes(self.path)
+        objects.remove([self.path / name for name in names if not name.startswith(LOCK)])
 
     def remove(self) -> None:
         """Remove the folder's content, if this process has claimed it."""
@@ -113,7 +112,7 @@ class RemotePartial:
                 self.check_destination_free()
             publish.copy_file(self.output / self.destination.name, self.destination, self._done)
             return
-        old = writing.list_sizes(self.destination)
+        old = objects.list_sizes(self.destination)
         if old and not overwrite:
             self._check_only_own_files(old)
         moving = self.path / _MOVING
@@ -131,8 +130,8 @@ class RemotePartial:
     def discard_share(self, *, resume: bool) -> None:
         """Remove what this rank has uploaded, if it is not the first rank."""
         if self._joined and not resume:
-            writing.abort_uploads(self.output)
-            writing.remove([self.output / name for name in writing.list_sizes(self.output)])
+            objects.abort_uploads(self.output)
+            objects.remove([self.output / name for name in objects.list_sizes(self.output)])
 
     def _done(self) -> None:
         self.published = True
@@ -143,7 +142,7 @@ class RemotePartial:
 
     def _check_only_own_files(self, sizes: Mapping[str, int]) -> None:
         """Check that the destination has only files of a run that died while it copied them."""
-        foreign = sizes.items() - writing.list_sizes(self.output).items()
+        foreign = sizes.items() - objects.list_sizes(self.output).items()
         if foreign or not is_moving(self.destination):
             raise holder.build_conflict_error(self.destination)
 

@@ -7,5 +7,5 @@ path      a URL with the methods of `pathlib.Path`
 store     one object store: its fsspec filesystem and cached folder listings
 attempts  repetition of requests, and the errors if that does not help
 reading   ranged reads
-writing   uploads of local files, and reading them back
+objects   listing and removal of many objects
 """

@@ -22,7 +22,7 @@ from reshard.errors import ExistsError
 from reshard.move import journal
 from reshard.output import commit
 from reshard.output import local as on_disk
-from reshard.output.partial import Partial
+from reshard.output.local import LocalPartial
 from tests.cli.test_cli import run
 
 pytestmark = pytest.mark.skipif(
@@ -475,7 +475,7 @@ def test_where_nothing_can_be_locked_the_living_are_left_alone(tmp_path, monkeyp
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    first, second = Partial(tmp_path / "out"), Partial(tmp_path / "out")
+    first, second = LocalPartial(tmp_path / "out"), LocalPartial(tmp_path / "out")
     first.claim()
     with pytest.raises(ExistsError, match="no locks"):
         second.claim()
@@ -502,7 +502,7 @@ def test_a_replaced_directory_comes_back_where_the_swap_takes_two_steps(tmp_path
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old.json").write_text("old")
     monkeypatch.setattr(on_disk, "_exchange", lambda *_: False)
-    place = Partial(tmp_path / "out")
+    place = LocalPartial(tmp_path / "out")
     place.claim()
     (tmp_path / "out").rename(place.replaced)  # and then the process died
     place.release()
@@ -566,7 +566,7 @@ def test_saving_that_died_anywhere_leaves_latest_at_a_whole_checkpoint(saver, ki
 
 
 def test_a_rank_that_outlives_the_first_keeps_others_out(tmp_path):
-    first, other, late = (Partial(tmp_path / "out") for _ in range(3))
+    first, other, late = (LocalPartial(tmp_path / "out") for _ in range(3))
     first.claim()
     other.join(1)
     first.release()  # as its death does

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 # Where threads and locks are, and what has to be left in order.
-OURS = ["threads.py", "output/commit.py", "output/partial.py", "output/local.py", "move/journal.py"]
+OURS = ["threads.py", "output/commit.py", "output/local.py", "move/journal.py"]
 OURS = [f"/reshard/{name}" for name in [*OURS, "move/execute.py", "signals.py", "files.py"]]
 FILES = [*OURS, "/threading.py", "/contextlib.py", "/weakref.py", "/_weakrefset.py"]
 

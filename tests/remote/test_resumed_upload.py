@@ -158,7 +158,7 @@ SIGNALLED = """
 import os, signal, sys
 from reshard.cli import main
 from reshard.output import publish
-from reshard.remote import writing
+from reshard.remote import objects
 
 def struck(where, name):
     act = getattr(where, name)
@@ -171,7 +171,7 @@ def struck(where, name):
 
 sys.argv.pop(0)
 if sys.argv[0] == "old.safetensors":
-    struck(writing, "remove")
+    struck(objects, "remove")
 else:
     struck(publish, "_copy")
 main()
@@ -266,12 +266,12 @@ def test_what_was_not_read_back_is_not_trusted_by_a_run_that_reads_back(files, p
 
 
 def test_a_store_that_holds_other_bytes_leaves_nothing(files, proxy, monkeypatch):
-    from reshard.move import upload
+    from reshard.output import uploads
 
     def differ(_made, sent, _stop):
         raise DifferentError(sent, "differs")
 
-    monkeypatch.setattr(upload, "check_read_back", differ)
+    monkeypatch.setattr(uploads, "check_uploaded", differ)
     with pytest.raises(DifferentError):
         split(resume=True)
     assert files.find("bucket/out") == []
@@ -305,17 +305,15 @@ def test_a_process_of_this_machine_that_is_no_more_keeps_nobody_out(files, whole
 
 
 def test_a_run_that_was_taken_over_does_not_publish(files, monkeypatch):
-    from reshard.move import upload
-
-    def written(*words, **more):
-        outcome = write(*words, **more)
+    def written(*words):
+        outcome = finish(*words)
         for name in files.find(PLACE):
             if "/lock-" in name:
                 files.rm_file(name)
         return outcome
 
-    write = upload.write
-    monkeypatch.setattr(upload, "write", written)
+    finish = receipts.Receipts.finish
+    monkeypatch.setattr(receipts.Receipts, "finish", written)
     with pytest.raises(ExistsError, match="was taken over by another process"):
         split()
     assert contents(files, "bucket/out/dcp") == {}

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import ExistsError, IncompleteError, ReshardError, UsageError
-from reshard.remote import attempts, writing
+from reshard.output import uploads
+from reshard.remote import attempts
 from tests.support import object_stores
 from tests.support.object_stores import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
 from tests.support.programs import run_python
@@ -82,7 +83,7 @@ def test_what_fails_once_is_asked_again(files, proxy, converted):
 
 
 def test_a_large_file_is_sent_in_parts_and_a_lost_part_again(files, proxy, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "_PART", 5 << 20)
+    monkeypatch.setattr(uploads, "_PART", 5 << 20)
     source = tmp_path / "model.safetensors"
     save_file({f"w{n}": torch.randn(1024, 1024) for n in range(4)}, source)  # 16 MiB
     lost = []
@@ -207,8 +208,8 @@ def test_memory_does_not_grow_with_the_checkpoint(files, tmp_path):
         files.put_file(str(source), f"bucket/big/{source.name}")
         program = (
             "import reshard, sys\n"
-            "from reshard.remote import writing\n"
-            "writing._PART = 5 << 20\n"
+            "from reshard.output import uploads\n"
+            "uploads._PART = 5 << 20\n"
             "reshard.merge(*sys.argv[1:], dtype='keep', verify=False, max_memory_bytes=16 << 20)\n"
             "lines = open('/proc/self/status').read().splitlines()\n"
             "print(next(line.split()[1] for line in lines if line.startswith('VmHWM')))\n"

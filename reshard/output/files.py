@@ -8,7 +8,7 @@ from pathlib import Path
 from reshard.errors import DifferentError
 from reshard.files import Descriptor, OpenFiles
 from reshard.manifest import OutputFile
-from reshard.output.partial import disk_error
+from reshard.output.local import disk_error
 
 BLOCK_BYTES = 512 << 10  # small enough that a block stays in a core's cache until it is read back
 
@@ -100,7 +100,7 @@ class Writer:
             self._check(file, byte_offset + start, block)
 
     def _check(self, file: Descriptor, byte_offset: int, block: memoryview) -> None:
-        """Read a block back and compare it; comparing bytearrays is a single memcmp."""
+        """Read a block back and compare it."""
         nbytes = len(block)
         if nbytes == BLOCK_BYTES:
             file.read_into(byte_offset, self._whole)
@@ -108,13 +108,35 @@ class Writer:
         else:
             file.read_into(byte_offset, self._whole[:nbytes])
             stored = self._back[:nbytes]
-        if stored != block:
-            raise DifferentError(
-                file.path,
-                f"bytes {byte_offset} to {byte_offset + nbytes} differ from what was written when"
-                " they are read back",
-                "check the disk and its file system; the output was discarded",
-            )
+        check_read_back(file.path, byte_offset, block, stored, "the disk and its file system")
+
+
+def check_read_back(
+    path: str,
+    byte_offset: int,
+    written: bytes | memoryview,
+    stored: bytes | bytearray,
+    suspect: str,
+) -> None:
+    """Compare bytes that were read back with those that were written.
+
+    Args:
+        path: a local path or a URL.
+        byte_offset: where the bytes are in the file.
+        written: the bytes as they should be; comparing buffers of bytes is a single memcmp.
+        stored: the bytes as they were read back.
+        suspect: what may have changed them, for the message.
+
+    Raises:
+        DifferentError: they differ.
+    """
+    if stored != written:
+        raise DifferentError(
+            path,
+            f"bytes {byte_offset} to {byte_offset + len(written)} differ from what was written when"
+            " they are read back",
+            f"check {suspect}; the output was discarded",
+        )
 
 
 def _write(file: Descriptor, byte_offset: int, data: memoryview) -> None:
