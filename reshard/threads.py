@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
+_STOP_SECONDS = 5.0  # to wait for a call that may hang, such as a request to a dead machine
 _CHECK_SECONDS = 0.1  # between two looks for a signal while the main thread waits
 
 
@@ -201,7 +202,7 @@ def repeat(act: Callable[[], bool], seconds: float, name: str) -> Callable[[], N
     """Call `act` every `seconds` in a background thread, until it returns False.
 
     Returns:
-        A function that stops the thread, and waits at most `seconds` for a call at work.
+        A function that stops the thread, and waits a few seconds for a call at work.
     """
     stopped = threading.Event()
 
@@ -211,7 +212,7 @@ def repeat(act: Callable[[], bool], seconds: float, name: str) -> Callable[[], N
 
     def stop() -> None:
         stopped.set()
-        thread.join(seconds)
+        thread.join(_STOP_SECONDS)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

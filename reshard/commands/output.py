@@ -21,8 +21,9 @@ from reshard.identity import check_identity
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Origin, Skeleton, SourceFile
 from reshard.manifest import check as check_manifest
 from reshard.move import job as jobs
+from reshard.move.journal import Journal
 from reshard.move.outcome import Outcome
-from reshard.move.unfinished import Unfinished, open_unfinished
+from reshard.move.unfinished import Unfinished
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path, is_remote
@@ -186,7 +187,7 @@ def write(
         open_progress(meter, plan.target.nbytes) as bar,
         team.abort_on_failure(),
     ):
-        unfinished = open_unfinished(partial, described, plan, files, options.move_options(bar))
+        unfinished = _open_unfinished(partial, described, plan, files, options.move_options(bar))
         done, notes = _resume_or_clear(partial, unfinished, options)
         if done is not None:
             bar(done.nbytes)
@@ -195,6 +196,15 @@ def write(
         jobs.check_sources(described, select_share(team, list(files.values())))
         _check_written(outcome, plan.target, partial.output, options, job.check)
     return WriteResult(outcome, done.nbytes if done else 0, notes)
+
+
+def _open_unfinished(partial: commit.PartialOutput, *args: Any) -> Unfinished[Any]:
+    """Return the output of a job in `partial`, which this process has claimed or joined."""
+    if is_remote(str(partial.path)):
+        from reshard.move.receipts import Receipts
+
+        return Receipts(partial, *args)
+    return Journal(partial, *args)
 
 
 def _resume_or_clear(

@@ -14,5 +14,5 @@ spans       byte ranges of files, with checksums
 job         the description that identifies a conversion, so that it can be resumed
 journal     progress on a disk
 receipts    execution into an object store, file by file, and its progress
-unfinished  a common interface of the two
+unfinished  what the two have in common
 """

@@ -58,7 +58,7 @@ def execute(
     with SourceFiles() as pool, OutputFiles(directory) as files:
         builder = OutputBuilder(pool, files, sources, target, options)
         if team.first:
-            builder.create(target.files, anew=done is None)
+            builder.create(target.files, is_new=done is None)
         team.barrier()  # no rank may open a file that does not exist yet
         batches = share.of(_skip_done(plan, before, files) if done else plan.batches())
         seen = builder.fill(interleave_files(batches, options.workers), keep)
@@ -107,10 +107,10 @@ class OutputBuilder:
         self._options = options
         self._writer = Writer(files, verify=options.verify)
 
-    def create(self, files: Iterable[OutputFile], *, anew: bool = True) -> None:
+    def create(self, files: Iterable[OutputFile], *, is_new: bool = True) -> None:
         """Create files of their full size and write their literals; see `OutputFiles.create`."""
         for file in files:
-            self._files.create(file, anew=anew)
+            self._files.create(file, is_new=is_new)
             for offset, data in file.literals:
                 self._writer.write(file.name, offset, memoryview(data))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from reshard.manifest import SourceFile
 from reshard.move.job import Job
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.output.commit import PartialOutput
-from reshard.paths import is_remote
 from reshard.plan.planner import Plan
 
 P = TypeVar("P", bound=PartialOutput)
@@ -71,20 +70,3 @@ class Unfinished(ABC, Generic[P]):
             ReshardError: as in `execute.execute`, or a file cannot be uploaded, or the progress
                 cannot be recorded.
         """
-
-
-def open_unfinished(
-    partial: PartialOutput,
-    job: Job,
-    plan: Plan,
-    sources: Mapping[str, SourceFile],
-    options: MoveOptions,
-) -> Unfinished[Any]:
-    """Return the output of a job in `partial`, which this process has claimed or joined."""
-    if is_remote(str(partial.path)):
-        from reshard.move.receipts import Receipts
-
-        return Receipts(partial, job, plan, sources, options)
-    from reshard.move.journal import Journal
-
-    return Journal(partial, job, plan, sources, options)

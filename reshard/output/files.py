@@ -35,12 +35,12 @@ class OutputFiles(OpenFiles):
             descriptor.close()
         super().close()
 
-    def create(self, file: OutputFile, *, anew: bool = True) -> None:
+    def create(self, file: OutputFile, *, is_new: bool = True) -> None:
         """Create a file of its full size, filled with zeros.
 
         Args:
             file: its name and size.
-            anew: whether the file must not exist yet; otherwise an existing file is kept.
+            is_new: whether the file must not exist yet; otherwise an existing file is kept.
 
         Raises:
             ResourceError: the disk is full.
@@ -48,7 +48,7 @@ class OutputFiles(OpenFiles):
         """
         path = Path(self.path(file.name))
         folder = path.parent
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if anew else 0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if is_new else 0)
         try:
             if folder not in self._folders:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from reshard.errors import DifferentError
 
@@ -24,53 +24,34 @@ def ignore_progress(_nbytes: int) -> None:
     """Ignore progress: the default where nothing displays it."""
 
 
-class Team(Protocol):
-    """The processes that share a conversion, as `execute` and the commands see them."""
+class Team:
+    """The processes that share a conversion; this base class is the team of a single process."""
 
-    rank: int
-    size: int  # the number of processes
+    rank = 0
+    size = 1  # the number of processes
 
     @property
     def first(self) -> bool:
         """Whether this process creates and commits the output and prints messages."""
+        return self.rank == 0
 
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, in rank order, on every rank."""
-
-    def with_progress(self, progress: Progress) -> Progress:
-        """Return a progress function that adds up the work of all ranks on the first rank."""
-
-    def abort_on_failure(self) -> AbstractContextManager[None]:
-        """Return a context in which this rank is interrupted if another rank fails."""
-
-
-class Alone:
-    """The team of a single process."""
-
-    rank = 0
-    size = 1
-    first = True
-
-    def barrier(self) -> None:
-        """Return at once: there are no other ranks to wait for."""
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Return this process's data as the only item."""
         return [data]
 
     def with_progress(self, progress: Progress) -> Progress:
-        """Return `progress` unchanged."""
+        """Return a progress function that adds up the work of all ranks on the first rank."""
         return progress
 
     def abort_on_failure(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: no other rank can fail."""
+        """Return a context in which this rank is interrupted if another rank fails."""
         return contextlib.nullcontext()
 
 
-ALONE = Alone()
+ALONE = Team()
 
 
 def broadcast_text(team: Team, text: str) -> str:

@@ -74,8 +74,6 @@ def join_team() -> Iterator[Team]:
         if failure is error:
             raise
         raise failure from error
-    finally:
-        team.close()
 
 
 def _connect_to_store() -> tuple[Store, int, int]:
@@ -96,7 +94,7 @@ def _connect_to_store() -> tuple[Store, int, int]:
     return connected
 
 
-class Ranks:
+class Ranks(Team):
     """The team of all processes of a launcher, which communicate by torch's key-value store."""
 
     def __init__(self, store: Store, rank: int, size: int, patience: float) -> None:
@@ -112,11 +110,6 @@ class Ranks:
         self._store.set(f"host/{rank}", platform.node())
         self._watch = RankWatch(self._store, rank, size, patience)
         self.barrier()
-
-    @property
-    def first(self) -> bool:
-        """Whether this process creates and commits the output and prints messages."""
-        return self.rank == 0
 
     def barrier(self) -> None:
         """Wait until every rank has called this method.
@@ -228,10 +221,6 @@ class Ranks:
             self._leave_after(range(1, self.size))
         else:
             self._store.set(f"left/{self.rank}", "")
-
-    def close(self) -> None:
-        """Stop the heartbeat."""
-        self._watch.stop()
 
     def _report(self, error: BaseException) -> BaseException:
         """Publish why this rank ends and return the error that ended the run.

@@ -16,7 +16,7 @@ from reshard.errors import ExistsError, UsageError
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.ranks.heartbeat import build_connection_error
-from reshard.ranks.team import Alone
+from reshard.ranks.team import Team
 from reshard.ranks.torchrun import Ranks
 
 
@@ -81,7 +81,7 @@ def test_a_destination_that_appears_meanwhile_is_never_replaced(tmp_path, is_dir
     assert len(list(tmp_path.iterdir())) == 1
 
 
-class Dying(Alone):
+class Dying(Team):
     """A team of two, of which one is gone at a meeting."""
 
     size = 2
