@@ -22,6 +22,7 @@ from transformers import (
 import reshard
 from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
 from tests.judges import library_models as models
+from tests.quantised.models import FP8, scale_blocks, write_model
 
 peft = pytest.importorskip("peft")
 
@@ -417,3 +418,27 @@ def test_a_flipped_bit_of_an_adapter_in_a_zip_is_found(made, tmp_path):
     with pytest.raises(CorruptError, match="CRC-32"):
         merged(adapter, base, tmp_path / "damaged")
     assert not (tmp_path / "damaged").exists()
+
+
+def test_a_quantised_base_is_dequantised_first(made, tmp_path):
+    """Codes of fp8 in blocks of 16 x 16, as in DeepSeek V3; the sum has unrounded values."""
+    base, adapter, _ = made(models.build("llama"), PLAIN)
+    state, codes = load_file(base / "model.safetensors"), {}
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        value = state[name]
+        scales = torch.rand(-(-value.shape[0] // 16), -(-value.shape[1] // 16)) * 1e-3
+        codes[name] = (value / 1e-3).to(torch.float8_e4m3fn)
+        codes[f"{name}_scale_inv"] = scales
+        state[name] = scale_blocks(codes[name], scales, (16, 16))
+    config = json.loads((base / "config.json").read_text())
+    plain = write_model(tmp_path / "plain", state, None)
+    settings = {**FP8, "weight_block_size": [16, 16]}
+    quantised = write_model(tmp_path / "quantised", state | codes, settings)
+    for directory, more in ((plain, {}), (quantised, {"quantization_config": settings})):
+        (directory / "config.json").write_text(json.dumps({**config, **more}))
+    want, _ = merged(adapter, plain, tmp_path / "want", dtype="fp32")
+    got, report = merged(adapter, quantised, tmp_path / "out", dtype="fp32")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in got)
+    assert any("dequantised from fp8" in text for text in report.changes)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())

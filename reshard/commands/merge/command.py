@@ -98,6 +98,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
             lora.add_adapter,
             passes.choose_form,
             passes.choose_weights,
+            codes.match_config,
             passes.compare_copies,
             passes.lay_out,
         )

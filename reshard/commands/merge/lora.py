@@ -24,6 +24,7 @@ from reshard.commands.reading import read_trusted
 from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import placeholders, registry
+from reshard.formats.values import dequantise
 from reshard.location import directory_of
 from reshard.manifest import MASTER, PARAM, Entry, Manifest
 from reshard.model import library
@@ -32,7 +33,7 @@ from reshard.naming.published import ModelConfig
 from reshard.paths import as_path
 from reshard.tensors import first_difference, is_zero, read_block
 from reshard.training import companion_files
-from reshard.training.companion_files import QUANTISED, Companions
+from reshard.training.companion_files import Companions
 from reshard.units import some
 from reshard.weights import Weights
 
@@ -56,13 +57,14 @@ def add_adapter(merge: Merge) -> Merge:
     path = as_path(str(options.merge_lora))
     companions = companion_files.companions(None, [directory_of(path)])
     config = companions.config or {}
-    _refuse_quantised(path, config)
     selected = adapter.select_adapter(merge)
     if selected.adapter is None:
         raise AssertionError(path)
     chosen = _read_adapter(selected)
     entries = [entry for entry, _ in chosen.tensors]
-    base = _choose_form(_open_base(path, options), companions, merging.list_layers(entries))
+    base, notes = _open_base(path, options)
+    merge.notes.derived += notes
+    base = _choose_form(base, companions, merging.list_layers(entries))
     merged = merging.merge_adapter(base, entries, selected.adapter.config, is_tied=is_tied(config))
     warnings = merge.notes.warnings
     warnings += selected.adapter.notes
@@ -111,15 +113,15 @@ def _read_adapter(selected: Merge) -> Weights:
     return passes.compare_copies(replace(selected, weights=chosen)).weights
 
 
-def _open_base(path: Path, options: MergeOptions) -> Manifest:
-    """Read the headers of the base model.
+def _open_base(path: Path, options: MergeOptions) -> tuple[Manifest, list[str]]:
+    """Read the headers of the base model; return its weights, dequantised, and notes.
 
     Raises:
         UsageError: the path is a training checkpoint or an adapter, not a model.
-        UnsupportedError: its weights are quantised.
+        UnsupportedError: its weights are quantised by an unknown method.
         ReshardError: the model cannot be read or trusted.
     """
-    base = read_trusted([path], ReadOptions(allow_pickle=options.allow_pickle))
+    base, notes = dequantise(read_trusted([path], ReadOptions(allow_pickle=options.allow_pickle)))
     if any(base.of_kind(MASTER)):
         raise UsageError(
             f"{MERGE_LORA} {path}",
@@ -132,21 +134,7 @@ def _open_base(path: Path, options: MergeOptions) -> Manifest:
             "contains an adapter; the base model has none",
             "pass the adapter as SOURCE, and the directory of its base model here",
         )
-    return keys.edit(base, keys.Edits()).manifest
-
-
-def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a base whose tensors are codes.
-
-    Raises:
-        UnsupportedError: config.json says so.
-    """
-    if QUANTISED in config:
-        raise UnsupportedError(
-            f"{MERGE_LORA} {path}",
-            "is a quantised model, whose tensors are not the weights",
-            "pass the model before quantisation, or a dequantised copy",
-        )
+    return keys.edit(base, keys.Edits()).manifest, notes
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
