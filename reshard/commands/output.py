@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -16,9 +17,18 @@ from reshard.commands.output_options import OutputOptions
 from reshard.commands.output_report import OutputReport, WriteResult
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress, read_trusted
-from reshard.errors import DifferentError
+from reshard.errors import DifferentError, ExistsError
+from reshard.files import SourceFiles
 from reshard.identity import check_identity
-from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Origin, Skeleton, SourceFile
+from reshard.manifest import (
+    WEIGHT_KINDS,
+    Entry,
+    Manifest,
+    Origin,
+    OutputFile,
+    Skeleton,
+    SourceFile,
+)
 from reshard.manifest import check as check_manifest
 from reshard.move import job as jobs
 from reshard.move.journal import Journal
@@ -37,8 +47,10 @@ from reshard.ranks.team import (
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
+    from reshard.move.on_demand import OnDemandFiles
 
 R = TypeVar("R", bound=OutputReport)
+_COMPARED_BYTES = 4 << 20  # of an output that may be there already, at a time
 CheckOutput = Callable[[Path], None]
 
 
@@ -51,6 +63,8 @@ class Job(Generic[R]):
         shown: the source as the page of the report shows it.
         skeleton: the files of the output.
         check: reads the headers of the written files and compares them with the plan.
+        save_id: what the files state about the source and the options they were written with;
+            empty: nothing.
     """
 
     manifest: Manifest
@@ -59,6 +73,7 @@ class Job(Generic[R]):
     plan: Plan
     report: R
     check: CheckOutput
+    save_id: str = ""
 
 
 def convert(
@@ -69,6 +84,7 @@ def convert(
     *,
     kinds: Sequence[str] | None,
     beside: Sequence[Path] = (),
+    is_stamped: bool = False,
     meter: Meter | None = None,
 ) -> R:
     """Read a source, plan the output, write it except in a dry run, and report.
@@ -78,6 +94,8 @@ def convert(
             that were averaged.
         kinds: the kinds of tensors that are written; None for all.
         beside: further paths that are read and therefore must not be written to.
+        is_stamped: whether the files state what they were written from. A destination that has
+            this output already is then not an error.
         meter: opens a progress display for a number of bytes.
 
     Raises:
@@ -87,14 +105,20 @@ def convert(
     output = resolve_destination(destination)
     check_page(options, sources, output)
     with report_untouched(output):
-        manifest = open_source(sources, output, options, beside)
+        manifest, occupied = open_source(sources, output, options, beside)
+        if occupied is not None and not is_stamped:
+            raise occupied
         identity = check_identity(manifest, options.trust)
         with replicas.average_replicas(manifest, options.replicas, kinds) as (averaged, means):
             job = prepare(averaged, output, means)
             report = job.report
             report.destination, report.identity = str(destination), identity
             report.options = options.given()
-            if not options.dry_run:
+            if occupied is not None:
+                if not is_written(job, output):
+                    raise occupied
+                report.add_existing()
+            elif not options.dry_run:
                 written = write(job, output, options, meter)
                 report.add_result(written, verified=options.verify)
                 report.seconds = time.perf_counter() - began
@@ -143,24 +167,95 @@ def open_source(
     destination: Path,
     options: OutputOptions,
     beside: Sequence[Path] = (),
-) -> Manifest:
+) -> tuple[Manifest, ExistsError | None]:
     """Read the manifest of a source, and check that it is safe and that the destination is free.
 
     Args:
         beside: further paths that are read and therefore must not be written to.
 
+    Returns:
+        The manifest, and why the destination is not free if it may have this output already.
+
     Raises:
-        ReshardError: the source cannot be read or trusted, or the destination exists.
+        ReshardError: the source cannot be read or trusted, or the destination cannot be used.
     """
     manifest = read_trusted(sources, options)
-    check_destination(
-        destination,
-        [*sources, as_path(manifest.origin.path), *beside],
-        is_directory=not is_single_file(destination),
-        overwrite=options.overwrite,
-        resume=options.resume,
+    occupied = None
+    try:
+        check_destination(
+            destination,
+            [*sources, as_path(manifest.origin.path), *beside],
+            is_directory=not is_single_file(destination),
+            overwrite=options.overwrite,
+            resume=options.resume,
+        )
+    except ExistsError as error:
+        if options.overwrite or is_remote(str(destination)):
+            raise
+        occupied = error
+    return manifest, occupied
+
+
+def is_written(job: Job[R], destination: Path) -> bool:
+    """Return whether a destination has every planned file, written from the same source.
+
+    Sizes are compared, and all bytes that are known before tensors are read: headers and pickles.
+    If they include the id of the save, a digest of the source and the options, that is enough: an
+    output appears whole or not at all. Of other layouts every byte is compared.
+    """
+    from reshard.move.on_demand import OnDemandFiles
+
+    skeleton, needle = job.skeleton, job.save_id.encode()
+    is_stamped = bool(needle) and any(
+        needle in data for file in skeleton.files for _, data in file.literals
     )
-    return manifest
+    directory = destination.parent if is_single_file(destination) else destination
+    checksums: dict[str, list[int]] = defaultdict(list)
+    for stored in skeleton.checksums:
+        checksums[stored.file] += stored.locations
+    try:
+        with SourceFiles() as pool:
+            planned = OnDemandFiles(job.plan, job.manifest.files, pool, has_checksums=False)
+            return all(
+                _has_content(directory / file.name, file, checksums[file.name])
+                and (is_stamped or _has_bytes(directory, file.name, planned, checksums[file.name]))
+                for file in skeleton.files
+            )
+    except OSError:
+        return False
+
+
+def _has_content(path: Path, planned: OutputFile, checksums: Iterable[int]) -> bool:
+    """Return whether a file has the planned size and known bytes, except stored checksums."""
+    with path.open("rb") as file:
+        if path.stat().st_size != planned.nbytes:
+            return False
+        for offset, data in planned.literals:
+            file.seek(offset)
+            if not _is_same(file.read(len(data)), data, offset, checksums):
+                return False
+    return True
+
+
+def _has_bytes(
+    directory: Path, name: str, planned: OnDemandFiles, checksums: Iterable[int]
+) -> bool:
+    """Return whether all bytes of a file are the planned ones, except stored checksums."""
+    with (directory / name).open("rb") as file:
+        for offset in range(0, planned.nbytes(name), _COMPARED_BYTES):
+            expected = planned.read(name, offset, _COMPARED_BYTES)
+            if not _is_same(file.read(_COMPARED_BYTES), expected, offset, checksums):
+                return False
+    return True
+
+
+def _is_same(found: bytes, expected: bytes, start: int, checksums: Iterable[int]) -> bool:
+    """Compare a range of a file, which begins at byte ``start``, without its checksums."""
+    blank = bytearray(found)
+    for location in checksums:
+        for at in range(max(location, start), min(location + 4, start + len(expected))):
+            blank[at - start] = expected[at - start]
+    return blank == expected
 
 
 def write(

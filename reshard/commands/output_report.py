@@ -42,6 +42,7 @@ class OutputReport:
     destination: str = ""
     options: dict[str, Any] = field(default_factory=dict)  # those that were given
     done: bool = False
+    already_there: bool = False  # an earlier command wrote the same output
     verified: bool = False
     files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes
     identity: Identity | None = None  # evidence that the files belong to one save
@@ -65,8 +66,17 @@ class OutputReport:
         self.verified = verified
         self.done = True
 
+    def add_existing(self) -> None:
+        """Add that the destination has this output already, written from the same source."""
+        self.done = self.already_there = True
+
     def _format_written(self, nbytes: int) -> str:
         """Return the first line: what was written, or would be without ``--dry-run``."""
+        if self.already_there:
+            return (
+                f"already there: {self.destination}, from the same source with the same options"
+                " (--overwrite writes it again)"
+            )
         verb = "wrote" if self.done else "would write"
         count = units.counted(len(self.files), "file")
         return f"{verb} {self.destination}: {units.show_bytes(nbytes)} in {count}"
@@ -79,7 +89,7 @@ class OutputReport:
         if self.resumed_bytes:
             size = units.show_bytes(self.resumed_bytes)
             yield format_row("resumed", f"{size} of an interrupted run")
-        if self.done:
+        if self.done and not self.already_there:
             yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
 
 

@@ -44,7 +44,9 @@ def split(
 
     kinds = WEIGHT_KINDS if options.without_optimizer else None
     sources = formats.as_paths(source)
-    return convert(sources, destination, options, prepare, kinds=kinds, meter=meter)
+    return convert(
+        sources, destination, options, prepare, kinds=kinds, is_stamped=True, meter=meter
+    )
 
 
 def plan_split(
@@ -148,6 +150,7 @@ def _plan(
         plan=plan,
         report=report,
         check=check,
+        save_id=state.save.save_id if state.save else "",
     )
 
 

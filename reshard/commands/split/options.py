@@ -10,6 +10,7 @@ from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.target_options import TargetOptions
 from reshard.options import option
+from reshard.ranks.launcher import parse_world_size
 from reshard.training.fresh_adam import InitOptimizer
 from reshard.training.rng import Policy
 
@@ -80,9 +81,11 @@ class SplitOptions(LayoutOptions, OutputOptions):
     )
     world_size: int | None = option(
         None,
-        "Number of ranks in the new run.",
+        "Number of ranks in the new run; auto takes the launcher's (torchrun, Slurm, MPI).",
         group="Target",
         flags=("--world-size", "--num-shards"),
+        metavar="N|auto",
         minimum=1,
+        parse=parse_world_size,
         unset="same as the source",
     )

@@ -1,0 +1,84 @@
+"""A job script may run `split` again: the same output is left as it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import ExistsError, UsageError
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A training state of torch in one file, and a function that saves another one there."""
+    path = tmp_path / "state.pt"
+
+    def save(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(33, 17)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(torch.ones(2, 33)).sum().backward()
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        return path
+
+    return save
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "reshard", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("to", "name"), [("dcp", "out"), ("torch", "out.pt"), ("fsdp2", "out")])
+def test_the_same_command_leaves_the_output(saved, tmp_path, to, name):
+    source, out = saved(1), tmp_path / name
+    first = reshard.split(source, out, to=to, world_size=2)
+    files = [path for path in [out, *out.rglob("*")] if path.is_file()]
+    before = [(path, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+    again = reshard.split(source, out, to=to, world_size=2)
+    assert not first.already_there
+    assert again.done
+    assert again.already_there
+    assert next(iter(again.lines())).startswith("already there")
+    assert before == [(path, path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+
+
+@pytest.mark.parametrize("change", ["source", "world size", "cut", "lost", "changed"])
+def test_any_other_output_is_an_error_as_before(saved, tmp_path, change):
+    source, out, ranks = saved(1), tmp_path / "out", 2
+    reshard.split(source, out, to="dcp", world_size=ranks)
+    file = out / "__1_0.distcp"
+    if change == "source":
+        saved(2)
+    elif change == "world size":
+        ranks = 3
+    elif change == "cut":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif change == "lost":
+        file.unlink()
+    else:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(ExistsError, match="is not empty"):
+        reshard.split(source, out, to="dcp", world_size=ranks)
+
+
+def test_the_launcher_gives_the_number_of_ranks(saved, tmp_path, monkeypatch):
+    for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    command = ["convert", saved(1), tmp_path / "out", "--to", "dcp", "--world-size", "auto"]
+    result = run(*command)
+    assert result.returncode == UsageError.exit_code
+    assert "needs a launcher" in result.stderr
+    monkeypatch.setenv("SLURM_NTASKS", "3")
+    assert run(*command).returncode == 0
+    assert len(list((tmp_path / "out").glob("*.distcp"))) == 3
+    again = run(*command)
+    assert again.returncode == 0
+    assert "already there" in again.stdout
