@@ -11,7 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from typing_extensions import Self
 
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, Skeleton
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.training.state import WritableState
     from reshard.training.trainer_run import Run
 
+C = TypeVar("C", bound="Conversion")
 RandomStates = Literal["none", "per rank", "own"]
 
 
@@ -271,6 +274,10 @@ class Conversion:
     naming: Naming | None = None
     notes: Notes = field(default_factory=Notes)
 
+    def with_manifest(self, manifest: Manifest) -> Self:
+        """Return a copy with a changed manifest."""
+        return replace(self, manifest=manifest)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateConversion(Conversion):
@@ -289,7 +296,3 @@ class StateConversion(Conversion):
     request: Request
     shapes: ModelShapes | None = None
     rng: tuple[RankRng, ...] = ()
-
-    def with_manifest(self, manifest: Manifest) -> StateConversion:
-        """Return a copy with a changed manifest."""
-        return replace(self, manifest=manifest)

@@ -15,7 +15,7 @@ from reshard.commands.split.report import SplitReport, describe_split
 from reshard.commands.split.request import choose_writer, resolve_request
 from reshard.errors import UsageError
 from reshard.formats import engines, registry
-from reshard.formats.base import Notes, StateConversion, Writer
+from reshard.formats.base import Conversion, Notes, StateConversion, Writer
 from reshard.formats.request import LiveTarget
 from reshard.formats.values import dequantise
 from reshard.manifest import WEIGHT_KINDS, Manifest
@@ -94,22 +94,23 @@ def _open(
     """Return the conversion with its writer and resolved options, and the options to use."""
     writer, source = choose_writer(manifest, options), registry.describe_source(manifest)
     manifest, decoded = dequantise(manifest)
-    manifest, stripped = passes.strip_wrappers(manifest, writer, options)
-    options, weights_alone = passes.choose_optimizer(manifest, writer, options)
+    opened = Conversion(manifest=manifest, source=source, notes=Notes(derived=[*means, *decoded]))
+    opened = passes.strip_wrappers(opened, writer, options)
+    options = passes.choose_optimizer(opened, writer, options)
     given = target.shapes if target else None
-    manifest, shapes = passes.resolve_model(manifest, source, writer, options, given)
-    request = resolve_request(manifest, shapes, writer, options)
+    opened, shapes = passes.resolve_model(opened, writer, options, given)
+    request = resolve_request(opened.manifest, shapes, writer, options)
     if target is not None:
         request = replace(request, engine_config=target.config)
     _check_destination(report_as, writer)
     conversion = StateConversion(
-        manifest=manifest,
+        manifest=opened.manifest,
         source=source,
+        notes=opened.notes,
         writer=writer,
         options=options,
         request=request,
         shapes=shapes,
-        notes=Notes(derived=[*means, *decoded, *stripped], warnings=weights_alone),
     )
     return conversion, options
 

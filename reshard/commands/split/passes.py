@@ -15,7 +15,7 @@ from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import placeholders
-from reshard.formats.base import Source, StateConversion, Writer
+from reshard.formats.base import Conversion, StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.identity import refuse_conflicts
 from reshard.layout.mesh import MeshGrid
@@ -37,20 +37,18 @@ _SAMPLES, _SAMPLE_BYTES = 4, 4096  # of each file without checksums
 _NOT_IN_ID = {"keeps_layout", "model_hint", "rng"}  # they do not decide the layout
 
 
-# Passes over the manifest, before the options of the output are resolved
+# Passes before the options of the output are resolved
 
 
-def strip_wrappers(
-    manifest: Manifest, writer: Writer, options: SplitOptions
-) -> tuple[Manifest, list[str]]:
-    """Return the source without wrapper prefixes in its names, and notes on them.
+def strip_wrappers(conversion: Conversion, writer: Writer, options: SplitOptions) -> Conversion:
+    """Return the conversion without wrapper prefixes in the names of the source.
 
     Raises:
         IncompleteError: the source lists weights that no file contains.
         UnsupportedError: a tensor has an empty name.
     """
-    keeps = manifest.origin.format in writer.keeps_wrappers_of and not options.model
-    edited = keys.edit(manifest, keys.Edits(strip_wrappers=not keeps))
+    keeps = conversion.manifest.origin.format in writer.keeps_wrappers_of and not options.model
+    edited = keys.edit(conversion.manifest, keys.Edits(strip_wrappers=not keeps))
     manifest = edited.manifest
     weights.refuse_nothing(manifest, manifest.entries)
     placeholders.refuse(manifest, manifest.entries.values())
@@ -66,40 +64,40 @@ def strip_wrappers(
             f"lists {weights.describe_missing_values(manifest.absent)}",
             "save it without exclude_frozen_parameters, or write the rest with reshard merge",
         )
-    return manifest, [
-        f"{len(edited.stripped)} names lose their wrappers: {old} -> {new}"
-        for old, new in edited.stripped[:1]
-    ]
+    for old, new in edited.stripped[:1]:
+        text = f"{len(edited.stripped)} names lose their wrappers: {old} -> {new}"
+        conversion.notes.derived.append(text)
+    return conversion.with_manifest(manifest)
 
 
-def choose_optimizer(
-    manifest: Manifest, writer: Writer, options: SplitOptions
-) -> tuple[SplitOptions, list[str]]:
-    """Return the options for weights alone if the source has nothing else, and notes on that.
+def choose_optimizer(conversion: Conversion, writer: Writer, options: SplitOptions) -> SplitOptions:
+    """Return the options for weights alone if the source has nothing else, with a note on that.
 
     For a layout that needs an optimizer the options stay: the user must then decide what
     happens to it.
     """
+    manifest = conversion.manifest
     is_decided = options.init_optimizer or options.weights_only or options.param_groups
     train = manifest.train
     has_optimizer = manifest.has_optimizer or manifest.unnamed_optimizers or train.param_groups
     if is_decided or has_optimizer or not writer.weights_alone:
-        return options, []
-    note = "weights only: the source has no optimizer state (--init-optimizer zeros starts an Adam)"
-    return replace(options, init_optimizer="none"), [note]
+        return options
+    conversion.notes.warnings.append(
+        "weights only: the source has no optimizer state (--init-optimizer zeros starts an Adam)"
+    )
+    return replace(options, init_optimizer="none")
 
 
 def resolve_model(
-    manifest: Manifest,
-    source: Source,
+    conversion: Conversion,
     writer: Writer,
     options: SplitOptions,
     given: ModelShapes | None = None,
-) -> tuple[Manifest, ModelShapes | None]:
+) -> tuple[Conversion, ModelShapes | None]:
     """Return the model that the user names; for weights alone, the one of the config beside them.
 
     Files of weights alone have no order, and one name of a tied weight. With a model, the returned
-    manifest has both.
+    conversion has both.
 
     Args:
         given: the model, if the caller has it; it orders states that have no order.
@@ -108,22 +106,24 @@ def resolve_model(
         IncompleteError: an optimizer is to be created, and nothing states the model.
         UsageError: the weights belong to another model.
     """
+    manifest = conversion.manifest
     if not writer.needs_shapes:
-        return manifest, None
+        return conversion, None
     shapes = given
     if shapes is None and options.model:
         shapes = ModelHint(options.model, options.wrap).shapes()
-    if not source.weights_only:
-        unordered = given is not None and not manifest.ordered
-        return (order_by_model(manifest, given) if unordered and given else manifest), shapes
+    if not conversion.source.weights_only:
+        if given is not None and not manifest.ordered:
+            conversion = conversion.with_manifest(order_by_model(manifest, given))
+        return conversion, shapes
     if shapes is not None:
-        return match_weights(manifest, shapes), shapes
+        return conversion.with_manifest(match_weights(manifest, shapes)), shapes
     config = directory_of(manifest.origin.path) / "config.json"
     problem = ""
     if config.is_file() and is_model_config(config):
         try:
             shapes = ModelHint(str(config), options.wrap).shapes()
-            return match_weights(manifest, shapes), shapes
+            return conversion.with_manifest(match_weights(manifest, shapes)), shapes
         except (UsageError, UnsupportedError) as error:
             problem = f"{config} does not help: {error.problem}"
     if options.init_optimizer == "zeros":
@@ -133,7 +133,7 @@ def resolve_model(
             "name the model: --model config.json|DIR|module:factory",
         )
     warnings = (*manifest.warnings, *filter(None, [problem]))
-    return replace(manifest, warnings=warnings), None
+    return conversion.with_manifest(replace(manifest, warnings=warnings)), None
 
 
 # Passes over the conversion
