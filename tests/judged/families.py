@@ -54,6 +54,7 @@ PROVED, FAILED, REFUSED = "proved", "failed", "refused"
 EXIT_CODES = {PROVED: 0, FAILED: 1, REFUSED: 3}
 NOT_RUN = 6
 _SHOWN = 4
+_HEAD = "| model type | result | grids, or why not |"
 
 
 @dataclass(frozen=True)
@@ -292,10 +293,10 @@ def _describe(report: Any) -> Iterator[str]:
         yield "; ".join(report.lines()[:3])
 
 
-def write_table(proofs: Iterable[Proof]) -> str:
-    """Return the table of `docs/megatron-families.md`."""
+def write_table(proofs: Iterable[Proof], page: str) -> str:
+    """Return a page (`docs/megatron-families.md`) with the table of these results at its end."""
     rows = [f"| `{p.model_type or p.name}` | {p.verdict} | {p.tell()} |" for p in proofs]
-    return "\n".join(["| model type | result | where, or why not |", "| --- | --- | --- |", *rows])
+    return "\n".join([page.partition(_HEAD)[0] + _HEAD, "| --- | --- | --- |", *rows, ""])
 
 
 def list_known() -> list[str]:
@@ -309,7 +310,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("configs", nargs="*", metavar="CONFIG")
     parser.add_argument("--work", type=Path, help="keep what is made in this directory")
-    parser.add_argument("--table", type=Path, help="write the table of the results to this file")
+    parser.add_argument("--table", type=Path, help="put the table of results at the end of FILE")
     told = parser.parse_args()
     if importlib.util.find_spec("megatron") is None:
         print("megatron-core is not installed", file=sys.stderr)  # noqa: T201
@@ -324,7 +325,8 @@ def main() -> int:
     for proof in proofs:
         print(proof.describe())  # noqa: T201
     if told.table:
-        told.table.write_text(write_table(proofs) + "\n")
+        page = told.table.read_text() if told.table.exists() else ""
+        told.table.write_text(write_table(proofs, page))
     verdicts = {proof.verdict for proof in proofs}
     return next((EXIT_CODES[each] for each in (FAILED, REFUSED) if each in verdicts), 0)
 
