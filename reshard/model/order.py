@@ -13,12 +13,13 @@ from reshard.model.shapes import ModelShapes
 def restore_memory_form(manifest: Manifest, model: ModelShapes) -> Manifest:
     """Return a training state in the model's form in memory, if it is in the published form.
 
+    Weights of another model stay as they are.
+
     Raises:
-        UsageError: the weights belong to another model.
         ReshardError: see `Conversion.apply`.
     """
     published = model.find_published()
-    if published is None or published.recognize_form(manifest) == "memory":
+    if published is None or not published.fits(manifest):
         return manifest
     return published.restore_memory_form(manifest)
 

@@ -76,6 +76,13 @@ class Published:
         is_of_files = manifest.origin.format in FILE_FORMATS
         return fitting[-1] if is_of_files and not conversion.changes_nothing else fitting[0]
 
+    def fits(self, manifest: Manifest) -> bool:
+        """Return whether weights are in the published form; see `recognize_form`."""
+        try:
+            return self.recognize_form(manifest) == "published"
+        except UsageError:
+            return False
+
     @property
     def written(self) -> dict[str, Index]:
         """The shapes of the tensors that ``save_pretrained`` writes, in its order."""

@@ -25,10 +25,10 @@ from reshard.units import some
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A transformers config: its content, and its directory if it is a file."""
+    """A transformers config: its content, and its path or that of its directory, if it has one."""
 
     content: Mapping[str, Any]
-    directory: Path | None = None
+    path: Path | None = None
 
     def trace(self) -> Published | None:
         """Return the published form of the model.
@@ -37,7 +37,7 @@ class ModelConfig:
             UsageError: transformers cannot build the model.
             UnsupportedError: its conversion is not a movement of whole elements.
         """
-        return describe_published(str(self.directory) if self.directory else self.content)
+        return describe_published(str(self.path) if self.path else self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def restore_memory_form(manifest: Manifest) -> Manifest | None:
         return None
     try:
         published = ModelConfig(content, path.parent).trace()
-        if published is None or published.recognize_form(manifest) == "memory":
+        if published is None or not published.fits(manifest):
             return None
         return published.restore_memory_form(manifest)
     except (UsageError, UnsupportedError):  # of another model, or one that transformers lacks

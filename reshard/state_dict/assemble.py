@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from reshard.box import Index
@@ -37,7 +38,7 @@ from reshard.state_dict import (
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
-from reshard.state_dict.published import restore_memory_form
+from reshard.state_dict.published import has_published_names, restore_memory_form
 from reshard.state_dict.tree import (
     GlobalTensor,
     LocalTensors,
@@ -228,6 +229,10 @@ def _resolve_model(
     ]
     if model_hint:
         model = model_hint.shapes(prefixes)
+        if has_published_names(
+            chain(*map(optimizer_state.collect_names, parts.optimizers.values())), model
+        ):
+            return None, []  # optimizer and weights together are brought into the form in memory
         parts.model = restore_memory_form(parts.model, model)
         mismatch = _describe_mismatch(model, parts.model)
         # Flat parameters hide the names: `flat_params.build_unit` checks their sizes instead.

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reshard.errors import UsageError
 from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.model import ModelShapes
 from reshard.state_dict.tree import GlobalTensor, as_global
+
+
+def has_published_names(names: Iterable[str], model: ModelShapes) -> bool:
+    """Return whether names of an optimizer's parameters are those that only files have."""
+    published = model.find_published()
+    if published is None:
+        return False
+    only_in_files = published.conversion.after.keys() - published.conversion.before.keys()
+    return not only_in_files.isdisjoint(names)
 
 
 def restore_memory_form(state: Mapping[str, Any], model: ModelShapes) -> dict[str, Any]:
@@ -29,10 +37,7 @@ def restore_memory_form(state: Mapping[str, Any], model: ModelShapes) -> dict[st
         if tensor is not None
     )
     manifest = Manifest(Origin("state dict", model.source), entries, {}, ordered=False)
-    try:
-        if published.recognize_form(manifest) == "memory":
-            return dict(state)
-    except UsageError:  # the caller describes how the models differ
+    if not published.fits(manifest):
         return dict(state)
     restored = published.restore_memory_form(manifest).entries.values()
     return {

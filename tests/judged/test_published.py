@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
+from reshard.errors import UsageError
 from tests.judges import hf_trainer, published_worker
 from tests.judges.ranks import run_in_turn
 from tests.model.test_published import make_model
@@ -108,3 +109,24 @@ def test_the_trainer_continues_a_mixture_of_experts(name, tmp_path):
     assert list_losses(resumed) == list_losses(unbroken)
     for fqn, parameter in resumed.model.named_parameters():
         assert torch.equal(parameter, trained[fqn])
+
+
+def list_names(place, kind="exp_avg"):
+    with reshard.open(place) as checkpoint:
+        return {entry.fqn: entry.shape for entry in checkpoint.manifest.of_kind(kind)}
+
+
+def test_a_training_state_has_the_names_that_are_asked_for(made, tmp_path):
+    run, name = made / NAMES[0] / "run", "model.layers.0.block_sparse_moe.experts.2.w2.weight"
+    memory = list_names(run)
+    report = reshard.split(run, tmp_path / "hf", to="dcp", names="hf", model=str(run))
+    assert any("as save_pretrained of Mixtral" in text for text in report.derived)
+    published = list_names(tmp_path / "hf")
+    assert published[name] == (16, 12)
+    assert published.keys() == list_names(tmp_path / "hf", "param").keys()
+    back = tmp_path / "back"
+    reshard.split(tmp_path / "hf", back, to="dcp", names="module", model=str(run))
+    assert list_names(back) == memory
+    assert reshard.diff(run, back).same
+    with pytest.raises(UsageError, match="choose --names module"):
+        reshard.split(run, tmp_path / "no", to="deepspeed", names="hf", model=str(run))

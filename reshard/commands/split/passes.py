@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from reshard import keys, replicas, weights
@@ -22,14 +23,15 @@ from reshard.layout.mesh import MeshGrid
 from reshard.location import directory_of
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.model import ModelHint, ModelShapes, describe_config
-from reshard.model.order import match_weights, order_by_model
+from reshard.model.order import match_weights, order_by_model, restore_memory_form
 from reshard.model_parallel.sizes import Sizes
-from reshard.naming.options import NameOptions
+from reshard.naming.options import NameOptions, Naming
+from reshard.naming.published import ModelConfig, choose_form
 from reshard.paths import as_path
 from reshard.stamps import Save
 from reshard.training import batch as batches
 from reshard.training import fresh_adam, param_groups, rng
-from reshard.training.companion_files import is_model_config
+from reshard.training.companion_files import config_beside, is_model_config
 from reshard.training.state import WritableState, build_writable_state, refuse_without_optimizer
 
 _ID = 32  # characters of a save's id
@@ -136,6 +138,16 @@ def resolve_model(
     return conversion.with_manifest(replace(manifest, warnings=warnings)), None
 
 
+def note_form(before: Manifest, after: Manifest) -> list[str]:
+    """Return a note if a published model was brought into the form that it has in memory."""
+    old, new = (
+        {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} for manifest in (before, after)
+    )
+    if not old - new - after.tied.keys():
+        return []
+    return [f"{len(old)} tensors of the published model become {len(new)} as in memory"]
+
+
 # Passes over the conversion
 
 
@@ -199,22 +211,54 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
         ),
     )
     conversion = apply_names(conversion, named)
-    manifest, request = named.manifest, conversion.request
+    conversion = _choose_form(conversion, named, options)
+    manifest, request = conversion.manifest, conversion.request
     needs_order = conversion.writer.needs_order and not request.weights_only
     if named.config is not None and needs_order and not manifest.ordered:
         shapes = conversion.shapes or describe_config(named.config, manifest.origin.path)
-        manifest = order_by_model(manifest, shapes)
-        named = replace(named, manifest=manifest)
+        manifest = order_by_model(restore_memory_form(manifest, shapes), shapes)
+    named = replace(named, manifest=manifest)
     request = replace(request, described=named.described)
     return replace(conversion, manifest=manifest, naming=named, request=request)
 
 
+def _choose_form(
+    conversion: StateConversion, named: Naming, options: SplitOptions
+) -> StateConversion:
+    """Return the conversion with the names that transformers writes, or those of its model.
+
+    Raises:
+        UsageError: the user asks for one of them, and nothing states the model.
+    """
+    names, manifest = options.names, conversion.manifest
+    is_renamed = named.config is not None  # by a table, to the published names
+    if names not in ("hf", "module") or (names == "hf" and is_renamed):
+        return conversion
+    if names == "hf" and conversion.writer.needs_order:
+        raise UsageError(
+            f"--names hf with --to {conversion.writer.name}",
+            "is refused: its optimizer numbers the parameters of the model in memory",
+            "choose --names module, or leave it out",
+        )
+    config = ModelConfig(named.config) if named.config is not None else None
+    path = as_path(options.model) if options.model else config_beside(manifest)
+    if config is None and path is not None:
+        content = _read_config(path)
+        config = ModelConfig(content, path) if content is not None else None
+    form = choose_form(manifest, config, names)
+    conversion.notes.derived += form.notes
+    return replace(conversion, manifest=form.manifest)
+
+
 def _read_model_config(options: SplitOptions) -> Mapping[str, Any] | None:
     """Return the transformers config that ``--model`` names; None if it names code."""
-    path = as_path(options.model) if options.model else None
-    if path is not None and path.is_dir():
-        path /= "config.json"
-    return read_json_object(path) if path is not None and path.is_file() else None
+    return _read_config(as_path(options.model)) if options.model else None
+
+
+def _read_config(path: Path) -> Mapping[str, Any] | None:
+    """Return the config of a path, or of its directory; None if there is no such file."""
+    file = path / "config.json" if path.is_dir() else path
+    return read_json_object(file) if file.is_file() else None
 
 
 def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateConversion:

@@ -24,7 +24,9 @@ def check(
     Raises:
         DifferentError: it finds a tensor at another location, or misses one.
     """
-    seen = formats.read(staging, model=options.model, wrap=options.wrap, rules=options.rules)
+    # With its model, a checkpoint with published names is read as it is in memory.
+    model = None if options.names == "hf" and not options.wrap else options.model
+    seen = formats.read(staging, model=model, wrap=options.wrap, rules=options.rules)
     above = staging.parent if staging.is_file() else staging
     planned = _by_name(skeleton.entries, named)
     tied = {
