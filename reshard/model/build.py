@@ -51,7 +51,7 @@ def build_configured(config: Mapping[str, Any], source: str) -> nn.Module:
     """
     import transformers
 
-    return _build_from(transformers.AutoConfig.for_model(**config), source)
+    return _build_from(transformers.AutoConfig.for_model(**_decode_floats(config)), source)
 
 
 def _from_config(path: Path) -> nn.Module:
@@ -69,6 +69,18 @@ def _from_config(path: Path) -> nn.Module:
         problem = f"transformers {transformers.__version__} cannot read it: {_summarize(error)}"
         raise UsageError(file, problem, _REMEDY) from error
     return _build_from(config, file)
+
+
+def _decode_floats(value: Any) -> Any:
+    """Return a config's values with the infinities that transformers writes as ``__float__``.
+
+    Source: transformers 5.23 ``configuration_utils.py`` (``_encode_special_floats``).
+    """
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decode_floats(each) for key, each in value.items()}
+    return [_decode_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _build_from(config: Any, source: Path | str) -> nn.Module:

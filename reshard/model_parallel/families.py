@@ -437,6 +437,7 @@ def _read_traits(
     return (
         replace(
             traits,
+            layers=traits.layers or len(traits.get("hybrid_pattern") or "") or None,
             groups=traits.groups or heads,
             head_dim=traits.head_dim or (hidden // heads if hidden and heads else None),
             ffn=traits.ffn or (4 * hidden if hidden else None),

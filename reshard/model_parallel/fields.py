@@ -59,7 +59,24 @@ def _read_layer_types(words: list[str]) -> tuple[int, ...]:
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_LETTERS = {word: letter for letter, word in _BLOCKS.items()} | {"mamba": "M", "attention": "*"}
+
+
+def _write_blocks(pattern: str) -> list[str]:
+    return [_BLOCKS[letter] for letter in pattern]
+
+
+def _read_blocks(words: list[str]) -> str:
+    other = [word for word in words if word not in _LETTERS]
+    if other:
+        raise ValueError(f"layers of {other[0]!r}")
+    return "".join(_LETTERS[word] for word in words)
+
+
 FORMS: Mapping[str, Form] = {
+    # The letters of a hybrid model's layers, in transformers' words for them.
+    "blocks": Form(_write_blocks, _read_blocks),
     # The number of dense layers before those with experts.
     "count_first": Form(_count_first, lambda count: tuple(range(count or 0))),
     # A flag that states the opposite.

@@ -161,7 +161,10 @@ def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind
     """
     lacking = [
         *traits.odd,
-        *(["positions by " + traits.positions] * (traits.positions not in ("rope", "learned"))),
+        *(
+            ["positions by " + traits.positions]
+            * (traits.positions not in ("rope", "learned", "none"))
+        ),
         *(["a norm of the embedding"] * traits.embedding_norm),
         *(["norms before residual connections"] * traits.residual_after_norm),
         *(["attention beside the feed-forward layer"] * traits.parallel_residual),
@@ -179,7 +182,7 @@ def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind
 def _get_position_type(traits: Traits, kind: Any) -> str:
     """Return ``--position-embedding-type``."""
     if traits.positions != "rope":
-        return "learned_absolute"
+        return "none" if traits.positions == "none" else "learned_absolute"
     return yarn.KIND if kind == yarn.KIND else "rope"
 
 

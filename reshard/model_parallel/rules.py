@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import UsageError
+from reshard.model_parallel import segments
 from reshard.model_parallel.patterns import Pattern, make_group_key
+from reshard.model_parallel.segments import Numbers
 from reshard.model_parallel.shards import REPLICATED, Split
 
 _CUTS: Mapping[str, Split] = {
@@ -34,6 +36,7 @@ _CUTS: Mapping[str, Split] = {
     "replicated": REPLICATED,
     "summed": Split(summed=True),
 }
+_OF_RULE = ("cut", "buffer", "segments")
 _MAYBE_GATED = "maybe_gated"
 _COLUMN_OR_WHOLE = "column_or_whole"
 MEGATRON = "megatron"  # the table of megatron-core's own names
@@ -47,12 +50,16 @@ class Rule:
 
     Args:
         is_buffer: whether no optimizer trains it.
+        segments: rows of a fused parameter that are cut apart, by name (see `segments`).
+        numbers: numbers that the segments are made of.
     """
 
     name: Pattern
     cut: str
     others: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
     is_buffer: bool = False
+    segments: Mapping[str, str] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=dict)
 
     @property
     def is_vocabulary(self) -> bool:
@@ -63,13 +70,27 @@ class Rule:
         """Return the names of a dialect, or the table's own name if the dialect has none."""
         return self.others.get(dialect, (self.name,))
 
-    def split(self, *, gated: bool, te: bool = False) -> Split:
+    def split(
+        self,
+        *,
+        gated: bool,
+        te: bool = False,
+        args: Mapping[str, Any] | None = None,
+        source: str = "",
+    ) -> Split:
         """Return how tensor-parallel ranks share the parameter.
 
         Args:
             gated: whether the model has gated linear units.
             te: whether its layers are Transformer Engine's.
+            args: the arguments of the run, of which segments are made.
+            source: the file that states them, for messages.
+
+        Raises:
+            UsageError: the arguments do not state the rows of a segment.
         """
+        if self.segments:
+            return segments.make_split(self.segments, self.numbers, args or {}, source)
         if self.cut == _MAYBE_GATED:
             return _CUTS["gated" if gated else "column"]
         if self.cut == _COLUMN_OR_WHOLE:
@@ -333,7 +354,9 @@ def _parse_table(root: Mapping[str, Any], source: str) -> Table:
         raise UsageError(source, "has no 'parameters' and no 'hf'", FORM)
     return Table(
         source,
-        tuple(_parse_rule(str(n), line, source) for n, line in lines.items()),
+        tuple(
+            _parse_rule(str(n), line, source, root.get("numbers", {})) for n, line in lines.items()
+        ),
         hf,
         str(root.get("prefix", "")),
         _parse_patterns(root.get("computed", [])),
@@ -351,13 +374,16 @@ def _rename_line(line: Any, rename: Callable[[str], str]) -> Any:
     return {**line, "names": [rename(name) for name in line["names"]]}
 
 
-def _parse_rule(name: str, line: Any, source: str) -> Rule:
+def _parse_rule(name: str, line: Any, source: str, numbers: Numbers) -> Rule:
     line = line if isinstance(line, dict) else {"cut": line}
     cut = line.get("cut")
     if cut not in (*_CUTS, _MAYBE_GATED, _COLUMN_OR_WHOLE):
         raise UsageError(source, f"{name!r} has the cut {cut!r}", FORM)
-    others = {key: _parse_patterns(v) for key, v in line.items() if key not in ("cut", "buffer")}
-    return Rule(Pattern(name), cut, others, is_buffer=bool(line.get("buffer")))
+    others = {key: _parse_patterns(v) for key, v in line.items() if key not in _OF_RULE}
+    parts = line.get("segments", {})
+    if parts and cut != "column":
+        raise UsageError(source, f"{name!r} has segments, and the cut {cut!r}", FORM)
+    return Rule(Pattern(name), cut, others, bool(line.get("buffer")), parts, numbers)
 
 
 def _parse_patterns(value: Any) -> tuple[Pattern, ...]:

@@ -23,6 +23,7 @@ class Split:
         padded: dim 0 is a vocabulary, whose last rows may be padding.
         widths: the extent of each part on each rank, if a checkpoint states it; they may differ.
         summed: every rank holds the same share of the values, whose sum is the parameter.
+        rows: the extent of the whole along ``dim``, if the parts are known in rows.
     """
 
     dim: int | None = None
@@ -30,6 +31,7 @@ class Split:
     padded: bool = False
     widths: tuple[Index, ...] = ()
     summed: bool = False
+    rows: int | None = None
 
     def get_factor(self, kind: str, ranks: int) -> float:
         """Return the factor from one rank's values to the values of the whole.
@@ -67,6 +69,7 @@ def gather(pieces: Sequence[Entry], split: Split) -> Entry:
             copies = align_copies(copies, piece.chunks)
         return scale_shares(replace(first, chunks=tuple(copies)), split, len(pieces))
     extents = [piece.shape[split.dim] for piece in pieces]
+    _check_rows(first.fqn, split, sum(extents))
     shape = _set_extent(first.shape, split.dim, sum(extents))
     chunks: list[Chunk] = []
     for rank, piece in enumerate(pieces):
@@ -104,7 +107,8 @@ def list_blocks(
         extents = [sum(widths) for widths in zip(*split.widths, strict=True)]
         local = _set_extent(shape, split.dim, extents[rank])
         return local, tuple(_cut_blocks(fqn, tuple(shape), split, extents, rank))
-    if extent % (ranks * sum(split.parts)):
+    _check_rows(fqn, split, extent)
+    if any(weight * extent % (ranks * sum(split.parts)) for weight in split.parts):
         raise UsageError(
             f"tensor parallel size {ranks}",
             f"does not divide dim {split.dim} of {fqn!r}, which is {extent}"
@@ -112,6 +116,20 @@ def list_blocks(
         )
     local = _set_extent(shape, split.dim, extent // ranks)
     return local, tuple(_cut_blocks(fqn, tuple(shape), split, [extent // ranks] * ranks, rank))
+
+
+def _check_rows(fqn: str, split: Split, extent: int) -> None:
+    """Compare the extent of a fused tensor with that of its parts.
+
+    Raises:
+        CorruptError: they differ.
+    """
+    if split.rows is not None and split.rows != extent:
+        raise CorruptError(
+            fqn,
+            f"has {extent} rows along dim {split.dim}, and its parts have {split.rows} by the"
+            " arguments of the run",
+        )
 
 
 def _cut_blocks(
@@ -139,7 +157,7 @@ def _get_widths(fqn: str, split: Split, extents: Sequence[int]) -> list[Sequence
     if len(extents) == len(split.widths[0] if split.widths else ()):
         if [sum(widths) for widths in zip(*split.widths, strict=True)] == list(extents):
             return list(split.widths)
-    elif not any(extent % total for extent in extents):
+    elif not any(weight * extent % total for extent in extents for weight in split.parts):
         return [[weight * extent // total for extent in extents] for weight in split.parts]
     raise CorruptError(
         fqn, f"extents {list(extents)} of the ranks' pieces are not those of its fused parts"

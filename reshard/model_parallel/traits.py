@@ -123,6 +123,11 @@ class Traits:
         return self.shared_ffn is not None
 
     @property
+    def has_expert_layers(self) -> bool:
+        """Whether a hybrid model has layers of experts, by the letters of its layers."""
+        return "E" in (self.get("hybrid_pattern") or "")
+
+    @property
     def rope_kind(self) -> str | None:
         """The ``rope_type`` of scaled rotary positions; None if they are not scaled."""
         return (self.rope_scaling or {}).get("rope_type")

@@ -43,6 +43,7 @@ from megatron.core.transformer import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
+from tests.judges import family_hybrid
 from tests.judges.megatron_files import TRACKER, rank_directory
 
 ON_CPU = {
@@ -118,6 +119,16 @@ def make_config(args: Namespace) -> TransformerConfig:
 def build(args: Namespace) -> GPTModel:
     """``gpt_builder`` with ``--transformer-impl local``: this rank's stage."""
     config, told = make_config(args), vars(args)
+    common = {
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": mpu.is_pipeline_first_stage(),
+        "post_process": mpu.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+    }
+    if told.get("hybrid_override_pattern"):
+        return family_hybrid.build(args, config, **common)
     if args.num_experts:
         spec = get_gpt_decoder_block_spec(
             config,
@@ -141,12 +152,7 @@ def build(args: Namespace) -> GPTModel:
         config,
         spec,
         mtp_block_spec=mtp,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
+        **common,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,

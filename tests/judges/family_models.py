@@ -49,6 +49,10 @@ _SIZES = {
     "n_embd": 64,
     "n_head": _HEADS,
     "n_positions": _POSITIONS,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 4,
+    "n_groups": 4,
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k")

@@ -52,6 +52,7 @@ _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
+_DECODER = "decoder.layers."
 _NEMO = "module."
 _STEPS = frozenset(("iteration", "global_step"))
 _PREFIXED = re.compile(r"^((?:(?:chained_\d+\.)?optimizer\.state\.\w+\.)?)module\.")
@@ -67,7 +68,7 @@ def read(location: Location, table: Table) -> Manifest:
     """
     loaded = dcp.read_flat(location)
     tensors, objects = _separate(_strip_prefix(loaded.root))
-    stored = _join_gated(tensors)
+    stored = _join_segments(_join_gated(tensors), table)
     common, files, seen = _read_common(location, objects)
     args = arguments.parse(common.get("args"), str(location))
     keys = _KeyReader(table, args)
@@ -146,6 +147,44 @@ def _join_gated(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
             shape = (rows + up.shape[0], *gate.shape[1:])
             joined[base] = replace(gate, shape=shape, chunks=(*gate.chunks, *chunks))
     return joined
+
+
+def _join_segments(stored: Mapping[str, GlobalTensor], table: Table) -> dict[str, GlobalTensor]:
+    """Return tensors with the segments of a fused parameter joined, which torch_dist has apart.
+
+    Source: ``core/ssm/mamba_mixer.py`` and ``gated_delta_net.py`` (``_split_tensor_factory``).
+
+    Raises:
+        IncompleteError: a segment is missing.
+    """
+    joined: dict[str, GlobalTensor] = {}
+    for key, tensor in stored.items():
+        base, _, last = key.rpartition(".")
+        _, decoder, inner = base.rpartition(_DECODER)
+        rule = table.find(f"{decoder}{inner}", {}) if decoder else None
+        segments = rule.rule.segments if rule else {}
+        if last not in segments:
+            joined[key] = tensor
+        elif base not in joined:
+            joined[base] = _join_rows([_get_segment(stored, base, name) for name in segments])
+    return joined
+
+
+def _get_segment(stored: Mapping[str, GlobalTensor], base: str, name: str) -> GlobalTensor:
+    tensor = stored.get(f"{base}.{name}")
+    if tensor is None:
+        raise IncompleteError(base, f"has no segment {name!r}, which others of its kind have")
+    return tensor
+
+
+def _join_rows(parts: Sequence[GlobalTensor]) -> GlobalTensor:
+    """Return one tensor of the rows of several, one after the other."""
+    chunks: list[Chunk] = []
+    rows = 0
+    for part in parts:
+        chunks += [replace(chunk, box=_shift_down(chunk.box, rows)) for chunk in part.chunks]
+        rows += part.shape[0]
+    return replace(parts[0], shape=(rows, *parts[0].shape[1:]), chunks=tuple(chunks))
 
 
 def _shift_down(box: Box, rows: int) -> Box:

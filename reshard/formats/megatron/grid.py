@@ -76,8 +76,12 @@ def find_split(name: str, args: Arguments, table: Table) -> Split:
     ranks = args.tp if names.find_expert(name, table) is None else args.etp
     if ranks == 1:
         match = names.find_rule(table, name)
-        return match.rule.split(gated=args.gated, te=args.te) if match else REPLICATED
-    return names.require_rule(table, name).rule.split(gated=args.gated, te=args.te)
+        # One rank has the whole, and its files need not state what is cut apart on several.
+        if match is None or match.rule.segments:
+            return REPLICATED
+        return match.rule.split(gated=args.gated, te=args.te)
+    rule = names.require_rule(table, name).rule
+    return rule.split(gated=args.gated, te=args.te, args=args.values, source=args.source)
 
 
 def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> None:

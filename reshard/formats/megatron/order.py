@@ -2,7 +2,8 @@
 
 Sources: Megatron-LM core_v0.16.1 ``models/gpt/gpt_model.py``, ``transformer/transformer_layer.py``,
 ``transformer/attention.py``, ``transformer/moe/moe_layer.py``,
-``transformer/multi_token_prediction.py``: the order in which modules are made;
+``transformer/multi_token_prediction.py``, ``ssm/mamba_mixer.py``, ``ssm/mamba_layer.py``,
+``ssm/gated_delta_net.py``: the order in which modules are made;
 of a module, its own parameters come before those of the modules in it. Megatron-LM 2.x
 ``megatron/model/transformer.py``.
 """
@@ -36,8 +37,24 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
     "self_attention.query_key_value.",
     "attention.dense.",
     "self_attention.dense.",
+    "self_attention.dt_bias",
+    "self_attention.A_log",
+    "self_attention.in_proj.layer_norm_",
+    "self_attention.in_proj.",
+    "self_attention.conv1d.",
+    "self_attention.out_norm.",
+    "self_attention.out_proj.",
     "pre_mlp_layernorm.",
     "post_attention_layernorm.",
+    "mixer.dt_bias",
+    "mixer.A_log",
+    "mixer.D",
+    "mixer.in_proj.layer_norm_",
+    "mixer.in_proj.",
+    "mixer.conv1d.",
+    "mixer.norm.",
+    "mixer.out_proj.",
+    "norm.",
     "mlp.router.",
     "mlp.experts.",
     "mlp.shared_experts.gate_weight",
@@ -51,7 +68,13 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
 )
 _MTP = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _IN_MTP = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")
-_OUTSIDE = ("word_embeddings.", "position_embeddings.", "tokentype_embeddings.", "final_layernorm.")
+_OUTSIDE = (
+    "word_embeddings.",
+    "position_embeddings.",
+    "tokentype_embeddings.",
+    "final_layernorm.",
+    "final_norm.",
+)
 
 SortKey = tuple[int, ...]
 

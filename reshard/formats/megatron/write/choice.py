@@ -155,7 +155,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     gated = any(args.get(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
     padded, notes = _choose_padding(state, wanted, table, constants, architecture)
     te = wanted.dialect == "te"
-    weights = find_rules(state, table, constants, gated=gated, te=te, padded=padded)
+    weights = find_rules(state, table, constants, gated=gated, te=te, padded=padded, args=args)
     experts = frozenset(each.weight.fqn for each in weights if each.expert is not None)
     if any(each.expert is not None and each.found.name.endswith(".bias") for each in weights):
         wanted = _keep_experts_whole(wanted)

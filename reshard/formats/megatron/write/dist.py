@@ -148,6 +148,12 @@ class _Stacks:
 
     def add(self, prefix: str, known: KnownWeight, entry: Entry, dtype: DType) -> None:
         """Add a tensor at its position in its stack."""
+        if known.found.rule.segments:
+            raise UnsupportedError(
+                entry.fqn,
+                f"has {', '.join(known.found.rule.segments)} in one, which torch_dist stores apart",
+                "write --ckpt-format torch",
+            )
         key = prefix + self.key(known)
         stack = self._stacks.get(key)
         if stack is None:
@@ -174,7 +180,7 @@ class _Stacks:
             name = known.found.name
             name = _LOCAL_EXPERT.sub(".experts.", name)
         else:
-            name = known.found.spelled(self._dialect(known), {})
+            name = self._places.spell(known, self._dialect(known))
         return _LAYERS.sub("decoder.layers.", name) if self._alike else name
 
     def _dialect(self, known: KnownWeight) -> str:

@@ -30,7 +30,7 @@ from reshard.pickles.values import Call, Global
 
 CHECKPOINT_VERSION = 3.0
 _STATEFUL = re.compile(
-    r"linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)$|^output_layer$"
+    r"linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)$|\.(?:in|out)_proj$|^output_layer$"
 )
 _INPUT = re.compile(r"\.(?:linear_qkv|linear_kv_up_proj)$")  # of attention, whose core follows
 

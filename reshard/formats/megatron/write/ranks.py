@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
+from typing import Any
 
 from reshard.box import Box, Index, intersect, whole
 from reshard.containers.torch_writer import Part, Slot, Storage
@@ -14,6 +15,7 @@ from reshard.formats.megatron import names, order
 from reshard.formats.megatron.share import ChunkShare, ParameterIndex, Spot, list_experts
 from reshard.manifest import Entry
 from reshard.model_parallel import shards, stages
+from reshard.model_parallel.patterns import Pattern
 from reshard.model_parallel.rules import RuleMatch, Table
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import Sizes
@@ -106,12 +108,14 @@ def find_rules(
     gated: bool,
     te: bool,
     padded: int | None,
+    args: Mapping[str, Any],
 ) -> list[KnownWeight]:
     """Return every weight with its rule.
 
     Args:
         te: whether the output's layers are Transformer Engine's.
         padded: rows of the vocabulary with its padding; None: as they are.
+        args: the arguments of the run.
 
     Raises:
         UsageError: no rule names a weight.
@@ -120,7 +124,8 @@ def find_rules(
     known = []
     for weight in state.weights:
         rule = table.require(weight.fqn, constants)
-        split = rule.rule.split(gated=gated, te=te)
+        source = state.manifest.origin.path
+        split = rule.rule.split(gated=gated, te=te, args=args, source=source)
         if split.dim is not None and split.dim >= len(weight.shape):
             raise UnsupportedError(
                 f"{weight.fqn!r}", f"has shape {weight.shape}, and is to be cut on dim {split.dim}"
@@ -218,8 +223,30 @@ class WeightLocations:
         """
         if known.expert is not None and not self._grouped:
             return "local"
-        linear, is_norm, _ = known.found.spelled("te", {}).partition(".layer_norm_")
-        return "local" if is_norm and f"{linear}.weight" not in self._names else dialect
+        return "local" if self._find_te(known) is None else dialect
+
+    def spell(self, known: KnownWeight, dialect: str) -> str:
+        """Return the name of a weight of the whole model in a dialect.
+
+        Args:
+            dialect: one that `dialect_of` returned.
+        """
+        return self._choose_pattern(known, dialect).fill(known.found.fields)
+
+    def _choose_pattern(self, known: KnownWeight, dialect: str) -> Pattern:
+        te = self._find_te(known) if dialect == "te" else None
+        return te or known.found.rule.get_patterns(dialect)[0]
+
+    def _find_te(self, known: KnownWeight) -> Pattern | None:
+        """Return Transformer Engine's name; None for a norm without a linear layer behind it.
+
+        The norm of a layer may have several names, by the linear layer that the model has.
+        """
+        for pattern in known.found.rule.get_patterns("te"):
+            linear, is_norm, _ = pattern.fill(known.found.fields).partition(".layer_norm_")
+            if not is_norm or f"{linear}.weight" in self._names:
+                return pattern
+        return None
 
     def is_latent(self, known: KnownWeight) -> bool:
         """Whether the layer of a weight has latent attention (MLA)."""
@@ -263,13 +290,14 @@ class WeightLocations:
         return list_experts(rank.expert, self._sizes.expert, self._experts)
 
     def _local(self, known: KnownWeight, share: ChunkShare, rank: WriterRank) -> LocalWeight:
+        dialect = self.dialect_of(known, self._dialect)
+        pattern = self._choose_pattern(known, dialect)
         fields = dict(known.found.fields)
         if known.layer is not None:
             fields["i"] = known.layer - share.layers.start
         if known.expert is not None:
             fields["e"] = known.expert - share.experts.start
-        local = replace(known.found, fields=fields)
-        name = local.spelled(self.dialect_of(known, self._dialect), {})
+        name = pattern.fill(fields)
         size, number = self._sizes.tensor, rank.tensor
         if known.expert is not None:
             size, number = self._sizes.expert_tensor or size, rank.expert_tensor

@@ -1,0 +1,151 @@
+"""Megatron-core's hybrid models (Mamba 2, attention, feed-forward layers) on a CPU.
+
+The kernels of ``mamba_ssm`` stand in as plain PyTorch, and Transformer Engine's layers, of which
+``mamba_layer_specs.py`` makes these models alone, as those of ``megatron_fused``.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812 - everybody's name for it
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+
+class _RMSNormGated(torch.nn.Module):
+    """``layernorm_gated.RMSNorm``: of each group of x, after the gate."""
+
+    def __init__(
+        self, size: int, eps: float, group_size: int, *, norm_before_gate: bool, **told: Any
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate
+        self.eps, self.group = eps, group_size
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=told["dtype"]))
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        x = x * F.silu(z)
+        groups = x.reshape(*x.shape[:-1], -1, self.group)
+        return F.rms_norm(groups, groups.shape[-1:], None, self.eps).reshape(x.shape) * self.weight
+
+
+def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, _chunk: int, **told: Any) -> torch.Tensor:
+    """``mamba_chunk_scan_combined``: x (batch, length, heads, dim), b and c (.., groups, state)."""
+    assert told["dt_softplus"]
+    assert told["z"] is None
+    kind = x.dtype
+    x, dt, a, b, c = (each.double() for each in (x, dt, a, b, c))
+    step = F.softplus(dt + told["dt_bias"])
+    b, c = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (b, c))
+    state = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1])
+    out = []
+    for at in range(x.shape[1]):
+        kept = torch.exp(step[:, at] * a)[..., None, None]
+        added = (step[:, at, :, None] * x[:, at])[..., None] * b[:, at, :, None]
+        state = kept * state + added
+        out.append((state * c[:, at, :, None]).sum(-1) + told["D"][:, None] * x[:, at])
+    return torch.stack(out, 1).to(kind)
+
+
+def stand_in_for_kernels() -> None:
+    """Put the functions of ``mamba_ssm`` that megatron-core imports where it finds them."""
+    parts = {
+        "layernorm_gated": {"RMSNorm": _RMSNormGated},
+        "ssd_combined": {
+            "mamba_chunk_scan_combined": _scan,
+            "mamba_split_conv1d_scan_combined": None,
+        },
+        "selective_state_update": {"selective_state_update": None},
+    }
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        sys.modules.setdefault(name, types.ModuleType(name))
+    modules = {f"mamba_ssm.ops.triton.{name}": values for name, values in parts.items()}
+    # Of inference, which needs Triton as it is imported.
+    modules["megatron.core.inference.contexts.attention_context.triton.tensor_ops"] = dict.fromkeys(
+        ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
+    )
+    for name, values in modules.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(values)
+        sys.modules[name] = module
+
+
+def build(args: Namespace, config: Any, **told: Any) -> Any:
+    """Return ``mamba_builder``'s model: this rank's stage."""
+    stand_in_for_kernels()
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.ssm import mamba_block
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    from tests.judges.megatron_fused import NormThenLinear, Whole
+
+    class Core(Whole, DotProductAttention):
+        """Attention with a state of its own, as Transformer Engine's has one."""
+
+    mamba_block.TENorm = WrappedTorchNorm
+    config.use_mamba_mem_eff_path = False
+    attention = SelfAttentionSubmodules(
+        linear_qkv=NormThenLinear, core_attention=Core, linear_proj=RowParallelLinear
+    )
+    layers = mamba_block.MambaStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                mixer=ModuleSpec(
+                    module=MambaMixer,
+                    submodules=MambaMixerSubmodules(
+                        in_proj=NormThenLinear, out_proj=RowParallelLinear
+                    ),
+                ),
+                mamba_bda=get_bias_dropout_add,
+            ),
+        ),
+        attention_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                self_attention=ModuleSpec(
+                    module=SelfAttention,
+                    params={"attn_mask_type": AttnMaskType.causal},
+                    submodules=attention,
+                ),
+                self_attn_bda=get_bias_dropout_add,
+            ),
+        ),
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                mlp=ModuleSpec(
+                    module=MLP,
+                    submodules=MLPSubmodules(
+                        linear_fc1=NormThenLinear, linear_fc2=RowParallelLinear
+                    ),
+                ),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        ),
+    )
+    return MambaModel(
+        config,
+        ModuleSpec(module=mamba_block.MambaStack, submodules=layers),
+        hybrid_override_pattern=args.hybrid_override_pattern,
+        **told,
+    )
