@@ -152,3 +152,13 @@ def test_fsdp_2_begins_from_codes_as_from_what_transformers_makes_of_them(tmp_pa
     for found in worlds.run(2, run_in_turn, jobs):
         assert isinstance(found["fresh"], list), found["fresh"]
         assert found["dcp"] == found["fresh"]
+
+
+def test_a_conversion_has_the_names_and_values_of_the_model_in_memory(tmp_path):
+    """DeepSeek's experts, a matrix each in the release, are one tensor of the model in memory."""
+    source = fp8_model(tmp_path, "deepseek_v3")
+    reshard.split(source, tmp_path / "dcp", to="dcp", init_optimizer="none")
+    want = state_of(source)
+    with reshard.open(tmp_path / "dcp") as checkpoint:
+        assert checkpoint.keys() == want.keys()
+        assert [n for n, t in want.items() if not torch.equal(checkpoint[n][...].to(t), t)] == []

@@ -1,0 +1,161 @@
+"""Dequantisation of an fp8 or MXFP4 model: reshard against torch's own quantised reader.
+
+    python benchmarks/quantised.py WORK [MEBIBYTES]
+
+writes random codes and scales below WORK (DeepSeek V3's blocks of 128 x 128, GPT-OSS's experts),
+and runs each program in a process of its own: into memory with `torch.distributed.checkpoint.load`,
+by `QuantizedHuggingFaceStorageReader` of torch and by `reshard.dcp.StorageReader`, and from disk to
+disk with `reshard merge --dtype bf16`. For MXFP4 torch's reader gives matrices that are not
+transposed as transformers' are. Seconds are of the load or merge alone, as wall time and as CPU
+time; the peak memory is that of the whole process, imports and loaded tensors included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROWS, COLUMNS = 7168, 2048  # a matrix of an expert of DeepSeek V3
+EXPERT = (5760, 90)  # rows and groups of GPT-OSS's gate_up_proj
+METHODS = ("fp8", "mxfp4")
+PROGRAMS = ("torch", "reshard", "merge")
+
+
+def make(place: Path, method: str, nbytes: int) -> None:
+    """Write a model of about `nbytes` codes in two files."""
+    import torch
+    from safetensors.torch import save_file
+
+    made = torch.Generator().manual_seed(0)
+    place.mkdir(parents=True)
+    tensors = {}
+    if method == "fp8":
+        for number in range(max(nbytes // (ROWS * COLUMNS), 1)):
+            codes = torch.randint(0, 127, (ROWS, COLUMNS), dtype=torch.uint8, generator=made)
+            tensors[f"w{number}.weight"] = codes.view(torch.float8_e4m3fn)
+            grid = torch.rand(ROWS // 128, COLUMNS // 128, generator=made)
+            tensors[f"w{number}.weight_scale_inv"] = grid * 1e-3
+        settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    else:
+        rows, groups = EXPERT
+        experts = 4
+        for number in range(max(nbytes // (experts * rows * groups * 16), 1)):
+            shape = (experts, rows, groups, 16)
+            blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=made)
+            scales = torch.randint(100, 130, shape[:3], dtype=torch.uint8, generator=made)
+            tensors |= {f"w{number}_blocks": blocks, f"w{number}_scales": scales}
+        settings = {"quant_method": "mxfp4"}
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    where = {name: names["scale" in name] for name in tensors}
+    for file in names:
+        save_file({n: t for n, t in tensors.items() if where[n] == file}, place / file)
+    index = {"metadata": {}, "weight_map": where}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {"architectures": ["Net"], "dtype": "bfloat16", "quantization_config": settings}
+    (place / "config.json").write_text(json.dumps(config))
+
+
+def load(place: Path, *, ours: bool) -> None:
+    """Load all values as bf16 into tensors in memory."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.quantized_hf_storage import (
+        QuantizedHuggingFaceStorageReader,
+    )
+
+    import reshard.dcp
+
+    index = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
+    state = {}
+    for name in index:
+        if name.endswith(".weight"):
+            state[name] = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
+        elif name.endswith("_blocks"):
+            rows, groups = EXPERT
+            shape = (4, groups * 32, rows) if ours else (4, rows, groups * 32)
+            key = name.removesuffix("_blocks") if ours else name
+            state[key] = torch.zeros(shape, dtype=torch.bfloat16)
+    began = time.perf_counter(), time.process_time()
+    reader = (
+        reshard.dcp.StorageReader(place)
+        if ours
+        else QuantizedHuggingFaceStorageReader(str(place), target_dtype=torch.bfloat16)
+    )
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    seconds = elapsed(began)
+    memory, digests = peak(), {}
+    for name, tensor in state.items():
+        straight = tensor.transpose(1, 2) if ours and tensor.ndim == 3 else tensor
+        bits = straight.contiguous().view(torch.int16).to(torch.int64)
+        digests[name.removesuffix("_blocks")] = [int(bits.sum()), int((bits * bits).sum())]
+    held = sum(tensor.nbytes for tensor in state.values())
+    say(seconds, memory, held, digests)
+
+
+def merge(place: Path, out: Path) -> None:
+    """Write all values as bf16 to a directory."""
+    import reshard.commands.merge.command  # the imports are not measured
+
+    shutil.rmtree(out, ignore_errors=True)
+    began = time.perf_counter(), time.process_time()
+    report = reshard.merge(place, out, dtype="bf16")
+    say(elapsed(began), peak(), report.bytes_written, {})
+    shutil.rmtree(out)
+
+
+def elapsed(began: tuple[float, float]) -> tuple[float, float]:
+    """Return the wall time and the CPU time since then, in seconds."""
+    return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
+def peak() -> int:
+    """Return the peak memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def say(
+    seconds: tuple[float, float], memory: int, nbytes: int, digests: dict[str, list[int]]
+) -> None:
+    """Print the result for the parent process."""
+    print(json.dumps([seconds, memory, nbytes, digests]))
+
+
+def main(work: Path, mebibytes: int) -> None:
+    for method in METHODS:
+        place = work / method
+        if not place.is_dir():
+            make(place, method, mebibytes << 20)
+        found = {}
+        for program in PROGRAMS:
+            command = [sys.executable, __file__, "--run", program, str(place)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            (wall, cpu), memory, nbytes, digests = json.loads(done.stdout.splitlines()[-1])
+            found[program] = digests
+            print(
+                f"{method:6} {program:8} {nbytes / 2**20:7.0f} MiB of bf16  {wall:7.2f} s, CPU "
+                f"{cpu:7.2f} s  peak memory {memory / 2**20:6.0f} MiB",
+                flush=True,
+            )
+        same = found["torch"] == found["reshard"]
+        print(f"{method:6} values are {'equal' if same else 'DIFFERENT'}", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--run":
+        program, place = sys.argv[2], Path(sys.argv[3])
+        if program == "merge":
+            merge(place, place.parent / f"{place.name}-out")
+        else:
+            load(place, ours=program == "reshard")
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 512)
