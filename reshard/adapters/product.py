@@ -127,7 +127,8 @@ class MergedWeight:
     def name(self) -> Derived:
         """The name under which the values can be read."""
         first = self.base.chunks[0].file
-        detail = ", ".join([f"{self.base.fqn} with the adapter", *map(str, self.lead)])
+        adapter = f"{self.product.b.fqn} of {self.product.b.chunks[0].file}"
+        detail = ", ".join([f"{self.base.fqn} with {adapter}", *map(str, self.lead)])
         return Derived(first, detail, self)
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:

@@ -21,6 +21,7 @@ from transformers import (
 
 import reshard
 from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
+from reshard.keys import Edits
 from tests.judges import library_models as models
 from tests.quantised.models import FP8, scale_blocks, write_model
 
@@ -442,3 +443,27 @@ def test_a_quantised_base_is_dequantised_first(made, tmp_path):
     assert all(torch.equal(got[name], want[name]) for name in got)
     assert any("dequantised from fp8" in text for text in report.changes)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"edits": Edits(exclude=["q_proj"])}, "adds the whole adapter"),
+        ({"tied": "drop"}, "would leave out merged values"),
+        ({"vocab_size": 90}, "has no effect with --merge-lora"),
+        ({"fill_missing_from": Path("other")}, "has no effect with --merge-lora"),
+    ],
+)
+def test_options_that_contradict_it_are_refused(options, text, tmp_path):
+    with pytest.raises(UsageError, match=text):
+        merged(tmp_path, tmp_path, tmp_path / "out", **options)
+
+
+def test_ranks_share_the_work(made, tmp_path):
+    base, adapter, _ = made(models.build("llama"), FORMS["deep"])
+    merged(adapter, base, tmp_path / "one")
+    command = [str(adapter), str(tmp_path / "two"), "--merge-lora", str(base)]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "reshard", "merge"]
+    subprocess.run([sys.executable, *launch, *command], check=True)
+    files = [tmp_path / place / "model.safetensors" for place in ("one", "two")]
+    assert files[0].read_bytes() == files[1].read_bytes()
