@@ -267,6 +267,20 @@ def test_weights_in_fp32_that_are_rounded_are_named(tmp_path):
     assert same(load_file(tmp_path / "kept" / "model.safetensors")["gate.bias"], bias)
 
 
+def test_a_quantised_base_supplies_values(mixed, tmp_path):
+    source, want = mixed
+    trained = torch.randn(3).bfloat16()
+    save_file({"b": trained}, tmp_path / "trained.safetensors")
+    out = tmp_path / "out"
+    report = reshard.merge(tmp_path / "trained.safetensors", out, fill_missing_from=source)
+    got = load_file(out / "model.safetensors")
+    assert got.keys() == {"a.weight", "b"}
+    assert same(got["a.weight"], want.bfloat16())
+    assert torch.equal(got["b"], trained)
+    assert "1 weights dequantised from fp8" in " ".join(report.changes)
+    assert "quantization_config" not in (out / "config.json").read_text()
+
+
 def test_plain_weights_do_not_get_the_config_of_a_quantised_model(mixed, tmp_path):
     source, _ = mixed
     save_file({"a.weight": torch.ones(300, 333)}, tmp_path / "trained.safetensors")

@@ -24,10 +24,15 @@ from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifes
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A model that supplies weights; its names are without wrappers."""
+    """A model that supplies weights; its names are without wrappers.
+
+    Args:
+        notes: what was dequantised.
+    """
 
     path: Path
     manifest: Manifest
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: Path, allow_pickle: Sequence[str]) -> Base:
@@ -44,8 +49,8 @@ class Base:
                 "is a training checkpoint, not a model",
                 "merge it into a model first, or pass the base model",
             )
-        manifest, _ = dequantise(manifest)
-        return cls(path, keys.edit(manifest, keys.Edits()).manifest)
+        manifest, notes = dequantise(manifest)
+        return cls(path, keys.edit(manifest, keys.Edits()).manifest, tuple(notes))
 
     def fill(self, manifest: Manifest) -> tuple[Manifest, list[str], list[str]]:
         """Fill a checkpoint; return it, the names of the weights from the base, and notes.

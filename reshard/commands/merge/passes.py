@@ -203,6 +203,7 @@ def fill(merge: Merge) -> Merge:
 
     base = filling.Base.open(as_path(options.fill_missing_from), options.allow_pickle)
     manifest, filled, notes = base.fill(merge.manifest)
+    merge.notes.derived += base.notes
     merge.notes.warnings += notes
     return replace(merge, manifest=manifest, filled=filled)
 
