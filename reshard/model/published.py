@@ -213,9 +213,17 @@ def _find_spellings(root: Any, state: Mapping[str, Any], conversion: Conversion)
 
     A model that was loaded from files with another prefix saves that prefix again.
     """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+    except ImportError:
+        return {}
+    transforms = get_model_conversion_mapping(root, add_legacy=False)
+    if not any(isinstance(transform, PrefixChange) for transform in transforms):
+        return {}
     names = {traced.pieces: name for name, traced in conversion.after.items()}
     spellings: dict[str, str] = {}
-    with _with_prefix_changes(root):
+    with _with_conversions(root, transforms):
         others = _revert(root, state, conversion.before, conversion.model)
     for other, traced in others.items():
         name = names.get(traced.pieces)
@@ -225,15 +233,10 @@ def _find_spellings(root: Any, state: Mapping[str, Any], conversion: Conversion)
 
 
 @contextmanager
-def _with_prefix_changes(root: Any) -> Iterator[None]:
-    """Let ``revert_weight_conversion`` use every conversion of the model, as after loading it."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:
-        yield
-        return
+def _with_conversions(root: Any, transforms: list[Any]) -> Iterator[None]:
+    """Let ``revert_weight_conversion`` use these conversions, as after a load by them."""
     own = vars(root).get(_CONVERSIONS)
-    vars(root)[_CONVERSIONS] = get_model_conversion_mapping(root, add_legacy=False)
+    vars(root)[_CONVERSIONS] = transforms
     try:
         yield
     finally:
