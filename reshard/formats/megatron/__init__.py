@@ -1,7 +1,6 @@
 """Checkpoints of Megatron-LM and Megatron-core, in the torch and the torch_dist format.
 
     format      the format as one object: how it is found, read and written
-    reader      the reader of both formats
     directory   where checkpoints are, and which rank each folder is of
     arguments   the run's command line: sizes, the pipeline's layout
     names       local, global and stacked names

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
-from reshard.formats.megatron.directory import NAME, detect, holds
+from reshard.formats.megatron.directory import NAME, detect, find_checkpoint, holds, is_dist
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
@@ -25,12 +25,15 @@ _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
+    """Read the directory of one iteration, or of the one that a run directory points to."""
     from reshard.formats import beside
-    from reshard.formats.megatron import reader
+    from reshard.formats.megatron import dist, legacy
     from reshard.model_parallel.rules import add_user_rules, load_whole_table
 
-    manifest = reader.read(location, add_user_rules(load_whole_table(NAME), hints.rules))
-    return beside.with_run(manifest, location)
+    found = find_checkpoint(location)
+    read = dist.read if is_dist(found) else legacy.read
+    table = add_user_rules(load_whole_table(NAME), hints.rules)
+    return beside.with_run(read(found, table), location)
 
 
 def _read_args(manifest: Manifest) -> Mapping[str, Any]:
