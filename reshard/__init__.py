@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.merge.report import MergeReport as MergeReport
     from reshard.commands.resume_check.options import ResumeCheckOptions as ResumeCheckOptions
     from reshard.commands.resume_check.report import ResumeReport as ResumeReport
+    from reshard.commands.serve import ServeOptions as ServeOptions
+    from reshard.commands.serve import open_files as open_files
     from reshard.commands.split.options import SplitOptions as SplitOptions
     from reshard.commands.split.report import SplitReport as SplitReport
     from reshard.commands.verify import VerifyOptions as VerifyOptions
@@ -55,6 +57,7 @@ _HOMES = {
     "MergeReport": "reshard.commands.merge.report",
     "ResumeCheckOptions": "reshard.commands.resume_check.options",
     "ResumeReport": "reshard.commands.resume_check.report",
+    "ServeOptions": "reshard.commands.serve",
     "SplitOptions": "reshard.commands.split.options",
     "SplitReport": "reshard.commands.split.report",
     "VerifyOptions": "reshard.commands.verify",
@@ -63,6 +66,7 @@ _HOMES = {
     "inspect": "reshard.api",
     "merge": "reshard.api",
     "open": "reshard.api",
+    "open_files": "reshard.commands.serve",
     "resume_check": "reshard.api",
     "split": "reshard.api",
     "stamp": "reshard.hooks",
@@ -81,6 +85,7 @@ __all__ = [
     "ReshardError",
     "ResumeCheckOptions",
     "ResumeReport",
+    "ServeOptions",
     "SplitOptions",
     "SplitReport",
     "VerifyOptions",
@@ -90,6 +95,7 @@ __all__ = [
     "inspect",
     "merge",
     "open",
+    "open_files",
     "resume_check",
     "split",
     "stamp",

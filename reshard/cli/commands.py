@@ -153,6 +153,21 @@ def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     read(run_with_messages, ResumeCheckOptions, source, quiet=quiet, **values)
 
 
+@cli.command(declared="ServeOptions")
+@_sources
+@_verbose
+def serve(sources: tuple[Path, ...], **values: Any) -> None:
+    """Serve the files of SOURCE over HTTP, without writing them.
+
+    By default they are those of a merge to a directory in Hugging Face format. Nothing is written:
+    every byte is computed when a client reads it.
+    """
+    from reshard.commands.serve import ServeOptions
+    from reshard.commands.serve import serve as run
+
+    run(sources, take_options(ServeOptions, values), say)
+
+
 @cli.command()
 @click.option("--keep", type=PATH, metavar="DIR", help="Keep all files in DIR.")
 @_verbose

@@ -45,7 +45,7 @@ def merge(
         raise UsageError(destination, "the name is that of a file; --adapter writes a directory")
 
     def prepare(manifest: Manifest, output: Path, means: list[str]) -> Job[MergeReport]:
-        return _prepare(manifest, sources[0], output, options, means)
+        return plan_merge(manifest, sources[0], output, options, means)
 
     models = (options.fill_missing_from, options.merge_lora)
     base = [as_path(path) for path in models if path]
@@ -54,14 +54,21 @@ def merge(
     )
 
 
-def _prepare(
-    manifest: Manifest, source: Path, output: Path, options: MergeOptions, means: Sequence[str]
+def plan_merge(
+    manifest: Manifest,
+    source: Path,
+    output: Path,
+    options: MergeOptions,
+    means: Sequence[str] = (),
 ) -> Job[MergeReport]:
     """Run all passes, and plan the copies that fill the files of the output.
 
     Args:
         source: the first path that the user named.
         means: notes on copies that were averaged.
+
+    Raises:
+        ReshardError: the source cannot be written as requested.
     """
     opened = Merge(
         manifest=manifest,
