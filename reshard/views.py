@@ -89,6 +89,8 @@ class Reshape:
             return
         groups = _group_dims(self.before, self.after)
         for chunk in chunks:
+            if not chunk.box.volume:
+                continue  # more ranks than rows: DCP lists the empty blocks of the other ranks
             for dims in product(*_reshape_groups(chunk, self.before, self.after, groups)):
                 offset = chunk.byte_offset
                 origin: list[int] = []

@@ -116,3 +116,13 @@ def test_interleaved_rows_stay_one_chunk_in_the_split_direction():
     views = (Reshape((8, 3), (4, 2, 3)), Permute((1, 0, 2)), Reshape((2, 4, 3), (8, 3)))
     assert len(list(apply_views([chunk], views))) == 2
     assert len(list(apply_views([chunk], invert_views(views)))) == 4
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 6), (6,)), ((1, 6), (2, 3)), ((6, 1), (6,))])
+def test_a_block_without_elements_stays_empty_in_another_shape(before, after):
+    row = contiguous("f", 0, UINT8, whole(before), before)
+    dim = before.index(1)
+    origin, shape = [0, 0], list(before)
+    origin[dim], shape[dim] = 1, 0  # what DCP lists for the second rank of one row
+    empty = Chunk(Box(tuple(origin), tuple(shape)), "g", 0, row.byte_strides, UINT8)
+    assert [chunk.file for chunk in Reshape(before, after).apply([row, empty])] == ["f"]

@@ -36,8 +36,8 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
     stored: dict[str, Entry] = {}
     dtypes: dict[str, DType] = {}
     for entry in manifest.entries.values():
-        dtypes[entry.fqn] = entry.dtype
         first = model.tied.get(entry.fqn, entry.fqn)
+        dtypes[first] = entry.dtype
         expected = shapes.get(first)
         if expected != entry.shape:
             problem = (
@@ -52,14 +52,14 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
                 f"stores {stored[first].fqn!r} and {entry.fqn!r}, one tensor in the model",
                 "reshard merge compares them and writes one",
             )
-        stored[first] = replace(entry, kind=BUFFER if first in model.buffers else PARAM)
+        # A live model's optimizer has the first name of a tied weight, whichever a file has.
+        kind = BUFFER if first in model.buffers else PARAM
+        stored[first] = replace(entry, fqn=first, kind=kind)
     missing = [fqn for fqn in shapes if fqn not in stored]
     if missing:
         raise UsageError(model.source, f"is another model: no file holds {missing[0]!r}")
-    names = [*model.tied.items(), *((first, first) for first in stored)]
-    tied = {alias: stored[first].fqn for alias, first in names if stored[first].fqn != alias}
     ordered = manifest.with_entries(stored[fqn] for fqn in shapes)
-    return replace(ordered, tied=tied, trained_dtypes=dtypes, ordered=True)
+    return replace(ordered, tied=model.tied, trained_dtypes=dtypes, ordered=True)
 
 
 def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:

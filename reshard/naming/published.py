@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reshard.box import Index
 from reshard.containers.json_files import read_json_object
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import WEIGHT_KINDS, Manifest
@@ -46,11 +47,13 @@ class ChosenForm:
 
     Args:
         aliases: names that transformers leaves out of files -> the name that is written.
+        shapes: shapes that transformers gives the tensors in files; empty if nothing states them.
     """
 
     manifest: Manifest
     notes: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, Index] = field(default_factory=dict)
 
 
 def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | None) -> ChosenForm:
@@ -128,7 +131,7 @@ def _convert(manifest: Manifest, published: Published, names: Names | None) -> C
         back = published.restore_memory_form(manifest)
         return ChosenForm(back, (f"names as in memory of {conversion.model}",))
     if form == "published":
-        return ChosenForm(manifest, aliases=published.list_aliases())
+        return ChosenForm(manifest, (), published.list_aliases(), published.written)
     manifest, notes = _leave_out_unsaved(manifest, published)
     manifest = _keep_written_names(manifest, published.aliases)
     if not conversion.changes_nothing:
@@ -139,7 +142,7 @@ def _convert(manifest: Manifest, published: Published, names: Names | None) -> C
             f"names as save_pretrained of {conversion.model} writes them ({before} tensors in"
             f" memory, {after} in files); --names module keeps those in memory"
         )
-    return ChosenForm(manifest, tuple(notes), published.list_aliases())
+    return ChosenForm(manifest, tuple(notes), published.list_aliases(), published.written)
 
 
 def _leave_out_unsaved(manifest: Manifest, published: Published) -> tuple[Manifest, list[str]]:

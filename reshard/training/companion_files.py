@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard.box import Index
 from reshard.containers.json_files import format_json, read_json_object
 from reshard.dtypes import DType
 from reshard.errors import UsageError
@@ -89,9 +90,23 @@ def is_embedding(fqn: str) -> bool:
 
 
 def matched_config(
-    config: Mapping[str, Any], tensors: Sequence[tuple[Entry, DType]], dtype: str, *, untied: bool
+    config: Mapping[str, Any],
+    tensors: Sequence[tuple[Entry, DType]],
+    dtype: str,
+    *,
+    untied: bool,
+    known: Mapping[str, Index],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config with dtype and vocab_size as written, and a note for each change."""
+    """Return the config with dtype and vocab_size as written, and a note for each change.
+
+    Args:
+        config: the config of the model.
+        tensors: the weights to write, each with its dtype.
+        dtype: the dtype of most weights.
+        untied: whether tied weights are written as copies.
+        known: shapes that transformers gives weights of this config. Some models have more rows
+            than `vocab_size` in their embedding (transformers 5.23 Mllama: 8 for images).
+    """
     updated = json.loads(json.dumps(config))
     changes: list[str] = []
 
@@ -105,7 +120,8 @@ def matched_config(
     for section, key in keyed_sections or [(updated, "dtype")]:
         if QUANTISED not in updated and (key in section or section is updated):
             put(section, key, dtype)
-    rows = {entry.shape[0] for entry, _ in tensors if is_embedding(entry.fqn)}
+    embeddings = [entry for entry, _ in tensors if is_embedding(entry.fqn)]
+    rows = {entry.shape[0] for entry in embeddings if entry.shape != known.get(entry.fqn)}
     sized = [section for section in sections if "vocab_size" in section]
     if len(rows) == 1 and len(sized) == 1:
         put(sized[0], "vocab_size", rows.pop())

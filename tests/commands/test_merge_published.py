@@ -138,3 +138,59 @@ def test_a_model_that_is_never_converted_needs_no_transformers(tmp_path):
     )
     done = run_python("-c", probe, check=True)
     assert done.stdout == "False\n"
+
+
+def test_an_embedding_with_more_rows_than_words_keeps_the_size_of_the_vocabulary(tmp_path):
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+
+    text = {
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "cross_attention_layers": [],
+        "vocab_size": 40,
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "image_size": 28,
+        "vision_output_dim": 16,
+        "intermediate_layers_indices": [0],
+    }
+    model = MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text))
+    assert model.get_input_embeddings().weight.shape[0] == 48
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path / "run")
+    torch.save(dict(model.state_dict()), tmp_path / "run" / "model.bin")
+    reshard.merge(tmp_path / "run", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["text_config"]["vocab_size"] == 40
+
+
+def test_a_new_optimizer_has_the_first_name_of_a_tied_weight(tmp_path):
+    from torch.distributed.checkpoint import FileSystemReader
+    from transformers import JinaEmbeddingsV3Config, JinaEmbeddingsV3ForMaskedLM
+
+    model = JinaEmbeddingsV3ForMaskedLM(JinaEmbeddingsV3Config(**BERT, pad_token_id=0))
+    first = "lm_head.decoder.weight"  # registered before the embedding, which files have
+    assert model.get_parameter(first) is model.get_input_embeddings().weight
+    assert first in dict(model.named_parameters())
+    model.save_pretrained(tmp_path / "published")
+    groups = tmp_path / "groups.json"
+    groups.write_text(json.dumps([{"lr": 0.1}]))
+    reshard.split(
+        tmp_path / "published",
+        tmp_path / "dcp",
+        to="dcp",
+        init_optimizer="zeros",
+        param_groups=groups,
+    )
+    stored = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert {name for name in trained if f"optim.state.{name}.exp_avg" in stored} == trained

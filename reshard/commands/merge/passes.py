@@ -9,6 +9,7 @@ from pathlib import Path
 from reshard import formats, keys, naming, replicas, weights
 from reshard.adapters import names as adapters
 from reshard.adapters.config import Config
+from reshard.box import Index
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.output import is_single_file
 from reshard.commands.passes import apply_names
@@ -87,6 +88,7 @@ class Merge(Conversion):
         edited: a record of the edits of names.
         aliases: names of tied weights that transformers leaves out -> the name that is written;
             None if no form of the model was chosen.
+        shapes: shapes that transformers gives the tensors in files; empty if nothing states them.
         companions: the files that complete the model directory.
         filled: the weights that come from another model.
         weights: the weights to write.
@@ -102,6 +104,7 @@ class Merge(Conversion):
     output: Path
     edited: keys.Edited
     aliases: Mapping[str, str] | None = None
+    shapes: Mapping[str, Index] = field(default_factory=dict)
     companions: Companions = Companions(None, None, ())
     filled: list[str] = field(default_factory=list)
     weights: Weights = field(default_factory=Weights)
@@ -180,7 +183,9 @@ def choose_form(merge: Merge) -> Merge:
     bare = keys.edit(merge.manifest, keys.Edits(strip_wrappers=options.edits.strip_wrappers))
     form = published.choose_form(bare.manifest, config, names)
     merge.notes.derived += form.notes
-    return replace(merge, manifest=form.manifest, edited=bare, aliases=form.aliases)
+    return replace(
+        merge, manifest=form.manifest, edited=bare, aliases=form.aliases, shapes=form.shapes
+    )
 
 
 def edit_names(merge: Merge) -> Merge:
@@ -267,7 +272,7 @@ def _lay_out_directory(merge: Merge) -> Merge:
     else:
         dtype = _find_main_dtype(chosen.tensors)
         config, changes = matched_config(
-            companions.config, chosen.tensors, dtype, untied=merge.untied
+            companions.config, chosen.tensors, dtype, untied=merge.untied, known=merge.shapes
         )
         if companions.directory is None:  # the config was built for these weights
             kind = companions.config["architectures"][0]
