@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from typing_extensions import Self
-
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, Skeleton
 from reshard.naming.options import ModelNames
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from reshard.containers.skeletons import LaidOut
     from reshard.formats.request import Request
     from reshard.formats.target_options import StateDictType, TargetOptions

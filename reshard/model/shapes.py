@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.box import Index
 from reshard.errors import UnsupportedError, UsageError
-from reshard.model.library import may_be_converted
-from reshard.model.published import Published, trace_published
 from reshard.model.wrap import Policy, batch_norm, wrapped_in
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from reshard.model.published import Published
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +161,9 @@ def _plan_trace(root: nn.Module, source: str) -> Callable[[], Published | None]:
     transformers = sys.modules.get("transformers")  # a model of transformers has imported it
     if transformers is None or not isinstance(root, transformers.PreTrainedModel):
         return _find_nothing
+    from reshard.model.library import may_be_converted
+    from reshard.model.published import trace_published
+
     config = {**root.config.to_dict(), "architectures": [type(root).__name__]}
     return (
         cache(lambda: trace_published(root, source)) if may_be_converted(config) else _find_nothing
