@@ -8,10 +8,16 @@ from tests.judged import families
 
 pytestmark = pytest.mark.slow
 
-# transformers raises the steps of a Mamba layer to time_step_min, Megatron does not.
-HYBRID = """{"model_type": "nemotron_h", "time_step_min": 1e-9, "layers_block_type":
-["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "linear_attention"]}"""
-PROVED = (HYBRID, "deepseek_v3", "glm4_moe", "qwen2", "phi3", "smollm3", "ernie4_5", "gpt_oss")
+PROVED = (
+    families.HYBRID["nemotron_h"],
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen2",
+    "phi3",
+    "smollm3",
+    "ernie4_5",
+    "gpt_oss",
+)
 
 
 @pytest.fixture(scope="module")
