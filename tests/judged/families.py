@@ -311,9 +311,17 @@ def _describe(report: Any) -> Iterator[str]:
 
 
 def write_table(proofs: Iterable[Proof], page: str) -> str:
-    """Return a page (`docs/megatron-families.md`) with the table of these results at its end."""
-    rows = [f"| `{p.model_type or p.name}` | {p.verdict} | {p.tell()} |" for p in proofs]
-    return "\n".join([page.partition(_HEAD)[0] + _HEAD, "| --- | --- | --- |", *rows, ""])
+    """Return a page (`docs/megatron-families.md`) with these results in the table at its end.
+
+    The rows of other configurations stay as they are.
+    """
+    text, _, table = page.partition(_HEAD)
+    rows = {row.split(" | ")[0]: row for row in table.strip().splitlines()[1:]}
+    for proof in proofs:
+        name = f"| `{proof.name if proof.name.startswith('{') else proof.model_type}`"
+        rows[name] = f"{name} | {proof.verdict} | {proof.tell()} |"
+    by_verdict = sorted(rows.values(), key=lambda row: row.split(" | ")[1] == REFUSED)
+    return "\n".join([text + _HEAD, "| --- | --- | --- |", *by_verdict, ""])
 
 
 def list_known() -> list[str]:
@@ -330,7 +338,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("configs", nargs="*", metavar="CONFIG")
     parser.add_argument("--work", type=Path, help="keep what is made in this directory")
-    parser.add_argument("--table", type=Path, help="put the table of results at the end of FILE")
+    parser.add_argument("--table", type=Path, help="put the results into the table that ends FILE")
     told = parser.parse_args()
     if importlib.util.find_spec("megatron") is None:
         print("megatron-core is not installed", file=sys.stderr)  # noqa: T201
