@@ -138,7 +138,9 @@ class Field:
                 raise ValueError(f"{self.trait} {value} is not a multiple of {divisor}")
             return value // divisor
         value = FORMS[self.form].write(value) if self.form else value
-        return dict(value) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            return dict(value)
+        return list(value) if isinstance(value, tuple) else value  # as JSON has it
 
     def fill(self, key: str, traits: Traits) -> Any:
         """Return the value of a key for the traits of a model.

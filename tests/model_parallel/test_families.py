@@ -172,3 +172,12 @@ def test_layers_of_another_kind_are_named():
     config = {"model_type": "gpt_oss", "layer_types": ["linear_attention"] * 2}
     with pytest.raises(UnsupportedError, match="layer_types: layers of 'linear_attention'"):
         families.read_config(config, "config.json")
+
+
+def test_a_config_has_lists_as_json_has_them():
+    """transformers refuses a config with a tuple in place of a list."""
+    family = families.load_families()["qwen3_moe"]
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "groups", "head_dim", "experts"), 4)
+    more = dict.fromkeys(("top_k", "expert_ffn", "ffn", "vocab", "max_positions"), 4)
+    traits = Traits(source="x", **sizes, **more, rope_theta=1.0, norm_eps=1.0, dense_layers=(0, 2))
+    assert family.make_config(traits)["mlp_only_layers"] == [0, 2]
