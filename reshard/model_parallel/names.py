@@ -25,10 +25,15 @@ _EXTRA = "_extra_state"  # of Transformer Engine: no weight
 
 @dataclass(frozen=True, slots=True)
 class RenamedState:
-    """A manifest under other names, with notes of what was left out or assumed."""
+    """A manifest under other names, with notes of what was left out or assumed.
+
+    Args:
+        merged: tensors that several of the source became, whose values must be equal.
+    """
 
     manifest: Manifest
     notes: tuple[str, ...] = ()
+    merged: frozenset[str] = frozenset()
 
 
 def rename_to_hf(
@@ -78,6 +83,7 @@ class _Renaming:
         numbers = {name: n for name in NUMBERS if (n := getattr(model, name)) is not None}
         self.spellings = Spellings(table, numbers, dialect)
         self.notes: dict[str, None] = {}
+        self.repeated: set[str] = set()  # tensors of which the source has copies
         self.shapes = {e.fqn: e.shape for e in manifest.of_kind(*WEIGHT_KINDS)}
         self._new: dict[str, tuple[str, ...]] = {}
 
@@ -91,7 +97,8 @@ class _Renaming:
         dropped = [fqn for fqn, names in self._new.items() if not names]
         if dropped:
             self.notes[f"not a weight, left out: {some(dropped, 1)}"] = None
-        return RenamedState(manifest, tuple(self.notes))
+        merged = frozenset(name for fqn in self.repeated for name in self.find_new_names(fqn))
+        return RenamedState(manifest, tuple(self.notes), merged)
 
     def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Yield the tensors of the other side."""
@@ -249,6 +256,7 @@ class _FromHf(_Renaming):
             copies = moves.align_copies(other.chunks, entry.chunks)
             merged[kind, kept] = replace(other, chunks=copies)
             del merged[kind, fqn]
+            self.repeated.add(kept)
             self.notes[f"a copy of {kept}, stored once: {fqn}"] = None
         return (
             replace(manifest, entries=merged) if len(merged) < len(manifest.entries) else manifest

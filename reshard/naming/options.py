@@ -67,6 +67,7 @@ class Naming:
         config: the model's config, if the names are Hugging Face's now: the given one, else one
             that is derived from the source.
         described: the model, if the names are those of a writer's table.
+        merged: tensors that several of the source became, whose values must be equal.
         trimmed: (table, vocab_size) if padding rows of the vocabulary were removed: the table of
             the source's names, and the number of rows that remain.
     """
@@ -75,6 +76,7 @@ class Naming:
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
     described: Described | None = None
+    merged: frozenset[str] = frozenset()
     trimmed: tuple[Table, int] | None = None
 
     def name_in_table(self, fqn: str) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import reshard
-from reshard.errors import UnsupportedError
+from reshard.errors import DifferentError, UnsupportedError
 from reshard.model_parallel import families
 from reshard.model_parallel.megatron_traits import make_args
 from reshard.model_parallel.traits import Traits
@@ -620,3 +620,35 @@ def test_yarn_that_megatron_lacks_is_refused_by_name(keys, problem):
     said = Traits(source="a", positions="rope", rope_scaling={**YARN, **keys})
     with pytest.raises(UnsupportedError, match=problem):
         make_args(said)
+
+
+@pytest.mark.parametrize("added", [0.0, 1.0])
+def test_a_copy_of_the_head_beside_mtp_is_stored_once_and_compared(added, tmp_path):
+    """Published files of DeepSeek V3 repeat the embedding and the head there."""
+    config = transformers.DeepseekV3Config(
+        **TINY | {"num_key_value_heads": TINY["num_attention_heads"]},
+        moe_intermediate_size=8,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    copy = f"model.layers.{config.num_hidden_layers}.shared_head.head.weight"
+    save_file({**load_file(path), copy: model.lm_head.weight.detach() + added}, path)
+    told = {"to": "megatron", "weights_only": True, "transformer_impl": "local"}
+    if added:
+        with pytest.raises(DifferentError, match=r"output_layer\.weight: differs"):
+            reshard.split(tmp_path / "hf", tmp_path / "out", **told)
+        return
+    reshard.split(tmp_path / "hf", tmp_path / "out", **told)
+    with reshard.open(tmp_path / "out") as run:
+        assert torch.equal(run["output_layer.weight"][: config.vocab_size], model.lm_head.weight)

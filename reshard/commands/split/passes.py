@@ -210,6 +210,7 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
             vocab_size=options.vocab_size,
         ),
     )
+    _compare_merged(conversion, named, options.replicas)
     conversion = apply_names(conversion, named)
     conversion = _choose_form(conversion, named, options)
     manifest, request = conversion.manifest, conversion.request
@@ -220,6 +221,18 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
     named = replace(named, manifest=manifest)
     request = replace(request, described=named.described)
     return replace(conversion, manifest=manifest, naming=named, request=request)
+
+
+def _compare_merged(conversion: StateConversion, named: Naming, policy: replicas.Replicas) -> None:
+    """Compare the values of tensors that became one under the output's names.
+
+    Raises:
+        DifferentError: they differ, and the policy is to fail.
+    """
+    if named.merged:
+        entries = [e for e in named.manifest.of_kind(*WEIGHT_KINDS) if e.fqn in named.merged]
+        with SourceFiles() as pool:
+            conversion.notes.derived += replicas.check(entries, named.manifest.files, pool, policy)
 
 
 def _choose_form(

@@ -144,7 +144,7 @@ class Megatron(Writer):
         described = Described(
             table, tables.build_architecture(traits, names), family.make_args(traits)
         )
-        named = Naming(renamed.manifest, notes, described=described)
+        named = Naming(renamed.manifest, notes, described=described, merged=renamed.merged)
         return _trim(named, conversion.request.own)
 
     def adapt(self, conversion: StateConversion) -> StateConversion:
