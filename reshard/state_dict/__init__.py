@@ -7,6 +7,7 @@ Reading, shared by every format whose files hold nested state dicts:
     flat_params        flat parameters of FSDP 1 and FairScale
     sections           which part of the tree is the model, an optimizer, a scheduler ...
     optimizer_state    optimizer state dicts in every keying; nested_slots: tensors nested in them
+    hyper_parameters   hyper-parameters of param groups, and counters such as the step
     optimizer_names    names for optimizers that number their parameters
     optimizer_layouts  how an optimizer's tensors are stored: whole, in runs, in flat units
     published          weights that transformers wrote, as its model has them in memory

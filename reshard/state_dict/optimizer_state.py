@@ -7,10 +7,8 @@ Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``distributed/fsdp/
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 from reshard import counts
@@ -20,6 +18,7 @@ from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.files import SourceFiles
 from reshard.manifest import Entry, Keyed, ParamGroup
 from reshard.state_dict import nested_slots
+from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_layouts import (
     KnownParameters,
     Slots,
@@ -30,11 +29,9 @@ from reshard.state_dict.optimizer_layouts import (
 )
 from reshard.state_dict.optimizer_names import AmbiguousError
 from reshard.state_dict.plain_values import to_plain
-from reshard.state_dict.tree import GlobalTensor, LocalTensors, as_global, as_list, is_tensor
+from reshard.state_dict.tree import GlobalTensor, LocalTensors, as_list, is_tensor
 
 _STATE, _GROUPS = "state", "param_groups"
-_MEMBERS = ("params", "param_names")
-_LARGEST = 1e300  # of a counter: excludes inf, NaN and integers that no float holds
 _FAIRSCALE = "param_id_map"  # FairScale's consolidated form numbers parameters by unit
 
 
@@ -225,35 +222,6 @@ def _split_owner(rest: str, fqns: Container[str]) -> tuple[str, str]:
 
 def _list_members(group: Mapping[str, Any]) -> list[Any]:
     return list(group.get("params") or ())
-
-
-def read_hyper(
-    group: Mapping[str, Any], pool: SourceFiles | None = None, *, skip: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return the hyper-parameters of a param group.
-
-    Args:
-        pool: reads a hyper-parameter that is a tensor, as a learning rate may be.
-        skip: keys beside the list of members that are not hyper-parameters.
-    """
-    hyper = {}
-    for name, value in group.items():
-        if name not in (*_MEMBERS, *skip):
-            number = read_counter(value, pool) if pool and is_tensor(value) else None
-            hyper[str(name)] = to_plain(value) if number is None else number
-    return hyper
-
-
-def read_counter(value: Any, pool: SourceFiles) -> float | None:
-    """Return the value of a counter: a plain number or a tensor of one element."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value if abs(value) < _LARGEST else None
-    tensor = as_global(value)
-    if tensor is None or prod(tensor.shape) != 1 or not tensor.chunks:
-        return None
-    with contextlib.suppress(UnsupportedError):  # a dtype that no counter has
-        return float(read_number(pool, tensor.chunks[0]))
-    return None
 
 
 def _read_step(fqn: str, value: Any, pool: SourceFiles) -> float | None:

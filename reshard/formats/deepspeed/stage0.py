@@ -36,8 +36,8 @@ from reshard.formats.deepspeed.train_state import (
     read_train_state,
 )
 from reshard.manifest import MASTER, Entry, ParamGroup
+from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.optimizer_names import AmbiguousError, Signature, name_groups
-from reshard.state_dict.optimizer_state import read_hyper
 
 _Names = list[list[str | None]]  # for each group its members; None for one that has no name
 

@@ -18,7 +18,7 @@ from reshard.formats.deepspeed.states import (
 from reshard.manifest import Claim, Entry, ParamGroup, TrainState
 from reshard.pickles.objects import SCHEDULER
 from reshard.pickles.values import Call
-from reshard.state_dict.optimizer_state import read_hyper
+from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 

@@ -27,9 +27,9 @@ from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Entry, ParamGroup
 from reshard.model_parallel.rules import Table
 from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
-from reshard.state_dict import optimizer_state
+from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
-from reshard.state_dict.optimizer_state import ParsedOptimizer, read_counter
+from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.tree import GlobalTensor, as_global
 
 _STATE = fields(
@@ -149,7 +149,7 @@ def _read_groups(
         result.notes.append(f"{len(lost)} parameters are in no param group, e.g. {lost[0]}: frozen")
     for group, fqns in zip(stored, listed, strict=False):
         own = tuple(fqn for fqn in fqns if fqn is not None)
-        result.groups.append(ParamGroup(optimizer_state.read_hyper(group, skip=["step"]), own))
+        result.groups.append(ParamGroup(read_hyper(group, skip=["step"]), own))
     return listed
 
 

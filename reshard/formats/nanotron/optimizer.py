@@ -23,7 +23,8 @@ from reshard.formats.nanotron.directory import Census, RankFile
 from reshard.formats.nanotron.slices import Placed
 from reshard.manifest import MASTER, Entry, Key, ParamGroup
 from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
-from reshard.state_dict.optimizer_state import ParsedOptimizer, read_hyper
+from reshard.state_dict.hyper_parameters import read_hyper
+from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.plain_values import to_plain
 
 _STEP = "step"
