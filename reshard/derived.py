@@ -63,6 +63,11 @@ class Derived(str):
         name.computation = computation
         return name
 
+    def __getnewargs__(self) -> tuple[str, str, Computation]:  # type: ignore[override]
+        """Return the arguments that make an equal name in another process."""
+        file, _, detail = self.partition("\0")
+        return file, detail, self.computation
+
 
 def list_files(file: str) -> tuple[str, ...]:
     """Return the files on disk that hold the bytes read under a file name."""

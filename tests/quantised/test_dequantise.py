@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard import formats
+from reshard.commands.serve import ServeOptions
 from reshard.errors import (
     CorruptError,
     IncompleteError,
@@ -217,6 +219,19 @@ def test_any_box_can_be_read(mixed, tmp_path, monkeypatch, method, kept):
                 start = draw.randrange(size)
                 cut.append(slice(start, draw.randint(start + 1, size)))
             assert same(tensor[tuple(cut)], want[tuple(cut)].bfloat16()), cut
+
+
+def test_values_are_served_and_named_in_other_processes(mixed, tmp_path):
+    source, _ = mixed
+    reshard.merge(source, tmp_path / "out", dtype="bf16")
+    with reshard.open_files(source, ServeOptions(dtype="bf16")) as files:
+        assert set(files) == {path.name for path in (tmp_path / "out").iterdir()}
+        for path in (tmp_path / "out").iterdir():
+            assert files.open(path.name).read() == path.read_bytes()
+    manifest = dequantise(formats.read(source))[0]
+    again = pickle.loads(pickle.dumps(manifest))
+    with Checkpoint(again) as one, Checkpoint(manifest) as other:
+        assert same(one["a.weight"][...], other["a.weight"][...])
 
 
 def test_a_conversion_starts_from_the_values(mixed, tmp_path):

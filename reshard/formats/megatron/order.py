@@ -96,6 +96,17 @@ def sort_key(fqn: str) -> SortKey:
     return (1, layer, *_sort_in_layer(fqn, match[1] if match else fqn))
 
 
+def has_place(fqn: str) -> bool:
+    """Return whether Megatron's modules determine the position of a layer's parameter."""
+    mtp, match = _MTP.fullmatch(fqn), _IN_LAYER.fullmatch(fqn)
+    if mtp is not None and not mtp[2].startswith(_IN_MTP[3]):
+        return _find_prefix(_IN_MTP, mtp[2]) < len(_IN_MTP)
+    if mtp is None and match is None:
+        return True  # outside of layers, by groups
+    inner = mtp[2].removeprefix(_IN_MTP[3]) if mtp else match[1] if match else ""
+    return _find_prefix(_LAYER, inner) < len(_LAYER)
+
+
 def _sort_in_layer(fqn: str, inner: str) -> SortKey:
     """Return the key of a parameter inside its layer, where its name is ``inner``."""
     bias = int("bias" in fqn.rpartition(".")[2])

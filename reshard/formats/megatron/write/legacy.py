@@ -15,7 +15,8 @@ from typing import Any
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import FLOAT32
-from reshard.formats.megatron import arguments
+from reshard.errors import UnsupportedError
+from reshard.formats.megatron import arguments, order
 from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, concatenate, make_buckets
 from reshard.formats.megatron.own import RNG
@@ -82,6 +83,26 @@ class _Rank:
         each = self._choice.wanted.data * self._choice.wanted.sizes.tensor
         return self._rank.stage * each + self._rank.place
 
+    def _refuse_unknown_places(self) -> None:
+        """Refuse modules that Megatron lacks: it numbers optimizer states in its own order.
+
+        The files of a run of Megatron have an order of their own, which such a module keeps.
+
+        Raises:
+            UnsupportedError: the position of a parameter is not known.
+        """
+        origin = self._choice.state.manifest.origin
+        if origin.format == directories.NAME:
+            return
+        for local in (local for chunk in self._chunks for local in chunk):
+            if not order.has_place(local.name):
+                raise UnsupportedError(
+                    origin.path,
+                    f"{local.name!r} is in a module whose position in Megatron's model is not"
+                    " known, and optimizer states are numbered by it",
+                    "write the weights alone: --init-optimizer none",
+                )
+
     def root(self) -> dict[str, Any]:
         """Return the contents of ``model_optim_rng.pt``."""
         choice, rank = self._choice, self.number
@@ -95,6 +116,7 @@ class _Rank:
             key = "model" if len(self._chunks) == 1 else f"model{number}"
             root[key] = self._module(chunk)
         if not choice.wanted.weights_only:
+            self._refuse_unknown_places()
             root["optimizer"] = self._optimizer()
             root["opt_param_scheduler"] = choice.scheduler
             root.update(choice.carried)

@@ -1,0 +1,26 @@
+"""Megatron numbers optimizer states by the order of its modules: every known name has a place."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.formats.megatron import order
+from reshard.model_parallel.rules import load_whole_table
+
+
+def test_every_name_of_a_table_has_a_place():
+    names = {
+        re.sub(r"\{.*?\}", "0", pattern.text)
+        for rule in load_whole_table("megatron").rules
+        for dialect in ("local", "te")
+        for pattern in rule.get_patterns(dialect)
+    }
+    assert len(names) > 50
+    assert sorted(name for name in names if not order.has_place(name)) == []
+
+
+def test_a_module_that_megatron_lacks_has_none():
+    assert not order.has_place("decoder.layers.0.self_attention.gate.weight")
+    assert not order.has_place("mtp.layers.0.other.weight")
+    assert order.has_place("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight")
+    assert order.has_place("output_layer.weight")
