@@ -104,7 +104,8 @@ def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
 
 def describe_report(report: SplitReport) -> None:
     """Write a report to the log; call it on one rank."""
-    for line in report.lines():
+    _, *lines = report.lines()  # the first line states what was written: nothing
+    for line in [f"loading {report.source} without a copy on a disk", *lines]:
         _logger.info("%s", line)
     for warning in report.warnings:
         _logger.warning("%s", warning)

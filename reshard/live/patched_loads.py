@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from reshard.live.safe_load import load_safely
 from reshard.move.on_demand import OnDemandFiles
@@ -42,9 +41,19 @@ def patch_loads(files: OnDemandFiles, folder: Path) -> Iterator[None]:
             (filesystem.FileSystem, "create_stream", _patch_create_stream),
             (filesystem.FileSystemReader, "read_data", _patch_read_data),
         ):
-            replaced = make(getattr(owner, name), find)
-            patches.enter_context(mock.patch.object(owner, name, replaced))
+            patches.enter_context(_replace(owner, name, make(getattr(owner, name), find)))
         yield
+
+
+@contextmanager
+def _replace(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value within this block."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
 
 
 class _Finder:
@@ -70,8 +79,7 @@ def _patch_torch_load(own: Callable[..., Any], finder: _Finder) -> Callable[...,
         name = finder.find(f)
         if name is None:
             return own(f, map_location, *args, **options)
-        with mock.patch("torch.load", own):
-            loaded = load_safely(finder.files.open(name), name, map_location)
+        loaded = load_safely(finder.files.open(name), name, map_location)
         finder.files.check()
         return loaded
 

@@ -567,6 +567,22 @@ def test_convert_refuses_and_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("factor", "is_told"), [(8.0, False), (32.0, True)])
+def test_a_factor_that_megatron_s_script_ignores_is_told(factor, is_told, tmp_path):
+    """Llama 3.2 has 32; gpt_builder of Megatron-LM 0.16.1 builds every model with 8."""
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = AutoConfig.for_model(
+        "llama", **TINY, rope_parameters={**scaling, "rope_theta": 500000.0}
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    report = reshard.split(
+        tmp_path / "model", tmp_path / "out", to="megatron", init_optimizer="none"
+    )
+    told = [note for note in report.notes if "rope_scaling_factor" in note]
+    assert bool(told) == is_told, report.notes
+
+
 def test_a_config_that_holds_an_infinity_is_read(tmp_path):
     """transformers writes it as {"__float__": "Infinity"}."""
     transformers.Mamba2Config().save_pretrained(tmp_path)

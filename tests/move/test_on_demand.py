@@ -9,9 +9,9 @@ import torch
 
 import reshard
 from reshard.commands.split.options import SplitOptions
-from reshard.errors import CorruptError, DifferentError, IncompleteError
+from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.live.files import open_live_files
+from reshard.live.files import describe_report, open_live_files, read_options
 from reshard.move.on_demand import OnDemandFiles
 from reshard.plan.planner import Plan
 from tests.support.random_checkpoints import contents, run, scene, sharded_target, whole_target
@@ -86,6 +86,27 @@ def test_a_value_that_a_cast_makes_infinite_is_an_error(tmp_path):
         live.files.read(name, 0, live.files.nbytes(name))
         with pytest.raises(DifferentError, match="1 finite value"):
             live.files.refuse_overflow()
+
+
+def test_the_log_tells_what_is_loaded(saved, caplog):
+    caplog.set_level("INFO", logger="reshard")
+    with open_live_files(saved, SplitOptions(to="dcp", world_size=3)) as live:
+        describe_report(live.report)
+    assert caplog.messages[0] == f"loading {saved} without a copy on a disk"
+    assert any("3 ranks" in message for message in caplog.messages)
+    assert not any("would write" in message for message in caplog.messages)
+
+
+def test_an_option_that_the_program_decides_is_refused():
+    with pytest.raises(UsageError, match="decided by the running program"):
+        read_options({"world_size": 3}, {"world_size": 2})
+    with pytest.raises(UsageError, match="no option of split"):
+        read_options({"nothing": 3}, {"world_size": 2})
+    with (
+        pytest.raises(UsageError, match="temporary file"),
+        open_live_files("nowhere", SplitOptions(replicas="mean")),
+    ):
+        pass
 
 
 def test_a_name_that_is_no_file(saved):

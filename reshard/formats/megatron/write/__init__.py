@@ -13,6 +13,9 @@ dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron.directory import NAME
@@ -43,7 +46,7 @@ def lay_out(state: WritableState, wanted: MegatronOptions, described: Described)
 
 
 def _notes(choice: Resolved) -> list[str]:
-    notes = list(choice.notes)
+    notes = [*choice.notes, *_describe_ignored_args(choice.args)]
     if choice.wanted.weights_only:
         return [*notes, "weights alone, as a release: Megatron loads nothing else of it"]
     notes += [f"not carried: {name}" for name in choice.lost]
@@ -54,3 +57,23 @@ def _notes(choice: Resolved) -> list[str]:
     if choice.wanted.form == "torch" and not choice.wanted.carried.rng:
         notes.append("no random states: Megatron loads it with --no-load-rng")
     return notes
+
+
+def _describe_ignored_args(args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield notes on arguments that Megatron-LM's own script does not pass to the model.
+
+    Source: Megatron-LM core_v0.16.1 ``gpt_builders.py`` (``gpt_builder``).
+    """
+    factor = args.get("rope_scaling_factor")
+    if args.get("use_rope_scaling") and factor not in (None, 8, 8.0):
+        yield (
+            f"rope_scaling_factor is {factor}, and gpt_builder of Megatron-LM 0.16.1 builds the"
+            " model with 8: pass rope_scaling_factor to GPTModel, or training differs"
+        )
+    interpolation = args.get("rotary_seq_len_interpolation_factor")
+    if interpolation not in (None, 1, 1.0):
+        yield (
+            f"rotary_seq_len_interpolation_factor is {interpolation}, and gpt_builder of"
+            " Megatron-LM 0.16.1 does not pass it: pass seq_len_interpolation_factor to GPTModel,"
+            " or training differs"
+        )

@@ -1,0 +1,151 @@
+"""Start of a run from a ZeRO 2 checkpoint of other ranks: live loading and its alternatives.
+
+    python benchmarks/live.py WORK [hidden layers]
+
+Four ranks train a Llama with real DeepSpeed at stage 2 and save. Then two ranks load it
+
+    live        reshard.deepspeed.load_checkpoint
+    split       reshard split, then DeepSpeed's load_checkpoint
+    universal   ds_to_universal, then DeepSpeed's load_checkpoint with load_universal
+
+and each prints the seconds until the state is loaded, the peak RSS of a rank, and bytes written.
+The page cache is warm for all; engines are made before the clock starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RANKS = {"train": 4, "live": 2, "split": 2, "universal": 2}
+STAGE = 2  # DeepSpeed finds no universal checkpoint of another stage
+HOW = ("live", "split", "universal")
+
+
+def train(work: Path, hidden: int, layers: int) -> None:
+    """Save a checkpoint after one step, as rank of torchrun."""
+    engine, tokens = start(hidden, layers, stage=STAGE)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    engine.save_checkpoint(str(work / "run"))
+    if engine.global_rank == 0:
+        engine.module.config.save_pretrained(work / "run")
+
+
+def load(work: Path, hidden: int, layers: int, how: str) -> None:
+    """Load the checkpoint, as rank of torchrun; rank 0 prints the figures."""
+    import torch.distributed as dist
+
+    source, copy = work / "run", work / how
+    universal = how == "universal"
+    engine, tokens = start(hidden, layers, stage=STAGE, universal=universal)
+    dist.barrier()
+    began = time.perf_counter()
+    if how == "live":
+        import reshard.deepspeed
+
+        reshard.deepspeed.load_checkpoint(engine, source)
+    else:
+        if engine.global_rank == 0:
+            convert(source, copy, how)
+        dist.barrier()
+        engine.load_checkpoint(str(copy))
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    loss = float(engine(input_ids=tokens, labels=tokens).loss)
+    if engine.global_rank == 0:
+        written = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file())
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        figures = {"how": how, "seconds": round(seconds, 2), "peak MiB": peak, "loss": loss}
+        print(json.dumps({**figures, "written MB": written // 10**6}), flush=True)
+
+
+def convert(source: Path, copy: Path, how: str) -> None:
+    """Write the copy that DeepSpeed loads."""
+    tag = (source / "latest").read_text()
+    if how == "split":
+        command = [
+            "-m",
+            "reshard",
+            "split",
+            str(source),
+            str(copy),
+            "--world-size",
+            str(RANKS[how]),
+        ]
+    else:
+        command = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        command += ["--input_folder", str(source / tag), "--output_folder", str(copy / tag)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    subprocess.run(
+        [sys.executable, *command], check=True, env=environment, stdout=subprocess.DEVNULL
+    )
+
+
+def start(hidden: int, layers: int, *, stage: int, universal: bool = False):  # noqa: ANN201
+    """Return an engine and a batch."""
+    import deepspeed
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8192,
+            hidden_size=hidden,
+            intermediate_size=hidden * 3,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64,
+        )
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+        "checkpoint": {"load_universal": universal},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    return engine, torch.arange(64).reshape(1, 64)
+
+
+def main() -> None:
+    """Start the ranks of each phase, one after the other."""
+    work = Path(sys.argv[1])
+    sizes = sys.argv[2:4] or ["1024", "8"]
+    if "RANK" in os.environ:
+        how = sys.argv[4]
+        if how == "train":
+            train(work, *map(int, sizes))
+        else:
+            load(work, *map(int, sizes), how)
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    for how in ("train", *HOW):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(RANKS[how]),
+        ]
+        command += [__file__, str(work), *sizes, how]
+        subprocess.run(command, check=True, env={**environment, "DS_BUILD_OPS": "0"})
+        shutil.rmtree(work / how, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
