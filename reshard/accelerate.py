@@ -16,11 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from reshard import formats
-from reshard.commands.split.options import SplitOptions
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.request import LiveTarget
-from reshard.live.files import create_names, describe_report, open_live_files, read_options
-from reshard.live.patched_loads import patch_loads
+from reshard.live.directory import open_directory
 from reshard.model import shapes_of
 
 _STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
@@ -54,12 +52,11 @@ def open_checkpoint(
         "world_size": accelerator.num_processes,
         "state_dict_type": choose_state_dict_type(accelerator.state),
     }
-    choice = SplitOptions(**read_options(options, decided))
-    with open_live_files(source, choice, _describe_model(accelerator), workers=workers) as live:
-        if accelerator.is_main_process:
-            describe_report(live.report)
-        with create_names(live.files) as folder, patch_loads(live.files, folder):
-            yield str(folder)
+    target = _describe_model(accelerator)
+    with open_directory(
+        source, decided=decided, given=options, target=target, workers=workers
+    ) as folder:
+        yield str(folder)
 
 
 def choose_state_dict_type(state: Any) -> str:

@@ -23,7 +23,7 @@ from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.request import LiveTarget
 from reshard.live.files import (
     create_names,
-    describe_report,
+    log_report,
     open_live_files,
     raise_on_all_ranks,
     read_options,
@@ -80,8 +80,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     config = engine._config._param_dict  # noqa: SLF001 - no public name
     target = LiveTarget(shapes=shapes_of(engine.module), config=config)
     with open_live_files(load_dir, choice, target, workers=workers) as live:
-        if engine.global_rank == 0:
-            describe_report(live.report)
+        log_report(live.report)
         with create_names(live.files) as folder, _reading_from(engine, live.files, folder):
             _, client_state = engine.load_checkpoint(
                 str(folder),
@@ -155,16 +154,16 @@ class _Loader:
 
     Args:
         folder: the directory in which DeepSpeed looks for the files by name.
-        engine: the engine's own, for everything else.
+        own: the engine's own checkpoint engine, for everything else.
     """
 
-    def __init__(self, files: OnDemandFiles, folder: Path, engine: Any) -> None:
+    def __init__(self, files: OnDemandFiles, folder: Path, own: Any) -> None:
         self._files = files
         self._folder = folder
-        self._engine = engine
+        self._own = own
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self._own, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return what ``torch.load`` makes of a file.

@@ -17,10 +17,8 @@ from typing import Any
 
 from reshard import formats
 from reshard.accelerate import choose_state_dict_type
-from reshard.commands.split.options import SplitOptions
 from reshard.formats.request import LiveTarget
-from reshard.live.files import create_names, describe_report, open_live_files, read_options
-from reshard.live.patched_loads import patch_loads
+from reshard.live.directory import open_directory
 from reshard.model import shapes_of
 
 __all__ = ["open_checkpoint"]
@@ -48,14 +46,12 @@ def open_checkpoint(
         ReshardError: on every rank, if the source cannot be read, trusted or written so.
     """
     decided, config = _describe_strategy(trainer)
-    choice = SplitOptions(**read_options(options, {"to": "hf-trainer", **decided}))
     target = LiveTarget(shapes=shapes_of(trainer.model), config=config)
-    with open_live_files(source, choice, target, workers=workers) as live:
-        if trainer.args.process_index == 0:
-            describe_report(live.report)
-        with create_names(live.files) as folder, patch_loads(live.files, folder):
-            (checkpoint,) = folder.glob("checkpoint-*")
-            yield str(checkpoint)
+    with open_directory(
+        source, decided=decided, given=options, target=target, workers=workers
+    ) as folder:
+        (checkpoint,) = folder.glob("checkpoint-*")
+        yield str(checkpoint)
 
 
 def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -66,7 +62,7 @@ def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | N
     Raises:
         UnsupportedError: the Trainer loads no such checkpoint.
     """
-    decided: dict[str, Any] = {"world_size": trainer.args.world_size}
+    decided: dict[str, Any] = {"to": "hf-trainer", "world_size": trainer.args.world_size}
     state = trainer.accelerator.state
     if trainer.is_deepspeed_enabled:
         plugin = state.deepspeed_plugin

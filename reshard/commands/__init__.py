@@ -7,6 +7,9 @@ options, output_options
 reading     opening a source that tensors are read from
 output, output_report
             converting and writing a checkpoint, checks of the output, and its report
+existing_output
+            comparison of a planned output with files that are there already
+unwritten   planning of an output whose files are read without being written
 passes      passes over a conversion that merge and split share
 balance     counts of the values that were read
 lines, page

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,13 +25,13 @@ from urllib.parse import unquote, urlsplit
 
 from reshard import formats
 from reshard.commands.merge.options import MergeOptions
+from reshard.commands.output import Job
 from reshard.commands.output_options import ValueOptions
-from reshard.commands.reading import read_trusted
 from reshard.commands.split.options import SplitOptions
+from reshard.commands.unwritten import plan_unwritten
 from reshard.errors import ReshardError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import registry
-from reshard.identity import check_identity
 from reshard.manifest import Manifest
 from reshard.move.on_demand import OnDemandFiles
 from reshard.options import option
@@ -83,20 +84,13 @@ def open_files(
         ReshardError: the source cannot be read, trusted or written so.
     """
     options = options or ServeOptions()
-    if options.replicas == "mean":
-        raise UsageError(
-            "--replicas mean", "needs a file for the means", "use --replicas first, or merge"
-        )
-    sources = formats.as_paths(source)
-    manifest = read_trusted(sources, options)
-    check_identity(manifest, options.trust)
-    job = _plan(manifest, sources[0], options)
+    job = plan_unwritten(source, options, partial(_plan, options=options))
     workers, _ = options.budget()
     with SourceFiles() as pool:
         yield OnDemandFiles(job.plan, job.manifest.files, pool, workers=workers)
 
 
-def _plan(manifest: Manifest, source: Path, options: ServeOptions) -> Any:
+def _plan(manifest: Manifest, source: Path, options: ServeOptions) -> Job[Any]:
     inherited = {
         name: getattr(options, name)
         for name in ValueOptions.__dataclass_fields__

@@ -1,6 +1,7 @@
 """The files of a split for a program that already runs: computed when it reads them, never written.
 
 files          plan on one rank, the same files on all; the names in a directory
+directory      both of these for a library that loads a directory
 safe_load      a file of torch.save, with classes of known frameworks only
 patched_loads  loads of torch and safetensors that take their content from memory
 """

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import formats
-from reshard.commands.reading import read_trusted
 from reshard.commands.split.command import plan_split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
+from reshard.commands.unwritten import plan_unwritten
 from reshard.errors import ReshardError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats.request import LiveTarget
-from reshard.identity import check_identity
-from reshard.manifest import Entry, Key, Manifest, Skeleton, SourceFile
+from reshard.manifest import Entry, Key, Skeleton, SourceFile
 from reshard.move.on_demand import OnDemandFiles
 from reshard.plan.planner import Plan
 
@@ -74,7 +73,6 @@ def open_live_files(
     Raises:
         ReshardError: on every rank, if the source cannot be read, trusted or written so.
     """
-    _refuse_means(options)
     planned = compute_on_first_rank(lambda: _plan(source, options, target))
     with SourceFiles() as pool:
         plan = Plan(planned.entries, planned.skeleton)
@@ -102,8 +100,12 @@ def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
     return {**decided, **given}
 
 
-def describe_report(report: SplitReport) -> None:
-    """Write a report to the log; call it on one rank."""
+def log_report(report: SplitReport) -> None:
+    """Write a report to the log, on one rank."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
     _, *lines = report.lines()  # the first line states what was written: nothing
     for line in [f"loading {report.source} without a copy on a disk", *lines]:
         _logger.info("%s", line)
@@ -132,27 +134,15 @@ def create_names(files: OnDemandFiles) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _refuse_means(options: SplitOptions) -> None:
-    if options.replicas == "mean":
-        raise UsageError(
-            "replicas='mean'",
-            "would store the means in a temporary file, which other nodes cannot read",
-            "use replicas='first', or write a checkpoint with reshard split --replicas mean",
-        )
-
-
 def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | None) -> _Planned:
-    manifest = read_trusted(formats.as_paths(source), options)
-    identity = check_identity(manifest, options.trust)
-    job = plan_split(manifest, Path("live"), options, target=target)
-    job.report.identity = identity
-    entries = {key: job.manifest.entries[key] for key in _list_keys(job.skeleton, job.manifest)}
-    return _Planned(entries, dict(job.manifest.files), job.plan.target, job.report)
-
-
-def _list_keys(skeleton: Skeleton, manifest: Manifest) -> Iterator[Key]:
-    """Yield the keys of the entries that the files need."""
-    return (entry.key for entry in skeleton.entries if entry.key in manifest.entries)
+    job = plan_unwritten(
+        source,
+        options,
+        lambda manifest, _: plan_split(manifest, Path("live"), options, target=target),
+    )
+    entries, skeleton = job.manifest.entries, job.plan.target
+    needed = {e.key: entries[e.key] for e in skeleton.entries if e.key in entries}
+    return _Planned(needed, dict(job.manifest.files), skeleton, job.report)
 
 
 def compute_on_first_rank(compute: Callable[[], _T]) -> _T:

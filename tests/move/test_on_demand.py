@@ -11,7 +11,7 @@ import reshard
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.live.files import describe_report, open_live_files, read_options
+from reshard.live.files import log_report, open_live_files, read_options
 from reshard.move.on_demand import OnDemandFiles
 from reshard.plan.planner import Plan
 from tests.support.random_checkpoints import contents, run, scene, sharded_target, whole_target
@@ -91,7 +91,7 @@ def test_a_value_that_a_cast_makes_infinite_is_an_error(tmp_path):
 def test_the_log_tells_what_is_loaded(saved, caplog):
     caplog.set_level("INFO", logger="reshard")
     with open_live_files(saved, SplitOptions(to="dcp", world_size=3)) as live:
-        describe_report(live.report)
+        log_report(live.report)
     assert caplog.messages[0] == f"loading {saved} without a copy on a disk"
     assert any("3 ranks" in message for message in caplog.messages)
     assert not any("would write" in message for message in caplog.messages)

@@ -1,0 +1,40 @@
+"""Planning of an output whose files are read without being written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from reshard import formats
+from reshard.commands.output import Job, R
+from reshard.commands.output_options import ValueOptions
+from reshard.commands.reading import read_trusted
+from reshard.errors import UsageError
+from reshard.identity import check_identity
+from reshard.manifest import Manifest
+
+
+def plan_unwritten(
+    source: formats.Paths, options: ValueOptions, plan: Callable[[Manifest, Path], Job[R]]
+) -> Job[R]:
+    """Read a source, check that it can be trusted, and plan an output.
+
+    Args:
+        source: a path as for `reshard.open`.
+        plan: plans the output, given the source and its path.
+
+    Raises:
+        ReshardError: the source cannot be read, trusted or written so.
+    """
+    if options.replicas == "mean":
+        raise UsageError(
+            "--replicas mean",
+            "would store the means in a temporary file, which other readers cannot see",
+            "use --replicas first, or write a checkpoint with reshard split --replicas mean",
+        )
+    sources = formats.as_paths(source)
+    manifest = read_trusted(sources, options)
+    identity = check_identity(manifest, options.trust)
+    job = plan(manifest, sources[0])
+    job.report.identity = identity
+    return job
