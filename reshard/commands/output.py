@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -18,14 +17,12 @@ from reshard.commands.output_report import OutputReport, WriteResult
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress, read_trusted
 from reshard.errors import DifferentError, ExistsError
-from reshard.files import SourceFiles
 from reshard.identity import check_identity
 from reshard.manifest import (
     WEIGHT_KINDS,
     Entry,
     Manifest,
     Origin,
-    OutputFile,
     Skeleton,
     SourceFile,
 )
@@ -47,10 +44,8 @@ from reshard.ranks.team import (
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
-    from reshard.move.on_demand import OnDemandFiles
 
 R = TypeVar("R", bound=OutputReport)
-_COMPARED_BYTES = 4 << 20  # of an output that may be there already, at a time
 CheckOutput = Callable[[Path], None]
 
 
@@ -115,7 +110,10 @@ def convert(
             report.destination, report.identity = str(destination), identity
             report.options = options.given()
             if occupied is not None:
-                if not is_written(job, output):
+                from reshard.commands.existing_output import is_written
+
+                directory = _find_directory(output)
+                if not is_written(job.plan, job.manifest.files, job.save_id, directory):
                     raise occupied
                 report.add_existing()
             elif not options.dry_run:
@@ -133,6 +131,11 @@ def convert(
 def is_single_file(destination: str | Path) -> bool:
     """Return whether the name of a destination is that of one file, not of a directory."""
     return Path(destination).suffix in (".safetensors", *formats.PLAIN_SUFFIXES)
+
+
+def _find_directory(destination: Path) -> Path:
+    """Return the directory that the names of the planned files are relative to."""
+    return destination.parent if is_single_file(destination) else destination
 
 
 def resolve_destination(destination: str | Path) -> Path:
@@ -194,68 +197,6 @@ def open_source(
             raise
         occupied = error
     return manifest, occupied
-
-
-def is_written(job: Job[R], destination: Path) -> bool:
-    """Return whether a destination has every planned file, written from the same source.
-
-    Sizes are compared, and all bytes that are known before tensors are read: headers and pickles.
-    If they include the id of the save, a digest of the source and the options, that is enough: an
-    output appears whole or not at all. Of other layouts every byte is compared.
-    """
-    from reshard.move.on_demand import OnDemandFiles
-
-    skeleton, needle = job.skeleton, job.save_id.encode()
-    is_stamped = bool(needle) and any(
-        needle in data for file in skeleton.files for _, data in file.literals
-    )
-    directory = destination.parent if is_single_file(destination) else destination
-    checksums: dict[str, list[int]] = defaultdict(list)
-    for stored in skeleton.checksums:
-        checksums[stored.file] += stored.locations
-    try:
-        with SourceFiles() as pool:
-            planned = OnDemandFiles(job.plan, job.manifest.files, pool, has_checksums=False)
-            return all(
-                _has_content(directory / file.name, file, checksums[file.name])
-                and (is_stamped or _has_bytes(directory, file.name, planned, checksums[file.name]))
-                for file in skeleton.files
-            )
-    except OSError:
-        return False
-
-
-def _has_content(path: Path, planned: OutputFile, checksums: Iterable[int]) -> bool:
-    """Return whether a file has the planned size and known bytes, except stored checksums."""
-    with path.open("rb") as file:
-        if path.stat().st_size != planned.nbytes:
-            return False
-        for offset, data in planned.literals:
-            file.seek(offset)
-            if not _is_same(file.read(len(data)), data, offset, checksums):
-                return False
-    return True
-
-
-def _has_bytes(
-    directory: Path, name: str, planned: OnDemandFiles, checksums: Iterable[int]
-) -> bool:
-    """Return whether all bytes of a file are the planned ones, except stored checksums."""
-    with (directory / name).open("rb") as file:
-        for offset in range(0, planned.nbytes(name), _COMPARED_BYTES):
-            expected = planned.read(name, offset, _COMPARED_BYTES)
-            if not _is_same(file.read(_COMPARED_BYTES), expected, offset, checksums):
-                return False
-    return True
-
-
-def _is_same(found: bytes, expected: bytes, start: int, checksums: Iterable[int]) -> bool:
-    """Compare a range of a file, which begins at byte ``start``, without its checksums."""
-    blank = bytearray(found)
-    for location in checksums:
-        for at in range(max(location, start), min(location + 4, start + len(expected))):
-            blank[at - start] = expected[at - start]
-    return blank == expected
 
 
 def write(
