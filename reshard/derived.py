@@ -13,7 +13,7 @@ from reshard import escaped
 
 
 class Reader(Protocol):
-    """What a computation needs of the open source files; see `reshard.files.SourceFiles`."""
+    """The reads that a computation may do; `reshard.files.SourceFiles` has them."""
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Return the bytes at an offset of a file."""

@@ -1,9 +1,10 @@
-"""Which dims of a base weight the two matrices of an adapter multiply to, by their shapes.
+"""Matching of the matrices of an adapter to dims of base weights, by their shapes.
 
-PEFT does not store this: it follows from the class of the layer and from the version of PEFT.
-``nn.Linear`` stores (out, in), ``Conv1D`` (in, out). Experts are 3-D: PEFT 0.18 takes every such
-weight for (experts, in, out); since 0.19 only those of layers that state ``is_transposed``, the
-others for (experts, out, in) (``tuners/lora/layer.py``, ParamWrapper.update_layer).
+PEFT does not store which dims they multiply to: it follows from the class of the layer and from
+the version of PEFT. ``nn.Linear`` stores (out, in), ``Conv1D`` (in, out). Experts are 3-D: PEFT
+0.18 takes every such weight for (experts, in, out); since 0.19 only those of layers that state
+``is_transposed``, the others for (experts, out, in) (``tuners/lora/layer.py``,
+ParamWrapper.update_layer).
 """
 
 from __future__ import annotations

@@ -337,9 +337,9 @@ class _Merger:
 
     def _build_shape_error(self, fqn: str, entry: Entry) -> UsageError:
         before = self._entries.get(fqn)
-        shape = f"with shape {before.shape}" if before else "not at all"
+        found = f"{fqn} with shape {before.shape}" if before else f"no {fqn}"
         return UsageError(
             self._merged.manifest.origin.path,
-            f"has {fqn} {shape}, but the adapter has {entry.shape} values for it",
+            f"has {found}, but the adapter has {entry.shape} values for it",
             "pass the base model that the adapter was trained on",
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from reshard.box import Box, Index, intersect
+from reshard.box import Box
 from reshard.chunks import Chunk
 from reshard.manifest import Entry
+from reshard.views import Put, Take, apply_views
 
 
 def replace_rows(base: Entry, rows: Entry, numbers: Sequence[int]) -> Entry:
@@ -21,21 +22,16 @@ def replace_rows(base: Entry, rows: Entry, numbers: Sequence[int]) -> Entry:
     taken = sorted(numbers)
     chunks: list[Chunk] = []
     for before, after in pairwise([-1, *taken, base.shape[0]]):
-        chunks += take_rows(base, before + 1, after, before + 1)
+        if after > before + 1:
+            kept = _select_rows(base, before + 1, after)
+            chunks += apply_views(base.chunks, [Take(base.shape, kept), Put(base.shape, kept)])
     for at, number in enumerate(numbers):
-        chunks += take_rows(rows, at, at + 1, number)
+        taken_row, put_row = _select_rows(rows, at, at + 1), _select_rows(base, number, number + 1)
+        chunks += apply_views(rows.chunks, [Take(rows.shape, taken_row), Put(base.shape, put_row)])
     return replace(base, chunks=tuple(chunks))
 
 
-def take_rows(entry: Entry, start: int, stop: int, first: int) -> Iterator[Chunk]:
-    """Yield the chunks of rows ``[start, stop)``, as rows from ``first`` on."""
+def _select_rows(entry: Entry, start: int, stop: int) -> Box:
+    """Return the box of rows ``[start, stop)`` of a tensor."""
     rest = entry.shape[1:]
-    box = Box((start, *(0 for _ in rest)), (stop - start, *rest))
-    for chunk in entry.chunks:
-        common = intersect(box, chunk.box)
-        if common is None:
-            continue
-        inside = common.within(chunk.box).origin
-        skipped = sum(at * stride for at, stride in zip(inside, chunk.byte_strides, strict=True))
-        moved: Index = (common.origin[0] - start + first, *common.origin[1:])
-        yield replace(chunk, box=Box(moved, common.shape), byte_offset=chunk.byte_offset + skipped)
+    return Box((start, *(0 for _ in rest)), (stop - start, *rest))

@@ -1,4 +1,4 @@
-"""What the settings of an adapter mean for its merge; settings that are not known are refused.
+"""The settings of an adapter that decide its merge; settings that are not known are refused.
 
 Source: PEFT 0.21 ``tuners/lora/config.py`` (LoraConfig) and ``tuners/lora/layer.py``
 (LoraLayer.update_layer). Later versions may have settings that change the sum, so every setting

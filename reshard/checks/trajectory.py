@@ -74,7 +74,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far two series of numbers are apart.
+    """The distance between two series of numbers.
 
     Args:
         max_rel: the largest difference, relative to the larger of the two; infinite if only one of

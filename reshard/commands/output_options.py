@@ -72,7 +72,7 @@ class ReadOptions(ReportOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueOptions(ReadOptions):
-    """What a command does if values disagree or do not fit; the defaults are the safe ones."""
+    """Options for values that disagree or do not fit; the defaults are the safe ones."""
 
     on_overflow: OnOverflow = option(
         "error", "What to do if a cast makes a finite value infinite.", group="Output"
@@ -133,7 +133,7 @@ class OutputOptions(ValueOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class NamingOptions(Options):
-    """How the written tensors are named, and the model that has these names."""
+    """Options for the names of the written tensors, and for the model that has these names."""
 
     names: Names | None = option(
         None,

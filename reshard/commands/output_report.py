@@ -1,4 +1,4 @@
-"""What the reports of all commands that write a checkpoint have in common."""
+"""The common part of the reports of all commands that write a checkpoint."""
 
 from __future__ import annotations
 

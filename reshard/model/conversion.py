@@ -1,6 +1,6 @@
-"""Conversion of a training state between two forms of a model: its names, shapes and pieces.
+"""FormConversion of a training state between two forms of a model: its names, shapes and pieces.
 
-A `Conversion` states how every tensor of one form is made of those of the other. It applies to
+A `FormConversion` states how every tensor of one form is made of those of the other. It applies to
 weights and to every optimizer slot that has its parameter's shape, and no byte moves.
 """
 
@@ -33,8 +33,8 @@ from reshard.views import Take, apply_views, invert_views
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """How the tensors of one form of a model are made of the tensors of another form.
+class FormConversion:
+    """A mapping from the tensors of one form of a model to those of another form.
 
     Args:
         model: the model, for messages.
@@ -60,14 +60,14 @@ class Conversion:
         """Whether both forms are the same."""
         return all(traced.pieces == (Piece(name),) for name, traced in self.after.items())
 
-    def invert(self) -> Conversion:
+    def invert(self) -> FormConversion:
         """Return the conversion in the other direction."""
         pieces: dict[str, list[Piece]] = {fqn: [] for fqn in self.before}
         for name, traced in self.after.items():
             for piece in traced.pieces:
                 pieces[piece.fqn].append(Piece(name, invert_views(piece.views)))
         after = {fqn: Traced(self.before[fqn], tuple(parts)) for fqn, parts in pieces.items()}
-        return Conversion(
+        return FormConversion(
             self.model, {name: traced.shape for name, traced in self.after.items()}, after
         )
 

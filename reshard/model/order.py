@@ -16,7 +16,7 @@ def restore_memory_form(manifest: Manifest, model: ModelShapes) -> Manifest:
     Weights of another model stay as they are.
 
     Raises:
-        ReshardError: see `Conversion.apply`.
+        ReshardError: see `FormConversion.apply`.
     """
     published = model.find_published()
     if published is None or not published.fits(manifest):

@@ -20,7 +20,7 @@ from reshard.box import Index
 from reshard.errors import ReshardError, UnsupportedError, UsageError
 from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.model.build import build, build_configured
-from reshard.model.conversion import Conversion, drop_empty_pieces
+from reshard.model.conversion import FormConversion, drop_empty_pieces
 from reshard.model.tracing import Traced, read_trace, start_trace
 from reshard.renames import rename_some
 from reshard.units import some
@@ -46,7 +46,7 @@ class Published:
         spellings: further names of published tensors in files -> the name that is written.
     """
 
-    conversion: Conversion
+    conversion: FormConversion
     aliases: Mapping[str, str]
     unsaved: frozenset[str]
     spellings: Mapping[str, str]
@@ -109,7 +109,7 @@ class Published:
         """Return a published training state under the names and shapes in memory.
 
         Raises:
-            ReshardError: see `Conversion.apply`.
+            ReshardError: see `FormConversion.apply`.
         """
         stored = dict.fromkeys(entry.fqn for entry in manifest.entries.values())
         usual = {name: self.spellings[name] for name in stored if name in self.spellings}
@@ -151,7 +151,7 @@ def trace_published(root: nn.Module, source: str) -> Published | None:
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in state.items()}
     aliases = _find_dropped_aliases(root, state)
     after = _revert(root, state, shapes, source)
-    conversion = Conversion(source, shapes, after)
+    conversion = FormConversion(source, shapes, after)
     conversion.prove()
     return Published(conversion, aliases, unsaved, _find_spellings(root, state, conversion))
 
@@ -208,7 +208,9 @@ def _find_dropped_aliases(root: Any, state: Mapping[str, Any]) -> dict[str, str]
     return aliases
 
 
-def _find_spellings(root: Any, state: Mapping[str, Any], conversion: Conversion) -> dict[str, str]:
+def _find_spellings(
+    root: Any, state: Mapping[str, Any], conversion: FormConversion
+) -> dict[str, str]:
     """Return other names of the published tensors, by which transformers also loads them.
 
     A model that was loaded from files with another prefix saves that prefix again.

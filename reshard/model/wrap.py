@@ -1,4 +1,4 @@
-"""Which modules of a model FSDP 1 wraps: by class, by size, or the root only.
+"""The modules of a model that FSDP 1 wraps: by class, by size, or the root only.
 
 Source: torch 2.13 ``torch/distributed/fsdp``: ``wrap.py``; ``_wrap_utils.py`` ``_auto_wrap`` (what
 mixed precision changes).

@@ -73,12 +73,6 @@ def align_copies(a: Sequence[Chunk], b: Sequence[Chunk]) -> tuple[Chunk, ...]:
     return (*apply_moves(a, both), *apply_moves(b, both))
 
 
-def transpose(chunk: Chunk) -> Chunk:
-    """Return a stored block as one of the transposed matrix."""
-    (a, b), (m, n), (s, t) = chunk.box.origin, chunk.box.shape, chunk.byte_strides
-    return replace(chunk, box=Box((b, a), (n, m)), byte_strides=(t, s))
-
-
 def make_row_moves(
     shape: Index, runs: Iterable[tuple[int, int, int]], step: int = 1
 ) -> tuple[Move, ...]:

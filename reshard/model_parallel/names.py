@@ -19,6 +19,7 @@ from reshard.model_parallel.rules import Table
 from reshard.model_parallel.spellings import NUMBERS, Part, Spelled, Spellings
 from reshard.renames import check_parts_dtype, restate
 from reshard.units import some
+from reshard.views import Permute
 
 _EXTRA = "_extra_state"  # of Transformer Engine: no weight
 
@@ -337,5 +338,5 @@ def _transpose(entry: Entry) -> Entry:
     """Return the transposed matrix; a vector stays as it is."""
     if len(entry.shape) != 2:
         return entry
-    chunks = tuple(moves.transpose(chunk) for chunk in entry.chunks)
+    chunks = tuple(Permute((1, 0)).apply(entry.chunks))
     return replace(entry, shape=entry.shape[::-1], chunks=chunks)

@@ -14,7 +14,7 @@ from reshard.model_parallel.moves import Move, align_copies, apply_moves
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a parameter is cut over tensor-parallel ranks.
+    """The cut of a parameter over tensor-parallel ranks.
 
     Args:
         dim: the dim that is cut; None: every rank holds the whole.

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has, and each model chunk of an interleaved schedule."""
+"""The layers of each pipeline stage, and of each model chunk of an interleaved schedule."""
 
 from __future__ import annotations
 

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from reshard.checksum import crc32
 from reshard.errors import DifferentError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, SourceFile, StoredChecksum
 from reshard.move.fill import Filler
-from reshard.move.records import check_record
+from reshard.move.records import check_record, compute_crc
 from reshard.move.spans import Spans
 from reshard.plan.planner import Plan, WindowPart
 from reshard.threads import parallel_for
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _PARALLEL_BYTES = 8 << 20  # a shorter read is not worth a thread
-_BLOCK_BYTES = 4 << 20  # of a record whose checksum is computed
+_ZEROS = bytes(4 << 20)  # copied to bytes that no tensor fills
 
 
 class OnDemandFiles:
@@ -107,7 +106,6 @@ class OnDemandFiles:
 
         Raises:
             CorruptError: a source file is too short.
-            DifferentError: a cast would make a finite value infinite.
             IncompleteError: there is no such file.
         """
         file, stop = self._find(name), byte_offset + len(target)
@@ -214,9 +212,7 @@ class OnDemandFiles:
         """Return the CRC-32 of a record, as the file stores it; its bytes are read for it once."""
         key = stored.file, stored.byte_offset
         if key not in self._crcs:
-            crc, stop = 0, stored.byte_offset + stored.nbytes
-            for at in range(stored.byte_offset, stop, _BLOCK_BYTES):
-                crc = crc32(self.read(stored.file, at, min(_BLOCK_BYTES, stop - at)), crc)
+            crc = compute_crc(self, stored.file, stored.byte_offset, stored.nbytes)
             self._crcs[key] = crc.to_bytes(4, "little")
         return self._crcs[key]
 
@@ -303,9 +299,8 @@ def _is_inside(part: WindowPart, start: int, stop: int) -> bool:
 
 
 def _fill_with_zeros(target: memoryview) -> None:
-    zeros = bytes(min(len(target), _BLOCK_BYTES))
-    for at in range(0, len(target), _BLOCK_BYTES):
-        target[at : at + _BLOCK_BYTES] = zeros[: len(target) - at]
+    for at in range(0, len(target), len(_ZEROS)):
+        target[at : at + len(_ZEROS)] = _ZEROS[: len(target) - at]
 
 
 def _overlay(target: memoryview, start: int, offset: int, data: bytes) -> None:

@@ -10,20 +10,20 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from reshard.checksum import crc32, join
+from reshard.derived import Reader
 from reshard.errors import CorruptError
-from reshard.files import OpenFiles
 from reshard.manifest import Record
 from reshard.move.spans import Span, Spans
 
 _PIECE = 1 << 20  # bytes read at a time
 
 
-def compute_record_crc(pool: OpenFiles, file: str, start: int, nbytes: int, spans: Spans) -> int:
+def compute_record_crc(pool: Reader, file: str, start: int, nbytes: int, spans: Spans) -> int:
     """Return the CRC-32 of a byte range of `file`, using the CRCs in `spans` where possible."""
     return join(_tiles(pool, file, start, nbytes, spans.find_inside(file, start, nbytes)))
 
 
-def check_record(pool: OpenFiles, file: str, record: Record, reads: Spans) -> None:
+def check_record(pool: Reader, file: str, record: Record, reads: Spans) -> None:
     """Compare a record with its stored checksum.
 
     Raises:
@@ -39,7 +39,7 @@ def check_record(pool: OpenFiles, file: str, record: Record, reads: Spans) -> No
 
 
 def _tiles(
-    pool: OpenFiles, file: str, start: int, nbytes: int, spans: Iterable[Span]
+    pool: Reader, file: str, start: int, nbytes: int, spans: Iterable[Span]
 ) -> Iterator[tuple[int, int]]:
     """Yield (crc, nbytes) of consecutive parts that cover a range exactly.
 
@@ -65,7 +65,7 @@ def _tiles(
 _local = threading.local()
 
 
-def compute_crc(pool: OpenFiles, file: str, offset: int, nbytes: int) -> int:
+def compute_crc(pool: Reader, file: str, offset: int, nbytes: int) -> int:
     """Read a byte range in pieces and return its CRC-32; each thread reuses one buffer."""
     if not hasattr(_local, "buffer"):
         _local.buffer = memoryview(bytearray(_PIECE))

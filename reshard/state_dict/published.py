@@ -25,7 +25,7 @@ def restore_memory_form(state: Mapping[str, Any], model: ModelShapes) -> dict[st
     A state dict of another model stays as it is; so does one with tensors of unknown shape.
 
     Raises:
-        ReshardError: see `Conversion.apply`.
+        ReshardError: see `FormConversion.apply`.
     """
     published = model.find_published()
     tensors = {fqn: as_global(leaf) for fqn, leaf in state.items()}

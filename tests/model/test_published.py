@@ -16,7 +16,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import Entry, ParamGroup, TrainState, check
 from reshard.model.build import build_configured
-from reshard.model.conversion import Conversion
+from reshard.model.conversion import FormConversion
 from reshard.model.published import trace_published
 from reshard.model.tracing import read_trace, start_trace
 from reshard.tensors import read_block
@@ -177,7 +177,7 @@ def test_every_movement_of_elements_is_followed(operation, tmp_path):
     tensor = torch.arange(48.0).reshape(12, 4)
     save_file({"t": tensor}, tmp_path / "model.safetensors")
     traced = read_trace(operation(start_trace("t", tensor)))
-    conversion = Conversion("model", {"t": (12, 4)}, {"t": traced})
+    conversion = FormConversion("model", {"t": (12, 4)}, {"t": traced})
     moved = conversion.apply(formats.read(tmp_path / "model.safetensors"))
     expected = operation(tensor).contiguous()
     assert read_all(moved)["t"] == (tuple(expected.shape), expected.numpy().tobytes())

@@ -17,6 +17,7 @@ from reshard.model_parallel.moves import Move
 from reshard.model_parallel.patterns import Pattern
 from reshard.model_parallel.rules import add_user_rules, load_table
 from reshard.model_parallel.shards import Split, gather, list_blocks
+from reshard.views import Permute
 from tests.support.sample_tensors import built
 
 
@@ -89,7 +90,7 @@ def test_a_slice_of_a_stack_and_a_transpose_are_the_same_bytes():
     assert torch.equal(
         built(Entry("w", "param", FLOAT32, (2, 3), one), {"f": full.flatten()}), full[2]
     )
-    turned = tuple(map(moves.transpose, one))
+    turned = tuple(Permute((1, 0)).apply(one))
     assert torch.equal(
         built(Entry("w", "param", FLOAT32, (3, 2), turned), {"f": full.flatten()}), full[2].T
     )

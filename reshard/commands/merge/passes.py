@@ -46,7 +46,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What an adapter changed in its base.
+    """The changes that an adapter made to its base.
 
     Args:
         adapter: its name.

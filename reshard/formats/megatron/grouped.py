@@ -19,7 +19,8 @@ from reshard.errors import CorruptError
 from reshard.formats.megatron.arguments import Arguments
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import Entry
-from reshard.model_parallel.moves import Move, apply_moves, make_row_moves, transpose
+from reshard.model_parallel.moves import Move, apply_moves, make_row_moves
+from reshard.views import Permute
 
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.weight([12])")
 _QKV = re.compile(r".*\.query_key_value\.(weight|bias)")
@@ -53,7 +54,7 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
         members = [Member(name, stored, e * numel) for e, name in enumerate(names)]
         chunks_of = flat_chunks(members, (_make_run(c, entry.shape) for c in entry.chunks))
         for name in names:
-            chunks = tuple(map(transpose, chunks_of[name]))
+            chunks = tuple(Permute((1, 0)).apply(chunks_of[name]))
             yield Entry(name, entry.kind, entry.dtype, stored[::-1], chunks)
 
 

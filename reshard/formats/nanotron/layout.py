@@ -22,7 +22,7 @@ _ALL = "None,None,None"  # slice of a dim that is not cut
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How tensor-parallel ranks share a parameter (``create_sharded_parameter_from_config``).
+    """The cut of a parameter over tensor-parallel ranks (``create_sharded_parameter_from_config``).
 
     Args:
         stage: the pipeline stage whose rank saves it.
