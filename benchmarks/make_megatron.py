@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=32000)
     args = parser.parse_args()
-    from tests.judges.megatron_cpu import after_import, pass_for_gpus
+    from reshard.testing.megatron.cpu import after_import, pass_for_gpus
 
     pass_for_gpus()
     import torch.distributed as dist

@@ -76,7 +76,7 @@ def plain(source: Path, output: Path) -> None:
 def convert(source: Path, output: Path) -> None:
     root = Path(os.environ["RESHARD_MEGATRON"])
     sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the tests lie
-    from tests.judges.megatron_cpu import pass_for_gpus
+    from reshard.testing.megatron.cpu import pass_for_gpus
 
     pass_for_gpus()
     sys.path[:0] = [str(root), str(root / "tools" / "checkpoint")]

@@ -1,10 +1,10 @@
-"""Families of models between Hugging Face and Megatron, proved as `tests.judged.families` does."""
+"""Families of models between Hugging Face and Megatron, proved by `reshard.testing.megatron`."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.judged import families
+from reshard.testing.megatron import proof as families
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 OPTIONAL = "fairscale lightning peft torchtitan verl"
-MEGATRON = "files fused models run truth"
+MEGATRON = "files models run truth"
 collect_ignore = [f"library_{library}.py" for library in OPTIONAL.split()]
 collect_ignore += [f"megatron_{part}.py" for part in MEGATRON.split()]
-collect_ignore.append("family_megatron.py")

@@ -25,11 +25,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 
+from reshard.testing.megatron.core import TRACKER, rank_directory
 from tests.judges.megatron_cases import FAMILIES, MULTIPLE, SEQUENCE, SHARDING, Case
 from tests.judges.megatron_models import COMMON, DTYPES, MICRO, SAMPLES, SEED
 from tests.judges.megatron_run import DECAY, LR, Run
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def save(run: Run, place: Path, form: str) -> None:
@@ -65,16 +64,6 @@ def load(run: Run, place: Path, form: str) -> None:
     run.step = state["iteration"]
     if run.case.rng:
         _set_random(state["rng_state"][0])
-
-
-def rank_directory(base: Path) -> Path:
-    """``get_checkpoint_name``: where this rank's files lie."""
-    name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
-    if mpu.get_pipeline_model_parallel_world_size() > 1:
-        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
-    if mpu.get_expert_model_parallel_world_size() > 1:
-        name += f"_{mpu.get_expert_model_parallel_rank():03d}"
-    return base / name
 
 
 def _save_legacy(run: Run, args: Namespace, base: Path) -> None:

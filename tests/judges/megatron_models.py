@@ -20,11 +20,11 @@ from megatron.core.transformer import (
     TransformerConfig,
     multi_latent_attention,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from tests.judges import megatron_fused
+from reshard.testing.megatron import fused
+from reshard.testing.megatron.core import LatentCore
 from tests.judges.megatron_cases import FAMILIES, SEQUENCE
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
     family = FAMILIES[case.family]
     chunk = stage if case.grid.vpp else None
     if family.get("fused"):
-        spec = megatron_fused.layer_spec(config)
+        spec = fused.layer_spec(config)
         layers = [spec]
     elif config.num_moe_experts:
         spec = get_gpt_decoder_block_spec(
@@ -152,16 +152,7 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
     return model
 
 
-class LatentCore(DotProductAttention):
-    """Megatron's own attention, which 0.16.1 cannot build for latent attention: no parameters."""
-
-    def __init__(
-        self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-
-
-class StatefulLatentCore(megatron_fused.Whole, LatentCore):
+class StatefulLatentCore(fused.Whole, LatentCore):
     """The same with a state of its own, as Transformer Engine's attention has one."""
 
 

@@ -105,7 +105,7 @@ def _on_one_rank(job: ranks.Job, case: Case) -> dict[str, Any]:
 
 def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once. Returns case -> why Megatron-core cannot be imported here."""
-    from tests.judges.megatron_cpu import after_import, pass_for_gpus
+    from reshard.testing.megatron.cpu import after_import, pass_for_gpus
 
     try:
         importlib.import_module("torch")

@@ -43,8 +43,7 @@ from megatron.core.transformer import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
-from tests.judges import family_hybrid
-from tests.judges.megatron_files import TRACKER, rank_directory
+from reshard.testing.megatron import hybrid
 
 ON_CPU = {
     "use_cpu_initialization": True,
@@ -59,10 +58,11 @@ ON_CPU = {
     "params_dtype": torch.float32,
     "pipeline_dtype": torch.float32,
 }
+TRACKER = "latest_checkpointed_iteration.txt"
 YARN = "yarn_"  # read from the configuration with getattr, and no fields of its class
 
 
-def read_ranks(place: Path) -> Namespace:
+def read_args(place: Path) -> Namespace:
     """Return the arguments of a run; every file of it has them."""
     base = _find_iteration(place)
     path = base / "common.pt" if _is_dist(base) else next(base.glob("mp_rank_*/model_optim_rng.pt"))
@@ -79,7 +79,7 @@ def _find_iteration(place: Path) -> Path:
 
 
 def lay_grid(args: Namespace) -> None:
-    """Megatron's process groups."""
+    """Make Megatron's process groups."""
     mpu.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -91,7 +91,7 @@ def lay_grid(args: Namespace) -> None:
 
 
 def make_config(args: Namespace) -> TransformerConfig:
-    """``core_transformer_config_from_args``."""
+    """Return what ``core_transformer_config_from_args`` makes of the arguments."""
     told = vars(args)
     kind = MLATransformerConfig if told.get("multi_latent_attention") else TransformerConfig
     values = {f.name: told[f.name] for f in dataclasses.fields(kind) if f.name in told}
@@ -117,7 +117,7 @@ def make_config(args: Namespace) -> TransformerConfig:
 
 
 def build(args: Namespace) -> GPTModel:
-    """``gpt_builder`` with ``--transformer-impl local``: this rank's stage."""
+    """Return this rank's stage, as ``gpt_builder`` with ``--transformer-impl local`` makes it."""
     config, told = make_config(args), vars(args)
     common = {
         "vocab_size": args.padded_vocab_size,
@@ -128,7 +128,7 @@ def build(args: Namespace) -> GPTModel:
         "position_embedding_type": args.position_embedding_type,
     }
     if told.get("hybrid_override_pattern"):
-        return family_hybrid.build(args, config, **common)
+        return hybrid.build(args, config, **common)
     if args.num_experts:
         spec = get_gpt_decoder_block_spec(
             config,
@@ -165,7 +165,11 @@ class LatentCore(DotProductAttention):
     """Megatron's own attention, which 0.16.1 cannot build for latent attention: no parameters."""
 
     def __init__(
-        self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
+        self,
+        *args: Any,
+        k_channels: int = 0,  # noqa: ARG002 - the sizes of keys and values, which it has already
+        v_channels: int = 0,  # noqa: ARG002
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
 
@@ -184,6 +188,16 @@ def load(model: GPTModel, place: Path) -> Any:
     wrapped.load_state_dict(state["model"], strict=True)
     optimizer.load_state_dict(state["optimizer"])
     return optimizer
+
+
+def rank_directory(base: Path) -> Path:
+    """Return where this rank's files lie, as ``get_checkpoint_name`` does (checkpointing.py)."""
+    name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_expert_model_parallel_rank():03d}"
+    return base / name
 
 
 def _load_legacy(base: Path) -> dict[str, Any]:
@@ -251,13 +265,12 @@ def compute_logits(model: GPTModel, tokens: torch.Tensor) -> list[torch.Tensor]:
         forward_only=True,
         collect_non_loss_data=True,
     )
-    *more, main = computed or [None]
-    found = [] if main is None else [main, *more]
+    found = computed[-1:] + computed[:-1]
     return [gather_from_tensor_model_parallel_region(logits).float() for logits in found]
 
 
-def bring_to_first_rank(value: Any) -> list[Any]:
-    """Every rank's value, on all ranks."""
+def gather_from_all(value: Any) -> list[Any]:
+    """Return every rank's value, on all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

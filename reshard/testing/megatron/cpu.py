@@ -30,7 +30,7 @@ CUDA_TYPES = {
 
 
 def pass_for_gpus() -> None:
-    """Before Megatron-core is imported: every CUDA call acts on the CPU."""
+    """Make every CUDA call act on the CPU, before Megatron-core is imported."""
     _compile_nothing()
     _stand_in_for_streams()
     for name in FACTORIES.split():
@@ -94,7 +94,7 @@ def _stand_in_for_streams() -> None:
 
 
 def _grouped_gemm() -> types.ModuleType:
-    """The one operation of ``grouped_gemm`` that Megatron's GroupedMLP calls."""
+    """Return the one operation of ``grouped_gemm`` that Megatron's GroupedMLP calls."""
 
     def gmm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *, trans_b: bool) -> Any:
         parts = a.split(sizes.tolist())  # a: (tokens, k), b: (experts, k, n)
@@ -106,7 +106,7 @@ def _grouped_gemm() -> types.ModuleType:
 
 
 def after_import() -> None:
-    """What Megatron-core leaves to Transformer Engine alone, and what costs seconds a rank."""
+    """Replace what only Transformer Engine has, and what costs seconds in each rank."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -118,7 +118,7 @@ def after_import() -> None:
 
 @functools.cache
 def _forked_queue() -> Any:
-    """The queue of a rank's writers; Megatron spawns its process, which imports torch again."""
+    """Return the queue of a rank's writers, whose process Megatron spawns: it imports torch."""
     return multiprocessing.get_context("fork").Manager().Queue()
 
 

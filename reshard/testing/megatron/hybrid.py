@@ -54,7 +54,7 @@ def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, _chunk: int, **told: Any) -> 
 
 def stand_in_for_kernels() -> None:
     """Put the functions of ``mamba_ssm`` that megatron-core imports where it finds them."""
-    parts = {
+    parts: dict[str, dict[str, Any]] = {
         "layernorm_gated": {"RMSNorm": _RMSNormGated},
         "ssd_combined": {
             "mamba_chunk_scan_combined": _scan,
@@ -96,7 +96,7 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
         TransformerLayerSubmodules,
     )
 
-    from tests.judges.megatron_fused import NormThenLinear, Whole
+    from reshard.testing.megatron.fused import NormThenLinear, Whole
 
     class Core(Whole, DotProductAttention):
         """Attention with a state of its own, as Transformer Engine's has one."""

@@ -46,11 +46,11 @@ class NormThenLinear(ColumnParallelLinear):
         return made
 
     def get_extra_state(self) -> torch.Tensor:
-        """Opaque bytes, as Transformer Engine's are."""
+        """Return opaque bytes, as Transformer Engine's are."""
         return self.history.view(torch.uint8).clone()
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """They again; nothing and no bytes change nothing."""
+        """Take them back; nothing and no bytes change nothing."""
         if state is not None and state.numel():
             self.history = state.clone().view(torch.float32)
 
@@ -101,11 +101,11 @@ class FusedSpecProvider(LocalSpecProvider):
         return WholeLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """One module."""
+        """Return True: they are one module."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
-        """It."""
+        """Return the module that is both."""
         return NormThenLinear
 
 

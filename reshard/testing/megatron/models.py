@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from tests.judges import family_mtp
+from reshard.testing.megatron import mtp
 
 SEED, SPREAD = 7, 0.08
 STEPS = 1  # of Adam
 SAMPLES, SEQUENCE = 2, 24
+TOKENS = "tokens.pt"
 VOCABULARY = 120
 _LAYERS, _MOST_LAYERS = 4, 12
 _HEADS, _GROUPS = 8, 4
@@ -161,19 +162,21 @@ def write_sources(config: PreTrainedConfig, place: Path) -> Sources:
     with torch.no_grad():
         logits = model(tokens, use_cache=False).logits.float()
     model.save_pretrained(place / "model")
-    more = family_mtp.build(model, SPREAD)
+    place.mkdir(parents=True, exist_ok=True)
+    torch.save(tokens, place / TOKENS)
+    more = mtp.build(model, SPREAD)
     if more is not None:
-        named = family_mtp.name_as_published(more, config.num_hidden_layers)
+        named = mtp.name_as_published(more, config.num_hidden_layers)
         path = place / "model" / "model.safetensors"
-        save_file(load_file(path) | family_mtp.cut_experts(named), path, {"format": "pt"})
+        save_file(load_file(path) | mtp.cut_experts(named), path, {"format": "pt"})
         _save_run(_WithMore(model, named), place / "run")
         config.save_pretrained(place / "run")  # as transformers' own class lacks these tensors
     else:
         _save_run(model, place / "run")
-    mtp = family_mtp.compute_logits(model, more, tokens) if more is not None else []
+    predicted = mtp.compute_logits(model, more, tokens) if more is not None else []
     held = {**dict(model.named_buffers()), **(named if more is not None else {})}
     buffers = frozenset(name for name, t in held.items() if not isinstance(t, torch.nn.Parameter))
-    return Sources(place / "model", place / "run", tokens, logits, buffers, tuple(mtp))
+    return Sources(place / "model", place / "run", tokens, logits, buffers, tuple(predicted))
 
 
 class _WithMore(torch.nn.Module):
@@ -210,10 +213,10 @@ def _save_run(model: torch.nn.Module, path: Path) -> None:
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    for param, state in optimizer.state.items():
-        state["exp_avg"].copy_(2 * param.detach())
-        state["exp_avg_sq"].copy_(param.detach().square())
+    for weight, state in optimizer.state.items():
+        state["exp_avg"].copy_(2 * weight.detach())
+        state["exp_avg_sq"].copy_(weight.detach().square())
     weights, moments = get_state_dict(model, optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({"model": weights, "optim": moments}, checkpoint_id=path, no_dist=True)
+        save({"model": weights, "optim": moments}, checkpoint_id=path, no_dist=True)

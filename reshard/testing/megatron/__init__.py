@@ -1,0 +1,17 @@
+"""Prove that a family of models goes from Hugging Face to Megatron and back.
+
+    python -m reshard.testing.megatron [--work DIR] [--rules FILE] [CONFIG ...]
+
+It needs megatron-core and transformers, and no GPU.
+
+    proof    the steps of a proof, and its results
+    command  the command line, which __main__ starts
+    models   a tiny random model of any configuration of transformers
+    mtp      the layers of a model that predict more tokens
+    ranks    processes that load a checkpoint into Megatron-core, from the proof's side
+    worker   the same, from the ranks' side
+    core     a model of Megatron-core from the arguments in a checkpoint
+    hybrid   Mamba layers on a CPU
+    fused    layers with the names of Transformer Engine's
+    cpu      stand-ins for the CUDA calls of Megatron-core
+"""

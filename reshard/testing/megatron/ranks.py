@@ -1,0 +1,97 @@
+"""Processes that load checkpoints into Megatron-core, from the side that asks for them.
+
+One worker process imports Megatron-core with stand-ins for CUDA, which would spoil this process,
+and forks the ranks of one checkpoint after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+START_LIMIT_S, LIMIT_S = 180.0, 240.0  # to import Megatron-core; for one checkpoint
+FOUND, FAILED, LOG = "found.pt", "failed.txt", "worker.log"
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_TAIL = 3000  # letters of a log in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checkpoint to load.
+
+    Args:
+        checkpoint: the directory of the run.
+        tokens: the file of the tokens whose logits are computed (``torch.save``).
+        world: number of ranks.
+        directory: where the results are put.
+    """
+
+    checkpoint: str
+    tokens: str
+    world: int
+    directory: str
+
+
+def run_jobs(jobs: Sequence[Job], place: Path) -> list[dict[str, Any] | str]:
+    """Load each checkpoint into Megatron-core, and compute logits.
+
+    Args:
+        place: a directory for the worker's own files.
+
+    Returns:
+        For each job what `worker.load_checkpoint` found, or the text of the failure.
+    """
+    import torch
+
+    place.mkdir(parents=True, exist_ok=True)
+    for job in jobs:
+        Path(job.directory).mkdir(parents=True, exist_ok=True)
+    ended = _run_worker(jobs, place) if jobs else ""
+    found: list[dict[str, Any] | str] = []
+    for job in jobs:
+        result, failed = (Path(job.directory, name) for name in (FOUND, FAILED))
+        if result.exists():
+            found.append(torch.load(result, weights_only=True))
+        else:
+            found.append(failed.read_text() if failed.exists() else ended)
+    return found
+
+
+def _run_worker(jobs: Sequence[Job], place: Path) -> str:
+    """Run the worker process to its end; return what to say of jobs without a result."""
+    told, log = place / "jobs.json", place / LOG
+    told.write_text(json.dumps([asdict(job) for job in jobs]))
+    with log.open("w") as output:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "reshard.testing.megatron.worker", str(told)],
+            env=_make_environment(),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            worker.wait(START_LIMIT_S + LIMIT_S * len(jobs))
+        except subprocess.TimeoutExpired:
+            pass  # the jobs without a result have failed
+        finally:
+            if worker.poll() is None:
+                os.killpg(worker.pid, signal.SIGKILL)
+                worker.wait()
+    tail = log.read_text(errors="replace")[-_TAIL:]
+    return f"{tail}\nthe worker of Megatron-core ended with {worker.returncode}"
+
+
+def _make_environment() -> dict[str, str]:
+    """Return the environment of a program on CPUs that no launcher has started."""
+    return {name: value for name, value in os.environ.items() if name not in _LAUNCHED} | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }

@@ -1,0 +1,116 @@
+"""The worker process of a proof: its forks are ranks that load a checkpoint into Megatron-core.
+
+``python -m reshard.testing.megatron.worker JOBS``; see `ranks`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+from reshard.testing.megatron.ranks import FAILED, FOUND, LIMIT_S, Job
+
+
+def serve(jobs: list[Job]) -> None:
+    """Do the jobs one after the other, each by forks of this process."""
+    from reshard.testing.megatron import cpu
+
+    cpu.pass_for_gpus()
+    importlib.import_module("reshard.testing.megatron.core")
+    cpu.after_import()
+    for job in jobs:
+        failure = _run(job)
+        if failure:
+            Path(job.directory, FAILED).write_text(failure)
+
+
+def _run(job: Job) -> str:
+    """Run the ranks of one job; return the text of their failure, if there is one."""
+    from torch.multiprocessing.spawn import (
+        ProcessExitedException,
+        ProcessRaisedException,
+        start_processes,
+    )
+
+    started = start_processes(
+        load_checkpoint, args=(job,), nprocs=job.world, join=False, start_method="fork"
+    )
+    limit = time.monotonic() + LIMIT_S
+    try:
+        while not started.join(timeout=1):
+            if time.monotonic() > limit:
+                return f"not finished after {LIMIT_S:.0f} s"
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        return str(error)
+    finally:
+        for process in started.processes:
+            process.kill()
+    return ""
+
+
+def load_checkpoint(rank: int, job: Job) -> None:
+    """Build the model, load the checkpoint, compare the moments and compute logits.
+
+    Rank 0 saves what was found: the number of moments, what is wrong of them, the logits.
+    """
+    try:
+        _load_checkpoint(rank, job)
+    finally:
+        for child in multiprocessing.active_children():
+            child.kill()  # Megatron keeps one for its queue of writers
+
+
+def _load_checkpoint(rank: int, job: Job) -> None:
+    import torch
+
+    from reshard.testing.megatron import core
+
+    warnings.simplefilter("ignore")
+    _join_group(job, rank)
+    place = Path(job.checkpoint)
+    args = core.read_args(place)
+    core.lay_grid(args)
+    model = core.build(args)
+    optimizer = core.load(model, place)
+    moments, wrong = core.find_wrong_moments(model, optimizer)
+    logits = core.compute_logits(model, torch.load(job.tokens))
+    found = core.gather_from_all((moments, wrong, logits))
+    if rank == 0:
+        result = {
+            "moments": sum(count for count, _, _ in found),
+            "wrong": [text for _, texts, _ in found for text in texts],
+            "logits": [logits for _, _, logits in found if logits],
+        }
+        torch.save(result, Path(job.directory, FOUND))
+
+
+def _join_group(job: Job, rank: int) -> None:
+    """Join the job's process group, with the environment that a launcher would give."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.world),
+        "LOCAL_WORLD_SIZE": str(job.world),
+    }
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(job.directory).resolve() / 'rendezvous'}",
+        rank=rank,
+        world_size=job.world,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+
+
+if __name__ == "__main__":
+    serve([Job(**told) for told in json.loads(Path(sys.argv[1]).read_text())])
