@@ -20,6 +20,7 @@ from reshard.errors import ReshardError as ReshardError
 from reshard.version import __version__ as __version__
 
 if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
+    from reshard.api import average as average
     from reshard.api import diff as diff
     from reshard.api import inspect as inspect
     from reshard.api import merge as merge
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.api import resume_check as resume_check
     from reshard.api import split as split
     from reshard.api import verify as verify
+    from reshard.commands.average.options import AverageOptions as AverageOptions
+    from reshard.commands.average.report import AverageReport as AverageReport
     from reshard.commands.diff import DiffOptions as DiffOptions
     from reshard.commands.diff import DiffReport as DiffReport
     from reshard.commands.inspect import Inspection as Inspection
@@ -47,6 +50,8 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.tensors import LazyTensor as LazyTensor
 
 _HOMES = {
+    "AverageOptions": "reshard.commands.average.options",
+    "AverageReport": "reshard.commands.average.report",
     "Checkpoint": "reshard.tensors",
     "DiffOptions": "reshard.commands.diff",
     "DiffReport": "reshard.commands.diff",
@@ -62,6 +67,7 @@ _HOMES = {
     "SplitReport": "reshard.commands.split.report",
     "VerifyOptions": "reshard.commands.verify",
     "VerifyReport": "reshard.commands.verify",
+    "average": "reshard.api",
     "diff": "reshard.api",
     "inspect": "reshard.api",
     "merge": "reshard.api",
@@ -74,6 +80,8 @@ _HOMES = {
     "verify": "reshard.api",
 }
 __all__ = [
+    "AverageOptions",
+    "AverageReport",
     "Checkpoint",
     "DiffOptions",
     "DiffReport",
@@ -90,6 +98,7 @@ __all__ = [
     "SplitReport",
     "VerifyOptions",
     "VerifyReport",
+    "average",
     "diff",
     "errors",
     "inspect",

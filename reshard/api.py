@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+from reshard.commands.average.options import AverageOptions
 from reshard.commands.diff import DiffOptions
 from reshard.commands.inspect import InspectOptions
 from reshard.commands.merge.options import MergeOptions
@@ -22,6 +23,7 @@ from reshard.commands.verify import VerifyOptions
 from reshard.formats import Paths
 
 if TYPE_CHECKING:
+    from reshard.commands.average.report import AverageReport
     from reshard.commands.diff import DiffReport
     from reshard.commands.inspect import Inspection
     from reshard.commands.merge.report import MergeReport
@@ -59,6 +61,14 @@ class _ToDestination(Protocol[_P, _Report_co]):
 
     def __call__(
         self, source: Paths, destination: str | Path, *args: _P.args, **options: _P.kwargs
+    ) -> _Report_co: ...
+
+
+class _ManyToDestination(Protocol[_P, _Report_co]):
+    """A function that writes a checkpoint made from several others."""
+
+    def __call__(
+        self, sources: Paths, destination: str | Path, *args: _P.args, **options: _P.kwargs
     ) -> _Report_co: ...
 
 
@@ -104,6 +114,12 @@ def _of_directory(
 def _to_destination(
     kind: Callable[_P, _Options],
 ) -> Callable[[Callable[[Paths, str | Path, _Options], _Result]], _ToDestination[_P, _Result]]:
+    return lambda function: _with_keywords(function, kind)
+
+
+def _many_to_destination(
+    kind: Callable[_P, _Options],
+) -> Callable[[Callable[[Paths, str | Path, _Options], _Result]], _ManyToDestination[_P, _Result]]:
     return lambda function: _with_keywords(function, kind)
 
 
@@ -155,6 +171,18 @@ def merge(source: Paths, destination: str | Path, options: MergeOptions) -> Merg
     from reshard.commands.merge.command import merge as run
 
     return run(source, destination, options)
+
+
+@_many_to_destination(AverageOptions)
+def average(sources: Paths, destination: str | Path, options: AverageOptions) -> AverageReport:
+    """Write the mean of the weights of several checkpoints; keywords as in `AverageOptions`.
+
+    Raises:
+        ReshardError: the output could not be written; the destination is unchanged.
+    """
+    from reshard.commands.average.command import average as run
+
+    return run(sources, destination, options)
 
 
 @_to_destination(SplitOptions)

@@ -20,7 +20,10 @@ Each row has the spelling on the command line, the keyword of the Python functio
 options that a run was given are in its JSON report (`--json`) under `options`, by their keywords.
 All commands but `demo` also take `--json` and `-v`, and all but `inspect` take `-q`.
 """
-_COMMANDS = ("inspect", "merge", "split", "convert", "diff", "verify", "resume-check", "serve")
+_COMMANDS = (
+    *("inspect", "merge", "average", "split", "convert", "diff", "verify", "resume-check"),
+    "serve",
+)
 
 
 def options_page():

@@ -57,7 +57,7 @@ LAYERS = (
     ("naming",),
     ("formats",),
     ("move",),
-    ("tensors", "weights", "replicas", "adapters", "identity", "hooks"),
+    ("tensors", "weights", "replicas", "adapters", "averages", "identity", "hooks"),
     ("checks",),
     ("html",),
     ("commands", "dcp"),

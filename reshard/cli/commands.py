@@ -63,6 +63,24 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     write(run, MergeOptions, sources, destination, **values)
 
 
+@cli.command(declared="AverageOptions")
+@_sources
+@_destination
+@_json
+@_quiet
+@_verbose
+def average(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
+    """Write the mean of the weights of several checkpoints.
+
+    Each SOURCE is a checkpoint, of any layout. DESTINATION is as in merge. With --last N, SOURCE is
+    the directory of a run, and its newest N checkpoints are averaged.
+    """
+    from reshard.commands.average.command import average as run
+    from reshard.commands.average.options import AverageOptions
+
+    write(run, AverageOptions, sources, destination, **values)
+
+
 @cli.command(declared="SplitOptions")
 @_sources
 @_destination

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from reshard import units
@@ -28,6 +29,15 @@ def count_leaves(manifest: Manifest) -> dict[str, Any]:
     }
     read = sum(counts.values()) + len(manifest.unread)
     return {"read": read, **counts, "opaque": dict(manifest.unread)}
+
+
+def add_leaves(every: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the counts of several checkpoints together."""
+    total: dict[str, Any] = {"opaque": {}}
+    for counts in every:
+        for name, value in counts.items():
+            total[name] = total.get(name, 0) + value if name != "opaque" else total[name] | value
+    return total
 
 
 def format_leaves(counts: dict[str, Any]) -> str:

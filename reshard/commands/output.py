@@ -98,7 +98,7 @@ def convert(
     """
     began = time.perf_counter()
     output = resolve_destination(destination)
-    check_page(options, sources, output)
+    check_page(options, [*sources, *beside], output)
     with report_untouched(output):
         manifest, occupied = open_source(sources, output, options, beside)
         if occupied is not None and not is_stamped:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from reshard.errors import UnrecognisedError
 from reshard.files import MAX_POINTER, read_small_file
 from reshard.location import Location
+from reshard.units import some
 
 _NUMBERED = re.compile(
     r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|ep\d+-ba)?(\d{1,19})"
@@ -87,6 +88,34 @@ def numbered(location: Location) -> dict[int, Location]:
         for name, folder in location.folders.items()
         if (number := number_of(name)) is not None
     }
+
+
+def list_checkpoints(
+    location: Location, detect: Callable[[Location], bool], depth: int = _DEPTH
+) -> dict[int, Location | None]:
+    """Return the checkpoints of a run by the number in their name, lowest first.
+
+    A number without a checkpoint (an interrupted save) has None. The result is empty if the
+    directory is not that of a run.
+
+    Raises:
+        UnrecognisedError: there are several runs, or several checkpoints of one number.
+    """
+    numbers = numbered(location)
+    found = {n: checkpoint(numbers[n], None, detect, depth - 1) for n in sorted(numbers)}
+    if any(found.values()):
+        return found
+    if not depth:
+        return {}
+    inside = [location.folders[name] for name in _FOLDERS if name in location.folders]
+    several = [each for folder in inside if (each := list_checkpoints(folder, detect, depth - 1))]
+    if len(several) > 1:
+        raise UnrecognisedError(
+            location,
+            f"holds the checkpoints of {len(several)} runs",
+            f"give one of {some([str(folder) for folder in inside])}",
+        )
+    return several[0] if several else {}
 
 
 def number_of(name: str) -> int | None:

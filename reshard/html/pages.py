@@ -6,7 +6,7 @@ the manifests of the command. The ``facts`` of a checkpoint are the document of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,7 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
         ),
         findings=_collect_findings(document),
         sections=(
+            *_averaged_table(document.get("sources", ())),
             Maps((shards.of_manifest("Before", manifest), shards.of_skeleton("After", layout))),
             tensors("Tensors written", layout.entries),
             Table(
@@ -80,6 +81,21 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
             ),
         ),
     )
+
+
+def _averaged_table(sources: Sequence[Document]) -> Iterator[Table]:
+    """Yield the table of the checkpoints of an average, in the order of the sum."""
+    if sources:
+        yield Table(
+            "Averaged",
+            (
+                Column("Checkpoint", "name", [each["path"] for each in sources]),
+                Column("Format", "text", [each["format"] for each in sources]),
+                Column("Step", "number", [each["step"] for each in sources]),
+                Column("Factor", "number", [each["weight"] for each in sources]),
+            ),
+            "The map shows the last of them.",
+        )
 
 
 def _with_read_kinds(skeleton: Skeleton, target: str) -> Skeleton:
@@ -237,7 +253,9 @@ def _collect_findings(document: Document) -> tuple[Findings, ...]:
 
     left = document.get("optimizer_tensors_left")
     dropped = (
-        [f"{units.counted(left, 'optimizer tensor')} (merge writes weights only)"] if left else []
+        [f"{units.counted(left, 'optimizer tensor')} ({document['command']} writes weights only)"]
+        if left
+        else []
     )
     return (
         Findings("Warnings", listed("warnings"), "bad"),

@@ -13,7 +13,7 @@ from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
 from reshard.move.fill import Filler
-from reshard.plan.copies import plan_block
+from reshard.plan.copies import CopyPlanner, plan_block
 
 T = TypeVar("T")
 
@@ -55,6 +55,17 @@ class TileReader:
             ReshardError: a file cannot be read, or the dtype cannot be cast.
         """
         for copy in plan_block(entry, box, dtype).copies:
+            self._filler.fill(copy, into)
+
+    def read_run(
+        self, planner: CopyPlanner, start: int, stop: int, dtype: DType, into: memoryview
+    ) -> None:
+        """Fill ``into`` with elements ``start`` to ``stop`` of a flattened tensor, in ``dtype``.
+
+        Raises:
+            ReshardError: a file cannot be read, or the dtype cannot be cast.
+        """
+        for copy in planner.plan_run(start, stop, dtype, 0):
             self._filler.fill(copy, into)
 
     def keep(self, slot: str, key: object, make: Callable[[], T]) -> T:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.judged import sequences
 from tests.judges import deepspeed_judge, library_judge, megatron_judge, torch_judge
 
 KEPT = Path(__file__).parents[1] / "data"
@@ -80,6 +81,12 @@ def torch_made(checkpoints) -> Path:
     """A directory with a folder a PyTorch case: ``ckpt/`` and ``truth.pt``."""
     names = [name for name, case in torch_judge.CASES.items() if torch_judge.writable(case)]
     return checkpoints(torch_judge.make_all, names, "torch")
+
+
+@pytest.fixture(scope="session")
+def sequences_made(checkpoints) -> Path:
+    """A directory with a folder a run of several checkpoints: ``run/`` and ``found.pt``."""
+    return checkpoints(sequences.make_all, list(sequences.RUNS), "sequences")
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from pathlib import Path
+from typing import TypeVar
 
 from reshard import formats, keys
 from reshard.commands.merge import codes, passes
@@ -12,6 +13,7 @@ from reshard.commands.merge.options import MergeOptions
 from reshard.commands.merge.passes import Merge
 from reshard.commands.merge.report import MergeReport, describe_merge
 from reshard.commands.output import Job, check_skeleton, convert, is_single_file
+from reshard.commands.output_report import OutputReport
 from reshard.commands.reading import Meter
 from reshard.errors import DifferentError, UsageError
 from reshard.formats import placeholders, registry
@@ -19,7 +21,21 @@ from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton, index_entries
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
 
+R = TypeVar("R", bound=OutputReport)
 Pass = Callable[[Merge], Merge]
+OPENING: Sequence[Pass] = (codes.dequantise, passes.find_companions)
+"""The passes that find what is written beside the weights."""
+CHOOSING: Sequence[Pass] = (
+    passes.rename,
+    passes.choose_form,
+    passes.edit_names,
+    passes.fill,  # after the edits: --rename adapts names to those of the base
+    passes.choose_weights,
+    codes.match_config,
+    passes.note_adapters,
+    passes.compare_copies,
+)
+"""The passes that choose the weights to write, each with its name and dtype."""
 
 
 def merge(
@@ -70,7 +86,15 @@ def plan_merge(
     Raises:
         ReshardError: the source cannot be written as requested.
     """
-    opened = Merge(
+    opened = open_merge(manifest, source, output, options)
+    result = run_passes(_list_passes(options), opened)
+    result.notes.warnings += means
+    return plan_files(result, manifest, describe_merge)
+
+
+def open_merge(manifest: Manifest, source: Path, output: Path, options: MergeOptions) -> Merge:
+    """Return a merge before its first pass."""
+    return Merge(
         manifest=manifest,
         source=registry.describe_source(manifest),
         options=options,
@@ -79,19 +103,40 @@ def plan_merge(
         edited=keys.Edited(manifest),
         tied=options.tied,
     )
-    result = reduce(lambda merge, step: step(merge), _list_passes(options), opened)
-    result.notes.warnings += means
-    check_skeleton(result.skeleton)
-    entries = [entry for entry, _ in result.weights.tensors]
-    placeholders.refuse(result.manifest, entries)
-    plan = Plan(index_entries(entries), result.skeleton, options.budget()[1])
+
+
+def run_passes(steps: Iterable[Pass], merge: Merge) -> Merge:
+    """Run passes in order.
+
+    Raises:
+        ReshardError: the source cannot be written as requested.
+    """
+    return reduce(lambda result, step: step(result), steps, merge)
+
+
+def plan_files(
+    merge: Merge, manifest: Manifest, describe: Callable[[Manifest, Merge, Plan], R]
+) -> Job[R]:
+    """Plan the copies that fill the files that are laid out.
+
+    Args:
+        manifest: the source before its names were changed.
+        describe: returns the report of the plan.
+
+    Raises:
+        ReshardError: a tensor is incomplete.
+    """
+    check_skeleton(merge.skeleton)
+    entries = [entry for entry, _ in merge.weights.tensors]
+    placeholders.refuse(merge.manifest, entries)
+    plan = Plan(index_entries(entries), merge.skeleton, merge.options.budget()[1])
     return Job(
-        manifest=result.manifest,
+        manifest=merge.manifest,
         shown=manifest,
-        skeleton=result.skeleton,
+        skeleton=merge.skeleton,
         plan=plan,
-        report=describe_merge(manifest, result, plan),
-        check=partial(_check_output, result.skeleton),
+        report=describe(manifest, merge, plan),
+        check=partial(_check_output, merge.skeleton),
     )
 
 
@@ -119,19 +164,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
             passes.compare_copies,
             adapter.lay_out,
         )
-    return (
-        codes.dequantise,
-        passes.find_companions,
-        passes.rename,
-        passes.choose_form,
-        passes.edit_names,
-        passes.fill,  # after the edits: --rename adapts names to those of the base
-        passes.choose_weights,
-        codes.match_config,
-        passes.note_adapters,
-        passes.compare_copies,
-        passes.lay_out,
-    )
+    return (*OPENING, *CHOOSING, passes.lay_out)
 
 
 def _check_output(skeleton: Skeleton, staging: Path) -> None:

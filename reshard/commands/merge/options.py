@@ -10,7 +10,7 @@ from typing import Any
 from reshard import keys, weights
 from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.errors import UsageError
-from reshard.options import nested_options, option, size_option
+from reshard.options import Options, nested_options, option, size_option
 
 FILL = "--fill-missing-from"
 MERGE_LORA = "--merge-lora"
@@ -18,8 +18,8 @@ _OF_OTHER_MODELS = ("fill_missing_from", "family", "vocab_size", "keep_padding")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeOptions(NamingOptions, OutputOptions):
-    """The options of ``merge``; the defaults are the safe ones."""
+class WeightsOptions(Options):
+    """Which weights are written, in which dtype and in which files."""
 
     dtype: str | None = option(
         None, "bf16, fp16, fp32 or keep (as stored).", group="Weights", unset="as trained"
@@ -32,6 +32,23 @@ class MergeOptions(NamingOptions, OutputOptions):
         "Further names of tied weights; auto drops those with equal values.",
         group="Weights",
     )
+    keep_padding: bool = option(False, "Keep padding rows of the embedding.", group="Weights")
+    edits: keys.Edits = nested_options(keys.Edits)
+    max_shard_bytes: int = size_option(
+        "5GB", "Maximum size of each weights file.", flag="--max-shard-size", group="Files"
+    )
+    hf_dir: Path | None = option(
+        None,
+        "Copy config, tokenizer... from this model.",
+        group="Files",
+        unset="files beside SOURCE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherModelOptions(Options):
+    """Parts of a model that are stored apart: in another model, or as an adapter."""
+
     fill_missing_from: Path | None = option(
         None,
         "Model that supplies weights missing from the checkpoint (frozen ones that were not"
@@ -51,17 +68,11 @@ class MergeOptions(NamingOptions, OutputOptions):
         group="Weights",
         metavar="BASE",
     )
-    keep_padding: bool = option(False, "Keep padding rows of the embedding.", group="Weights")
-    edits: keys.Edits = nested_options(keys.Edits)
-    max_shard_bytes: int = size_option(
-        "5GB", "Maximum size of each weights file.", flag="--max-shard-size", group="Files"
-    )
-    hf_dir: Path | None = option(
-        None,
-        "Copy config, tokenizer... from this model.",
-        group="Files",
-        unset="files beside SOURCE",
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptions):
+    """The options of ``merge``; the defaults are the safe ones."""
 
     def __post_init__(self) -> None:
         """Refuse values that are not allowed, and options that contradict each other.

@@ -109,7 +109,7 @@ class MergeReport(OutputReport):
         yield from format_list("filled", self.filled)
         if self.optimizer_tensors_left:
             count = units.counted(self.optimizer_tensors_left, "optimizer tensor")
-            yield f"left out    {count} (merge writes weights)"
+            yield f"left out    {count} ({self.COMMAND} writes weights)"
         yield from format_list("overflowed", list_values(self.overflowed))
         yield from format_list("to zero", list_values(self.flushed))
         for text in self.changes:
@@ -118,15 +118,20 @@ class MergeReport(OutputReport):
             yield f"warning     {text}"
 
 
-def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
+def describe_merge(
+    manifest: Manifest, merge: Merge, plan: Plan, *, sums: int | None = None
+) -> MergeReport:
     """Return the part of a report that is known before the first byte moves.
 
     Args:
         manifest: the source before its names were changed.
+        sums: the memory that each worker needs for computed weights, in bytes; None: that of an
+            adapter.
     """
     chosen, edited, notes = merge.weights, merge.edited, merge.notes
     workers = merge.options.budget()[0]
-    sums = merge.addition.worker_nbytes if merge.addition else 0
+    if sums is None:
+        sums = merge.addition.worker_nbytes if merge.addition else 0
     return MergeReport(
         **describe_common(manifest, merge.skeleton, plan, notes.warnings),
         tensors=len(chosen.tensors),

@@ -1,0 +1,6 @@
+"""``average``: write the weighted mean of the weights of several checkpoints.
+
+command  opens the checkpoints, and plans the output as `merge` does
+options  the options
+report   what was averaged, and how
+"""

@@ -1,0 +1,327 @@
+"""``average``: write the weighted mean of the weights of several checkpoints of any layouts.
+
+Each checkpoint passes through the passes of `merge` up to the choice of its weights, so that all
+have the names and dtypes of the output. Their means are tensors that are computed when they are
+read, and the rest is a merge.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+from reshard import formats
+from reshard.averages import matching
+from reshard.averages.coefficients import Rank, compute_ema, find_order, parse_weights
+from reshard.averages.mean import WORKER_NBYTES
+from reshard.commands.average.options import AverageOptions
+from reshard.commands.average.report import AverageReport
+from reshard.commands.balance import add_leaves, count_leaves
+from reshard.commands.merge import command as merging
+from reshard.commands.merge import passes
+from reshard.commands.merge.passes import Merge
+from reshard.commands.merge.report import describe_merge
+from reshard.commands.output import Job, convert
+from reshard.commands.reading import Meter, read_trusted
+from reshard.errors import DifferentError, IncompleteError, UsageError
+from reshard.files import SourceFiles
+from reshard.formats import registry, run
+from reshard.identity import check_identity
+from reshard.identity.counters import find_counter_conflicts
+from reshard.location import Location
+from reshard.manifest import WEIGHT_KINDS, Manifest
+from reshard.plan.planner import Plan
+from reshard.units import counted, some
+from reshard.weights import Weights
+
+_FEWEST = 2  # checkpoints that have an average
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One of the checkpoints: as the user named it, as it was read, and its factor."""
+
+    path: Path
+    manifest: Manifest
+    weight: Fraction | None
+
+    @property
+    def rank(self) -> Rank:
+        """What decides its place in the sum."""
+        return Rank(self.manifest.origin.path, self.manifest.train.step)
+
+
+def average(
+    sources: formats.Paths,
+    destination: str | Path,
+    options: AverageOptions | None = None,
+    meter: Meter | None = None,
+) -> AverageReport:
+    """Write the weighted mean of the weights of several checkpoints.
+
+    Args:
+        sources: the checkpoints; with ``last``, the directory of one run.
+        destination: as in `merge`.
+        meter: opens a progress display for a number of bytes.
+
+    Raises:
+        ReshardError: see its subclasses; the destination is then unchanged.
+    """
+    options = options or AverageOptions()
+    paths = list_sources(formats.as_paths(sources), options)
+
+    def prepare(manifest: Manifest, output: Path, _means: list[str]) -> Job[AverageReport]:
+        others = [_open(path, options) for path in paths[1:]]
+        members = _weigh(paths, [manifest, *others], options)
+        return _plan(members, output, options)
+
+    return convert(
+        paths[:1],
+        destination,
+        options,
+        prepare,
+        kinds=WEIGHT_KINDS,
+        beside=paths[1:],
+        meter=meter,
+    )
+
+
+def list_sources(paths: Sequence[Path], options: AverageOptions) -> list[Path]:
+    """Return the paths of the checkpoints to average.
+
+    Raises:
+        UsageError: there are fewer than two, or the run has fewer than ``--last`` asks for.
+        IncompleteError: one of the newest checkpoints of the run is not complete.
+    """
+    if options.last is None:
+        if len(paths) < _FEWEST:
+            raise UsageError(
+                ", ".join(map(str, paths)) or "SOURCE",
+                "is one checkpoint; an average needs at least two",
+                "name several checkpoints, or pass --last N to average the newest of a run",
+            )
+        return list(paths)
+    if len(paths) != 1:
+        raise UsageError(
+            f"--last {options.last}",
+            f"takes the checkpoints of one run, and {len(paths)} paths were given",
+            "pass the directory of one run",
+        )
+    return _list_newest(paths[0], options.last)
+
+
+def _list_newest(path: Path, count: int) -> list[Path]:
+    """Return the newest checkpoints of a run, by the number in their names.
+
+    Raises:
+        UsageError: the run has fewer.
+        IncompleteError: one of them is not complete.
+    """
+    found = run.list_checkpoints(Location.of([path]), lambda place: bool(registry.detect(place)))
+    if len(found) < count:
+        raise UsageError(
+            f"--last {count}",
+            f"{path} has {counted(len(found), 'numbered checkpoint')}",
+            "pass a smaller number, or name the checkpoints",
+        )
+    newest = list(found.items())[-count:]
+    for number, place in newest:
+        if place is None:
+            raise IncompleteError(
+                path,
+                f"there is no complete checkpoint of step {number}: was the save interrupted?",
+                "name the checkpoints to average, without this one",
+            )
+    return [place.path for _, place in newest if place is not None]
+
+
+def _open(path: Path, options: AverageOptions) -> Manifest:
+    """Read the headers of a checkpoint as `convert` reads those of the first one.
+
+    Raises:
+        ReshardError: it cannot be read or trusted.
+    """
+    manifest = read_trusted([path], options)
+    check_identity(manifest, options.trust)
+    return manifest
+
+
+def _weigh(
+    paths: Sequence[Path], manifests: Sequence[Manifest], options: AverageOptions
+) -> list[_Member]:
+    """Return the checkpoints with their factors, in the order of the sum.
+
+    Raises:
+        UsageError: a checkpoint is named twice, or the factors do not fit.
+        DifferentError: the steps of a run do not grow with the numbers of its checkpoints.
+    """
+    ranks = [Rank(m.origin.path, m.train.step) for m in manifests]
+    _refuse_repeated(paths, manifests)
+    if options.last is not None:
+        _check_steps(ranks)
+    weights: list[Fraction] | None = None
+    if options.ema is not None:
+        weights = compute_ema(options.ema, ranks)
+    elif options.weights is not None:
+        weights = parse_weights(options.weights, len(ranks))
+    given: Sequence[Fraction | None] = weights or [None] * len(ranks)
+    members = [_Member(*each) for each in zip(paths, manifests, given, strict=True)]
+    return [members[number] for number in find_order(ranks)]
+
+
+def _refuse_repeated(paths: Sequence[Path], manifests: Sequence[Manifest]) -> None:
+    """Refuse a checkpoint that is named twice, also by two different paths.
+
+    Raises:
+        UsageError: there is one.
+    """
+    seen: dict[frozenset[str], Path] = {}
+    for path, manifest in zip(paths, manifests, strict=True):
+        files = frozenset(str(formats.as_paths(file)[0].resolve()) for file in manifest.files)
+        if files in seen:
+            raise UsageError(
+                path,
+                f"is the same checkpoint as {seen[files]}",
+                "name it once; --weights gives it more weight",
+            )
+        seen[files] = path
+
+
+def _check_steps(ranks: Sequence[Rank]) -> None:
+    """Check that the steps grow with the numbers of the checkpoints.
+
+    Raises:
+        DifferentError: they do not.
+    """
+    known = [rank for rank in ranks if rank.step is not None]
+    for before, after in pairwise(known):
+        if (before.step or 0) >= (after.step or 0):
+            raise DifferentError(
+                after.path,
+                f"states step {after.step}, but {before.path} states step {before.step}: the"
+                " numbers of the directories and the steps in the files contradict each other",
+                "name the checkpoints to average",
+            )
+
+
+def _plan(members: Sequence[_Member], output: Path, options: AverageOptions) -> Job[AverageReport]:
+    """Choose the weights of all checkpoints, and plan the files of their means.
+
+    Raises:
+        ReshardError: the checkpoints cannot be averaged, or not be written as requested.
+    """
+    merges = list(_choose_weights(members, output, options))
+    sources = [
+        matching.Source(str(member.path), merge.weights, _as_float(member.weight))
+        for member, merge in zip(members, merges, strict=True)
+    ]
+    with SourceFiles() as pool:
+        averaged = matching.average(sources, pool)
+    last = merges[-1]
+    files = {path: file for merge in merges for path, file in merge.manifest.files.items()}
+    result = replace(
+        last,
+        manifest=replace(last.manifest, files=files),
+        weights=_count_weights(last.weights, [merge.weights for merge in merges], averaged),
+    )
+    result.notes.warnings[:] = [*_join_warnings(members, merges), *averaged.notes]
+    result = passes.lay_out(result)
+    describe = partial(_describe, members=members, averaged=averaged, merges=merges)
+    return merging.plan_files(result, members[-1].manifest, describe)
+
+
+def _join_warnings(members: Sequence[_Member], merges: Sequence[Merge]) -> Iterator[str]:
+    """Yield the warnings of all checkpoints; one that not all have names its checkpoints."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for member, merge in zip(members, merges, strict=True):
+        read = member.manifest.warnings, find_counter_conflicts(member.manifest)
+        for text in dict.fromkeys((*read[0], *read[1], *merge.notes.warnings)):
+            paths[text].append(str(member.path))
+    for text, found in paths.items():
+        yield text if len(found) == len(members) else f"{some(found)}: {text}"
+
+
+def _as_float(weight: Fraction | None) -> float | None:
+    return None if weight is None else float(weight)
+
+
+def _choose_weights(
+    members: Sequence[_Member], output: Path, options: AverageOptions
+) -> Iterator[Merge]:
+    """Yield the merge of each checkpoint with its weights chosen, in the same order.
+
+    A checkpoint without a config.json takes that of the last one that has it, so that all have the
+    same names.
+    """
+    chosen = options.for_merge()
+    opened = [
+        merging.run_passes(
+            merging.OPENING, merging.open_merge(member.manifest, member.path, output, chosen)
+        )
+        for member in members
+    ]
+    known = [each.companions for each in opened if each.companions.config is not None]
+    for merge in opened:
+        lacks_config = merge.companions.config is None
+        completed = replace(merge, companions=known[-1]) if known and lacks_config else merge
+        yield merging.run_passes(merging.CHOOSING, completed)
+
+
+def _count_weights(last: Weights, every: Sequence[Weights], averaged: matching.Averaged) -> Weights:
+    """Return the weights to write, with the counts of all checkpoints for the report."""
+    return replace(
+        last,
+        tensors=averaged.tensors,
+        from_master=sum(each.from_master for each in every),
+        from_copy=sum(each.from_copy for each in every),
+        buffers=sum(each.buffers for each in every),
+        dropped_aliases=averaged.dropped_aliases,
+    )
+
+
+def _describe(
+    manifest: Manifest,
+    merge: Merge,
+    plan: Plan,
+    *,
+    members: Sequence[_Member],
+    averaged: matching.Averaged,
+    merges: Sequence[Merge],
+) -> AverageReport:
+    """Return the part of the report that is known before the first byte moves."""
+    base = describe_merge(manifest, merge, plan, sums=WORKER_NBYTES)
+    is_equal = members[0].weight is None
+    what = (
+        f"values in float64, divided by {len(members)}" if is_equal else "weight x value in float64"
+    )
+    read = sum(entry.nbytes for each in merges for entry, _ in each.weights.tensors)
+    values = {each.name: getattr(base, each.name) for each in fields(base)}
+    values |= {
+        "source": ", ".join(str(member.path) for member in members),
+        "bytes_read": read,
+        "warnings": merge.notes.warnings,
+        "optimizer_tensors_left": sum(
+            kind not in WEIGHT_KINDS for member in members for kind, _ in member.manifest.entries
+        ),
+        "sources": [_describe_member(member, len(members)) for member in members],
+        "means": averaged.means,
+        "equal": averaged.equal,
+        "arithmetic": f"sum of {what}; rounded to float32, then to the dtype that is written",
+        "leaves": add_leaves(count_leaves(member.manifest) for member in members),
+    }
+    return AverageReport(**values)
+
+
+def _describe_member(member: _Member, count: int) -> dict[str, object]:
+    return {
+        "path": str(member.path),
+        "format": member.manifest.origin.description,
+        "step": member.manifest.train.step,
+        "weight": 1 / count if member.weight is None else float(member.weight),
+        "given": "" if member.weight is None else str(member.weight),
+    }

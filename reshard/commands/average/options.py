@@ -1,0 +1,68 @@
+"""The options of ``average``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from reshard.averages.coefficients import EMA, WEIGHTS
+from reshard.commands.merge.options import MergeOptions, WeightsOptions
+from reshard.commands.output_options import NamingOptions, OutputOptions
+from reshard.errors import UsageError
+from reshard.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageOptions(WeightsOptions, NamingOptions, OutputOptions):
+    """The options of ``average``."""
+
+    weights: str | Sequence[float] | None = option(
+        None,
+        "Factor of each SOURCE, in their order; the sum must be 1. Fractions are allowed: 1/3.",
+        group="Average",
+        metavar="A,B,...",
+        unset="all count the same",
+    )
+    ema: float | None = option(
+        None,
+        "Exponential moving average in order of steps: average = EMA * average + (1 - EMA) *"
+        " checkpoint.",
+        group="Average",
+        metavar="DECAY",
+    )
+    last: int | None = option(
+        None,
+        "Average the newest N checkpoints of the run directory SOURCE.",
+        group="Average",
+        metavar="N",
+        minimum=2,
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values that are not allowed, and options that contradict each other.
+
+        Raises:
+            UsageError: an option is refused; the message names it.
+        """
+        super().__post_init__()
+        if self.weights is not None and self.ema is not None:
+            raise UsageError(f"{WEIGHTS} and {EMA}", "exclude each other", "pass one of them")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UsageError(f"{EMA} {self.ema:g}", "must be between 0 and 1", "pass e.g. 0.9")
+        if self.last is not None and self.tag is not None:
+            raise UsageError("--tag", "and --last exclude each other", "pass one of them")
+        if self.replicas == "mean":
+            raise UsageError(
+                "--replicas mean",
+                "averages the ranks of one checkpoint, and needs a file for their means",
+                "merge each checkpoint with --replicas mean first, or pass --replicas first",
+            )
+
+    def for_merge(self) -> MergeOptions:
+        """Return the options with which `merge` would write one of the checkpoints."""
+        inherited = {
+            each.name: getattr(self, each.name)
+            for kind in (WeightsOptions, NamingOptions, OutputOptions)
+            for each in fields(kind)
+        }
+        return MergeOptions(**inherited)

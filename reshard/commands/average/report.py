@@ -1,0 +1,47 @@
+"""The report of an average: what merge reports, and the checkpoints with their factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from reshard.commands.lines import format_list, format_row
+from reshard.commands.merge.report import MergeReport
+from reshard.units import counted, some
+
+
+@dataclass(kw_only=True)
+class AverageReport(MergeReport):
+    """The result of `average`.
+
+    Args:
+        sources: for each checkpoint, in the order of the sum: its path, its format, the step that
+            it states, and its factor as a number and as the user gave it.
+        means: the number of tensors that were averaged.
+        equal: the tensors that are not averaged, because all checkpoints have the same value.
+        arithmetic: how the mean is computed.
+    """
+
+    COMMAND: ClassVar[str] = "average"
+
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    means: int = 0
+    equal: list[str] = field(default_factory=list)
+    arithmetic: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report as text."""
+        first, *rest = super().lines()
+        yield first
+        shown = [
+            f"{each['weight']:.6g} x {each['path']} ({each['format']}"
+            + (f", step {each['step']})" if each["step"] is not None else ")")
+            for each in self.sources
+        ]
+        yield from format_list("average", shown)
+        yield format_row("arithmetic", self.arithmetic)
+        if self.equal:
+            count = counted(len(self.equal), "tensor")
+            yield format_row("equal", f"{count} taken as they are: {some(self.equal)}")
+        yield from rest
