@@ -8,7 +8,6 @@ from typing import Any
 from reshard import units
 from reshard.commands.lines import format_row
 from reshard.manifest import WEIGHT_KINDS, Manifest, TrainState
-from reshard.state_dict.plain_values import is_description
 
 _SHOWN = 3
 _SECTIONS = ("scheduler", "scaler", "rng", "client", "trainer_state", "opaque")
@@ -56,14 +55,17 @@ def format_leaves(counts: dict[str, Any]) -> str:
 def _count_train_state(train: TrainState) -> int:
     """Return the number of values other than tensors that a framework or a script saved."""
     counters = (train.step, train.samples, train.skipped_steps)
-    sections = sum(_count(getattr(train, name)) for name in _SECTIONS)
+    sections = sum(_count(value) for name in _SECTIONS if (value := getattr(train, name)))
     return sections + sum(counter is not None for counter in counters)
 
 
 def _count(value: Any) -> int:
     """Return the number of leaves of a nested value."""
-    if isinstance(value, dict) and not is_description(value):
-        return sum(map(_count, value.values()))
+    if isinstance(value, dict):
+        # Imported here because most model files have no such value.
+        from reshard.state_dict.plain_values import is_description
+
+        return 1 if is_description(value) else sum(map(_count, value.values()))
     if isinstance(value, (list, tuple)):
         return sum(map(_count, value))
     return int(value is not None)

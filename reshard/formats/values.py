@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from reshard.formats import registry
 from reshard.manifest import Manifest
-from reshard.quantised import dequantise as quantised
 
 
 def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
@@ -19,4 +18,6 @@ def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
     """
     if not registry.describe_source(manifest).weights_only:
         return manifest, []
+    from reshard.quantised import dequantise as quantised
+
     return quantised.dequantise(manifest)

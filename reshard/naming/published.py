@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.box import Index
 from reshard.containers.json_files import read_json_object
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.model import library
-from reshard.model.published import FILE_FORMATS, Published, describe_published
 from reshard.naming.options import Names
-from reshard.renames import rename_some
 from reshard.training.companion_files import config_beside
 from reshard.units import some
+
+if TYPE_CHECKING:
+    from reshard.model.published import Published
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class ModelConfig:
             UsageError: transformers cannot build the model.
             UnsupportedError: its conversion is not a movement of whole elements.
         """
+        from reshard.model.published import describe_published
+
         return describe_published(str(self.path) if self.path else self.content)
 
 
@@ -95,6 +98,8 @@ def restore_memory_form(manifest: Manifest) -> Manifest | None:
     Returns:
         None if the files are of another kind, or nothing states the model.
     """
+    from reshard.model.published import FILE_FORMATS
+
     if manifest.origin.format not in FILE_FORMATS:
         return None
     path = config_beside(manifest)
@@ -163,4 +168,8 @@ def _keep_written_names(manifest: Manifest, aliases: Mapping[str, str]) -> Manif
     for alias, written in aliases.items():
         if alias in stored and written not in stored and written not in names.values():
             names |= {alias: written, written: alias}
-    return rename_some(manifest, names) if names else manifest
+    if not names:
+        return manifest
+    from reshard.renames import rename_some
+
+    return rename_some(manifest, names)

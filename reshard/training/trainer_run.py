@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from reshard.containers import skeletons
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.manifest import Skeleton, TrainState
 from reshard.model.wrap import OWN_LAYERS
@@ -152,6 +151,8 @@ class Run:
 
     def directory(self, checkpoint: Skeleton) -> Skeleton:
         """Lay out the run directory around a checkpoint: its tag, and ``latest``."""
+        from reshard.containers import skeletons
+
         pointer = skeletons.lay_out_bytes("latest", self.tag.encode())
         return skeletons.join([pointer, skeletons.move_into(checkpoint, self.tag)])
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard import formats, keys, naming, replicas, weights
 from reshard.adapters import names as adapters
-from reshard.adapters.config import Config
 from reshard.box import Index
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.output import is_single_file
@@ -27,6 +27,9 @@ from reshard.paths import as_path
 from reshard.training import companion_files
 from reshard.training.companion_files import Companions, matched_config
 from reshard.weights import Tied, Weights
+
+if TYPE_CHECKING:
+    from reshard.adapters.config import Config
 
 _NO_CONFIG = (
     "there is no config.json beside the checkpoint, and transformers cannot load this directory"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.containers.skeletons import LaidOut
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.colossalai.directory import NAME, detect
 from reshard.location import Location
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
+    from reshard.containers.skeletons import LaidOut
     from reshard.formats.request import Request
     from reshard.training.state import WritableState
 
@@ -33,6 +33,7 @@ class ColossalAI(Writer):
         Raises:
             ReshardError: as `colossalai.writer.lay_out`.
         """
+        from reshard.containers.skeletons import LaidOut
         from reshard.formats.colossalai import writer
 
         skeleton = writer.lay_out(

@@ -15,11 +15,14 @@ import re
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.errors import IncompleteError, StaleError, UsageError
-from reshard.formats.megatron.arguments import Arguments
 from reshard.location import Location
 from reshard.units import some
+
+if TYPE_CHECKING:
+    from reshard.formats.megatron.arguments import Arguments
 
 NAME = "megatron"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.containers.skeletons import LaidOut
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.meta.directory import EMBEDDING, NAME, OUTPUT, detect
@@ -14,6 +13,7 @@ from reshard.manifest import Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
 
 if TYPE_CHECKING:
+    from reshard.containers.skeletons import LaidOut
     from reshard.formats.base import StateConversion
     from reshard.formats.request import Request
     from reshard.model_parallel.families import Family
@@ -93,6 +93,7 @@ class Meta(Writer):
         Raises:
             UsageError: the optimizer is not left out, or a size does not divide.
         """
+        from reshard.containers.skeletons import LaidOut
         from reshard.formats.meta import writer
 
         described = request.described

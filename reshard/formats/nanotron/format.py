@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.containers.skeletons import LaidOut
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.nanotron.directory import NAME, detect
@@ -12,6 +11,7 @@ from reshard.location import Location
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
+    from reshard.containers.skeletons import LaidOut
     from reshard.formats.request import Request
     from reshard.training.state import WritableState
 
@@ -40,6 +40,7 @@ class Nanotron(Writer):
             UsageError: nanotron has no such ZeRO stage.
             ReshardError: as `nanotron.writer.lay_out`.
         """
+        from reshard.containers.skeletons import LaidOut
         from reshard.formats.nanotron import writer
         from reshard.formats.nanotron.choice import Wanted
 
