@@ -3,7 +3,8 @@
 statement    what the files of a model state about its quantisation
 pairs        the codes and scales of each weight, with their geometry checked
 scaled       the geometry: where codes and scales are, and which belong together
-decode       the arithmetic, with numpy
+decode       the arithmetic of dequantisation, with numpy
+encode       the arithmetic of quantisation
 computed     a weight's values as bytes that are computed when they are read
 dequantise   a manifest of the dequantised weights
 

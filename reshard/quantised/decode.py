@@ -76,9 +76,15 @@ def decode_table(dtype: DType) -> Array:
 
 
 @cache
+def decode_e2m1() -> Array:
+    """Return the values of the 16 codes of e2m1 as float32."""
+    return np.array([*_E2M1, *(-value for value in _E2M1)], np.float32)
+
+
+@cache
 def _pair_table() -> Array:
     """Return for each byte its two e2m1 values, as one element of 8 bytes."""
-    values = np.array([*_E2M1, *(-value for value in _E2M1)], np.float32)
+    values = decode_e2m1()
     codes = np.arange(256)
     return np.stack([values[codes & 15], values[codes >> 4]], axis=1).view(np.uint64).reshape(-1)
 

@@ -44,6 +44,12 @@ class Scaled:
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
 
     @property
+    def value_block(self) -> tuple[int, int]:
+        """The rows and columns of a block in a matrix of the weight, which may be transposed."""
+        high, wide = self.block
+        return (wide, high) if self.transposed else (high, wide)
+
+    @property
     def numel(self) -> int:
         """The number of values."""
         return self.matrices * self.rows * self.columns

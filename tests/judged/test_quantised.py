@@ -107,6 +107,19 @@ def gpt_oss(place):
     return place / "codes"
 
 
+def read(place):
+    files = (load_file(path) for path in sorted(place.glob("*.safetensors")))
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
+def differing(got, want):
+    """Names of tensors that are not equal bit by bit."""
+    assert got.keys() == want.keys()
+    assert [n for n, t in want.items() if (got[n].dtype, got[n].shape) != (t.dtype, t.shape)] == []
+    as_bytes = torch.uint8
+    return [n for n, t in want.items() if not torch.equal(got[n].view(as_bytes), t.view(as_bytes))]
+
+
 def state_of(place, **options):
     return AutoModelForCausalLM.from_pretrained(place, **options).state_dict()
 
@@ -133,6 +146,81 @@ def test_transformers_loads_the_same_values_from_both(tmp_path, name, settings, 
     # the fused experts of fp8 models in bf16.
     assert any(want[fqn].dtype == dtype for fqn in want if "_proj" in fqn)
     assert [fqn for fqn in want if not torch.equal(got[fqn].to(want[fqn].dtype), want[fqn])] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"scale_fmt": "ue8m0"}),
+        ("deepseek_v3", {}),
+        ("gpt_oss", None),
+    ],
+)
+def test_values_of_a_release_are_written_as_its_bytes(tmp_path, name, settings):
+    """Through a model of transformers: what it saves is quantised like what it has loaded."""
+    source = gpt_oss(tmp_path) if settings is None else fp8_model(tmp_path, name, **settings)
+    how = Mxfp4Config if settings is None else FineGrainedFP8Config
+    want = read(source)
+    for dtype in (torch.bfloat16, torch.float32):
+        place = tmp_path / str(dtype)
+        place.mkdir()
+        if settings is None or dtype == torch.bfloat16:
+            options = {"dtype": dtype, "quantization_config": how(dequantize=True)}
+            model = AutoModelForCausalLM.from_pretrained(source, **options)
+            model.config.quantization_config = None
+            save_file(  # under the names in memory, as a training framework saves them
+                {n: t.contiguous().clone() for n, t in model.state_dict().items()},
+                place / "model.safetensors",
+            )
+        else:  # transformers keeps fused experts in bf16
+            reshard.merge(source, place / "model.safetensors", dtype="fp32")
+        reshard.merge(place / "model.safetensors", place / "codes", quantise_like=source)
+        assert differing(read(place / "codes"), want) == []
+        assert json.loads((place / "codes/config.json").read_text()) == json.loads(
+            (source / "config.json").read_text()
+        )
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_trained_weights_are_quantised_as_transformers_does(tmp_path, scale_fmt):
+    """With scales that are powers of two bit by bit; others differ in the last bits.
+
+    transformers computes ``1 / (448 / amax)``; DeepSeek, and reshard, ``amax / 448``.
+    """
+    source = fp8_model(tmp_path, "deepseek_v3", scale_fmt=scale_fmt)
+    torch.manual_seed(5)
+    trained = AutoModelForCausalLM.from_config(CONFIGS["deepseek_v3"])
+    with torch.no_grad():
+        for value in trained.parameters():
+            value.normal_(std=0.05)
+    trained.save_pretrained(tmp_path / "trained")
+    reshard.merge(tmp_path / "trained", tmp_path / "out", quantise_like=source)
+    got, state = read(tmp_path / "out"), read(tmp_path / "trained")
+    settings = {**FP8, "weight_block_size": [16, 32], "scale_fmt": scale_fmt}
+    quantise = Fp8Quantize(SimpleNamespace(quantization_config=SimpleNamespace(**settings)))
+    names = [fqn for fqn in state if f"{fqn}_scale_inv" in got]
+    assert len(names) == 26
+    want = {n: t for fqn in names for n, t in quantise._quantize_one(fqn, state[fqn]).items()}
+    different = differing({fqn: got[fqn] for fqn in want}, want)
+    if scale_fmt == "ue8m0":
+        assert different == []
+    for fqn in different:
+        is_scale = fqn.endswith("_scale_inv")
+        near = 2**-22 if is_scale else 0.13  # the next code, where the quotient is near the middle
+        torch.testing.assert_close(got[fqn].float(), want[fqn].float(), rtol=near, atol=0)
+        assert is_scale or (got[fqn].float() != want[fqn].float()).float().mean() < 0.01
+    live = state_of(tmp_path / "out", quantization_config=FineGrainedFP8Config(dequantize=True))
+    reshard.merge(tmp_path / "out", tmp_path / "values", dtype="bf16")
+    values = state_of(tmp_path / "values")
+    assert [n for n, t in live.items() if not torch.equal(values[n].to(t.dtype), t)] == []
+    tokens = torch.arange(24).reshape(2, 12) * 7
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    with torch.no_grad():
+        logits = [m.eval().float()(tokens).logits for m in (model, trained)]
+    assert (logits[0] - logits[1]).norm() < 0.1 * logits[1].norm()
 
 
 def test_fsdp_2_begins_from_codes_as_from_what_transformers_makes_of_them(tmp_path):

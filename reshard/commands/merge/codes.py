@@ -18,13 +18,14 @@ from reshard.units import some
 
 
 def dequantise(merge: Merge) -> Merge:
-    """Return the merge with dequantised weights if the user names a dtype.
+    """Return the merge with dequantised weights if the user wants them in another form.
 
     Raises:
         UnsupportedError: the method of quantisation is not known.
         IncompleteError, CorruptError: codes and scales do not fit.
     """
-    if merge.options.dtype in (None, "keep"):
+    options = merge.options
+    if options.dtype in (None, "keep") and options.quantise_like is None:
         return merge
     manifest, notes = values.dequantise(merge.manifest)
     merge.notes.derived += notes
@@ -76,9 +77,10 @@ def _drop_statement(merge: Merge) -> Merge:
     found = read_statement(companions.config or {}, "")
     if companions.config is None or found is None or not _has_plain_weights(merge):
         return merge
-    merge.notes.derived.append(
-        f"config.json: quantization_config ({found.method}) left out: no weight is quantised"
-    )
+    if merge.options.quantise_like is None:
+        merge.notes.derived.append(
+            f"config.json: quantization_config ({found.method}) left out: no weight is quantised"
+        )
     others = tuple(path for path in companions.others if path.name not in OTHERS)
     config = without_statement(companions.config)
     return replace(merge, companions=replace(companions, config=config, others=others))

@@ -63,7 +63,7 @@ def merge(
     def prepare(manifest: Manifest, output: Path, means: list[str]) -> Job[MergeReport]:
         return plan_merge(manifest, sources[0], output, options, means)
 
-    models = (options.fill_missing_from, options.merge_lora)
+    models = (options.fill_missing_from, options.merge_lora, options.quantise_like)
     base = [as_path(path) for path in models if path]
     return convert(
         sources, destination, options, prepare, kinds=WEIGHT_KINDS, beside=base, meter=meter
@@ -142,6 +142,11 @@ def plan_files(
 
 def _list_passes(options: MergeOptions) -> Sequence[Pass]:
     """Return the passes of a merge, in order."""
+    quantise: tuple[Pass, ...] = ()
+    if options.quantise_like is not None:
+        from reshard.commands.merge import quantising
+
+        quantise = (quantising.quantise,)
     if options.merge_lora is not None:
         from reshard.commands.merge import lora
 
@@ -152,6 +157,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
             passes.choose_weights,
             codes.match_config,
             passes.compare_copies,
+            *quantise,
             passes.lay_out,
         )
     if options.writes_adapter:
@@ -164,7 +170,7 @@ def _list_passes(options: MergeOptions) -> Sequence[Pass]:
             passes.compare_copies,
             adapter.lay_out,
         )
-    return (*OPENING, *CHOOSING, passes.lay_out)
+    return (*OPENING, *CHOOSING, *quantise, passes.lay_out)
 
 
 def _check_output(skeleton: Skeleton, staging: Path) -> None:

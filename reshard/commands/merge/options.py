@@ -14,6 +14,7 @@ from reshard.options import Options, nested_options, option, size_option
 
 FILL = "--fill-missing-from"
 MERGE_LORA = "--merge-lora"
+QUANTISE_LIKE = "--quantise-like"
 _OF_OTHER_MODELS = ("fill_missing_from", "family", "vocab_size", "keep_padding")
 
 
@@ -74,6 +75,13 @@ class OtherModelOptions(Options):
 class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptions):
     """The options of ``merge``; the defaults are the safe ones."""
 
+    quantise_like: Path | None = option(
+        None,
+        "Write the weights that this fp8 or MXFP4 model quantises as it does: codes and scales.",
+        group="Weights",
+        metavar="RELEASE",
+    )
+
     def __post_init__(self) -> None:
         """Refuse values that are not allowed, and options that contradict each other.
 
@@ -94,7 +102,13 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
                     "--tied drop", "would leave out merged values", "pass auto or keep"
                 )
         elif self.adapter is not None:
-            self._refuse_beside("--adapter", *_OF_OTHER_MODELS, "names", "tied")
+            self._refuse_beside("--adapter", *_OF_OTHER_MODELS, "names", "tied", "quantise_like")
+        if self.quantise_like is not None and self.names == "module":
+            raise UsageError(
+                "--names module",
+                f"{QUANTISE_LIKE} writes the names of the release",
+                "leave it out",
+            )
 
     @property
     def writes_adapter(self) -> bool:

@@ -100,6 +100,7 @@ class Merge(Conversion):
         skeleton: the files to write.
         adapter: the LoRA adapter to write; None: the whole model.
         addition: what the adapter changed in the base that it was added to; None: there is no base.
+        worker_nbytes: the memory that each worker needs for quantised weights, in bytes.
     """
 
     options: MergeOptions
@@ -116,6 +117,7 @@ class Merge(Conversion):
     skeleton: Skeleton = Skeleton((), ())
     adapter: Adapter | None = None
     addition: Addition | None = None
+    worker_nbytes: int = 0
 
     @property
     def is_directory(self) -> bool:
@@ -134,6 +136,8 @@ def find_companions(merge: Merge) -> Merge:
     near, options = merge.list_config_places(), merge.options
     if options.fill_missing_from:
         near.append(directory_of(options.fill_missing_from))
+    if options.quantise_like:
+        near.append(directory_of(options.quantise_like))
     try:
         return replace(merge, companions=companion_files.companions(options.hf_dir, near))
     except CorruptError:

@@ -153,5 +153,5 @@ def describe_merge(
         excluded=edited.excluded,
         optimizer_tensors_left=sum(kind not in WEIGHT_KINDS for kind, _ in manifest.entries),
         changes=notes.derived,
-        peak_buffer_bytes=workers * (2 * plan.window_bytes + sums),
+        peak_buffer_bytes=workers * (2 * plan.window_bytes + sums + merge.worker_nbytes),
     )

@@ -1,0 +1,214 @@
+"""``merge --quantise-like``: write weights as codes and scales, as a quantised release has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from reshard.commands.merge import blocks
+from reshard.commands.merge.options import QUANTISE_LIKE
+from reshard.commands.merge.passes import Merge
+from reshard.commands.output_options import ReadOptions
+from reshard.commands.reading import read_trusted
+from reshard.dtypes import DType
+from reshard.errors import UnsupportedError, UsageError
+from reshard.location import directory_of
+from reshard.manifest import PARAM, Entry, Manifest, Quantisation
+from reshard.paths import as_path
+from reshard.quantised.pairs import Pair, find_pairs, list_unused_scales
+from reshard.quantised.statement import KEYS, without_statement
+from reshard.training import companion_files
+from reshard.training.companion_files import Companions
+from reshard.units import counted, some
+
+Tensors = Sequence[tuple[Entry, DType]]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A quantised model.
+
+    Args:
+        stated: what its config.json states.
+        pairs: name -> codes and scales of a quantised weight.
+        entries: name -> every tensor that it stores.
+    """
+
+    path: Path
+    manifest: Manifest
+    stated: Quantisation
+    pairs: Mapping[str, Pair]
+    entries: Mapping[str, Entry]
+
+    @classmethod
+    def open(cls, path: Path, allow_pickle: Sequence[str]) -> Release:
+        """Read the headers of the model.
+
+        Raises:
+            UsageError: it is not quantised.
+            UnsupportedError: it is quantised by a method that cannot be written.
+            ReshardError: it cannot be read or trusted.
+        """
+        manifest = read_trusted([path], ReadOptions(allow_pickle=allow_pickle))
+        stated = manifest.quantisation
+        pairs = {pair.fqn: pair for pair in find_pairs(manifest, stated)} if stated else {}
+        if stated is None or not pairs:
+            raise UsageError(
+                f"{QUANTISE_LIKE} {path}",
+                "is not a quantised model: no weight is stored as codes and scales",
+                "pass the directory of a release in fp8 or MXFP4, with its weights",
+            )
+        entries = {entry.fqn: entry for entry in manifest.of_kind(PARAM)}
+        release = cls(path, manifest, stated, pairs, entries)
+        release.refuse_unknown()
+        return release
+
+    def refuse_unknown(self) -> None:
+        """Refuse scales that the weights do not determine, or not within bounded memory.
+
+        Raises:
+            UnsupportedError: the release has such scales.
+        """
+        unused = list_unused_scales(self.manifest)
+        if unused:
+            raise UnsupportedError(
+                f"{QUANTISE_LIKE} {self.path}",
+                f"has scales of activations ({some(unused)}), which depend on data",
+                "calibrate the merged model with the program that quantised this release",
+            )
+        whole = [
+            fqn
+            for fqn, pair in self.pairs.items()
+            if pair.weight.shared
+            and (pair.weight.matrices > 1 or not self.stated.settings.get("weight_block_size"))
+        ]
+        if whole:
+            raise UnsupportedError(
+                f"{QUANTISE_LIKE} {self.path}",
+                f"has one scale for a whole tensor ({some(whole)}); reshard writes scales of"
+                " blocks",
+                "pass a release with weight_block_size",
+            )
+
+
+def quantise(merge: Merge) -> Merge:
+    """Return the merge with codes and scales in place of the weights that a release quantises.
+
+    Raises:
+        UsageError: the release is another model, or the output cannot state the quantisation.
+        UnsupportedError: the release is quantised by a method that cannot be written.
+        ReshardError: the release cannot be read or trusted.
+    """
+    options = merge.options
+    if options.quantise_like is None:
+        return merge
+    path = as_path(str(options.quantise_like))
+    if not merge.is_directory:
+        raise UsageError(
+            str(merge.output),
+            f"is one file; {QUANTISE_LIKE} writes a directory, whose config.json states how its"
+            " codes are read",
+            "pass a name without the suffix of a file",
+        )
+    release = Release.open(path, options.allow_pickle)
+    tensors = merge.weights.tensors
+    _check_same_model(release, tensors)
+    written = [item for each in tensors for item in _convert(release, merge, *each)]
+    merge.notes.derived.append(_describe(release, tensors))
+    merge.notes.warnings += _note_differences(release, tensors)
+    files = {**release.manifest.files, **merge.manifest.files}
+    return replace(
+        merge,
+        manifest=replace(merge.manifest, files=files),
+        weights=replace(merge.weights, tensors=written),
+        companions=_state_method(merge.companions, release),
+        worker_nbytes=max(map(blocks.count_worker_nbytes, release.pairs.values())),
+    )
+
+
+def _check_same_model(release: Release, tensors: Tensors) -> None:
+    """Check that each weight that the release quantises is a float tensor of the same shape.
+
+    Weights that the run does not have are allowed if it has no others in their place: transformers
+    does not load the layers of DeepSeek V3 that predict several tokens.
+
+    Raises:
+        UsageError: the release is another model.
+    """
+    entries = {entry.fqn: entry for entry, _ in tensors}
+    flag = f"{QUANTISE_LIKE} {release.path}"
+    missing = [fqn for fqn in release.pairs if fqn not in entries]
+    extra = [fqn for fqn in entries if fqn not in release.entries and fqn not in release.pairs]
+    if len(missing) == len(release.pairs) or (missing and extra):
+        raise UsageError(
+            flag,
+            f"is another model: it quantises {some(missing)}, which the merged model does not have;"
+            f" that has {some(extra or list(entries))}",
+            "pass a release of the model that was trained",
+        )
+    for fqn, pair in release.pairs.items():
+        entry = entries.get(fqn)
+        if entry is not None and (entry.shape != pair.shape or entry.dtype.family != "float"):
+            raise UsageError(
+                flag,
+                f"is another model: {fqn!r} has shape {pair.shape}, but in the merged model it is"
+                f" {entry.dtype} of shape {entry.shape}",
+                "pass a release of the model that was trained",
+            )
+
+
+def _convert(
+    release: Release, merge: Merge, entry: Entry, dtype: DType
+) -> Iterator[tuple[Entry, DType]]:
+    """Yield what to write for a weight: codes and scales, or the weight in the release's dtype."""
+    pair = release.pairs.get(entry.fqn)
+    if pair is not None:
+        for part in blocks.quantise(entry, pair):
+            yield part, part.dtype
+        return
+    like = release.entries.get(entry.fqn)
+    is_free = merge.options.dtype is None and entry.fqn not in merge.weights.kept_fp32
+    both_float = like is not None and like.dtype.family == dtype.family == "float"
+    yield entry, like.dtype if like is not None and both_float and is_free else dtype
+
+
+def _describe(release: Release, tensors: Tensors) -> str:
+    """Return a note: how many weights are quantised, and how."""
+    pairs = [release.pairs[entry.fqn] for entry, _ in tensors if entry.fqn in release.pairs]
+    sizes = dict.fromkeys(
+        f"blocks of {pair.weight.block[0]} x {pair.weight.block[1]} with {pair.scales.dtype} scales"
+        for pair in pairs
+        if not pair.weight.shared
+    )
+    how = f" ({', '.join(sizes)})" if sizes else ""
+    return (
+        f"{counted(len(pairs), 'weight')} quantised to {release.stated.method}{how} like"
+        f" {release.path}; blocks with its values have its bytes"
+    )
+
+
+def _note_differences(release: Release, tensors: Tensors) -> Iterator[str]:
+    """Yield notes on weights that only the release has, or only the merged model."""
+    names = {entry.fqn for entry, _ in tensors}
+    parts = {fqn for pair in release.pairs.values() for fqn in (pair.codes.fqn, pair.scales.fqn)}
+    stored = [*release.pairs, *(fqn for fqn in release.entries if fqn not in parts)]
+    missing = [fqn for fqn in stored if fqn not in names]
+    extra = [fqn for fqn in names if fqn not in stored]
+    if missing:
+        yield f"only the release has {some(missing)}: not in the output"
+    if extra:
+        yield f"the release does not have {some(extra)}: not quantised"
+
+
+def _state_method(companions: Companions, release: Release) -> Companions:
+    """Return the merged model's companions with the release's quantization_config and dtype."""
+    found = companion_files.companions(directory_of(release.path), [])
+    if companions.config is None:
+        return found
+    config = without_statement(companions.config)
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(release.stated.dtype)
+    config[KEYS[0]] = dict(release.stated.settings)
+    return replace(companions, config=config)

@@ -1,0 +1,202 @@
+"""The arithmetic of quantisation, with numpy: the scale of each block, and the codes of its values.
+
+The scale of a block maps its largest absolute value to the largest code, 448 for e4m3fn. It is
+``amax / 448`` in float32 (``act_quant`` in ``inference/kernel.py`` of DeepSeek V3), or the next
+power of two that is not smaller (``scale_fmt`` ue8m0 of DeepSeek V3.1; ``downcast_to_mxfp_torch``
+of triton_kernels for the MXFP4 experts of GPT-OSS). A code is the value divided by its scale,
+rounded to nearest even.
+
+All functions take a matrix of a weight, or a part of one that consists of whole blocks, as the
+weight has it: if the codes are stored transposed (GPT-OSS), a block is a part of a column.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, UINT8, DType
+from reshard.quantised.decode import E5M2, E8M0, decode_e2m1, decode_scales, decode_table
+from reshard.quantised.scaled import Scaled
+
+Array = NDArray[Any]
+
+_POWERS = (UINT8, E8M0)  # dtypes of scales that are powers of two
+_TEST_ROWS = 16
+
+
+def find_largest(values: Array, weight: Scaled) -> Array:
+    """Return the largest absolute value of each block; NaN if one of its values is NaN."""
+    return _reduce_blocks(np.abs(values), weight)
+
+
+def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:
+    """Return the scale of each block, as the scales of a weight are stored.
+
+    Where float32 scales and codes have these values as their products, the result is these scales:
+    each is ``amax / 448`` or a neighbour of it, because the product ``448 * scale`` was rounded. If
+    several of the three have these values as products, the result is the first of them.
+
+    Args:
+        values: the values; of one row of blocks, if the scales are stored as float32.
+        amax: the largest absolute value of each block.
+        weight: where codes and scales are stored, and how.
+    """
+    largest = _list_magnitudes(None if weight.packed else weight.codes.dtype)[-1]
+    with np.errstate(under="ignore"):
+        ratio: Array = amax / largest
+    dtype = weight.scales.dtype
+    if dtype in _POWERS:
+        exponents = ((ratio.view(np.uint32) + 0x7FFFFF) >> 23).astype(np.uint8)
+        # A block of zeros: transformers writes 1, triton_kernels 2 ** -127.
+        return np.where(ratio == 0, np.uint8(0 if weight.packed else 127), exponents)
+    ratio[ratio == 0] = 1
+    return _find_exact(values, weight, ratio) if dtype == FLOAT32 else _round(ratio, dtype)
+
+
+def encode(values: Array, stored_scales: Array, weight: Scaled) -> Array:
+    """Return the code of each value, one in a byte."""
+    scales = decode_stored(stored_scales, weight.scales.dtype)
+    return _encode(values, np.where(scales == 0, np.float32(1), scales), weight)
+
+
+def expand(scales: Array, weight: Scaled, shape: tuple[int, ...]) -> Array:
+    """Return for each value what its block has; one row if all rows have the same."""
+    for axis, step in enumerate(weight.value_block):
+        if step > 1 and (axis or len(scales) > 1):
+            scales = np.repeat(scales, step, axis=axis)
+    expanded: Array = scales[: shape[0], : shape[1]]
+    return expanded
+
+
+def pack(codes: Array, axis: int) -> Array:
+    """Return codes of 4 bits as bytes: two neighbours along an axis in each."""
+    pairs = codes.reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
+    lower, upper = np.moveaxis(pairs, axis + 1, 0)
+    packed: Array = lower | (upper << 4)
+    return packed
+
+
+def decode_stored(scales: Array, dtype: DType) -> Array:
+    """Return stored scales as float32."""
+    return decode_scales(scales.tobytes(), dtype).reshape(scales.shape)
+
+
+def list_values(weight: Scaled) -> Array:
+    """Return the value of each code, infinite and NaN ones included."""
+    return decode_e2m1() if weight.packed else decode_table(weight.codes.dtype)
+
+
+def _reduce_blocks(values: Array, weight: Scaled) -> Array:
+    """Return the maximum of each block."""
+    for axis, step in enumerate(weight.value_block):
+        if step > 1:
+            values = _reduce(values, step, axis)
+    return values
+
+
+def _reduce(values: Array, step: int, axis: int) -> Array:
+    """Return the maximum of every ``step`` rows or columns; the last ones can be fewer."""
+    even = values.shape[axis] - values.shape[axis] % step
+    whole, rest = np.split(values, [even], axis=axis)
+    shape = (*values.shape[:axis], even // step, step, *values.shape[axis + 1 :])
+    largest: Array = whole.reshape(shape).max(axis=axis + 1)
+    if not rest.size:
+        return largest
+    return np.concatenate([largest, rest.max(axis=axis, keepdims=True)], axis=axis)
+
+
+def _encode(values: Array, scales: Array, weight: Scaled) -> Array:
+    with np.errstate(under="ignore", over="ignore", invalid="ignore"):
+        scaled = values / expand(scales, weight, values.shape)
+    table = _encode_table(None if weight.packed else weight.codes.dtype)
+    codes: Array = table.take(_round_to_odd(scaled), mode="clip")
+    return codes
+
+
+def _list_magnitudes(dtype: DType | None) -> Array:
+    """Return the finite values of the codes without a sign, in their order.
+
+    Args:
+        dtype: the dtype of the codes; None: e2m1.
+    """
+    if dtype is None:
+        return decode_e2m1()[:8]
+    return decode_table(dtype)[: 124 if dtype == E5M2 else 127]
+
+
+@cache
+def _encode_table(dtype: DType | None) -> Array:
+    """Return the code of each upper half of a float32 whose lower half was rounded to odd.
+
+    Args:
+        dtype: the dtype of the codes; None: e2m1.
+    """
+    numbers = _list_magnitudes(dtype).astype(np.float64)
+    halves = np.arange(1 << 16, dtype=np.uint32)
+    with np.errstate(invalid="ignore"):  # NaN
+        values = np.abs((halves << 16).view(np.float32)).astype(np.float64)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    below = np.searchsorted(middles, values, "left")
+    above = np.searchsorted(middles, values, "right")
+    codes = np.where(below % 2 == 0, below, above)  # a value in the middle has the even code
+    sign = 8 if dtype is None else 128
+    return (codes | np.where(halves >> 15, sign, 0)).astype(np.uint8)
+
+
+def _round_to_odd(values: Array) -> Array:
+    """Return the upper halves of float32 values; the last bit is set if the lower half is not 0.
+
+    A code has at least two bits less, so rounding these to a code gives the code of the whole value
+    (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """
+    halves = values.view("<u2").reshape(*values.shape, 2)
+    odd: Array = halves[..., 1] | (halves[..., 0] != 0)
+    return odd
+
+
+def _round(scales: Array, dtype: DType) -> Array:
+    """Return scales in 16 bits, rounded to nearest even."""
+    if dtype == FLOAT16:
+        return scales.astype("<f2")
+    if dtype != BFLOAT16:
+        raise AssertionError(dtype)
+    bits = scales.view(np.uint32)
+    rounded: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return rounded
+
+
+def _find_exact(values: Array, weight: Scaled, ratio: Array) -> Array:
+    """Return for each block the scale near its ratio that gives all its values, or else the ratio.
+
+    Rows are tried until at most one scale is left for each block. In blocks that are not products
+    of codes, none is left after the first row.
+    """
+    near = [ratio, np.nextafter(ratio, np.float32(np.inf)), np.nextafter(ratio, np.float32(0))]
+    is_left = [np.ones(ratio.shape, bool) for _ in near]
+    start, stop = 0, 1
+    while start < len(values) and np.sum(is_left, axis=0).max() > 1:
+        rows = values[start:stop]
+        is_left = [
+            left & _gives_values(rows, scales, weight)
+            for scales, left in zip(near, is_left, strict=True)
+        ]
+        start, stop = stop, stop + _TEST_ROWS
+    chosen: Array = np.select(is_left, near, ratio)
+    return chosen
+
+
+def _gives_values(rows: Array, scales: Array, weight: Scaled) -> Array:
+    """Return for each block in a row of blocks whether codes times the scale give its values."""
+    codes = _encode(rows, scales, weight)
+    with np.errstate(under="ignore"):
+        products = list_values(weight)[codes] * expand(scales, weight, rows.shape)
+    return all_in_blocks(products.view("<u4") == rows.view("<u4"), weight)
+
+
+def all_in_blocks(is_true: Array, weight: Scaled) -> Array:
+    """Return for each block whether a statement is true of all its values."""
+    return ~_reduce_blocks(~is_true, weight)
