@@ -140,8 +140,8 @@ class NamingOptions(Options):
         "Names of the tensors: those of the source, those that transformers writes (hf), or those"
         " of its model in memory (module).",
         group="Names",
-        unset="hf in merged safetensors files if the model is known, else those of the source,"
-        " unless the output needs others",
+        unset="hf in merged safetensors files and module for a Megatron run in other layouts, if"
+        " the model is known, else those of the source, unless the output needs others",
     )
     family: str | None = option(
         None,

@@ -79,6 +79,8 @@ class Source:
         names: how the names of parameters may differ from those of Hugging Face's model.
         name_own_parts: returns how a report calls the parts of a checkpoint that only writers of
             the same format have a place for; empty: there are none.
+        translate: returns a training state with what is beside its tensors in the form that
+            programs of other formats load, and notes; None: it has that form.
     """
 
     writer: str | None = None
@@ -86,6 +88,11 @@ class Source:
     pointer: str = ""
     names: ModelNames = BY_MEGATRON_ARGS
     name_own_parts: Callable[[Manifest], str] | None = None
+    translate: Callable[[Manifest], tuple[Manifest, list[str]]] | None = None
+
+    def has_foreign_names(self, writer: Writer) -> bool:
+        """Return whether what loads the writer's files has other names than this source."""
+        return self.names.of_own_models and self.writer != writer.name
 
 
 class Writer(ABC):
@@ -157,6 +164,10 @@ class Writer(ABC):
         """
         return request
 
+    def numbers_parameters(self, _request: Request) -> bool:
+        """Return whether the requested files refer to parameters by their position."""
+        return self.needs_order
+
     def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
         """Return the state under the parameter names that the files have.
 
@@ -166,9 +177,10 @@ class Writer(ABC):
         """
         from reshard import naming
 
-        return naming.choose_names(
-            conversion.manifest, conversion.source.names, naming.prefer_source(names)
-        )
+        source = conversion.source
+        if not source.has_foreign_names(self):
+            names = naming.prefer_source(names)
+        return naming.choose_names(conversion.manifest, source.names, names)
 
     def adapt(self, conversion: StateConversion) -> StateConversion:
         """Return the conversion with what only this format knows to change before layout.

@@ -89,4 +89,5 @@ def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
         for group in manifest.train.param_groups
     )
     train = replace(manifest.train, param_groups=groups)
-    return replace(manifest.with_entries(entries), train=train, ordered=True)
+    ordered = manifest.with_entries(entries)
+    return replace(ordered, train=train, ordered=True, ordered_by_model=True)

@@ -32,6 +32,8 @@ class ModelNames:
         spelling: returns the spelling of a table's names in a checkpoint; None: the usual one.
         table: name of the table of the format's own names.
         family: returns the format's only model family; None if the format has many.
+        of_own_models: whether the names are those of the format's own models, which programs that
+            load other layouts do not have.
     """
 
     may_differ: Callable[[Manifest], bool]
@@ -39,6 +41,7 @@ class ModelNames:
     spelling: Callable[[Manifest], str | None] = _no_spelling
     table: str = "megatron"
     family: Callable[[], Family] | None = None
+    of_own_models: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.files import read_small_file
 from reshard.location import directory_of
-from reshard.manifest import Entry, Manifest, OutputFile, Skeleton
+from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, most_common_dtype
 from reshard.quantised.statement import CONFIG, OTHERS, without_statement
 from reshard.training.batch import BATCH_BEFORE
+from reshard.training.state import WritableState
 
 _COMPANIONS = re.compile(
     r"(config|generation_config|hf_quant_config|quantize_config|quant_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
@@ -128,6 +129,30 @@ def matched_config(
     if untied and updated.get("tie_word_embeddings") is not False:
         put(updated, "tie_word_embeddings", False)
     return updated, changes
+
+
+def with_derived_config(
+    skeleton: Skeleton,
+    config: Mapping[str, Any],
+    state: WritableState,
+    dtype: DType | None,
+    at: str,
+) -> tuple[Skeleton, str]:
+    """Add the config of a model that the source describes otherwise; return a note on it.
+
+    Args:
+        dtype: dtype of the module's parameters; None: as trained.
+        at: folder in the skeleton.
+    """
+    name = f"{at}/config.json" if at else "config.json"
+    tensors = [(weight.value, dtype or weight.dtype) for weight in state.weights]
+    main = dtype.name if dtype else most_common_dtype(each for _, each in tensors)
+    matched, _ = matched_config(config, tensors, main, untied=False, known={})
+    data = format_json(matched)
+    kind = config["architectures"][0]
+    added = OutputFile(name, len(data), ((0, data),))
+    note = f"{name} is built from the source: a {kind}"
+    return replace(skeleton, files=(*skeleton.files, added)), note
 
 
 _PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's

@@ -108,6 +108,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_grouped_gemm": True,
         "moe_use_legacy_grouped_gemm": True,
     },
+    "qwen3_moe": LLAMA
+    | {
+        "kv_channels": 16,
+        "qk_layernorm": True,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",  # transformers' own loss has no such part
+        "moe_ffn_hidden_size": 24,
+    },
     "qwen_moe": LLAMA
     | {
         "num_moe_experts": 4,
@@ -246,5 +255,6 @@ _ROWS = [
     Case("mixtral_grouped_ep2", "mixtral_grouped", Grid(dp=2, ep=2)),
     Case("mixtral_grouped_tp2", "mixtral_grouped", Grid(tp=2, sp=True)),
     Case("qwen_moe_ep2", "qwen_moe", Grid(dp=2, ep=2)),
+    Case("qwen3_moe_tp2ep2", "qwen3_moe", Grid(tp=2, dp=2, ep=2, sp=True), "fp32", adam="torch"),
 ]
 CASES = {case.name: case for case in _ROWS}

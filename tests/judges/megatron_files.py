@@ -27,13 +27,15 @@ from megatron.core.transformer.enums import AttnBackend
 
 from reshard.testing.megatron.core import TRACKER, rank_directory
 from tests.judges.megatron_cases import FAMILIES, MULTIPLE, SEQUENCE, SHARDING, Case
-from tests.judges.megatron_models import COMMON, DTYPES, MICRO, SAMPLES, SEED
+from tests.judges.megatron_data import MICRO, SAMPLES
+from tests.judges.megatron_models import COMMON, DTYPES, SEED
 from tests.judges.megatron_run import DECAY, LR, Run
 
 
 def save(run: Run, place: Path, form: str) -> None:
     """``save_checkpoint``: every rank calls it."""
     args = namespace(run.case, "torch" if form == "torch" else "torch_dist")
+    args.consumed_train_samples = run.step * SAMPLES
     base = place / f"iter_{run.step:07d}"
     base.mkdir(parents=True, exist_ok=True)
     if form == "torch":

@@ -185,17 +185,6 @@ def unwrapped(chunks: list[Any]) -> list[GPTModel]:
     return found
 
 
-def batch(case: Case, step: int) -> torch.Tensor:
-    """Tokens of a step (samples, SEQUENCE + 1), alike on every grid."""
-    seed = torch.Generator().manual_seed(1000 + step)
-    return torch.randint(case.vocabulary, (SAMPLES, SEQUENCE + 1), generator=seed)
-
-
-SAMPLES = 8
-MICRO = 2  # samples of a microbatch
-EVALUATED = -1  # the step whose batch is never trained on
-
-
 def forward_step(iterator: Any, model: Any, found: list[torch.Tensor] | None = None) -> Any:
     """A microbatch through a stage, and its loss, as the schedules ask for it."""
     tokens = next(iterator)

@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from tests.judges import megatron_data as data
 from tests.judges import megatron_models as models
 from tests.judges.megatron_cases import SEQUENCE
 
@@ -81,7 +82,7 @@ class Run:
             found.append(self._pass(self.step, forward_only=False).mean().item())
             updated, _, _ = self.optimizer.step()
             assert updated
-            self.scheduler.step(increment=models.SAMPLES)
+            self.scheduler.step(increment=data.SAMPLES)
             self.step += 1
         return found
 
@@ -90,7 +91,7 @@ class Run:
         """The loss of every token of a batch that is never trained on: (samples, SEQUENCE)."""
         for chunk in self.chunks:
             chunk.eval()
-        found = self._pass(models.EVALUATED, forward_only=True)
+        found = self._pass(data.EVALUATED, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
         return found
@@ -98,8 +99,8 @@ class Run:
     def _pass(self, step: int, *, forward_only: bool) -> torch.Tensor:
         """All microbatches of a step through the pipeline; its losses are known on every rank."""
         groups, replica = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        tokens = models.batch(self.case, step)[replica::groups]
-        micros = list(tokens.split(models.MICRO))
+        tokens = data.batch(self.case.vocabulary, step)[replica::groups]
+        micros = list(tokens.split(data.MICRO))
         found: list[torch.Tensor] = []
         get_forward_backward_func()(
             forward_step_func=partial(models.forward_step, found=found),
@@ -107,10 +108,10 @@ class Run:
             model=self.chunks,
             num_microbatches=len(micros),
             seq_length=SEQUENCE,
-            micro_batch_size=models.MICRO,
+            micro_batch_size=data.MICRO,
             forward_only=forward_only,
         )
-        losses = torch.zeros(models.SAMPLES, SEQUENCE)
+        losses = torch.zeros(data.SAMPLES, SEQUENCE)
         if found and mpu.get_tensor_model_parallel_rank() == 0:
             losses[replica::groups] = torch.cat(found)
         dist.all_reduce(losses)

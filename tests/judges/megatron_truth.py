@@ -12,7 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from tests.judges.megatron_cases import SEQUENCE
-from tests.judges.megatron_models import EVALUATED, batch
+from tests.judges.megatron_data import EVALUATED, batch
 from tests.judges.megatron_run import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,7 +35,7 @@ def whole(run: Run) -> dict[str, Any]:
         "groups": _groups(run, names),
         "scheduler": run.scheduler.state_dict(),
         "step": run.step,
-        "tokens": batch(run.case, EVALUATED),
+        "tokens": batch(run.case.vocabulary, EVALUATED),
         "logits": _logits(run),
         "vocabulary": run.case.vocabulary,
     }
@@ -188,7 +188,7 @@ def _mains(run: Run, optimizer: Any) -> dict[Tensor, Tensor]:
 def _logits(run: Run) -> Tensor:
     """(samples, SEQUENCE, padded vocabulary) in float32."""
     (model,) = run.models()
-    tokens = batch(run.case, EVALUATED)[:, :-1].contiguous()
+    tokens = batch(run.case.vocabulary, EVALUATED)[:, :-1].contiguous()
     positions = torch.arange(SEQUENCE).expand_as(tokens)
     mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
     model.eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from reshard import formats
 from reshard.commands.output import Job, check_overlaps, convert, is_single_file
@@ -18,11 +18,11 @@ from reshard.formats import engines, registry
 from reshard.formats.base import Conversion, Notes, StateConversion, Writer
 from reshard.formats.request import LiveTarget
 from reshard.formats.values import dequantise
-from reshard.manifest import WEIGHT_KINDS, Manifest
+from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.naming.options import Naming
 from reshard.plan.planner import Plan
 from reshard.training import copied_files
-from reshard.training.companion_files import with_companions
+from reshard.training.companion_files import with_companions, with_derived_config
 from reshard.training.state import WritableState
 
 
@@ -70,12 +70,13 @@ def plan_split(
     """
     conversion, options = _open(manifest, options, report_as, means, target)
     # The order matters: copies are compared under the names of the source, which messages name,
-    # and the writer adapts a state that has the names of the output.
+    # the writer adapts a state that has the names of the output, and the batch is found in the
+    # form that `adapt` gives the run's configuration.
     conversion = passes.keep_run(conversion)
-    conversion = passes.rebalance_batch(conversion)
     conversion = passes.compare_copies(conversion, options.replicas)
     conversion = passes.rename(conversion, options)
     conversion = passes.adapt(conversion)
+    conversion = passes.rebalance_batch(conversion)
     conversion = passes.choose_random_states(conversion, checks=options.trust != "none")
     if is_single_file(destination):
         request = replace(conversion.request, file=destination.name)
@@ -125,6 +126,7 @@ def _plan(
     if not is_single_file(destination):
         beside, above = writer.find_companion_folders(skeleton, state, request)
         skeleton = with_companions(skeleton, state.manifest, beside=beside, above=above)
+        skeleton = _add_config(conversion, state, skeleton, beside)
         skeleton = writer.place(skeleton, state, destination.name)
     check_overlaps(skeleton)
     added = [*writer.list_own_entries(request), *copied_files.select_entries(manifest, skeleton)]
@@ -153,6 +155,20 @@ def _plan(
         check=check,
         save_id=state.save.save_id if state.save else "",
     )
+
+
+def _add_config(
+    conversion: StateConversion, state: WritableState, skeleton: Skeleton, at: str
+) -> Skeleton:
+    """Return the files with the model's config, if it was derived from the source."""
+    naming = conversion.naming
+    has_config = any(PurePosixPath(file.name).name == "config.json" for file in skeleton.files)
+    if naming is None or naming.config is None or has_config:
+        return skeleton
+    dtype = conversion.request.dtype
+    skeleton, note = with_derived_config(skeleton, naming.config, state, dtype, at)
+    conversion.notes.derived.append(note)
+    return skeleton
 
 
 def _check_destination(destination: str, writer: Writer) -> None:

@@ -22,7 +22,7 @@ from reshard.identity import refuse_conflicts
 from reshard.layout.mesh import MeshGrid
 from reshard.location import directory_of
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
-from reshard.model import ModelHint, ModelShapes, describe_config
+from reshard.model import ModelHint, ModelShapes, describe_config, library
 from reshard.model.order import match_weights, order_by_model, restore_memory_form
 from reshard.model_parallel.sizes import Sizes
 from reshard.naming.options import NameOptions, Naming
@@ -200,10 +200,12 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
     writer = conversion.writer
     if writer.has_fixed_names and options.names is not None:
         raise UsageError(f"--names {options.names}", f"changes nothing with --to {writer.name}")
+    is_foreign = conversion.source.has_foreign_names(writer) and not writer.has_fixed_names
+    has_config = options.names == "hf" or (is_foreign and options.names is None)
     named = writer.rename(
         conversion,
         NameOptions(
-            config=_read_model_config(options) if options.names == "hf" else None,
+            config=_read_model_config(options) if has_config else None,
             names=options.names,
             family=options.family,
             rules=options.rules,
@@ -214,7 +216,7 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
     conversion = apply_names(conversion, named)
     conversion = _choose_form(conversion, named, options)
     manifest, request = conversion.manifest, conversion.request
-    needs_order = conversion.writer.needs_order and not request.weights_only
+    needs_order = writer.numbers_parameters(request) and not request.weights_only
     if named.config is not None and needs_order and not manifest.ordered:
         shapes = conversion.shapes or describe_config(named.config, manifest.origin.path)
         manifest = order_by_model(restore_memory_form(manifest, shapes), shapes)
@@ -245,6 +247,8 @@ def _choose_form(
     """
     names, manifest = options.names, conversion.manifest
     is_renamed = named.config is not None  # by a table, to the published names
+    if names is None and named.config is not None and library.may_be_converted(named.config):
+        names = "module"  # what loads a training state has the model in memory
     if names not in ("hf", "module") or (names == "hf" and is_renamed):
         return conversion
     if names == "hf" and conversion.writer.needs_order:
@@ -339,12 +343,19 @@ def _find_obstacle_to_random_states(
 
 
 def adapt(conversion: StateConversion) -> StateConversion:
-    """Return the conversion with what its writer changes, and note parts that it cannot hold."""
+    """Return the conversion with what its writer and its source change.
+
+    Parts that the writer has no place for are noted.
+    """
     source, writer = conversion.source, conversion.writer
     if source.name_own_parts is not None and source.writer != writer.name:
         parts = source.name_own_parts(conversion.manifest)
         reason = f"--to {writer.name} has no place for them"
         conversion.notes.dropped += [f"{parts}: {reason}"] if parts else []
+    if source.translate is not None and source.writer != writer.name:
+        manifest, notes = source.translate(conversion.manifest)
+        conversion.notes.derived += notes
+        conversion = conversion.with_manifest(manifest)
     return writer.adapt(conversion)
 
 

@@ -89,11 +89,15 @@ def split_sub_groups(
             first, filled = index + 1, 0
 
 
+_CLIP = "gradient_clipping"  # DeepSpeed's name alone: another program's arguments, translated
+
+
 def engine_config(state: WritableState) -> dict[str, Any] | None:
-    """Return the ``ds_config`` of the run; None for a source of another program."""
-    config = state.manifest.train.config
-    of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
-    return config if of_deepspeed and isinstance(config, dict) else None
+    """Return the ``ds_config`` of the run; None if the source states nothing of the kind."""
+    config, source = state.manifest.train.config, state.manifest.origin.format
+    if not isinstance(config, dict):
+        return None
+    return config if source.startswith("deepspeed") or _CLIP in config else None
 
 
 def user_order(state: WritableState) -> Iterator[Sequence[TrainedParameter]]:

@@ -18,6 +18,7 @@
     dist_flat   the distributed optimizer's buffers there
     grid        the manifests of all ranks joined
     train       the training state beside the tensors
+    translate   the same in the form that other frameworks load
     write       the files of other ranks, in either format
 
 Facts: Megatron-LM core_v0.16.1; torch_dist of core 0.20 also.

@@ -55,6 +55,12 @@ def _name_extra_states(manifest: Manifest) -> str:
     return rank_states.name_extra_states(manifest)
 
 
+def _translate(manifest: Manifest) -> tuple[Manifest, list[str]]:
+    from reshard.formats.megatron import translate
+
+    return translate.translate(manifest)
+
+
 class Megatron(Writer):
     """Megatron-LM's directory: a folder per model-parallel rank, or torch_dist."""
 
@@ -201,8 +207,11 @@ FORMAT = Format(
     sources={
         NAME: Source(
             writer=NAME,
-            names=ModelNames(may_differ=lambda _: True, describe=_describe_model),
+            names=ModelNames(
+                may_differ=lambda _: True, describe=_describe_model, of_own_models=True
+            ),
             name_own_parts=_name_extra_states,
+            translate=_translate,
         )
     },
     writers=(Megatron(),),

@@ -21,7 +21,7 @@ from reshard.manifest import Manifest
 from reshard.pickles.values import Call
 from reshard.state_dict.tree import as_global
 
-_KEY = "what ranks saved beside tensors"  # in `TrainState.opaque`
+OPAQUE_KEY = "what ranks saved beside tensors"  # in `TrainState.opaque`
 RNG = "rng_state"
 _EXPERT = ".experts."
 _STREAM = "_io.BytesIO"  # of Transformer Engine before 2
@@ -89,13 +89,13 @@ class OwnStates:
 
 def attach(manifest: Manifest, states: OwnStates) -> Manifest:
     """Return the manifest with these states."""
-    opaque = {**manifest.train.opaque, _KEY: states}
+    opaque = {**manifest.train.opaque, OPAQUE_KEY: states}
     return replace(manifest, train=replace(manifest.train, opaque=opaque))
 
 
 def get_own(manifest: Manifest) -> OwnStates:
     """Return the states of a source; empty for one that is not Megatron's."""
-    states = manifest.train.opaque.get(_KEY)
+    states = manifest.train.opaque.get(OPAQUE_KEY)
     return states if isinstance(states, OwnStates) else OwnStates("")
 
 

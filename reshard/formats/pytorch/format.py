@@ -48,6 +48,10 @@ class _Writer(Writer):
 class _StateDicts(_Writer):
     """A writer with a choice of FSDP state dict types."""
 
+    def numbers_parameters(self, request: Request) -> bool:
+        """Return whether the optimizer is that of DDP or of DeepSpeed."""
+        return request.separate_masters or request.state_dict_type == "unsharded"
+
     def choose_state_dict_type(self, source: Manifest, _run: Run | None) -> StateDictType:
         """Return the type of the source: whole files stay whole files."""
         if source.origin.format in _SHARDED:
@@ -195,6 +199,10 @@ class Torch(_Writer):
     name = NAME
     weights_alone = True
     writes_file = True
+
+    def numbers_parameters(self, _request: Request) -> bool:
+        """Return True: the file has torch.optim's own state."""
+        return True
 
 
 FORMAT = Format(

@@ -36,9 +36,11 @@ def notes(spec: OutputSpec) -> Iterator[str]:
             f" must not have been given {some(outside, _LISTED)}"
         )
     if not _is_from_deepspeed(spec):
+        by_model = spec.state.manifest.ordered_by_model
+        order_known = "the model" if by_model else "the source's state dict"
         yield (
-            "DeepSpeed finds parameters by their position alone: they are in the order of the"
-            " source's state dict, which must be that of model.parameters() in each of the run's"
+            "DeepSpeed finds parameters by their position alone: they are in the order of"
+            f" {order_known}, which must be that of model.parameters() in each of the run's"
             " param groups"
         )
         yield from _note_other_framework(spec)

@@ -1,0 +1,108 @@
+"""What a Megatron run saves beside tensors, in the form that programs of other frameworks load.
+
+    param groups  the settings of an optimizer alone; groups that then have the same become one
+    scheduler     ``opt_param_scheduler`` with the counters of torch's and DeepSpeed's schedulers
+    arguments     the batch and the clipping of gradients, under the names of DeepSpeed's config
+
+Sources: Megatron-LM core_v0.16.1 ``core/optimizer/__init__.py`` (``_get_param_groups``),
+``core/optimizer_param_scheduler.py``, ``training/arguments.py``; torch 2.13
+``optim/lr_scheduler.py`` (``LRScheduler.load_state_dict`` sets every value as an attribute,
+``LambdaLR`` needs ``lr_lambdas``); DeepSpeed 0.19.8 ``runtime/lr_schedules.py`` (every
+``load_state_dict`` reads ``last_batch_iteration``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.formats.megatron import own
+from reshard.formats.megatron.directory import NAME
+from reshard.join import join_groups
+from reshard.manifest import Manifest, ParamGroup, TrainState
+from reshard.model_parallel.sizes import parse_mesh
+
+# Of param groups: how Megatron chooses their learning rate and weight decay, whose present values
+# are in ``lr`` and ``weight_decay``. NeMo puts ``pre_`` before two of them.
+_CHOICES = frozenset(
+    """
+    wd_mult lr_mult pre_wd_mult pre_lr_mult max_lr min_lr start_wd end_wd default_config
+    is_expert_parallel is_decoupled_lr is_vision_model_parameter
+    """.split()
+)
+_OPAQUE = frozenset(("checkpoint_version", "content_metadata", own.OPAQUE_KEY))
+
+
+def translate(manifest: Manifest) -> tuple[Manifest, list[str]]:
+    """Return a training state with what is beside its tensors translated, and notes."""
+    train = manifest.train
+    groups = _merge_groups(train.param_groups)
+    ranks = manifest.origin.world // parse_mesh(manifest.origin.mesh).model
+    arguments = train.config if isinstance(train.config, Mapping) else {}
+    translated = replace(
+        train,
+        param_groups=groups,
+        scheduler=_make_scheduler(train, groups),
+        config=_make_config(arguments, ranks),
+        opaque={name: value for name, value in train.opaque.items() if name not in _OPAQUE},
+    )
+    return replace(manifest, train=translated), [*_describe(train, len(groups))]
+
+
+def _merge_groups(groups: tuple[ParamGroup, ...]) -> tuple[ParamGroup, ...]:
+    """Return groups without Megatron's own settings; it has groups of their own for experts."""
+    return join_groups([replace(group, hyper=_translate_group(group.hyper))] for group in groups)
+
+
+def _translate_group(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that an optimizer of torch has, once a scheduler was made for it."""
+    own = {name: value for name, value in hyper.items() if name not in _CHOICES}
+    return own if hyper.get("max_lr") is None else {**own, "initial_lr": hyper["max_lr"]}
+
+
+def _make_scheduler(train: TrainState, groups: tuple[ParamGroup, ...]) -> Any:
+    """Return the scheduler's state with the counters that other schedulers load.
+
+    Without ``base_lrs`` in the state, a scheduler of torch keeps those of the new program.
+    """
+    saved, step = train.scheduler, train.step
+    if not isinstance(saved, Mapping) or step is None:
+        return saved
+    return {
+        **saved,
+        "last_epoch": step,
+        "_step_count": step + 1,
+        "_last_lr": [group.hyper.get("lr") for group in groups],
+        "lr_lambdas": [None] * len(groups),  # torch stores None for a lambda that is a function
+        "last_batch_iteration": step - 1,  # DeepSpeed's begins at -1
+    }
+
+
+def _make_config(arguments: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the batch and the clipping of gradients as a DeepSpeed config states them."""
+    clip = arguments.get("clip_grad")
+    config: dict[str, Any] = {"gradient_clipping": float(clip) if clip else 0.0}
+    micro, total = (arguments.get(f"{size}_batch_size") for size in ("micro", "global"))
+    if type(micro) is int and type(total) is int and micro > 0 and total % (micro * ranks) == 0:
+        config["train_batch_size"] = total
+        config["train_micro_batch_size_per_gpu"] = micro
+        config["gradient_accumulation_steps"] = total // (micro * ranks)
+    return config
+
+
+def _describe(train: TrainState, groups: int) -> Iterator[str]:
+    """Yield notes on what the new run has to be given."""
+    if len(train.param_groups) > groups:
+        yield f"{len(train.param_groups)} param groups become {groups}: {NAME}'s experts have none"
+    if train.samples is not None:
+        yield f"{train.samples} samples were consumed in {train.step} steps"
+    saved = train.scheduler
+    if not isinstance(saved, Mapping) or "lr_decay_style" not in saved:
+        return
+    yield (
+        f"scheduler: a state after {train.step} updates, for any of torch's or DeepSpeed's that the"
+        f" new run creates. Megatron's was {saved['lr_decay_style']}, from {saved.get('max_lr')}"
+        f" to {saved.get('min_lr')} in {saved.get('lr_decay_steps')} samples after"
+        f" {saved.get('lr_warmup_steps')} of warmup, at sample {saved.get('num_steps')}"
+    )
