@@ -1,6 +1,7 @@
 """Model parallelism: how a model is cut over tensor, pipeline and expert ranks, and its names.
 
     moves            blocks of one tensor that are blocks of another: the only geometry
+    shifted          values plus a constant, where the two sides define a norm differently
     segments         the rows of a fused parameter that are cut apart
     shards           the part of a parameter that a tensor-parallel rank holds
     architecture     the sizes of a model that rules need

@@ -18,6 +18,8 @@ class Architecture:
         head_dim: elements of a head.
         vocab: rows of the embedding without padding.
         tied: whether the output layer is the embedding.
+        delta: key heads, value heads, elements of a key head and of a value head of gated delta
+            nets; empty if there are none.
     """
 
     source: str
@@ -28,6 +30,7 @@ class Architecture:
     vocab: int | None = None
     experts: int | None = None
     tied: bool | None = None
+    delta: tuple[int, ...] = ()
 
     def require(self, name: str) -> int:
         """Return a size that a rule requires.

@@ -51,14 +51,18 @@ def _count_first(numbers: tuple[int, ...]) -> int:
     return len(numbers)
 
 
-def _read_layer_types(words: list[str]) -> tuple[int, ...]:
-    for word in words:
-        if word not in _LAYER_TYPES:
-            raise ValueError(f"layers of {word!r} are neither of {' and '.join(_LAYER_TYPES)}")
-    return tuple(map(_LAYER_TYPES.index, words))
+def _make_layer_types(*types: str) -> Form:
+    """Return the form of a list whose numbers transformers has as these words."""
+
+    def read(words: list[str]) -> tuple[int, ...]:
+        for word in words:
+            if word not in types:
+                raise ValueError(f"layers of {word!r} are neither of {' and '.join(types)}")
+        return tuple(map(types.index, words))
+
+    return Form(lambda flags: [types[flag] for flag in flags], read)
 
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LETTERS = {word: letter for letter, word in _BLOCKS.items()} | {"mamba": "M", "attention": "*"}
 
@@ -97,7 +101,9 @@ FORMS: Mapping[str, Form] = {
         lambda flags: [1 - flag for flag in flags], lambda flags: tuple(1 - flag for flag in flags)
     ),
     # Such a list in transformers' words: 1 is a layer with a sliding window.
-    "layer_types": Form(lambda flags: [_LAYER_TYPES[flag] for flag in flags], _read_layer_types),
+    "layer_types": _make_layer_types("full_attention", "sliding_attention"),
+    # The same: 1 is a layer of linear attention.
+    "linear_types": _make_layer_types("full_attention", "linear_attention"),
 }
 
 

@@ -6,6 +6,10 @@ One side's tensor consists of the other side's *parts*, *fused* along dim 0:
     gate_up      [gate; up] of a gated linear unit
     gate_up_rows [gate; up], from one part whose rows are of gate and up in turn (GPT-OSS)
     qkv          Megatron's attention: for every group of heads its queries, its key, its value
+    qkvg         like qkv, with a gate behind each group's queries; the first part has, for every
+                 head, its queries and its gate (Qwen3-Next)
+    delta        gated delta nets: [query; key; value; z; beta; alpha]; the two parts have, for each
+                 key head, [query; key; value; z] and [beta; alpha] (Qwen3-Next)
     qkv_stacked  like qkv, with one part that has all queries, all keys, all values (GPT-2, Phi-3)
     rope         rows of a head in pairs (Meta), and in halves (Hugging Face)
 
@@ -161,6 +165,57 @@ def _make_qkv(rows: int, model: Architecture) -> Form:
     return Form((heads * size, groups * size, groups * size), tuple(runs))
 
 
+def _make_qkvg(rows: int, model: Architecture) -> Form:
+    """Return the form of `_make_qkv` with gates, as many as queries."""
+    heads, groups = model.require("heads"), model.require("groups")
+    size = model.head_dim or rows // (2 * heads + 2 * groups)
+    if heads % groups or rows != (2 * heads + 2 * groups) * size:
+        raise UsageError(
+            model.source,
+            f"states {heads} heads and {groups} key-value heads of {size} rows, but the fused"
+            f" query, gate, key and value have {rows} rows",
+            "give the config of this model: --model config.json|DIR",
+        )
+    per = heads // groups
+    runs = []
+    for group in range(groups):
+        at = group * (2 * per + 2) * size
+        for head in range(per):
+            row = 2 * (group * per + head) * size
+            runs.append(RowRun(0, row, at + head * size, size))
+            runs.append(RowRun(0, row + size, at + (per + head) * size, size))
+        runs.append(RowRun(1, group * size, at + 2 * per * size, size))
+        runs.append(RowRun(2, group * size, at + (2 * per + 1) * size, size))
+    return Form((2 * heads * size, groups * size, groups * size), tuple(runs))
+
+
+def _make_delta(rows: int, model: Architecture) -> Form:
+    """Return the form of the input projection of a gated delta net.
+
+    Sources: Megatron-LM core_v0.16.1 ``core/ssm/gated_delta_net.py`` (forward); transformers 5.23
+    ``models/qwen3_next/modeling_qwen3_next.py`` (fix_query_key_value_ordering).
+    """
+    keys, values, key, value = model.delta if len(model.delta) == 4 else (0, 0, 0, 0)
+    per = values // keys if keys and values % keys == 0 else 0
+    wide = (key, key, per * value, per * value)  # rows of a key head in the first part
+    if not per or rows != keys * (sum(wide) + 2 * per):
+        raise UsageError(
+            model.source,
+            f"states gated delta nets of {keys} key heads of {key} and {values} value heads of"
+            f" {value} rows, but the fused projection has {rows} rows",
+            "give the config of this model: --model config.json|DIR",
+        )
+    runs = []
+    for head in range(keys):
+        for part, widths in enumerate((wide, (per, per))):
+            at = part * keys * sum(wide)
+            row = head * sum(widths)
+            for width in widths:
+                runs.append(RowRun(part, row, at + head * width, width))
+                row, at = row + width, at + keys * width
+    return Form((keys * sum(wide), keys * 2 * per), tuple(runs))
+
+
 def _make_qkv_stacked(rows: int, model: Architecture) -> Form:
     """Return the form of `_make_qkv` whose one part is all queries, all keys, all values."""
     apart = _make_qkv(rows, model)
@@ -188,8 +243,15 @@ _FORMS: Mapping[str, Callable[[int, Architecture], Form]] = {
     "gate_up": _make_gate_up,
     "gate_up_rows": _make_gate_up_rows,
     "qkv": _make_qkv,
+    "qkvg": _make_qkvg,
+    "delta": _make_delta,
     "qkv_stacked": _make_qkv_stacked,
     "rope": _make_rope,
 }
 NAMES = tuple(_FORMS)
-PARTS: Mapping[str, int] = {"gate_up": 2, "qkv": 3}  # any other form has one part
+PARTS: Mapping[str, int] = {
+    "gate_up": 2,
+    "qkv": 3,
+    "qkvg": 3,
+    "delta": 2,
+}  # any other form has one part

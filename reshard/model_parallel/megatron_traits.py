@@ -82,10 +82,19 @@ def _list_patterns(args: Mapping[str, Any]) -> dict[str, Any]:
 
     Source: Megatron-LM core_v0.16.1 ``transformer_config.py`` (N of ``no_rope_freq``: every N-th
     layer is without rotary positions), ``transformer/utils.py`` ``is_layer_window_attention`` (N of
-    ``window_attn_skip_freq``: every N-th layer is without a window).
+    ``window_attn_skip_freq``: every N-th layer is without a window), ``models/gpt/
+    experimental_attention_variant_module_specs.py`` (N of ``linear_attention_freq``: every N-th
+    layer is of full attention).
     """
     layers, listed = _get_number(args, "num_layers") or 0, dict(args)
-    for name, at_nth in (("no_rope_freq", 1), ("window_attn_skip_freq", 0)):
+    # The option --apply-layernorm-1p sets a field of the configuration.
+    names = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+    listed |= dict.fromkeys(names, next(filter(None, map(args.get, names)), False))
+    for name, at_nth in (
+        ("no_rope_freq", 1),
+        ("window_attn_skip_freq", 0),
+        ("linear_attention_freq", 0),
+    ):
         every = args.get(name)
         if type(every) is int and every > 0:
             listed[name] = [
@@ -128,7 +137,6 @@ def make_args(traits: Traits) -> dict[str, Any]:
         "normalization": "RMSNorm" if traits.norm == "rmsnorm" else "LayerNorm",
         "norm_epsilon": traits.norm_eps,
         "layernorm_epsilon": traits.norm_eps,
-        "apply_layernorm_1p": False,
         "add_bias_linear": traits.linear_bias,
         "add_qkv_bias": traits.qkv_bias and not traits.linear_bias,
         "qk_layernorm": traits.qk_norm,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, index_entries
-from reshard.model_parallel import forms, moves, vocabulary
+from reshard.model_parallel import forms, moves, shifted, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.spellings import NUMBERS, Part, Spelled, Spellings
@@ -133,6 +133,15 @@ class _Renaming:
             )
         return False
 
+    def add(self, entry: Entry, added: float) -> Entry:
+        """Return a weight with a constant added to its values; optimizer slots stay as they are."""
+        if not added or entry.kind not in WEIGHT_KINDS:
+            return entry
+        self.notes[f"the two sides define some norms differently: {added:+g} to their weights"] = (
+            None
+        )
+        return replace(entry, chunks=tuple(shifted.add_to_chunks(entry.chunks, added)))
+
 
 def _join_parts(
     where: str, name: str, pieces: Mapping[int, Entry], expected: Mapping[int, str]
@@ -179,7 +188,9 @@ class _ToHf(_Renaming):
         slices: dict[Key, dict[int, Entry]] = {}
         for entry in entries:
             spelled = self._spelled[entry.fqn]
-            for name, part in zip(spelled.names, self._cut_parts(entry, spelled), strict=True):
+            whole = zip(spelled.names, self._cut_parts(entry, spelled), strict=True)
+            for name, cut in whole:
+                part = self.add(cut, spelled.line.added)
                 if not spelled.line.stacked:
                     yield replace(part, fqn=name)
                     continue
@@ -293,7 +304,8 @@ class _FromHf(_Renaming):
                 if key not in gathered:
                     whole.append(key)
                 _, pieces = gathered.setdefault(key, (spelled, {}))
-                pieces[part.number] = _take_slice(entry, number, transposed=part.line.transposed)
+                piece = _take_slice(entry, number, transposed=part.line.transposed)
+                pieces[part.number] = self.add(piece, -part.line.added)
         for item in whole:
             yield item if isinstance(item, Entry) else self._fuse(item, *gathered[item])
 

@@ -5,6 +5,7 @@ A line maps a name of the table to one of Hugging Face's, or to several in a for
     NAME: OTHER
     NAME: {form: qkv, names: [Q, K, V]}
     NAME: {form: qkv_stacked, names: [OTHER], transposed: true}    rows and columns change places
+    NAME: {names: [OTHER], added: 1}       OTHER's values are NAME's plus 1 (see `shifted`)
     NAME: {names: [OTHER], stacked: e}     OTHER has one more dim, in front, which {e} numbers
 
 or to a list of these if Hugging Face has several ways: the first is written, all are read.
@@ -24,7 +25,7 @@ from reshard.model_parallel.patterns import Fields, Pattern
 from reshard.model_parallel.rules import RuleMatch, Table
 
 _WRITE = "write  NAME: OTHER  or  NAME: {form: " + "|".join(forms.NAMES) + ", names: [OTHER, ...]}"
-_KEYS = {"form", "names", "transposed", "stacked"}
+_KEYS = {"form", "names", "transposed", "stacked", "added"}
 NUMBERS = ("layers", "experts")
 
 
@@ -36,6 +37,7 @@ class Line:
         own: the table's name of the parameter.
         names: the names of the parts from which it is fused.
         stacked: the field that numbers the slices of each part; empty if they are not stacked.
+        added: what Hugging Face's values have more than the table's.
     """
 
     own: Pattern
@@ -43,11 +45,12 @@ class Line:
     names: tuple[Pattern, ...]
     transposed: bool = False
     stacked: str = ""
+    added: float = 0.0
 
     @property
     def is_plain(self) -> bool:
         """Whether both sides store the same tensor."""
-        return self.form == forms.PLAIN and not self.transposed and not self.stacked
+        return self.form == forms.PLAIN and not (self.transposed or self.stacked or self.added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,7 @@ def _parse_line(own: str, value: Any, source: str) -> Line:
         tuple(Pattern(str(name)) for name in value["names"]),
         bool(value.get("transposed", False)),
         str(value.get("stacked", "")),
+        float(value.get("added", 0)),
     )
 
 
@@ -197,6 +201,8 @@ def _find_problems(own: str, value: Any) -> Iterator[str]:
         yield f"there is no form {form!r}"
     elif len(names) != forms.PARTS.get(form, 1):
         yield f"the form {form} has {forms.PARTS.get(form, 1)} names, not {len(names)}"
+    if not isinstance(value.get("added", 0), (int, float)):
+        yield f"added is {value['added']!r}, not a number"
     if value.keys() - _KEYS:
         yield f"{min(value.keys() - _KEYS)!r} is no key of a line"
     required = Pattern(own).fields - {str(value.get("stacked", ""))}

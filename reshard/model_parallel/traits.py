@@ -9,6 +9,12 @@ from typing import Any
 from reshard import counts
 from reshard.model_parallel.architecture import Architecture
 
+# Sizes of gated delta nets, in the order of `Architecture.delta`.
+_DELTA = (
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
@@ -155,6 +161,7 @@ class Traits:
             vocab=self.vocab,
             experts=self.experts,
             tied=self.tied,
+            delta=tuple(filter(None, map(self.get, _DELTA))),
         )
 
 

@@ -12,6 +12,7 @@ It needs megatron-core and transformers, and no GPU.
     worker   the same, from the ranks' side
     core     a model of Megatron-core from the arguments in a checkpoint
     hybrid   Mamba layers on a CPU
+    delta    gated delta nets on a CPU
     fused    layers with the names of Transformer Engine's
     cpu      stand-ins for the CUDA calls of Megatron-core
 """

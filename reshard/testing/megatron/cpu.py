@@ -122,9 +122,21 @@ def _forked_queue() -> Any:
     return multiprocessing.get_context("fork").Manager().Queue()
 
 
+class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
+    """A norm of ``1 + weight``, which Transformer Engine and apex have, and PyTorch has not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x as a norm of ``1 + weight`` makes it."""
+        return torch.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
 def _norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any) -> Any:
-    """PyTorch's norm, marked for sequence parallel as fused_layer_norm.py marks its own."""
-    norm = getattr(torch.nn, config.normalization)(normalized_shape=hidden_size, eps=eps)
+    """Return PyTorch's norm, marked for sequence parallel as fused_layer_norm.py marks its own."""
+    if config.layernorm_zero_centered_gamma:
+        assert config.normalization == "RMSNorm"
+        norm = ZeroCenteredRMSNorm(hidden_size, eps)
+    else:
+        norm = getattr(torch.nn, config.normalization)(normalized_shape=hidden_size, eps=eps)
     for param in norm.parameters():
         param.sequence_parallel = config.sequence_parallel
     return norm

@@ -16,6 +16,9 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
@@ -30,13 +33,14 @@ class NormThenLinear(ColumnParallelLinear):
             param.sequence_parallel = config.sequence_parallel
             self.register_parameter(f"layer_norm_{name}", param)
         self._parameters.update(own)
+        self.added = int(config.layernorm_zero_centered_gamma)
         self.eps, self.kind = config.layernorm_epsilon, config.normalization
         self.history = torch.zeros(4)  # the largest outputs, as of FP8's delayed scaling
 
     def forward(self, x: torch.Tensor) -> Any:
         """Normalise x (sequence, samples, hidden), then as the linear layer does."""
         if self.kind == "RMSNorm":
-            x = torch.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
+            x = torch.rms_norm(x, x.shape[-1:], self.added + self.layer_norm_weight, self.eps)
         else:
             told = (self.layer_norm_weight, self.layer_norm_bias, self.eps)
             x = torch.layer_norm(x, x.shape[-1:], *told)
@@ -76,6 +80,10 @@ class Whole(torch.nn.Module):
         """Accept it."""
 
 
+class Core(Whole, DotProductAttention):
+    """Attention with a state of its own, as Transformer Engine's has one."""
+
+
 class WholeLinear(Whole):
     """A linear layer that every tensor-parallel rank has whole: ``TELinear``, "duplicated"."""
 
@@ -93,6 +101,37 @@ class WholeLinear(Whole):
         return torch.nn.functional.linear(x, self.weight), None
 
 
+class GroupedLinear(Whole):
+    """The weights of several experts in one module: ``TEGroupedLinear``, on a rank's own tokens."""
+
+    def __init__(
+        self,
+        count: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        tp_comm_buffer_name: str,
+        **told: Any,
+    ) -> None:
+        super().__init__()
+        assert not told["bias"]
+        ranks = told["pg_collection"].expt_tp.size()
+        is_first = tp_comm_buffer_name == "fc1"  # the outputs are cut, of the second the inputs
+        shape = (
+            (output_size // ranks, input_size) if is_first else (output_size, input_size // ranks)
+        )
+        for number in range(count):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> Any:
+        """Return the outputs of the tokens, which are in the order of their experts."""
+        parts = zip(x.split(tokens_per_expert), self.parameters(), strict=True)
+        return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts]), None
+
+
 class FusedSpecProvider(LocalSpecProvider):
     """Local modules where Transformer Engine has no other names."""
 
@@ -103,6 +142,18 @@ class FusedSpecProvider(LocalSpecProvider):
     def fuse_layernorm_and_linear(self) -> bool:
         """Return True: they are one module."""
         return True
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> Any:
+        """Return the experts' module."""
+        if moe_use_grouped_gemm and not moe_use_legacy_grouped_gemm:
+            return TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        return super().grouped_mlp_modules(moe_use_grouped_gemm, moe_use_legacy_grouped_gemm)
+
+    def core_attention(self) -> type:
+        """Return attention with a state of its own, as Transformer Engine's has one."""
+        return Core
 
     def column_parallel_layer_norm_linear(self) -> type:
         """Return the module that is both."""

@@ -86,7 +86,6 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel.layers import RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -96,10 +95,7 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
         TransformerLayerSubmodules,
     )
 
-    from reshard.testing.megatron.fused import NormThenLinear, Whole
-
-    class Core(Whole, DotProductAttention):
-        """Attention with a state of its own, as Transformer Engine's has one."""
+    from reshard.testing.megatron.fused import Core, NormThenLinear
 
     mamba_block.TENorm = WrappedTorchNorm
     config.use_mamba_mem_eff_path = False

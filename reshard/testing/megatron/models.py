@@ -54,6 +54,10 @@ _SIZES = {
     "mamba_num_heads": 16,
     "mamba_head_dim": 4,
     "n_groups": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k")

@@ -122,8 +122,9 @@ class Proof:
 
     @property
     def impl(self) -> str:
-        """The implementation of Megatron's layers: hybrid models have only one."""
-        return "transformer_engine" if self.model_type in HYBRID else "local"
+        """The implementation of Megatron's layers: models of other than attention have only one."""
+        te_alone = self.model_type in (*HYBRID, "qwen3_next")
+        return "transformer_engine" if te_alone else "local"
 
     @property
     def options(self) -> dict[str, Any]:

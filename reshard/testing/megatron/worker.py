@@ -20,9 +20,10 @@ from reshard.testing.megatron.ranks import FAILED, FOUND, LIMIT_S, Job
 
 def serve(jobs: list[Job]) -> None:
     """Do the jobs one after the other, each by forks of this process."""
-    from reshard.testing.megatron import cpu
+    from reshard.testing.megatron import cpu, delta
 
     cpu.pass_for_gpus()
+    delta.stand_in_for_kernels()
     importlib.import_module("reshard.testing.megatron.core")
     cpu.after_import()
     for job in jobs:

@@ -1,0 +1,52 @@
+"""Megatron-core's models with gated delta nets on a CPU.
+
+The kernels of ``fla`` stand in as Megatron-core's own PyTorch functions, and Transformer Engine's
+layers, of which these models alone are made, as those of `fused`.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+
+
+def stand_in_for_kernels() -> None:
+    """Put the functions of ``fla`` that megatron-core imports where it finds them.
+
+    Its modules must not be imported yet.
+    """
+
+    def normalize(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+    def compute(*args: Any, **options: Any) -> Any:
+        from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
+
+        return torch_chunk_gated_delta_rule(*args, **options)
+
+    functions: dict[str, dict[str, Any]] = {
+        "fla": {},
+        "fla.modules": {},
+        "fla.ops": {},
+        "fla.modules.l2norm": {"l2norm": normalize},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": compute},
+    }
+    for name, values in functions.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(values)
+        sys.modules[name] = module
+
+
+def make_layer_spec(config: Any) -> Any:
+    """Return what Megatron-core specifies for this rank's layers."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from reshard.testing.megatron.fused import FusedSpecProvider
+
+    variants.TESpecProvider = FusedSpecProvider
+    gpt_layer_specs.TESpecProvider = FusedSpecProvider
+    return variants.get_transformer_block_with_experimental_attention_variant_spec(config)
