@@ -31,17 +31,20 @@ class Contender:
 
 
 def limits(spans: Path, *, shrink: int = 1) -> list[Contender]:
-    """Measure a bare loop over the same bytes, with one thread and with one per core."""
+    """Measure a bare loop over the same bytes, with one thread and with one per core.
+
+    The last one also computes checksums and reads back what it wrote, as a merge does.
+    """
     loop = [PYTHON, str(HERE / "bare_loop.py"), str(spans)]
     return [
         Contender(
-            f"bare loop, {count} thread{'s' * (count > 1)}",
-            lambda out, count=count: [  # type: ignore[misc]
-                *(*loop, f"{out}.raw"),
+            f"bare loop, {count} thread{'s' * (count > 1)}{', checks' * bool(checks)}",
+            lambda out, count=count, checks=checks: [  # type: ignore[misc]
+                *(*loop, f"{out}.raw", *checks),
                 *("--threads", str(count), "--shrink", str(shrink)),
             ],
         )
-        for count in dict.fromkeys((1, THREADS))
+        for count, checks in ((1, ()), (THREADS, ()), (THREADS, ("--checks",)))
     ]
 
 

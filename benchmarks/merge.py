@@ -50,7 +50,7 @@ def ours(source: Path, *options: str) -> list[Contender]:
 def of_zero(run: Path, dtype: str, spans: Path) -> list[Contender]:
     """Merge a DeepSpeed run, against ``zero_to_fp32``, which writes only fp32."""
     spans.write_text(json.dumps(needed_spans(run, masters=True)))
-    found = [*ours(run, "--dtype", dtype), *limits(spans, shrink=2 if dtype == "bf16" else 1)]
+    found = [*ours(run, "--dtype", dtype), *limits(spans, shrink=1 if dtype == "fp32" else 2)]
     if dtype == "fp32":
         command = [PYTHON, str(run / "zero_to_fp32.py"), str(run)]
         options = ["--safe_serialization", "--max_shard_size", "1TB"]

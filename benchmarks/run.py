@@ -40,6 +40,7 @@ CASES: dict[str, Case] = {
     "merge-zero2": _merged(2, "fp32"),
     "merge-zero3": _merged(3, "fp32"),
     "merge-zero2-bf16": _merged(2, "bf16"),
+    "merge-zero2-fp16": _merged(2, "fp16"),
     "merge-zero3-bf16": _merged(3, "bf16"),
     "merge-dcp": lambda made, spans: merge.of_dcp(made.fsdp("dcp"), spans),
     "merge-hf-shards": lambda made, spans: merge.of_hf_shards(made.fsdp("hf"), spans),

@@ -6,6 +6,7 @@ on_demand   files of a plan that are computed when they are read
 fill        read the copies of a window, one read for each run
 tiles       computations that work tile by tile
 cast        strided copies and casts in memory
+compiled    the usual casts by a compiled module, which is optional
 records     checksums that files store of their own records
 share       distribution of a plan over ranks (over threads: `reshard.threads`)
 

@@ -1,8 +1,9 @@
-"""Casts of strided blocks in memory, with numpy only (no torch).
+"""Casts of strided blocks in memory, compiled or with numpy, without torch.
 
 A cast rounds to nearest even, like ``torch.Tensor.to``, which converts float64 to 16 bits by way of
 float32. A NaN becomes bfloat16's 0x7FC0 (the bits that torch writes depend on the vector unit).
-numpy has no bfloat16, so this module computes its bits, in blocks that stay in the cache.
+numpy has no bfloat16, so this module computes its bits, in blocks that stay in the cache. Where the
+compiled module exists (`compiled`), it does the usual casts, with the same bits and counts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from reshard.errors import UnsupportedError
+from reshard.move import compiled
 
 _BLOCK = 1 << 18  # elements; with shorter blocks, calls and waits for the GIL dominate
 _NUMPY = {FLOAT64: "<f8", FLOAT32: "<f4", FLOAT16: "<f2", BFLOAT16: "<u2"}
@@ -72,6 +74,10 @@ def cast(
         counts = cast(line, flat, dtype, target_dtype, clamp=clamp, factor=factor)
         target[...] = flat.reshape(source.shape)
         return counts
+    if factor == 1.0:
+        done = compiled.cast(source.data, target.data, dtype, target_dtype, clamp=clamp)
+        if done is not None:
+            return done
     if dtype == BFLOAT16 and target_dtype == FLOAT32 and factor == 1.0:
         _widen_bfloat16(source, target)
         return 0, 0

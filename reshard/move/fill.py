@@ -11,6 +11,7 @@ from reshard.box import Index
 from reshard.checksum import crc32
 from reshard.derived import Derived
 from reshard.files import SourceFiles
+from reshard.move import compiled
 from reshard.move.spans import Spans
 from reshard.paths import is_remote
 from reshard.plan.copies import Copy, Window
@@ -180,6 +181,13 @@ class Filler:
         offset: int,
         target_strides: Index,
     ) -> None:
+        sizes = copy.dtype.itemsize, copy.target_dtype.itemsize
+        if copy.factor == 1.0 and (byte_strides, target_strides) == ((sizes[0],), (sizes[1],)):
+            into = window[offset:][: shape[0] * sizes[1]]
+            counts = compiled.cast(raw, into, copy.dtype, copy.target_dtype, clamp=self._clamp)
+            if counts is not None:  # without the import of numpy
+                self._count(copy.fqn, *counts)
+                return
         import numpy as np
 
         from reshard.move import cast
@@ -192,13 +200,18 @@ class Filler:
         if not casting:
             target[...] = source
             return
-        overflowed, flushed = cast.cast(
-            source, target, copy.dtype, copy.target_dtype, factor=copy.factor, clamp=self._clamp
+        self._count(
+            copy.fqn,
+            *cast.cast(
+                source, target, copy.dtype, copy.target_dtype, factor=copy.factor, clamp=self._clamp
+            ),
         )
+
+    def _count(self, fqn: str, overflowed: int, flushed: int) -> None:
         if overflowed:
-            self.overflowed[copy.fqn] += overflowed
+            self.overflowed[fqn] += overflowed
         if flushed:
-            self.flushed[copy.fqn] += flushed
+            self.flushed[fqn] += flushed
 
     def _get_buffer(self, nbytes: int) -> memoryview:
         if len(self._buffer) < nbytes:

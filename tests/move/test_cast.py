@@ -1,4 +1,7 @@
-"""Casts against torch, bit for bit; a NaN stays a NaN, its payload is the processor's own."""
+"""Casts against torch, bit for bit; a NaN stays a NaN, its payload is the processor's own.
+
+Every test runs with numpy and, where there is a C compiler, with the compiled module.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,28 @@ import torch
 from reshard import dtypes
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from reshard.errors import UnsupportedError
+from reshard.move import compiled
 from reshard.move.cast import cast, numpy_dtype
+from tests.support.compiled import build_module, find_compiler
 
 UNSIGNED = {2: "<u2", 4: "<u4", 8: "<u8"}
 SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 ALL_16 = np.arange(1 << 16, dtype="<u2")
 MAX = {FLOAT16: 65504.0, BFLOAT16: 3.3895313892515355e38, FLOAT32: 3.4028234663852886e38}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The module as its source is now; what is installed can be older."""
+    return build_module(tmp_path_factory.mktemp("built")) if find_compiler() else None
+
+
+@pytest.fixture(params=["compiled", "numpy"], autouse=True)
+def module(request, built, monkeypatch):
+    if request.param == "compiled" and built is None:
+        pytest.skip("this machine has no C compiler, so numpy casts")
+    function = built.cast if request.param == "compiled" else None
+    monkeypatch.setattr(compiled, "_cast", function)
 
 
 def torch_cast(bits, dtype, target_dtype):
@@ -230,3 +249,42 @@ def test_an_expanded_source_is_cast_like_its_copy():
 def test_what_is_no_plain_float_is_never_cast(name):
     with pytest.raises(UnsupportedError, match="cannot be cast"):
         numpy_dtype(dtypes.BY_NAME[name], casting=True)
+
+
+PAIRS = [(a, b) for a in MAX for b in MAX if a != b]  # those that the module has
+
+
+@pytest.mark.parametrize(("dtype", "target_dtype"), PAIRS)
+def test_the_module_and_numpy_give_the_same_bits_and_counts(
+    dtype, target_dtype, built, monkeypatch
+):
+    """NaN payloads and signalling NaN included."""
+    bits = ALL_16
+    if dtype == FLOAT32:
+        low = np.arange(1 << 14, dtype="<u4")
+        special = [low, low << 9, 0x007FFFFF - low, 0x7F800000 + low, 0x7F800000 + (low << 9)]
+        random = np.random.default_rng(4).integers(0, 1 << 32, 1 << 18, dtype="<u4")
+        bits = np.concatenate([*special, random, boundaries(target_dtype)]).astype("<u4")
+        bits = np.concatenate([bits, bits | np.uint32(1 << 31)])
+    for clamp in (False, True):
+        ours, counts = our_cast(bits, dtype, target_dtype, clamp=clamp)
+        with monkeypatch.context() as patched:
+            patched.setattr(compiled, "_cast", None)
+            wanted, wanted_counts = our_cast(bits, dtype, target_dtype, clamp=clamp)
+        assert counts == wanted_counts
+        assert (ours == wanted).all()
+
+
+def test_the_module_takes_any_length_and_address(built):
+    if built is None:
+        pytest.skip("this machine has no C compiler")
+    for count in (0, 1, 7, 8, 31, 100):
+        values = np.linspace(-2, 2, count, dtype="<f4")
+        source = memoryview(b"x" + values.tobytes())[1:]
+        target = memoryview(bytearray(2 * count + 1))[1:]
+        assert built.cast("float32", "float16", source, target) == (0, 0)
+        assert bytes(target) == values.astype("<f2").tobytes()
+    with pytest.raises(ValueError, match="not as many elements"):
+        built.cast("float32", "float16", bytes(8), bytearray(6))
+    with pytest.raises(LookupError, match="from float64"):
+        built.cast("float64", "float16", bytes(8), bytearray(2))

@@ -33,11 +33,13 @@ LOADED = """
 assert all(torch.equal(state["model"][name], value) for name, value in kept.items())
 """
 HOME = """
-import pathlib, sys
+import pathlib, shutil, sys
 import reshard, trainer
 for package in reshard, trainer:
     assert pathlib.Path(package.__file__).is_relative_to(sys.prefix), package.__file__
 assert (pathlib.Path(reshard.__file__).parent / "py.typed").exists()
+if shutil.which("cc"):
+    import reshard.move._cast
 """
 
 

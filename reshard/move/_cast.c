@@ -1,0 +1,158 @@
+/* Casts of contiguous float32, float16 and bfloat16, with counts of overflow and underflow.
+
+   `reshard.move.cast` describes the rounding and computes the same bits with numpy where this
+   module was not compiled. The loops have no branches, so that the compiler vectorizes them. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "checkpoints are little-endian; numpy casts on this machine"
+#endif
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
+#define VECTORIZED __attribute__((target_clones("avx2", "default")))
+#else
+#define VECTORIZED
+#endif
+
+/* Elements in one call of a loop, so that its counters need only 32 bits, like the elements. */
+enum { BLOCK = 1 << 20 };
+
+typedef struct {
+    uint32_t overflowed, flushed;
+} Counts;
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Magnitudes are signed, as SSE2 and AVX2 compare only signed integers. */
+static inline int32_t magnitude_of(uint32_t bits) { return bits & 0x7FFFFFFF; }
+
+/* Round to nearest even: add 0x7FFF and the lowest bit that is kept, then drop 16 bits. */
+static inline uint32_t to_bfloat16(uint32_t bits) {
+    uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return magnitude_of(bits) > 0x7F800000 ? 0x7FC0 : rounded;
+}
+
+static inline uint32_t from_bfloat16(uint16_t bits) { return (uint32_t)bits << 16; }
+
+/* A NaN keeps its sign and its upper bits, like numpy's npy_floatbits_to_halfbits. */
+static inline uint32_t to_float16(uint32_t bits) {
+    int32_t magnitude = magnitude_of(bits);
+    int32_t normal = (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+    /* The unit in the last place of 0.5 is float16's smallest subnormal, so the sum rounds to it. */
+    int32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000;
+    int32_t payload = magnitude >> 13 & 0x3FF;
+    int32_t nan = 0x7C00 | payload | (payload == 0);
+    int32_t made = magnitude < 0x38800000 ? subnormal : normal;
+    made = magnitude >= 0x47800000 ? 0x7C00 : made;
+    made = magnitude > 0x7F800000 ? nan : made;
+    return made | (bits >> 16 & 0x8000);
+}
+
+static inline uint32_t from_float16(uint16_t bits) {
+    int32_t magnitude = bits & 0x7FFF;
+    int32_t normal = (magnitude << 13) + 0x38000000;
+    int32_t special = (magnitude << 13) | 0x7F800000;
+    /* The bits of 0.5 plus `magnitude` units of 2 ** -24: the value of a subnormal. */
+    int32_t subnormal = bits_of(float_of(0x3F000000 + magnitude) - 0.5f);
+    int32_t made = magnitude < 0x400 ? subnormal : normal;
+    made = magnitude >= 0x7C00 ? special : made;
+    return made | (uint32_t)(bits & 0x8000) << 16;
+}
+
+#define AS_IS(bits) (bits)
+#define LOOP(name, Source, widen, Target, narrow, INFINITE, COUNTS_ZEROS)                        \
+    VECTORIZED static Counts name(const char *source, char *target, Py_ssize_t count) {          \
+        uint32_t overflowed = 0, flushed = 0;                                                    \
+        for (Py_ssize_t i = 0; i < count; i++) {                                                 \
+            Source stored; /* copied, as buffers need not be aligned */                          \
+            memcpy(&stored, source + i * sizeof(Source), sizeof(Source));                        \
+            uint32_t bits = widen(stored), made = narrow(bits);                                  \
+            Target result = made;                                                                \
+            memcpy(target + i * sizeof(Target), &result, sizeof(Target));                        \
+            int32_t magnitude = magnitude_of(bits), size = made & 0x7FFF;                        \
+            if (INFINITE) overflowed += (size == INFINITE) & (magnitude < 0x7F800000);           \
+            if (COUNTS_ZEROS) flushed += (size == 0) & (magnitude != 0);                         \
+        }                                                                                        \
+        Counts counts = {overflowed, flushed};                                                   \
+        return counts;                                                                           \
+    }
+
+/* clang-format off */
+LOOP(float32_to_bfloat16, uint32_t, AS_IS, uint16_t, to_bfloat16, 0x7F80, 0)
+LOOP(float32_to_float16, uint32_t, AS_IS, uint16_t, to_float16, 0x7C00, 1)
+LOOP(bfloat16_to_float16, uint16_t, from_bfloat16, uint16_t, to_float16, 0x7C00, 1)
+LOOP(float16_to_bfloat16, uint16_t, from_float16, uint16_t, to_bfloat16, 0, 0)
+LOOP(float16_to_float32, uint16_t, from_float16, uint32_t, AS_IS, 0, 0)
+LOOP(bfloat16_to_float32, uint16_t, from_bfloat16, uint32_t, AS_IS, 0, 0)
+
+static const struct {
+    const char *source, *target;
+    int source_size, target_size;
+    Counts (*loop)(const char *, char *, Py_ssize_t);
+} CASTS[] = {
+    {"float32", "bfloat16", 4, 2, float32_to_bfloat16},
+    {"float32", "float16", 4, 2, float32_to_float16},
+    {"bfloat16", "float16", 2, 2, bfloat16_to_float16},
+    {"float16", "bfloat16", 2, 2, float16_to_bfloat16},
+    {"float16", "float32", 2, 4, float16_to_float32},
+    {"bfloat16", "float32", 2, 4, bfloat16_to_float32},
+};
+/* clang-format on */
+
+/* cast(source_dtype, target_dtype, source, target) -> (overflowed, flushed) */
+static PyObject *cast(PyObject *module, PyObject *args) {
+    const char *source_dtype, *target_dtype;
+    Py_buffer source, target;
+    if (!PyArg_ParseTuple(args, "ssy*w*", &source_dtype, &target_dtype, &source, &target)) return NULL;
+    unsigned long long overflowed = 0, flushed = 0;
+    PyObject *result = NULL;
+    size_t number = 0, known = sizeof CASTS / sizeof *CASTS;
+    while (number < known && (strcmp(CASTS[number].source, source_dtype) ||
+                              strcmp(CASTS[number].target, target_dtype)))
+        number++;
+    if (number == known) {
+        PyErr_Format(PyExc_LookupError, "no loop from %s to %s", source_dtype, target_dtype);
+        goto done;
+    }
+    Py_ssize_t from = CASTS[number].source_size, to = CASTS[number].target_size;
+    Py_ssize_t count = source.len / from;
+    if (source.len != count * from || target.len != count * to) {
+        PyErr_Format(PyExc_ValueError, "%zd and %zd bytes are not as many elements", source.len, target.len);
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t start = 0; start < count; start += BLOCK) {
+        Counts counts = CASTS[number].loop((const char *)source.buf + start * from,
+                                           (char *)target.buf + start * to,
+                                           count - start < BLOCK ? count - start : BLOCK);
+        overflowed += counts.overflowed;
+        flushed += counts.flushed;
+    }
+    Py_END_ALLOW_THREADS
+    result = Py_BuildValue("KK", overflowed, flushed);
+done:
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&target);
+    return result;
+}
+
+static PyMethodDef methods[] = {{"cast", cast, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "reshard.move._cast", NULL, 0, methods,
+                                        NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__cast(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,26 @@
+"""Build the optional compiled module; everything else about the package is in pyproject.toml.
+
+Without a C compiler, the package is installed without the module and casts with numpy.
+"""
+
+import sys
+import sysconfig
+
+from setuptools import Extension, setup
+
+# The stable ABI has buffers since Python 3.11; builds without the GIL have no stable ABI.
+STABLE = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+setup(
+    ext_modules=[
+        Extension(
+            "reshard.move._cast",
+            ["reshard/move/_cast.c"],
+            extra_compile_args=["-O3", "-fno-trapping-math"],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
+            py_limited_api=STABLE,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
+)
