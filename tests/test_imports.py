@@ -63,7 +63,7 @@ LAYERS = (
     ("commands", "dcp"),
     ("live",),
     ("api", "deepspeed", "accelerate"),
-    ("transformers",),
+    ("transformers", "lightning"),
     ("testing",),
     ("",),
     ("cli",),

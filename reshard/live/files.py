@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import formats
+from reshard.commands.output import Job
 from reshard.commands.split.command import plan_split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
@@ -23,7 +24,8 @@ from reshard.commands.unwritten import plan_unwritten
 from reshard.errors import ReshardError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats.request import LiveTarget
-from reshard.manifest import Entry, Key, Skeleton, SourceFile
+from reshard.live.names import mark_buffers, name_as_in
+from reshard.manifest import Entry, Key, Manifest, Skeleton, SourceFile
 from reshard.move.on_demand import OnDemandFiles
 from reshard.plan.planner import Plan
 
@@ -135,11 +137,16 @@ def create_names(files: OnDemandFiles) -> Iterator[Path]:
 
 
 def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | None) -> _Planned:
-    job = plan_unwritten(
-        source,
-        options,
-        lambda manifest, _: plan_split(manifest, Path("live"), options, target=target),
-    )
+    def plan(manifest: Manifest, _: Path) -> Job[SplitReport]:
+        prefix = None
+        if target is not None:
+            manifest, prefix = name_as_in(manifest, target.shapes.parameters)
+            manifest = mark_buffers(manifest, target.shapes.buffers)
+        job = plan_split(manifest, Path("live"), options, target=target)
+        job.report.notes += [str(prefix)] if prefix else []
+        return job
+
+    job = plan_unwritten(source, options, plan)
     entries, skeleton = job.manifest.entries, job.plan.target
     needed = {e.key: entries[e.key] for e in skeleton.entries if e.key in entries}
     return _Planned(needed, dict(job.manifest.files), skeleton, job.report)

@@ -23,6 +23,7 @@ from reshard.manifest import (
     Entry,
     Key,
     Manifest,
+    TrainState,
     index_entries,
 )
 from reshard.stamps import Save, Stamp
@@ -303,11 +304,17 @@ def describe_lost_setup(state: WritableState) -> list[str]:
     notes = [f"not carried: {name}, which says where in its data the run is" for name in samplers]
     if not isinstance(train.config, Mapping) or not train.config:
         return notes
-    named = train.config.get("gradient_clipping", train.config.get("clip_grad"))
-    clip = named if train.clip is None else train.clip
-    clips = isinstance(clip, (int, float)) and clip > 0
-    does = f", which clips gradients to a norm of {clip:g}: the new one must, too" if clips else ""
+    clip = find_clip(train)
+    does = f", which clips gradients to a norm of {clip:g}: the new one must, too" if clip else ""
     return [*notes, f"not carried: the configuration of the {form} run{does}"]
+
+
+def find_clip(train: TrainState) -> float | None:
+    """Return the norm to which the run clips gradients; None if it does not, or nothing says so."""
+    config = train.config if isinstance(train.config, Mapping) else {}
+    named = config.get("gradient_clipping", config.get("clip_grad"))
+    clip = named if train.clip is None else train.clip
+    return clip if isinstance(clip, (int, float)) and clip > 0 else None
 
 
 def refuse_non_elementwise_slots(

@@ -1,0 +1,92 @@
+"""Weights and optimizer states of live torch objects, filled from a checkpoint by DCP.
+
+Under FSDP 1 and 2, DDP, tensor parallelism and in one process torch's own
+``get_model_state_dict`` and ``get_optimizer_state_dict`` name the tensors that a rank has, and
+`reshard.dcp.StorageReader` reads their bytes and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from reshard.dcp.reader import StorageReader
+from reshard.errors import DifferentError
+from reshard.keys import canonical
+from reshard.manifest import BUFFER, WEIGHT_KINDS, Manifest
+from reshard.units import some
+
+_NAMED = 5  # names in a message
+# Hyperparameters by parameter, so that the live optimizer may have other param groups. And DCP
+# flattens lists in an older way on an FSDP 1 rank that has no part of some parameter (torch 2.13
+# ``default_planner.py``, ``create_local_plan``), where no checkpoint has their keys.
+_BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
+_OF_SCHEDULER = "initial_lr"  # which a scheduler adds to the param groups
+
+
+def load_model(model: torch.nn.Module, manifest: Manifest, *, strict: bool = True) -> None:
+    """Fill the parameters and buffers of a model.
+
+    Args:
+        strict: refuse a model and a checkpoint that do not have the same parameters.
+
+    Raises:
+        DifferentError: the checkpoint has parameters that the model lacks; or a value does not fit.
+        IncompleteError: the model has a parameter or buffer that the checkpoint lacks.
+    """
+    state = get_model_state_dict(model)
+    if strict:
+        _refuse_unused(manifest, state)
+    planner = DefaultLoadPlanner(allow_partial_load=not strict)
+    load({"model": state}, storage_reader=_open_reader(manifest), planner=planner)
+    set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+
+
+def load_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest
+) -> None:
+    """Fill the state and the param groups of the optimizer of a model.
+
+    Raises:
+        ReshardError: the checkpoint lacks a value, or has other param groups.
+    """
+    state = get_optimizer_state_dict(model, optimizer, options=_BY_PARAMETER)
+    own = {}
+    if not any(_OF_SCHEDULER in group.hyper for group in manifest.train.param_groups):
+        own = {key: state.pop(key) for key in list(state) if key.endswith(f".{_OF_SCHEDULER}")}
+    load({"optim": state}, storage_reader=_open_reader(manifest))
+    state.update(own)
+    set_optimizer_state_dict(model, optimizer, state, options=_BY_PARAMETER)
+
+
+def _open_reader(manifest: Manifest) -> StorageReader:
+    """Return a reader of a manifest that rank 0 has checked."""
+    return StorageReader(manifest, model="model", optimizer="optim", trust="none")
+
+
+def _refuse_unused(manifest: Manifest, state: Mapping[str, Any]) -> None:
+    wanted = {canonical(name) for name in state}
+    stored = {entry.fqn: entry.kind for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    aliases = {kept for alias, kept in manifest.tied.items() if canonical(alias) in wanted}
+    unused = [
+        fqn
+        for fqn, kind in stored.items()
+        if kind != BUFFER and canonical(fqn) not in wanted and fqn not in aliases
+    ]
+    if unused:
+        raise DifferentError(
+            manifest.origin.path,
+            f"has {some([repr(fqn) for fqn in unused], _NAMED)}, which the model lacks",
+            "load the model that was saved, or turn strict loading off",
+        )

@@ -1,0 +1,82 @@
+"""A checkpoint under the names of a live model.
+
+A LightningModule or another wrapper keeps the model in an attribute, so that its parameters are
+``model.layers...`` where a save of the model itself has ``layers...``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from reshard.keys import Edits, canonical, edit
+from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A prefix that the names of a checkpoint gain or lose to become those of a live model."""
+
+    text: str
+    is_added: bool
+
+    def apply(self, fqn: str) -> str:
+        """Return the name in the live model."""
+        return self.text + fqn if self.is_added else fqn.removeprefix(self.text)
+
+    def __str__(self) -> str:
+        return f"names {'gain' if self.is_added else 'lose'} the prefix {self.text!r}"
+
+
+def name_as_in(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest, Prefix | None]:
+    """Return a state under the names of a live model, and the prefix that has changed, if any.
+
+    Args:
+        fqns: the names of the model's parameters.
+    """
+    bare = edit(manifest, Edits()).manifest
+    stored = {entry.fqn for entry in bare.of_kind(*WEIGHT_KINDS)} | bare.tied.keys()
+    prefix = _find_prefix(stored, set(map(canonical, fqns)))
+    if prefix is None:
+        return manifest, None
+    pattern = f"^(?!$){'' if prefix.is_added else re.escape(prefix.text)}"
+    rename = (pattern, prefix.text.replace("\\", r"\\") if prefix.is_added else "")
+    return edit(bare, Edits(rename=[rename])).manifest, prefix
+
+
+def mark_buffers(manifest: Manifest, fqns: Collection[str]) -> Manifest:
+    """Return a state in which the buffers of a live model are buffers.
+
+    Files of a state dict do not tell buffers from parameters.
+
+    Args:
+        fqns: the names of the model's buffers.
+    """
+    names = set(map(canonical, fqns))
+    return manifest.with_entries(
+        replace(entry, kind=BUFFER)
+        if entry.kind == PARAM and canonical(entry.fqn) in names
+        else entry
+        for entry in manifest.entries.values()
+    )
+
+
+def _find_prefix(stored: Collection[str], live: set[str]) -> Prefix | None:
+    """Return the prefix with which all names of the live model are stored, or None."""
+    if not live or live <= set(stored):
+        return None
+    for prefix in _iterate_candidates(stored, min(live)):
+        if live <= {prefix.apply(fqn) for fqn in stored}:
+            return prefix
+    return None
+
+
+def _iterate_candidates(stored: Collection[str], name: str) -> Iterator[Prefix]:
+    """Yield the prefixes that make a stored name the given one, short ones first."""
+    added = {name[: -len(fqn)] for fqn in stored if name.endswith(f".{fqn}")}
+    removed = {fqn[: -len(name)] for fqn in stored if fqn.endswith(f".{name}")}
+    for text in sorted(added, key=len):
+        yield Prefix(text, is_added=True)
+    for text in sorted(removed, key=len):
+        yield Prefix(text, is_added=False)

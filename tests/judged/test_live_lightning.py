@@ -1,0 +1,108 @@
+"""`reshard.lightning.open_checkpoint`: real Lightning goes on from any checkpoint, at any size.
+
+Every run has the same model, schedule and global batches, also those of DeepSpeed's engine and of
+Accelerate, so what resumes must have the state of the save, bitwise, and the losses of an unbroken
+run.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.judges import server
+
+pytest.importorskip("lightning")
+pytestmark = pytest.mark.slow
+
+LIGHTNING = server.Judge("tests.judges.lightning_worker", "Lightning", {}, limit_s=120.0)
+ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, limit_s=60.0)
+SAVED = 3  # as `accelerate_worker.SAVED`
+NOISE = 1e-6  # absolute, of losses of about 4.6: another order of summing gradients
+STRATEGIES = {
+    "one": {"strategy": "auto"},
+    "ddp": {"strategy": "ddp"},
+    "fsdp_full": {"strategy": "fsdp", "type": "full"},
+    "fsdp_sharded": {"strategy": "fsdp", "type": "sharded"},
+    "fsdp2": {"strategy": "model_parallel", "dcp": True},
+    "z1": {"strategy": "deepspeed", "stage": 1},
+    "z2": {"strategy": "deepspeed", "stage": 2},
+    "z3": {"strategy": "deepspeed", "stage": 3},
+}
+SAVES = ("ddp", "fsdp_full", "fsdp_sharded", "fsdp2", "z2")
+ENGINE, ACCELERATED = "engine", "accelerate"  # which save without Lightning
+RESUMED = (  # what saved, what resumes, at how many ranks
+    ("ddp", "fsdp2", 4),
+    ("fsdp_full", "fsdp_sharded", 4),  # where a rank has no part of some parameters
+    ("fsdp_sharded", "fsdp_full", 1),
+    ("fsdp2", "z3", 2),
+    ("fsdp2", "ddp", 4),
+    ("z2", "one", 1),
+    ("z2", "z3", 4),
+    (ENGINE, "fsdp2", 4),
+    (ENGINE, "z3", 1),
+    (ACCELERATED, "ddp", 4),
+    (ACCELERATED, "z1", 1),
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the path of each save, and what its run held and lost."""
+    place = tmp_path_factory.mktemp("saved")
+    jobs = {name: (2, STRATEGIES[name]) for name in SAVES}
+    found = LIGHTNING.run(place, {**jobs, ENGINE: (2, {"engine": True, "stage": 1})})
+    found |= ACCELERATE.run(place, {ACCELERATED: (2, {"version": 2, "type": "SHARDED"})})
+    for name, seen in found.items():
+        assert isinstance(seen, dict), (name, seen)
+    names = dict.fromkeys(found, "saved.ckpt") | {ACCELERATED: "saved"}
+    return {name: (place / name / names[name], seen) for name, seen in found.items()}
+
+
+@pytest.fixture(scope="module")
+def resumed(saved, tmp_path_factory):
+    """Return what each run held after it had resumed, and lost next."""
+    jobs = {
+        f"{source}-{name}-{ranks}": (
+            ranks,
+            {**STRATEGIES[name], "resume": saved[source][0], "live": {}},
+        )
+        for source, name, ranks in RESUMED
+    }
+    return LIGHTNING.run(tmp_path_factory.mktemp("resumed"), jobs)
+
+
+@pytest.mark.parametrize(("source", "name", "ranks"), RESUMED)
+def test_the_trainer_goes_on(source, name, ranks, saved, resumed):
+    got, wanted = resumed[f"{source}-{name}-{ranks}"], saved[source][1]
+    assert isinstance(got, dict), got
+    assert got["losses"] == pytest.approx(wanted["losses"][SAVED:], abs=NOISE)
+    assert (got["step"], got["last_epoch"], got["epoch"]) == (SAVED, SAVED, 0)
+    assert set(got["steps"].values()) == {SAVED}
+    if source == ACCELERATED:  # its worker keeps no tensors
+        return
+    assert got["lr"] == saved["ddp"][1]["lr"]
+    for part in ("params", "buffers"):
+        assert_same(got[part], in_module(wanted.get(part, {})))
+    moments = in_module(wanted["optimizer"])
+    assert moments
+    for fqn, slots in moments.items():
+        assert_same(got["optimizer"][fqn], slots)
+
+
+@pytest.mark.parametrize(("source", "name", "ranks"), RESUMED)
+def test_callbacks_and_hooks_get_their_values_from_lightning_alone(source, name, ranks, resumed):
+    got, steps = resumed[f"{source}-{name}-{ranks}"], len(range(SAVED, 8))
+    is_own = source not in (ENGINE, ACCELERATED)
+    assert got["own"] == ({"tokens": 96} if is_own else {})
+    assert got["count"] == steps + (SAVED if is_own else 0)
+
+
+def in_module(tensors):
+    """The names in a LightningModule, whose attribute ``model`` is the model."""
+    return {f"model.{fqn.removeprefix('model.')}": value for fqn, value in tensors.items()}
+
+
+def assert_same(got, wanted):
+    for fqn, value in wanted.items():
+        assert torch.equal(got[fqn], value), fqn
