@@ -17,10 +17,10 @@ from reshard.dcp.target import Hyper, Keys, Resolved, State
 from reshard.dcp.values import Values
 from reshard.errors import UsageError
 from reshard.files import SourceFiles
+from reshard.formats.live_form import find_live_form
 from reshard.formats.values import dequantise
 from reshard.identity import Trust, check_identity
 from reshard.manifest import Entry, Manifest
-from reshard.naming.published import restore_memory_form
 from reshard.paths import as_path
 
 
@@ -28,7 +28,8 @@ class StorageReader(storage.StorageReader):
     """A reader of any checkpoint that reshard supports, for `torch.distributed.checkpoint.load`.
 
     A published transformers model, with its ``config.json`` beside it, is read in the form that the
-    live model has in memory, and under its published names.
+    live model has in memory, and under its published names. So is a Megatron run whose model
+    transformers has: in the form of that model in memory, and under Megatron's names.
 
     A weight is read from its fp32 master if the checkpoint has one. Floats are cast once, to the
     target's dtype; buffers and integers are not cast. A key of the target that the checkpoint lacks
@@ -69,9 +70,9 @@ class StorageReader(storage.StorageReader):
         check_identity(source, self._trust)
         source, _ = dequantise(source)
         self.manifest = source
-        in_memory = restore_memory_form(source)
+        in_memory = find_live_form(source)
         self._state = State(in_memory or source)
-        # A target may also have the published names, of its own model.
+        # A target may also have the names of the files: the published ones, or Megatron's.
         self._other = State(source) if in_memory is not None else None
         self._keys = Keys(self._state, *self._prefixes, other=self._other)
 

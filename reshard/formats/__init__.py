@@ -10,6 +10,7 @@ Modules beside the packages of the formats:
     unclear     refusals of paths that are not a checkpoint by themselves, with hints
     run         the choice of a checkpoint in a run directory
     beside      files beside tensors: the trainer's state, its scheduler, random states
+    live_form   the names, shapes and groups that a live model of transformers has
 """
 
 from __future__ import annotations

@@ -48,9 +48,11 @@ ROUTES = [
     Route(LLAMA, "torch", "hf-trainer", "hf-trainer"),
     Route(SHARDED, "torch", "torch", "torch", ranks=1),
     Route(SHARDED, "torch_dist", "dcp", "dcp"),
+    Route(SHARDED, "torch_dist_fully_reshardable", "live dcp"),
     Route(EXPERTS, "torch", "deepspeed", "deepspeed", options={"zero_stage": 2}),
     Route(EXPERTS, "torch_dist", "deepspeed", "deepspeed", options={"zero_stage": 3}),
     Route(EXPERTS, "torch", "dcp", "dcp"),
+    Route(EXPERTS, "torch_dist", "live dcp"),
     Route(EXPERTS, "torch_dist", "accelerate", "accelerate"),
     Route(EXPERTS, "torch_dist", "hf-trainer", "hf-trainer"),
 ]
