@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = (2, 4)
 
 
@@ -201,3 +204,11 @@ def test_a_state_dict_that_its_program_flattened_has_an_optimizer(tmp_path, top)
         for fqn, parameter in layer.named_parameters():
             assert torch.equal(moments[fqn][...], adam.state[parameter]["exp_avg"])
         assert [group.hyper["lr"] for group in checkpoint.manifest.train.param_groups] == [0.125]
+
+
+@pytest.mark.parametrize("name", ["zero", "optim", "release", "huggingface"])
+def test_a_run_directory_may_have_the_name_of_a_folder_of_a_checkpoint(name, tmp_path):
+    run = tmp_path / name
+    shutil.copytree(ROOT / "examples" / "llama-zero3-4ranks", run)
+    with reshard.open(run) as checkpoint:
+        assert "model.norm.weight" in checkpoint

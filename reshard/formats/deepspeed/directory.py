@@ -147,7 +147,7 @@ def locate(location: Location, tag: str | None = None) -> Location:
         CorruptError: the file that names the latest tag does not hold a tag.
     """
     location = Location(location.directories)
-    if location.name == "zero":
+    if location.name == "zero" and _is_zero(location):
         location = location.above()
     if tag is None and _is_tag(location):
         return location
