@@ -1,6 +1,7 @@
 """docs/formats.md names every case of the judges' tables, once, in the table of its test file.
 
-And the commands that the documents show exist, with the options that they show.
+And the commands that the documents show exist, with the options that they show; so do the files and
+headings that they link to.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ def shown(text):
         yield typed.split()[0], re.findall(r"(?<!\S)(--[a-z][\w-]*)", typed)
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_command_shown_exists_with_its_options(path):
     for command, options in shown(path.read_text()):
         if command in ("--help", "--version"):
@@ -105,6 +109,23 @@ def test_every_command_shown_exists_with_its_options(path):
         known = {name for param in cli.commands[command].params for name in param.opts}
         known |= {name for p in cli.commands[command].params for name in p.secondary_opts}
         assert set(options) <= known | {"--help"}, command
+
+
+def anchors(path):
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file_and_a_heading(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not link.startswith("http"):
+            name, _, heading = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            assert target.exists(), link
+            assert not heading or heading in anchors(target), link
 
 
 def test_the_documents_do_show_commands():

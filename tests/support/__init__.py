@@ -5,10 +5,10 @@ Modules:
     crashed: recognizes ranks that native code killed, which are then started once more.
     faults: a process whose disk calls can be killed, lose power, fail or be interrupted.
     forked: starts programs as forks of one process that has imported what they need.
+    guides: runs the commands and the Python code of README and docs/start.
     large_manifests: manifests of runs with thousands of ranks, computed without files.
     object_stores: servers of S3 and Google's store behind a proxy that injects network faults.
     random_checkpoints: small checkpoints in real files, stored in every way a manifest can express.
-    readme: runs the commands and the Python code of the README with the installed reshard.
     sample_tensors: one tensor of every shape, stride and dtype that a checkpoint may hold.
     screenshots: takes pictures of pages, for people to look at.
     signal_points: the points of a program at which a signal's handler can run.
