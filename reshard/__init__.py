@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.api import inspect as inspect
     from reshard.api import merge as merge
     from reshard.api import open as open  # noqa: A004 - reshard.open reads as it should
+    from reshard.api import plan as plan
     from reshard.api import resume_check as resume_check
     from reshard.api import split as split
     from reshard.api import verify as verify
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.inspect import InspectOptions as InspectOptions
     from reshard.commands.merge.options import MergeOptions as MergeOptions
     from reshard.commands.merge.report import MergeReport as MergeReport
+    from reshard.commands.plan import PlanOptions as PlanOptions
+    from reshard.commands.plan import PlanReport as PlanReport
     from reshard.commands.resume_check.options import ResumeCheckOptions as ResumeCheckOptions
     from reshard.commands.resume_check.report import ResumeReport as ResumeReport
     from reshard.commands.serve import ServeOptions as ServeOptions
@@ -60,6 +63,8 @@ _HOMES = {
     "LazyTensor": "reshard.tensors",
     "MergeOptions": "reshard.commands.merge.options",
     "MergeReport": "reshard.commands.merge.report",
+    "PlanOptions": "reshard.commands.plan",
+    "PlanReport": "reshard.commands.plan",
     "ResumeCheckOptions": "reshard.commands.resume_check.options",
     "ResumeReport": "reshard.commands.resume_check.report",
     "ServeOptions": "reshard.commands.serve",
@@ -73,6 +78,7 @@ _HOMES = {
     "merge": "reshard.api",
     "open": "reshard.api",
     "open_files": "reshard.commands.serve",
+    "plan": "reshard.api",
     "resume_check": "reshard.api",
     "split": "reshard.api",
     "stamp": "reshard.hooks",
@@ -90,6 +96,8 @@ __all__ = [
     "LazyTensor",
     "MergeOptions",
     "MergeReport",
+    "PlanOptions",
+    "PlanReport",
     "ReshardError",
     "ResumeCheckOptions",
     "ResumeReport",
@@ -105,6 +113,7 @@ __all__ = [
     "merge",
     "open",
     "open_files",
+    "plan",
     "resume_check",
     "split",
     "stamp",

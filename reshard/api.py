@@ -17,6 +17,7 @@ from reshard.commands.diff import DiffOptions
 from reshard.commands.inspect import InspectOptions
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.options import SourceOptions
+from reshard.commands.plan import PlanOptions
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.verify import VerifyOptions
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.commands.diff import DiffReport
     from reshard.commands.inspect import Inspection
     from reshard.commands.merge.report import MergeReport
+    from reshard.commands.plan import PlanReport
     from reshard.commands.resume_check.report import ResumeReport
     from reshard.commands.split.report import SplitReport
     from reshard.commands.verify import VerifyReport
@@ -48,6 +50,14 @@ class _OfSource(Protocol[_P, _Report_co]):
     """A function of one checkpoint, its source."""
 
     def __call__(self, source: Paths, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
+
+
+class _OfAnySource(Protocol[_P, _Report_co]):
+    """A function of one checkpoint, or of none."""
+
+    def __call__(
+        self, source: Paths | None = None, *args: _P.args, **options: _P.kwargs
+    ) -> _Report_co: ...
 
 
 class _OfOnePath(Protocol[_P, _Report_co]):
@@ -102,6 +112,12 @@ def _of_path(
 def _of_source(
     kind: Callable[_P, _Options],
 ) -> Callable[[Callable[[Paths, _Options], _Result]], _OfSource[_P, _Result]]:
+    return lambda function: _with_keywords(function, kind)
+
+
+def _of_any_source(
+    kind: Callable[_P, _Options],
+) -> Callable[[Callable[[Paths | None, _Options], _Result]], _OfAnySource[_P, _Result]]:
     return lambda function: _with_keywords(function, kind)
 
 
@@ -231,5 +247,21 @@ def resume_check(source: str | Path, options: ResumeCheckOptions) -> ResumeRepor
         ReshardError: nothing could be compared; a run that continues differently is not an error.
     """
     from reshard.commands.resume_check.command import resume_check as run
+
+    return run(source, options)
+
+
+@_of_any_source(PlanOptions)
+def plan(source: Paths | None = None, options: PlanOptions | None = None) -> PlanReport:
+    """Forecast the memory of each strategy and recommend one; keywords as in `PlanOptions`.
+
+    Args:
+        source: a checkpoint, whose run is to continue; None: ``model`` or ``params`` states it.
+        options: as keywords, see `PlanOptions`.
+
+    Raises:
+        ReshardError: the source cannot be read, or the options contradict each other.
+    """
+    from reshard.commands.plan import plan as run
 
     return run(source, options)

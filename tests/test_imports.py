@@ -49,7 +49,7 @@ LAYERS = (
     ),
     ("keys", "model", "output"),
     ("layout",),
-    ("model_parallel", "plan"),
+    ("model_parallel", "plan", "sizing"),
     ("containers",),
     ("quantised",),
     ("training",),

@@ -171,6 +171,31 @@ def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     read(run_with_messages, ResumeCheckOptions, source, quiet=quiet, **values)
 
 
+@cli.command(declared="PlanOptions")
+@click.argument("sources", metavar="[SOURCE]...", nargs=-1, type=PATH)
+@_json
+@_quiet
+@_verbose
+def plan(sources: tuple[Path, ...], **values: Any) -> None:
+    r"""Forecast the memory of each strategy and recommend one.
+
+    The model is --model, --params, or that of the checkpoint SOURCE. Nothing is read but configs
+    and headers. The exit code is 0 if the recommended strategy fits, 1 if none does.
+
+    \b
+    reshard plan --params 7B --gpus 8x80GB
+    reshard plan --model config.json --gpus 8x80GB --nodes 2 --seq-len 4096 --global-batch 512
+    reshard plan run/ --gpus 4x24GB --write ds_config.json
+    """
+    from reshard.commands.plan import PlanOptions
+    from reshard.commands.plan import plan as run
+
+    def run_at_once(paths: tuple[Path, ...], chosen: PlanOptions, _meter: Any) -> Any:
+        return run(paths or None, chosen)
+
+    read(run_at_once, PlanOptions, sources, **values)
+
+
 @cli.command(declared="ServeOptions")
 @_sources
 @_verbose

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ExistsError
+from reshard.html.bars import Bars
 from reshard.html.curves import Curves
 from reshard.html.page import Maps, Page, Table
 from reshard.output import commit
@@ -27,7 +28,12 @@ from reshard.version import __version__
 _ASSETS = Path(__file__).parent / "assets"
 _TEMPLATE = "page.html.jinja"
 _SCRIPTS = ("base.js", "table.js", "map.js", "curves.js", "main.js")
-_KINDS = {Curves: "curves", Maps: "maps", Table: "table"}  # names that main.js dispatches on
+_KINDS = {
+    Bars: "bars",
+    Curves: "curves",
+    Maps: "maps",
+    Table: "table",
+}  # names that main.js dispatches on
 _STYLE = "page.css"
 _PLOTS, _PLOTS_STYLE = "uPlot.iife.min.js", "uPlot.min.css"  # included only with curves
 

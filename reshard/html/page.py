@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from reshard.html.bars import Bars
 from reshard.html.curves import Curves
 from reshard.html.shards import Shards
 
@@ -91,7 +92,7 @@ class Maps:
         }
 
 
-Section = Curves | Maps | Table
+Section = Bars | Curves | Maps | Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,154 @@
+"""Which strategy to use, and what saves memory if none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from reshard import units
+from reshard.sizing.model import ModelSizes
+from reshard.sizing.setup import Cluster, Training
+from reshard.sizing.share import take_share
+from reshard.sizing.strategies import (
+    BUCKET_ELEMENTS,
+    LIVE_ELEMENTS,
+    STRATEGIES,
+    Row,
+    forecast_one,
+)
+
+_SMALL_BUCKET = 20_000_000
+_SMALL_LIVE = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The recommended row.
+
+    Args:
+        checkpointing: whether it needs activation checkpointing.
+        fits: whether it fits at all.
+    """
+
+    row: Row
+    checkpointing: bool
+    fits: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One way to save memory on a GPU, and the bytes that it saves."""
+
+    what: str
+    saved: int
+
+
+def choose(rows: Sequence[Row], cluster: Cluster) -> Choice:
+    """Return the first row that fits, in the order of least cost in speed.
+
+    Activation checkpointing repeats a forward pass, a third of the computation; offload moves
+    masters and moments to the host and back in every step, which costs more.
+    """
+    for offloads in (False, True):
+        for checkpointing in (False, True):
+            for row in rows:
+                is_tried = row.strategy.offload_optimizer == offloads
+                if is_tried and row.fits(cluster, checkpointing=checkpointing):
+                    reason = _explain(row, rows, cluster, checkpointing=checkpointing)
+                    return Choice(row, checkpointing, fits=True, reason=reason)
+    least = min(rows, key=lambda row: row.count_total(checkpointing=True))
+    total = units.show_bytes(least.count_total(checkpointing=True))
+    reason = (
+        f"no strategy fits: {least.strategy.name} with activation checkpointing needs the least,"
+        f" {total} of {units.show_bytes(cluster.gpu_bytes)}"
+    )
+    return Choice(least, True, fits=False, reason=reason)
+
+
+def choose_named(rows: Sequence[Row], name: str, cluster: Cluster) -> Choice:
+    """Return the row that the user names, with activation checkpointing if it needs that."""
+    row = next(row for row in rows if row.strategy.name == name)
+    plain = row.fits(cluster, checkpointing=False)
+    fits = plain or row.fits(cluster, checkpointing=True)
+    total = units.show_bytes(row.count_total(checkpointing=not plain))
+    reason = f"chosen with --strategy; it needs {total} of {units.show_bytes(cluster.gpu_bytes)}"
+    return Choice(row, not plain, fits=fits, reason=reason)
+
+
+def _explain(row: Row, rows: Sequence[Row], cluster: Cluster, *, checkpointing: bool) -> str:
+    total = units.show_bytes(row.count_total(checkpointing=checkpointing))
+    how = "with" if checkpointing else "without"
+    text = (
+        f"{row.strategy.name} is the first that fits, {how} activation checkpointing: it needs"
+        f" {total} of {units.show_bytes(cluster.gpu_bytes)}"
+    )
+    earlier = rows[: rows.index(row)]
+    if earlier and not checkpointing and not row.strategy.offload_optimizer:
+        needs = ", ".join(
+            f"{each.strategy.name} {units.show_bytes(each.count_total(checkpointing=False))}"
+            for each in earlier
+        )
+        text += f" ({needs})"
+    return text
+
+
+def advise(model: ModelSizes, cluster: Cluster, training: Training, choice: Choice) -> list[Advice]:
+    """Return ways to save memory, those that cost the least speed first; each saves by itself."""
+    return [each for each in _list_advice(model, cluster, training, choice) if each.saved > 0]
+
+
+def _list_advice(
+    model: ModelSizes, cluster: Cluster, training: Training, choice: Choice
+) -> Iterator[Advice]:
+    row, strategy = choice.row, choice.row.strategy
+    now = row.count_total(checkpointing=choice.checkpointing)
+
+    def saves(changed: Row, *, checkpointing: bool = choice.checkpointing) -> int:
+        return now - changed.count_total(checkpointing=checkpointing)
+
+    def again(chosen: Training) -> Row:
+        return forecast_one(strategy, model, take_share(model, chosen), cluster, chosen)
+
+    yield Advice("compute the loss in chunks (fused cross entropy)", saves(replace(row, logits=0)))
+    yield from _shrink_buffers(row, training, saves)
+    if not choice.checkpointing:
+        yield Advice("turn on activation checkpointing", saves(row, checkpointing=True))
+    if training.micro_batch > 1:
+        halved = again(replace(training, micro_batch=training.micro_batch // 2))
+        yield Advice("halve the micro batch and double the accumulation", saves(halved))
+    share, tried = take_share(model, training), False
+    for each in STRATEGIES:
+        tried = tried or each == strategy
+        if tried and each != strategy and each.stage >= strategy.stage:
+            other = forecast_one(each, model, share, cluster, training)
+            yield Advice(f"use {each.name}", saves(other))
+    if training.seq_len > 1:
+        yield Advice(
+            "halve the sequence length",
+            saves(again(replace(training, seq_len=training.seq_len // 2))),
+        )
+    if strategy.stage:
+        doubled = replace(cluster, nodes=2 * cluster.nodes)
+        chosen = replace(training, global_batch=0)
+        yield Advice(
+            "use twice as many nodes",
+            saves(forecast_one(strategy, model, share, doubled, chosen)),
+        )
+
+
+def _shrink_buffers(row: Row, training: Training, saves: Callable[[Row], int]) -> Iterator[Advice]:
+    strategy, size = row.strategy, training.itemsize
+    if strategy.framework != "deepspeed":
+        return
+    factor = size if strategy.stage == 3 else 2 * size
+    small = replace(row, buckets=min(row.buckets, factor * _SMALL_BUCKET))
+    yield Advice(
+        f"shrink reduce_bucket_size from {BUCKET_ELEMENTS:,} to {_SMALL_BUCKET:,}", saves(small)
+    )
+    if strategy.stage == 3:
+        less = replace(row, gathered=min(row.gathered, size * _SMALL_LIVE))
+        yield Advice(
+            f"shrink stage3_max_live_parameters from {LIVE_ELEMENTS:,} to {_SMALL_LIVE:,}",
+            saves(less),
+        )

@@ -1,0 +1,167 @@
+"""The part of a model that one rank holds, after tensor, pipeline and expert parallelism."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from reshard.errors import UsageError
+from reshard.sizing.model import Block, ModelSizes, Tensor
+from reshard.sizing.setup import Training
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Numbers of elements on the rank that holds most, before any sharding over data ranks.
+
+    Args:
+        trained, frozen: parameters outside of routed experts.
+        expert_trained, expert_frozen: parameters of routed experts.
+        largest_block: parameters of the largest block, with its experts.
+        outside: parameters outside of the blocks.
+        saved_bytes: bytes that the forward pass of one micro batch saves.
+        recomputed_bytes: what it saves if every block is recomputed in the backward pass.
+        has_head: whether the rank computes logits.
+    """
+
+    trained: int
+    frozen: int
+    expert_trained: int
+    expert_frozen: int
+    largest_block: int
+    outside: int
+    saved_bytes: int
+    recomputed_bytes: int
+    has_head: bool = True
+
+    @property
+    def numel(self) -> int:
+        """All parameters."""
+        return self.trained + self.frozen + self.expert_trained + self.expert_frozen
+
+    @property
+    def trainable(self) -> int:
+        """The trained parameters."""
+        return self.trained + self.expert_trained
+
+
+def take_share(model: ModelSizes, training: Training) -> Share:
+    """Return the part of the model on the rank that holds most of it.
+
+    Raises:
+        UsageError: the model has fewer blocks than stages, or nothing would be trained.
+    """
+    stages = _list_stages(model, training)
+    shares = [_count(model, training, stage) for stage in stages]
+    share = max(shares, key=lambda each: (each.numel, each.has_head))
+    if training.pp > 1:  # a first stage keeps the activations of as many micro batches as stages
+        saved = max(each.saved_bytes for each in shares)
+        return _with_flight(share, saved, max(s.recomputed_bytes for s in shares), training.pp)
+    if not share.trainable:
+        raise UsageError(f"--freeze {training.freeze}", "matches every parameter")
+    return share
+
+
+def _with_flight(share: Share, saved: int, recomputed: int, flights: int) -> Share:
+    return replace(share, saved_bytes=saved * flights, recomputed_bytes=recomputed * flights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The blocks of a pipeline stage, and whether it has the embedding or the output layer."""
+
+    blocks: Sequence[Block]
+    is_first: bool
+    is_last: bool
+
+
+def _list_stages(model: ModelSizes, training: Training) -> list[_Stage]:
+    count, stages = len(model.blocks), training.pp
+    if stages > max(count, 1):
+        raise UsageError(
+            f"--pp {stages}", f"the model has {count} blocks", f"use --pp {count} or less"
+        )
+    bounds = [round(count * n / stages) for n in range(stages + 1)]
+    return [
+        _Stage(model.blocks[start:stop], start == 0, stop == count)
+        for start, stop in pairwise(bounds)
+    ]
+
+
+def _count(model: ModelSizes, training: Training, stage: _Stage) -> Share:
+    outer: list[tuple[str, Tensor]] = []
+    if stage.is_first:
+        outer += [(tensor.name, tensor) for tensor in model.before]
+    if stage.is_last:
+        outer += [(tensor.name, tensor) for tensor in model.after]
+        outer += _list_tied(model, stage)
+    inner = [
+        (f"{block.name}.{tensor.name}", tensor)
+        for block in stage.blocks
+        for tensor in block.tensors
+    ]
+    counts = dict.fromkeys(((e, t) for e in (False, True) for t in (False, True)), 0)
+    for name, tensor in [*outer, *inner]:
+        is_trained = not _is_frozen(name, model, training)
+        counts[tensor.is_expert, is_trained] += count_elements(tensor, training)
+    counts[False, True] += sum(count_adapters(each, training) for _, each in inner)
+    saved, recomputed = _count_saved(model, training, stage)
+    return Share(
+        counts[False, True],
+        counts[False, False],
+        counts[True, True],
+        counts[True, False],
+        max((sum(count_elements(t, training) for t in b.tensors) for b in stage.blocks), default=0),
+        sum(count_elements(tensor, training) for _, tensor in outer),
+        saved,
+        recomputed,
+        has_head=stage.is_last,
+    )
+
+
+def _list_tied(model: ModelSizes, stage: _Stage) -> list[tuple[str, Tensor]]:
+    """Return the copy of a tied embedding that the last of several stages holds."""
+    has_head = any(tensor.name.endswith("lm_head.weight") for tensor in model.after)
+    if stage.is_first or has_head or not model.before:
+        return []
+    return [(model.before[0].name, model.before[0])]
+
+
+def _is_frozen(name: str, model: ModelSizes, training: Training) -> bool:
+    if training.lora_rank or name in model.frozen:
+        return True
+    return bool(training.freeze) and re.search(training.freeze, name) is not None
+
+
+def count_elements(tensor: Tensor, training: Training) -> int:
+    """Return the elements of a parameter on one tensor- and expert-parallel rank."""
+    cut = training.tp if tensor.is_cut else 1
+    cut *= training.ep if tensor.is_expert else 1
+    return -(-tensor.numel // cut)
+
+
+def count_adapters(tensor: Tensor, training: Training) -> int:
+    """Return the elements of the LoRA adapter of a matrix; 0 if it has none."""
+    if not training.lora_rank or len(tensor.shape) != 2 or tensor.is_expert or not tensor.is_cut:
+        return 0
+    module = tensor.name.removesuffix(".weight")
+    targets = training.lora_targets
+    if targets and not any(module == t or module.endswith(f".{t}") for t in targets):
+        return 0
+    return training.lora_rank * sum(tensor.shape)
+
+
+def _count_saved(model: ModelSizes, training: Training, stage: _Stage) -> tuple[int, int]:
+    """Return the bytes that are saved, and those with recomputation of every block.
+
+    With recomputation a block saves its input only, and one block at a time saves everything.
+    """
+    size, tokens = training.itemsize, training.tokens
+    every = [b.saved.count_bytes(size, training.seq_len, training.tp) for b in stage.blocks]
+    outer = model.saved.count_bytes(size, training.seq_len, training.tp) if stage.is_last else 0
+    inputs = len(stage.blocks) * size * model.hidden
+    saved = tokens * (sum(every) + outer)
+    recomputed = tokens * (inputs + max(every, default=0) + outer)
+    return round(saved), round(min(saved, recomputed))

@@ -1,0 +1,257 @@
+"""The sizes of a model from a config, a cached model, a parameter count, or names and shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard import units
+from reshard.box import Index
+from reshard.errors import UsageError
+from reshard.paths import as_path
+from reshard.sizing.families import UnknownSizesError, count_config, count_llama_block
+from reshard.sizing.model import Block, ModelSizes, Saved, Tensor
+
+_BLOCK = re.compile(r"(?P<block>(?:.*?\.)?\d+)\.(?P<rest>.+)")
+_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+_CACHED = re.compile(r"[\w.-]+/[\w.-]+")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.IGNORECASE)
+_SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def find_model(model: str) -> ModelSizes:
+    """Return the sizes of the model that a user names.
+
+    Formulas count the known families; transformers builds others on the meta device.
+
+    Args:
+        model: a config.json, its directory, the name of a model in Hugging Face's cache, or
+            ``module:factory``.
+
+    Raises:
+        UsageError: the model does not exist, or its construction fails.
+    """
+    file = find_config(model)
+    if file is None:
+        return _build(model)
+    config = read_config(file)
+    try:
+        return count_config(config, str(file))
+    except UnknownSizesError:
+        return _build(str(file), config)
+
+
+def find_config(model: str) -> Path | None:
+    """Return the config.json of a model, or None for ``module:factory``.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    path = as_path(model)
+    if path.is_file():
+        return path
+    if (path / "config.json").is_file():
+        return path / "config.json"
+    if _CACHED.fullmatch(model) and not path.exists():
+        return _find_cached(model)
+    if path.exists():
+        raise UsageError(path, "contains no config.json", "pass a transformers config.json")
+    return None
+
+
+def _find_cached(model: str) -> Path:
+    """Return the config.json of a model in Hugging Face's cache.
+
+    The directories are those of huggingface_hub 1.x (``constants.py``, ``file_download.py``).
+
+    Raises:
+        UsageError: the model is not in the cache; nothing is downloaded.
+    """
+    base = as_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = as_path(os.environ.get("HF_HOME") or str(base / "huggingface")).expanduser()
+    cache = as_path(os.environ.get("HF_HUB_CACHE") or str(home / "hub")).expanduser()
+    folder = cache / f"models--{model.replace('/', '--')}"
+    reference = folder / "refs" / "main"
+    if reference.is_file():
+        file = folder / "snapshots" / reference.read_text().strip() / "config.json"
+        if file.is_file():
+            return file
+    for file in sorted(folder.glob("snapshots/*/config.json")):
+        return file
+    raise UsageError(
+        f"--model {model}",
+        f"is neither a path nor a model in {cache}",
+        "pass a config.json, its directory, or --params 7B; nothing is downloaded",
+    )
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Read a config.json; of a model with several parts, the part that is the language model.
+
+    Raises:
+        UsageError: it is not a JSON object.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(file, f"cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(file, "is not a JSON object", "pass a transformers config.json")
+    return config
+
+
+def count_parameters(text: str) -> ModelSizes:
+    """Return a model of which only the number of parameters is known, for example ``7B``.
+
+    Activations need more: the model is assumed to be a Llama with 12 L h^2 parameters and h = 128 L
+    (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1, for the former).
+
+    Raises:
+        UsageError: not a number of parameters.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    numel = int(float(match[1]) * _SCALES[match[2].upper()]) if match else 0
+    if numel < 1:
+        raise UsageError(f"--params {text}", "is not a number of parameters", "write e.g. 7B")
+    layers = max(1, round((numel / (12 * 128**2)) ** (1 / 3)))
+    hidden, vocab = 128 * layers, 32_000
+    share, rest = divmod(numel, layers)
+    saved = count_llama_block(hidden, 8 * hidden // 3)
+    blocks = tuple(
+        Block(f"layers.{n}", (Tensor("weight", (share + (rest if n == 0 else 0), 1)),), saved)
+        for n in range(layers)
+    )
+    note = (
+        f"activations are those of a Llama with {layers} layers of width {hidden} and a vocabulary"
+        f" of {vocab}: --params states no shape"
+    )
+    outer = Saved(2 * hidden, hidden)
+    return ModelSizes(
+        f"--params {text}", "given", (), blocks, (), outer, hidden, vocab, notes=(note,)
+    )
+
+
+def _build(model: str, config: Mapping[str, Any] | None = None) -> ModelSizes:
+    """Count a model that transformers or the user's code builds on the meta device."""
+    from reshard.model import describe
+
+    shapes = describe(model)
+    sizes = count_shapes(shapes.parameters, model, config)
+    return replace(sizes, counted_by="the model on the meta device")
+
+
+def count_shapes(
+    shapes: Mapping[str, Index],
+    source: str,
+    config: Mapping[str, Any] | None = None,
+    *,
+    frozen: Collection[str] = (),
+) -> ModelSizes:
+    """Return the sizes of a model of which the names and shapes of the parameters are known.
+
+    Args:
+        shapes: full name -> shape; tied parameters once.
+        config: the model's config, if it is known; a known family gives the activations.
+        frozen: full names of the parameters that are not trained.
+    """
+    before, blocks, after = _group(shapes)
+    notes: tuple[str, ...] = ()
+    known = _try_formula(config, source)
+    if known is not None and len(known.blocks) == len(blocks):
+        pairs = zip(blocks.items(), known.blocks, strict=True)
+        built = [Block(name, tuple(tensors), like.saved) for (name, tensors), like in pairs]
+        outer, hidden, vocab = known.saved, known.hidden, known.vocab
+        positions, block_class = known.positions, known.block_class
+    else:
+        chosen = _count_chosen(config or {})
+        built = [Block(n, tuple(t), _estimate_saved(t, chosen)) for n, t in blocks.items()]
+        hidden, vocab = _guess_widths([*before, *after], shapes)
+        outer, positions, block_class = Saved(2 * hidden, hidden), None, ""
+        notes = (_ESTIMATED,)
+    return ModelSizes(
+        source,
+        "names and shapes",
+        tuple(before),
+        tuple(built),
+        tuple(after),
+        outer,
+        hidden,
+        vocab,
+        positions=positions,
+        block_class=block_class,
+        frozen=frozenset(frozen),
+        notes=notes,
+    )
+
+
+_ESTIMATED = (
+    "activations are estimated from the shapes of the matrices: the model is of no family with a"
+    " formula, and the estimate can be wrong by a third"
+)
+
+
+def _try_formula(config: Mapping[str, Any] | None, source: str) -> ModelSizes | None:
+    try:
+        return count_config(config, source) if config else None
+    except UnknownSizesError:
+        return None
+
+
+def _group(
+    shapes: Mapping[str, Index],
+) -> tuple[list[Tensor], dict[str, list[Tensor]], list[Tensor]]:
+    """Return the tensors before the blocks, those of each block, and those after the blocks.
+
+    A block is a module whose name ends in a number, at the highest level that has one.
+    """
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    blocks: dict[str, list[Tensor]] = {}
+    for name, shape in shapes.items():
+        match = _BLOCK.fullmatch(name)
+        is_cut = len(shape) > 1
+        if match is None:
+            (after if blocks else before).append(Tensor(name, shape, is_cut))
+        else:
+            rest = match["rest"]
+            tensor = Tensor(rest, shape, is_cut, _EXPERTS.search(rest) is not None)
+            blocks.setdefault(match["block"], []).append(tensor)
+    return before, blocks, after
+
+
+def _count_chosen(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_experts_per_tok") or 0)
+
+
+def _estimate_saved(tensors: list[Tensor], chosen: int) -> Saved:
+    """Estimate what a block saves: the input and the output of each matrix, and norms."""
+    hidden = max((t.shape[0] for t in tensors if len(t.shape) == 1), default=0)
+    dense = sum(sum(t.shape) for t in tensors if len(t.shape) == 2 and not t.is_expert)
+    stacked = [t for t in tensors if t.is_expert and len(t.shape) == 3]
+    single = [t for t in tensors if t.is_expert and len(t.shape) == 2]
+    mixed = chosen * sum(t.shape[1] + t.shape[2] for t in stacked)
+    if single:
+        number = len({re.sub(r"\D*experts\.(\d+)\..*", r"\1", t.name) for t in single})
+        mixed += chosen * sum(sum(t.shape) for t in single) // max(number, 1)
+    return Saved(2 * hidden, 2 * hidden, dense + mixed)
+
+
+def _guess_widths(outer: list[Tensor], shapes: Mapping[str, Index]) -> tuple[int, int]:
+    """Return the width of the residual stream and the size of the vocabulary."""
+    tables = [t.shape for t in outer if len(t.shape) == 2] or [
+        shape for shape in shapes.values() if len(shape) == 2
+    ]
+    if not tables:
+        return 1, 1
+    rows, columns = max(tables, key=lambda shape: shape[0] * shape[1])
+    return min(rows, columns), max(rows, columns)
+
+
+def describe_count(model: ModelSizes) -> str:
+    """Return the number of parameters and how it was found, for a report."""
+    return f"{units.show_count(model.numel)} parameters ({model.counted_by})"

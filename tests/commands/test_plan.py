@@ -1,0 +1,159 @@
+"""``reshard plan``: the command, its documents, and the files that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+import reshard
+from reshard.cli import cli
+from reshard.errors import ExistsError, UsageError
+from tests.sizing.test_sizing import DEEPSEEK_V3, LLAMA_2_7B
+from tests.support.programs import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "llama-zero3-4ranks"
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_2_7B))
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["plan", *map(str, arguments)])
+
+
+def test_the_table_names_every_strategy_and_the_reason():
+    done = run("--params", "7B", "--gpus", "8x80GB")
+    assert done.exit_code == 0
+    for word in ("ddp", "fsdp", "zero1", "zero2-offload", "zero3-offload-optimizer", "total+ckpt"):
+        assert word in done.output
+    assert "fsdp is the first that fits" in done.output
+
+
+def test_the_exit_code_is_1_if_nothing_fits():
+    done = run("--params", "70B", "--gpus", "1x24GB", "--host-memory", "64GB")
+    assert done.exit_code == 1
+    assert "no strategy fits" in done.output
+    assert "compute the loss in chunks" in done.output
+
+
+def test_the_document_has_every_size(config):
+    document = json.loads(run("--model", config, "--gpus", "8x80GB", "--json").output)
+    assert document["model"]["parameters"] == 6_738_415_616
+    row = next(row for row in document["rows"] if row["strategy"] == "zero3")
+    parts = ("parameters", "gradients", "masters", "moments", "margin")
+    backward = ("gathered", "buckets", "activations", "logits")
+    assert row["total"] == sum(row[part] for part in (*parts, *backward))
+    assert document["recommended"]["strategy"] == "fsdp"
+    assert document == json.loads(
+        json.dumps(reshard.plan(model=str(config), gpus="8x80GB").to_json())
+    ) | {"options": document["options"]}
+
+
+def test_a_checkpoint_states_everything():
+    report = reshard.plan(EXAMPLE, gpus="4x24GB", strategy="zero2")
+    assert report.model.numel == 25_344
+    assert report.model.counted_by == "the tensors of the checkpoint"
+    assert (report.training.precision, report.training.optimizer) == ("bf16", "adamw")
+    assert (report.training.micro_batch, report.training.global_batch) == (1, 4)
+    assert (
+        f"reshard split {EXAMPLE} {EXAMPLE}-zero2-4 --to deepspeed --zero-stage 2"
+        in (report.next_steps[0])
+    )
+    assert "reshard.deepspeed.load_checkpoint" in report.next_steps[1]
+
+
+def test_a_plan_needs_one_model(config):
+    for options in ({}, {"params": "7B", "model": str(config)}):
+        with pytest.raises(UsageError):
+            reshard.plan(**options)
+    with pytest.raises(UsageError, match="states the number"):
+        reshard.plan(EXAMPLE, params="7B")
+
+
+def write(config, path, strategy, **options):
+    reshard.plan(model=str(config), gpus="8x80GB", strategy=strategy, write=path, **options)
+    return path.read_text()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero2-offload", "zero3", "zero3-offload"])
+def test_a_deepspeed_configuration_is_written(config, tmp_path, strategy):
+    written = json.loads(write(config, tmp_path / "ds.json", strategy, global_batch=32))
+    assert written["zero_optimization"]["stage"] == int(strategy[4])
+    assert written["gradient_accumulation_steps"] == 4
+    assert ("offload_optimizer" in written["zero_optimization"]) == ("offload" in strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3-offload"])
+def test_our_trainer_reads_what_is_written_for_accelerate(config, tmp_path, strategy):
+    from trainer.config.accelerate import read
+    from trainer.config.choices import Choices
+
+    path = tmp_path / "accelerate.yaml"
+    document = yaml.safe_load(write(config, path, strategy))
+    assert document["num_processes"] == 8
+    choices = Choices()
+    read(path, choices)
+    expected = {"fsdp": "fsdp2", "zero3-offload": "zero3"}.get(strategy, strategy)
+    assert choices.values["strategy"] == expected
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "zero2-offload", "zero3-offload"])
+def test_our_trainer_accepts_the_written_command(config, tmp_path, strategy):
+    import shlex
+
+    from trainer.cli import make_command
+
+    nodes = 2 if strategy == "hsdp" else 1
+    text = write(config, tmp_path / "run.sh", strategy, nodes=nodes, seq_len=128)
+    words = shlex.split(text.split("-m trainer ")[1])
+    if nodes > 1:
+        words += ["--nproc", "16"]
+    make_command().main([*words, "--print-config"], standalone_mode=False)
+
+
+def test_nothing_is_overwritten_and_other_suffixes_are_refused(config, tmp_path):
+    path = tmp_path / "ds.json"
+    write(config, path, "zero2")
+    with pytest.raises(ExistsError):
+        write(config, path, "zero2")
+    with pytest.raises(UsageError, match="no known suffix"):
+        write(config, tmp_path / "ds.toml", "zero2")
+    with pytest.raises(UsageError, match="--tp"):
+        write(config, tmp_path / "tp.json", "zero2", tp=2)
+    assert not (tmp_path / "tp.json").exists()
+
+
+def test_the_page_has_a_bar_for_every_strategy(config, tmp_path):
+    page = tmp_path / "plan.html"
+    reshard.plan(model=str(config), gpus="8x24GB", html=page)
+    text = page.read_text()
+    for name in ("ddp", "zero3-offload", "Gathered layers", "Memory of a GPU with activation"):
+        assert name in text
+    assert text.count('class="bar-row"') == 16
+
+
+def test_a_plan_of_671_billion_parameters_imports_no_torch(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSEEK_V3))
+    probe = (
+        "import sys, time\n"
+        "began = time.process_time()\n"
+        "from reshard.cli import cli\n"
+        f"words = ['plan', '--model', {str(path)!r}, '--gpus', '8x80GB', '--nodes', '64']\n"
+        "cli([*words, '--ep', '64'], standalone_mode=False)\n"
+        "spent = time.process_time() - began\n"
+        "assert spent < 2, spent\n"
+        "loaded = {'torch', 'numpy', 'transformers', 'jinja2'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    done = run_python("-c", probe, check=True, cwd=ROOT)
+    assert "671 B parameters" in done.stdout

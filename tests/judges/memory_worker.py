@@ -1,0 +1,142 @@
+"""Measure what DeepSpeed, FSDP and DDP keep on a rank between backward and the optimizer step."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.judges.memory_cases import BUCKET, CASES, CONFIG, SEQ_LEN, Case
+from tests.judges.ranks import Job, join_group, serve
+
+Step = tuple[Callable[[], None], Callable[[], None]]
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+
+
+def _build(case: Case) -> nn.Module:
+    config = AutoConfig.for_model(**CONFIG)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    for name, parameter in model.named_parameters():
+        if case.frozen and re.search(case.frozen, name):
+            parameter.requires_grad = False
+    return model
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _loss(model: Any) -> Tensor:
+    tokens = torch.arange(SEQ_LEN).reshape(1, -1)
+    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def _start_deepspeed(case: Case) -> Step:
+    model = _build(case)
+    zero: dict[str, Any] = {
+        "stage": int(case.strategy[4]),
+        "overlap_comm": False,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": BUCKET,
+        "stage3_max_reuse_distance": BUCKET,
+    }
+    if "offload" in case.strategy:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if case.strategy == "zero3-offload":
+        zero["offload_param"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": case.precision == "bf16"},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.AdamW(_trained(model), 1e-3)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    return lambda: engine.backward(_loss(engine)), engine.step
+
+
+def _start_torch(case: Case) -> Step:
+    model = _build(case)
+    narrow = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    if case.strategy == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        world = dist.get_world_size()
+        sizes = (2, world // 2) if case.strategy == "hsdp" else (world,)
+        mesh = dist.init_device_mesh(
+            "cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :]
+        )
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(_trained(model), 1e-3, foreach=False)
+
+    def backward() -> None:
+        with torch.autocast("cpu", dtype=narrow, enabled=case.strategy == "ddp"):
+            loss = _loss(model)
+        loss.backward()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    backward.model = model  # type: ignore[attr-defined]
+    return backward, step
+
+
+def _list_tensors() -> Iterator[Tensor]:
+    """Yield every tensor that Python reaches, with the local part of a distributed one."""
+    for each in gc.get_objects():
+        if isinstance(each, DTensor):
+            yield each.to_local()
+            if each.grad is not None:
+                yield each.grad.to_local()
+        elif isinstance(each, Tensor) and type(each).__name__ != "FakeTensor":
+            yield each
+            if each.is_leaf and each.grad is not None and not isinstance(each.grad, DTensor):
+                yield each.grad
+
+
+def _count_bytes() -> int:
+    storages: dict[int, int] = {}
+    for tensor in _list_tensors():
+        if tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _work(job: Job, rank: int) -> None:
+    case = CASES[job.case]
+    join_group(job, rank)
+    before = _count_bytes()
+    start = _start_deepspeed if case.strategy.startswith("zero") else _start_torch
+    backward, step = start(case)
+    backward()
+    step()
+    backward()
+    counted = _count_bytes() - before
+    every: list[Any] = [None] * job.world
+    dist.all_gather_object(every, counted)
+    if rank == 0:
+        (job.out / "found.json").write_text(json.dumps(every))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    serve(_work, lambda _jobs: {})

@@ -1,0 +1,275 @@
+"""Forecasts against textbook figures, the ZeRO paper, DeepSpeed's estimators and transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from reshard.errors import UsageError
+from reshard.sizing.choice import advise, choose
+from reshard.sizing.families import UnknownSizesError, count_config, list_families
+from reshard.sizing.setup import Cluster, Training, count_accumulation, parse_gpus
+from reshard.sizing.share import take_share
+from reshard.sizing.sources import count_parameters, count_shapes, find_model
+from reshard.sizing.strategies import forecast
+
+GB = 10**9
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "tie_word_embeddings": False,
+}
+# Parameters that the authors of the models publish, or that safetensors' index of the Hub shows.
+PUBLISHED = [
+    (LLAMA_2_7B, 6_738_415_616),
+    (DEEPSEEK_V3, 671_026_404_352),
+    (
+        LLAMA_2_7B | {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8},
+        8_030_261_248,
+    ),
+    (
+        LLAMA_2_7B
+        | {
+            "model_type": "mixtral",
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        46_702_792_704,
+    ),
+    (
+        {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12}
+        | {"n_positions": 1024},
+        124_439_808,
+    ),
+]
+
+
+def rows_of(model, cluster, **settings):
+    rows = forecast(model, cluster, Training(**settings))
+    return {row.strategy.name: row for row in rows}
+
+
+@pytest.mark.parametrize(("config", "numel"), PUBLISHED, ids=lambda value: str(value)[:30])
+def test_formulas_count_published_models(config, numel):
+    assert count_config(config, "config.json").numel == numel
+
+
+def test_seven_billion_parameters_need_112_gb_on_one_gpu():
+    rows = rows_of(count_parameters("7B"), Cluster(1, 80 * GB))
+    assert [rows[name].states for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")] == [
+        112 * GB
+    ] * 5
+
+
+def test_the_figure_of_the_zero_paper():
+    """7.5B parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB (Rajbhandari et al., figure 1)."""
+    rows = rows_of(count_parameters("7.5B"), Cluster(8, 80 * GB, nodes=8))
+    names = ("ddp", "zero1", "zero2", "zero3")
+    found = [round(rows[name].states / GB, 1) for name in names]
+    assert found == [120.0, 31.4, 16.6, 1.9]
+    one = rows["ddp"].states
+    factors = [one / rows[name].states for name in names[1:]]
+    assert [round(factor) for factor in factors] == [4, 7, 64]  # 4x, 8x and 64x without bound on N
+    assert one / rows_of(count_parameters("7.5B"), Cluster(8, GB, nodes=10**6))[
+        "zero2"
+    ].states == pytest.approx(8, rel=1e-3)
+
+
+def test_communication_is_that_of_the_zero_paper():
+    """2P elements for stages 0 to 2 and 3P for stage 3 (section 7), 2 bytes each."""
+    rows = rows_of(count_parameters("1B"), Cluster(8, 80 * GB, nodes=128))
+    sent = {name: row.sent / (2 * 10**9) for name, row in rows.items()}
+    assert sent["zero1"] == pytest.approx(2, rel=2e-3)
+    assert sent["zero2"] == pytest.approx(2, rel=2e-3)
+    assert sent["zero3"] == pytest.approx(3, rel=2e-3)
+    assert sent["ddp"] == pytest.approx(4, rel=2e-3)  # gradients in float32
+
+
+def test_offload_moves_masters_moments_and_parameters_to_the_host():
+    rows = rows_of(count_parameters("1B"), Cluster(4, 80 * GB))
+    optimizer, everything = rows["zero3-offload-optimizer"], rows["zero3-offload"]
+    assert (optimizer.masters, optimizer.moments, optimizer.gradients) == (0, 0, 0)
+    assert optimizer.host == (12 + 4 + 2) * GB
+    assert everything.parameters == 0
+    assert everything.host == optimizer.host + 2 * GB
+
+
+def test_tensor_pipeline_and_expert_ranks_divide_a_model():
+    model = count_config(PUBLISHED[3][0], "mixtral")
+    whole = take_share(model, Training())
+    assert whole.numel == model.numel
+    cut = take_share(model, Training(tp=2))
+    assert cut.numel == pytest.approx(model.numel / 2, rel=1e-3)
+    assert cut.saved_bytes < whole.saved_bytes
+    experts = take_share(model, Training(ep=8))
+    assert experts.expert_trained * 8 == whole.expert_trained
+    assert experts.trained == whole.trained
+    stages = take_share(model, Training(pp=4))
+    assert stages.numel == pytest.approx(model.numel / 4, rel=0.02)
+
+
+def test_experts_are_sharded_over_their_replicas():
+    """With 8 expert-parallel ranks of 8, an expert has one replica, with all of its state."""
+    model = count_config(PUBLISHED[3][0], "mixtral")
+    share = take_share(model, Training(ep=8))
+    row = rows_of(model, Cluster(8, 80 * GB), ep=8)["zero3"]
+    assert row.moments == 8 * (-(-share.trained // 8) + share.expert_trained)
+
+
+def test_hsdp_shards_within_a_node():
+    rows = rows_of(count_parameters("7B"), Cluster(8, 80 * GB, nodes=4))
+    assert rows["hsdp"].states == pytest.approx(4 * rows["fsdp"].states, rel=1e-6)
+    assert rows["hsdp"].sent < rows["fsdp"].sent + 4 * 2 * 7 * GB
+    assert "hsdp" not in rows_of(count_parameters("7B"), Cluster(8, 80 * GB))
+
+
+def test_lora_trains_only_the_adapters():
+    model = count_config(LLAMA_2_7B, "llama")
+    share = take_share(model, Training(lora_rank=16, lora_targets=("q_proj", "v_proj")))
+    assert share.trained == 32 * 2 * 16 * (4096 + 4096)  # peft: 8,388,608
+    row = rows_of(model, Cluster(1, 24 * GB), lora_rank=16)["zero2"]
+    assert row.parameters > 13 * GB
+    assert row.gradients + row.masters + row.moments < 0.6 * GB
+
+
+def test_frozen_parameters_have_no_gradients_or_moments():
+    model = count_config(LLAMA_2_7B, "llama")
+    row = rows_of(model, Cluster(1, 80 * GB), freeze=r"\.mlp\.")["zero1"]
+    trained = model.numel - 32 * 3 * 4096 * 11008
+    assert row.moments == 8 * trained
+    assert row.parameters == 2 * model.numel
+    with pytest.raises(UsageError, match="matches every parameter"):
+        rows_of(model, Cluster(1, 80 * GB), freeze="weight")
+
+
+def test_tied_weights_count_once():
+    tied = count_config(LLAMA_2_7B | {"tie_word_embeddings": True}, "llama")
+    assert count_config(LLAMA_2_7B, "llama").numel - tied.numel == 32000 * 4096
+
+
+def test_activations_grow_with_tokens_and_shrink_with_checkpointing():
+    model = count_config(LLAMA_2_7B, "llama")
+    one, two = (take_share(model, Training(micro_batch=n, seq_len=1024)) for n in (1, 2))
+    assert two.saved_bytes == 2 * one.saved_bytes
+    assert one.recomputed_bytes < one.saved_bytes / 10
+
+
+def test_names_and_shapes_give_the_same_as_the_config():
+    model = count_config(DEEPSEEK_V3, "deepseek")
+    shapes = {name: tensor.shape for name, tensor in model.named_tensors()}
+    again = count_shapes(shapes, "checkpoint", DEEPSEEK_V3)
+    for settings in (Training(), Training(tp=4), Training(ep=8)):
+        assert take_share(again, settings).saved_bytes == take_share(model, settings).saved_bytes
+        assert take_share(again, settings).numel == pytest.approx(
+            take_share(model, settings).numel, rel=1e-3
+        )
+    unknown = take_share(count_shapes(shapes, "checkpoint", {"num_experts_per_tok": 8}), Training())
+    assert unknown.saved_bytes == pytest.approx(take_share(model, Training()).saved_bytes, rel=0.5)
+
+
+def test_the_first_strategy_that_fits_is_recommended():
+    model, cluster = count_config(LLAMA_2_7B, "llama"), Cluster(8, 80 * GB)
+    choice = choose(forecast(model, cluster, Training()), cluster)
+    assert (choice.row.strategy.name, choice.checkpointing, choice.fits) == ("fsdp", False, True)
+    small = Cluster(8, 24 * GB)
+    choice = choose(forecast(model, small, Training()), small)
+    assert (choice.row.strategy.name, choice.checkpointing) == ("fsdp", True)
+    single = Cluster(1, 24 * GB)
+    choice = choose(forecast(model, single, Training()), single)
+    assert (choice.row.strategy.name, choice.fits) == ("zero2-offload", True)
+    host = replace(single, host_bytes=8 * GB)
+    choice = choose(forecast(model, host, Training()), host)
+    assert not choice.fits
+    assert "no strategy fits" in choice.reason
+
+
+def test_advice_saves_memory_and_starts_with_what_costs_least():
+    model, cluster = count_config(LLAMA_2_7B, "llama"), Cluster(4, 24 * GB)
+    training = Training(micro_batch=2)
+    rows = forecast(model, cluster, training)
+    advice = advise(model, cluster, training, replace(choose(rows, cluster), checkpointing=False))
+    assert all(each.saved > 0 for each in advice)
+    texts = [each.what for each in advice]
+    assert texts[0].startswith("compute the loss in chunks")
+    assert texts.index("turn on activation checkpointing") < texts.index(
+        "halve the micro batch and double the accumulation"
+    )
+    assert texts[-1] == "use twice as many nodes"
+
+
+def test_the_batch_must_be_divisible():
+    cluster = Cluster(8, 80 * GB)
+    assert count_accumulation(cluster, Training(global_batch=512, micro_batch=4)) == 16
+    with pytest.raises(UsageError, match="use --global-batch 8 or 16"):
+        count_accumulation(cluster, Training(global_batch=12))
+    with pytest.raises(UsageError, match="not a multiple of tp 3"):
+        rows_of(count_parameters("1B"), cluster, tp=3)
+    with pytest.raises(UsageError, match="--ep 3"):
+        rows_of(count_parameters("1B"), cluster, ep=3)
+
+
+@pytest.mark.parametrize("text", ["8", "x80GB", "0x80GB", "8x", "8x80 apples"])
+def test_gpus_that_are_not_gpus_are_refused(text):
+    with pytest.raises(UsageError):
+        parse_gpus(text)
+
+
+@pytest.mark.parametrize("text", ["7X", "B", "", "-3B", "0"])
+def test_a_count_that_is_none_is_refused(text):
+    with pytest.raises(UsageError, match="not a number of parameters"):
+        count_parameters(text)
+
+
+def test_a_model_that_is_nowhere_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UsageError, match="nothing is downloaded"):
+        find_model("someone/model")
+    with pytest.raises(UnknownSizesError):
+        count_config({"model_type": "llama", "hidden_size": 8}, "config.json")
+
+
+def test_a_cached_model_is_found(tmp_path, monkeypatch):
+    import json
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--meta--llama"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    assert find_model("meta/llama").numel == 6_738_415_616
+
+
+def test_every_family_has_a_formula():
+    assert {"llama", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2"} <= set(
+        list_families()
+    )
