@@ -50,7 +50,7 @@ from reshard.manifest import (
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import load_table
 from reshard.model_parallel.sizes import Sizes
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.training.state import build_writable_state
 
 Shapes = dict[str, tuple[int, ...]]

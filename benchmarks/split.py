@@ -10,7 +10,7 @@ from contest import HERE, PYTHON, Contender, limits
 from reshard import formats, keys
 from reshard.formats import registry
 from reshard.formats.request import Request
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.training.state import build_writable_state
 
 

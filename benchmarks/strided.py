@@ -22,7 +22,7 @@ from reshard.chunks import contiguous
 from reshard.manifest import Entry, OutputFile, Skeleton, SourceFile
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 
 ROWS, COLUMNS, MATRICES, ROUNDS = 4096, 11008, 6, 3
 

@@ -12,7 +12,7 @@ from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
 from reshard.move.fill import fill
-from reshard.plan.copies import plan_block
+from reshard.planning.copies import plan_block
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """Which small wrong changes of reshard's geometry do the tests not notice?
 
-    python benchmarks/mutants/run.py            # or some modules: box plan.planner
+    python benchmarks/mutants/run.py            # or some modules: box planning.planner
 
 Every mutant (changes.py) is tried in a forked process: the code of the changed function replaces
 that of the one imported, and the tests that call the function run until one fails. A mutant is
@@ -31,8 +31,8 @@ from changes import Mutant, mutants
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-MODULES = """box manifest layout.runs plan.extents plan.copies plan.planner layout.partition
-checksum""".split()
+MODULES = """box manifest layout.runs planning.extents planning.copies planning.planner
+layout.partition checksum""".split()
 TESTS = """affine box checksum layout manifest mesh order plan runs
     split_sizes tensors""".split()
 CPU_S, WALL_S, MEMORY = 20, 120, 4 << 30  # of a mutant: beyond them it is stuck

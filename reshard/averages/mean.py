@@ -25,7 +25,7 @@ from reshard.dtypes import FLOAT32, FLOAT64, DType
 from reshard.errors import CorruptError
 from reshard.manifest import Entry
 from reshard.move.tiles import TileReader, find_reader
-from reshard.plan.copies import CopyPlanner
+from reshard.planning.copies import CopyPlanner
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

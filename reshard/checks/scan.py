@@ -25,7 +25,7 @@ from reshard.manifest import Entry, Key, Record, SourceFile
 from reshard.move.fill import fill
 from reshard.move.records import compute_record_crc
 from reshard.move.spans import Spans
-from reshard.plan.copies import CopyPlanner, Window
+from reshard.planning.copies import CopyPlanner, Window
 from reshard.threads import parallel_for
 
 _EXACT = Tolerance()

@@ -9,7 +9,7 @@ from pathlib import Path
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, SourceFile
 from reshard.move.on_demand import OnDemandFiles
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 
 _COMPARED_BYTES = 4 << 20  # at a time
 

@@ -34,8 +34,8 @@ from reshard.move.unfinished import Unfinished
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path, is_remote
-from reshard.plan.extents import iterate_output_files
-from reshard.plan.planner import Plan
+from reshard.planning.extents import iterate_output_files
+from reshard.planning.planner import Plan
 from reshard.ranks.team import (
     broadcast_text,
     check_ranks_agree,

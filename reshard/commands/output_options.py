@@ -14,7 +14,7 @@ from reshard.identity import Trust
 from reshard.move.options import MoveOptions
 from reshard.naming.options import Names
 from reshard.options import Options, option, size_option
-from reshard.plan.planner import WINDOW_BYTES
+from reshard.planning.planner import WINDOW_BYTES
 from reshard.ranks.team import ALONE, Progress, Team
 from reshard.replicas import Replicas
 

@@ -13,7 +13,7 @@ from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import Manifest, Skeleton
 from reshard.move.outcome import Outcome
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from reshard.errors import DifferentError
 from reshard.files import SourceFiles
 from reshard.manifest import BUFFER, Entry
 from reshard.move.fill import fill
-from reshard.plan.copies import Copy, plan_block
+from reshard.planning.copies import Copy, plan_block
 
 _STAGED_BYTES = 4 << 20  # read at a time for a tensor on another device, or not contiguous
 _BATCH_BYTES = 64 << 20  # of targets in memory: a planner may create a temporary for each

@@ -24,7 +24,7 @@ from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.files import SourceFiles
 from reshard.manifest import MASTER, PARAM, Entry, Manifest
 from reshard.move.fill import fill
-from reshard.plan.copies import Copy, CopyPlanner
+from reshard.planning.copies import Copy, CopyPlanner
 from reshard.units import counted
 
 if TYPE_CHECKING:

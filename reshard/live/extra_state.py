@@ -9,7 +9,7 @@ from reshard.files import SourceFiles
 from reshard.live.safe_load import load_safely
 from reshard.manifest import Manifest
 from reshard.move.on_demand import OnDemandFiles
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.state_dict import torch_state_dict
 from reshard.training.copied_files import own_tensors
 

@@ -27,7 +27,7 @@ from reshard.formats.request import LiveTarget
 from reshard.live.names import mark_buffers, name_as_in
 from reshard.manifest import Entry, Key, Manifest, Skeleton, SourceFile
 from reshard.move.on_demand import OnDemandFiles
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,8 +23,8 @@ from reshard.move.records import check_record, compute_record_crc
 from reshard.move.share import Batch, Share, interleave_files, merge_across_ranks
 from reshard.move.spans import Spans
 from reshard.output.files import BLOCK_BYTES, OutputFiles, Writer
-from reshard.plan.copies import Window
-from reshard.plan.planner import Plan
+from reshard.planning.copies import Window
+from reshard.planning.planner import Plan
 from reshard.ranks.team import select_share
 from reshard.threads import parallel_for
 

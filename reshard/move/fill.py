@@ -14,7 +14,7 @@ from reshard.files import SourceFiles
 from reshard.move import compiled
 from reshard.move.spans import Spans
 from reshard.paths import is_remote
-from reshard.plan.copies import Copy, Window
+from reshard.planning.copies import Copy, Window
 
 READ_BYTES = 4 << 20
 _SMALL_RUN = 32 << 10  # bytes; reading so many takes about as long as another system call

@@ -20,7 +20,7 @@ from reshard.manifest import OutputFile, SourceFile, StoredChecksum
 from reshard.move.fill import Filler
 from reshard.move.records import check_record, compute_crc
 from reshard.move.spans import Spans
-from reshard.plan.planner import Plan, WindowPart
+from reshard.planning.planner import Plan, WindowPart
 from reshard.threads import parallel_for
 from reshard.units import counted
 

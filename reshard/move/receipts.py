@@ -29,7 +29,7 @@ from reshard.output.files import OutputFiles
 from reshard.output.remote import JOB, OUTPUT, SENT, RemotePartial
 from reshard.output.temporary import temporary
 from reshard.output.uploads import Uploads
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.remote import objects
 from reshard.remote.store import version_of
 

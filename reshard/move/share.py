@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from reshard.move.outcome import Outcome
-from reshard.plan.copies import Window
+from reshard.planning.copies import Window
 from reshard.ranks.team import Team, check_ranks_agree
 
 _LOOKAHEAD = 1024  # batches to look through for other files

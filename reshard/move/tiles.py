@@ -13,7 +13,7 @@ from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
 from reshard.move.fill import Filler
-from reshard.plan.copies import CopyPlanner, plan_block
+from reshard.planning.copies import CopyPlanner, plan_block
 
 T = TypeVar("T")
 

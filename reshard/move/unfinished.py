@@ -11,7 +11,7 @@ from reshard.move.job import Job
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.output.commit import PartialOutput
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 
 P = TypeVar("P", bound=PartialOutput)
 

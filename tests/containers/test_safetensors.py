@@ -22,7 +22,7 @@ from reshard.errors import CorruptError, ReshardError, UnsupportedError
 from reshard.manifest import Entry, OutputFile, Skeleton
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from tests.support.sample_tensors import raw, same, sample_tensors
 
 ZOO = {name: tensor.clone().contiguous() for name, tensor in sample_tensors().items()}

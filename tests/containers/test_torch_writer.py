@@ -31,7 +31,7 @@ from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, index_e
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call, Global
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.stamps import Stamp
 from tests.support.programs import run_python
 from tests.support.sample_tensors import raw, same, sample_tensors

@@ -28,7 +28,7 @@ from reshard.manifest import (
     check,
     index_entries,
 )
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.training.state import build_writable_state
 
 ADAM = {"lr": 0.1, "capturable": False}

@@ -31,7 +31,7 @@ from reshard.layout.partition import equal_piece
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.stamps import Save
 from reshard.tensors import read_block
 from reshard.training.state import build_writable_state

@@ -22,7 +22,7 @@ from reshard.layout.mesh import MeshGrid
 from reshard.manifest import Manifest, Origin, SourceFile, check, index_entries
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.stamps import Save
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value

@@ -26,9 +26,9 @@ from reshard.manifest import (
     StoredChecksum,
     check,
 )
-from reshard.plan.copies import plan_block
-from reshard.plan.extents import iterate_output_files
-from reshard.plan.planner import Plan
+from reshard.planning.copies import plan_block
+from reshard.planning.extents import iterate_output_files
+from reshard.planning.planner import Plan
 
 SHAPES = ((7,), (3, 5), (4, 1, 6), (), (1,), (0, 3), (16, 16), (4, 64), (2, 4, 8))
 KEY = ("master", "w")

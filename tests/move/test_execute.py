@@ -20,8 +20,8 @@ from reshard.move import share
 from reshard.move.execute import execute
 from reshard.move.fill import Filler
 from reshard.move.options import MoveOptions
-from reshard.plan.copies import Window
-from reshard.plan.planner import Plan
+from reshard.planning.copies import Window
+from reshard.planning.planner import Plan
 from tests.support.random_checkpoints import (
     contents,
     expected,

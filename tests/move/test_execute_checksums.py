@@ -17,7 +17,7 @@ from reshard.errors import CorruptError
 from reshard.manifest import Entry, Record, SourceFile, StoredChecksum
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from tests.support.random_checkpoints import contents, expected, run, scene, single, whole_target
 
 F32 = dtypes.FLOAT32

@@ -13,7 +13,7 @@ from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageE
 from reshard.files import SourceFiles
 from reshard.live.files import log_report, open_live_files, read_options
 from reshard.move.on_demand import OnDemandFiles
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from tests.support.random_checkpoints import contents, run, scene, sharded_target, whole_target
 
 

@@ -38,7 +38,7 @@ SPLIT = ["split", "x.pt", "out", "--to", "deepspeed", "--world-size", "3", *SMAL
 SPLIT += ["--init-optimizer", "zeros", "--param-groups", "groups.json"]
 COMMANDS = {"merge": MERGE, "split": SPLIT}
 # Packages that the commands import while they run: every child would import them again.
-WARM = ("commands", "containers", "formats", "move", "output", "plan", "state_dict", "training")
+WARM = ("commands", "containers", "formats", "move", "output", "planning", "state_dict", "training")
 
 
 def list_modules(packages: tuple[str, ...]) -> list[str]:

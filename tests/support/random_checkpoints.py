@@ -19,7 +19,7 @@ from reshard.layout.partition import run_chunks
 from reshard.manifest import Entry, OutputFile, Record, Skeleton, SourceFile
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 
 BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 LAYOUTS = ("flat", "equal", "rows", "columns", "grid", "replicas", "whole")

@@ -35,7 +35,7 @@ from reshard.identity import check_identity
 from reshard.identity.counters import find_counter_conflicts
 from reshard.location import Location
 from reshard.manifest import WEIGHT_KINDS, Manifest
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.units import counted, some
 from reshard.weights import Weights
 

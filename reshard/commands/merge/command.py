@@ -19,7 +19,7 @@ from reshard.errors import DifferentError, UsageError
 from reshard.formats import placeholders, registry
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton, index_entries
 from reshard.paths import as_path
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 
 R = TypeVar("R", bound=OutputReport)
 Pass = Callable[[Merge], Merge]

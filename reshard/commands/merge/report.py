@@ -12,7 +12,7 @@ from reshard.commands.balance import format_leaves
 from reshard.commands.lines import LISTED, format_list
 from reshard.commands.output_report import OutputReport, WriteResult, describe_common, list_values
 from reshard.manifest import WEIGHT_KINDS, Manifest
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 
 if TYPE_CHECKING:
     from reshard.commands.merge.passes import Merge

@@ -20,7 +20,7 @@ from reshard.formats.request import LiveTarget
 from reshard.formats.values import dequantise
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.naming.options import Naming
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.training import copied_files
 from reshard.training.companion_files import with_companions, with_derived_config
 from reshard.training.state import WritableState

@@ -14,7 +14,7 @@ from reshard.commands.output_report import OutputReport, describe_common, list_v
 from reshard.formats.base import StateConversion
 from reshard.formats.request import Request
 from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
-from reshard.plan.planner import Plan
+from reshard.planning.planner import Plan
 from reshard.training import copied_files
 from reshard.training.state import WritableState
 

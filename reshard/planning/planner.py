@@ -18,8 +18,8 @@ from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_m
 from reshard.dtypes import WIDEST, DType
 from reshard.errors import ReshardError
 from reshard.manifest import Entry, Key, Skeleton
-from reshard.plan.copies import Copy, CopyPlanner, Window, dot
-from reshard.plan.extents import Extent, FileIndex, iterate_output_files
+from reshard.planning.copies import Copy, CopyPlanner, Window, dot
+from reshard.planning.extents import Extent, FileIndex, iterate_output_files
 
 WINDOW_BYTES = 4 << 20
 _SMALL = 256 << 10  # bytes; a tensor up to this size is cheap enough to read again for every rank

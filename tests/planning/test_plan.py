@@ -18,8 +18,8 @@ from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import Entry, Manifest, Origin, OutputFile, Skeleton, SourceFile, check
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.copies import plan_block
-from reshard.plan.planner import Plan
+from reshard.planning.copies import plan_block
+from reshard.planning.planner import Plan
 from tests.support.random_checkpoints import expected, scene, sharded_target, whole_target
 
 F32 = dtypes.FLOAT32
