@@ -63,7 +63,7 @@ LAYERS = (
     ("commands", "dcp"),
     ("live",),
     ("api", "deepspeed", "accelerate"),
-    ("transformers", "lightning"),
+    ("transformers", "lightning", "torchtitan"),
     ("testing",),
     ("",),
     ("cli",),

@@ -48,9 +48,21 @@ def load_model(model: torch.nn.Module, manifest: Manifest, *, strict: bool = Tru
     state = get_model_state_dict(model)
     if strict:
         _refuse_unused(manifest, state)
+    fill_model_state(state, manifest, strict=strict)
+    set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+
+
+def fill_model_state(state: dict[str, Any], manifest: Manifest, *, strict: bool = True) -> None:
+    """Fill the tensors of a model's state dict.
+
+    Args:
+        strict: refuse a checkpoint that lacks a name.
+
+    Raises:
+        ReshardError: the checkpoint lacks a name, or a value does not fit.
+    """
     planner = DefaultLoadPlanner(allow_partial_load=not strict)
     load({"model": state}, storage_reader=_open_reader(manifest), planner=planner)
-    set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
 
 
 def load_optimizer(
@@ -62,12 +74,21 @@ def load_optimizer(
         ReshardError: the checkpoint lacks a value, or has other param groups.
     """
     state = get_optimizer_state_dict(model, optimizer, options=_BY_PARAMETER)
+    fill_optimizer_state(state, manifest)
+    set_optimizer_state_dict(model, optimizer, state, options=_BY_PARAMETER)
+
+
+def fill_optimizer_state(state: dict[str, Any], manifest: Manifest) -> None:
+    """Fill a flat state dict of an optimizer: ``state.FQN.SLOT``, ``param_groups.FQN.NAME``.
+
+    Raises:
+        ReshardError: the checkpoint lacks a value.
+    """
     own = {}
     if not any(_OF_SCHEDULER in group.hyper for group in manifest.train.param_groups):
         own = {key: state.pop(key) for key in list(state) if key.endswith(f".{_OF_SCHEDULER}")}
     load({"optim": state}, storage_reader=_open_reader(manifest))
     state.update(own)
-    set_optimizer_state_dict(model, optimizer, state, options=_BY_PARAMETER)
 
 
 def _open_reader(manifest: Manifest) -> StorageReader:

@@ -6,4 +6,4 @@ OPTIONAL = "fairscale lightning peft torchtitan verl"
 MEGATRON = "files models run truth"
 collect_ignore = [f"library_{library}.py" for library in OPTIONAL.split()]
 collect_ignore += [f"megatron_{part}.py" for part in MEGATRON.split()]
-collect_ignore.append("lightning_worker.py")
+collect_ignore += ["lightning_worker.py", "torchtitan_worker.py"]

@@ -36,6 +36,12 @@ class JudgeError(Exception):
     """A real framework failed; the message carries the tails of its logs."""
 
 
+class Missing(str):
+    """What a job needs that is not here."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class CaseResult:
     """Where one case lies; ``missing`` says what it needs that is not here, if it is not there."""
@@ -136,7 +142,8 @@ class Judge:
         """Do jobs, each (ranks, what the worker is told), in directories of ``place``.
 
         Returns:
-            Job -> what its rank 0 saved as its result, or the text of its failure.
+            Job -> what its rank 0 saved as its result, or the text of its failure; `Missing` if it
+            needs what is not here.
         """
         import torch
 
@@ -144,9 +151,12 @@ class Judge:
             name: self.job(name, place / name, place / "logs", world, **told)
             for name, (world, told) in jobs.items()
         }
-        found = {}
+        found: dict[str, Any] = {}
         for report in self.ask(list(made.values())):
             job = made[report.case]
+            if report.missing is not None:
+                found[report.case] = Missing(report.missing)
+                continue
             failed = any(report.exits)
             loaded = None if failed else torch.load(job.result, weights_only=False)
             found[report.case] = self.failure(job, report) if failed else loaded

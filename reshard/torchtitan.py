@@ -1,0 +1,131 @@
+"""Starting torchtitan from any checkpoint, without converting it.
+
+    import reshard.torchtitan
+
+    checkpoint = reshard.torchtitan.CheckpointManager.Config(
+        enable=True, initial_load_path="/path/of/run", initial_load_model_only=False
+    )
+
+The checkpoint manager is torchtitan's own, except that ``initial_load_path`` may have any format
+and number of ranks. Each rank reads only the bytes of its own shards, and no file is written.
+
+Source: torchtitan 0.3 ``components/checkpointer/dcp.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any
+
+from reshard import formats
+from reshard.commands.output_options import ValueOptions
+from reshard.commands.reading import read_trusted
+from reshard.identity import check_identity
+from reshard.live.files import compute_on_first_rank
+from reshard.live.names import name_as_in
+from reshard.manifest import Manifest
+
+__all__ = ["CheckpointManager"]
+
+CheckpointManager: Any  # a subclass of torchtitan's, made when it is used
+_logger = logging.getLogger("reshard")
+_COUNTS_STEPS = ("step", "last_epoch")
+
+
+def __getattr__(name: str) -> Any:
+    """Return the checkpoint manager; torchtitan is imported only now."""
+    if name == "CheckpointManager":
+        return _define_manager()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _define_manager() -> Any:
+    """Return a checkpoint manager as torchtitan configures its components."""
+    from dataclasses import dataclass
+
+    from torchtitan.components.checkpointer import dcp
+
+    class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc] # it has no types
+        """torchtitan's checkpoint manager, which can start from any checkpoint."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(dcp.CheckpointManager.Config):  # type: ignore[misc]
+            """The settings of torchtitan's checkpoint manager."""
+
+        def dcp_load(
+            self,
+            state_dict: dict[str, Any],
+            checkpoint_id: str,
+            from_hf: bool,
+            from_quantized: bool,
+        ) -> None:
+            """Load ``initial_load_path`` with reshard, and torchtitan's own saves as always."""
+            if checkpoint_id != self.initial_load_path:
+                super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+                return
+            tensors = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
+            load_states(tensors, checkpoint_id)
+            loaded = self.sd_adapter.from_hf(tensors) if from_hf else tensors
+            self.states[dcp.MODEL].load_state_dict(loaded)
+
+    return CheckpointManager
+
+
+def load_states(states: dict[str, Any], source: formats.Paths) -> None:
+    """Fill torchtitan's states from a checkpoint: tensors by DCP, counters by their names.
+
+    The data loader keeps its own state: torchtitan restores it only at the same number of
+    data-parallel ranks.
+
+    Args:
+        states: parameters by fqn, and the objects ``optimizer``, ``lr_scheduler``, ``train_state``
+            and ``dataloader``, if they are to be loaded.
+
+    Raises:
+        ReshardError: on every rank; the source cannot be read or trusted, or belongs to another
+            model.
+    """
+    from reshard.dcp.objects import fill_model_state, fill_optimizer_state
+    from reshard.live.extra_state import load_extra_state
+
+    objects = {name: value for name, value in states.items() if hasattr(value, "load_state_dict")}
+    tensors = {name: value for name, value in states.items() if name not in objects}
+    manifest = compute_on_first_rank(lambda: _read(source, tensors))
+    fill_model_state(tensors, manifest)
+    optimizers = objects.pop("optimizer", None)
+    if optimizers is not None:
+        moments = optimizers.state_dict()
+        fill_optimizer_state(moments, manifest)
+        optimizers.load_state_dict(moments)
+    extra = load_extra_state(manifest) if objects else {}
+    for name, live in objects.items():
+        _load_counters(name, live, extra)
+
+
+def _read(source: formats.Paths, tensors: Collection[str]) -> Manifest:
+    """Return the checkpoint under the names of the live model."""
+    manifest = read_trusted(formats.as_paths(source), ValueOptions())
+    check_identity(manifest, "sampled")
+    manifest, prefix = name_as_in(manifest, tensors)
+    _logger.info("loading %s without a copy on a disk", manifest.origin.path)
+    if prefix is not None:
+        _logger.info("%s", prefix)
+    return manifest
+
+
+def _load_counters(name: str, live: Any, extra: Mapping[str, Any]) -> None:
+    """Fill the state of an object that has no tensors; what the source lacks stays as it is."""
+    state: dict[str, Any] = live.state_dict()
+    scheduler = extra.get("scheduler")
+    found = {key: extra[key] for key in state if key in extra}
+    if isinstance(scheduler, Mapping):
+        found |= {key: scheduler[key] for key in state if key in scheduler}
+    found |= {key: extra["step"] for key in state if key in _COUNTS_STEPS and "step" in extra}
+    lacking = [key for key in state if key not in found]
+    if found:
+        live.load_state_dict({**state, **found})
+    if lacking or not state:
+        _logger.warning("%s begins anew: %s", name, ", ".join(lacking) or "all of it")

@@ -1,0 +1,74 @@
+"""`reshard.torchtitan.CheckpointManager`: torchtitan's components go on from any checkpoint.
+
+torchtitan is found where RESHARD_TORCHTITAN says: ``pip install --no-deps --target``.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.judges import server
+
+pytestmark = pytest.mark.slow
+
+JUDGE = server.Judge("tests.judges.torchtitan_worker", "torchtitan", {}, limit_s=60.0)
+ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, limit_s=60.0)
+SAVED = 3  # as `accelerate_worker.SAVED`
+NOISE = 1e-6  # absolute, of losses of about 4.6: another order of summing gradients
+RESUMED = (("torchtitan", 4), ("torchtitan", 1), ("accelerate", 4))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the path of each save, and what the run of torchtitan held and lost."""
+    place = tmp_path_factory.mktemp("saved")
+    (seen,) = JUDGE.run(place, {"torchtitan": (2, {})}).values()
+    if isinstance(seen, server.Missing):
+        pytest.skip(f"not made: {seen}")
+    assert isinstance(seen, dict), seen
+    (other,) = ACCELERATE.run(
+        place, {"accelerate": (2, {"version": 2, "type": "SHARDED"})}
+    ).values()
+    assert isinstance(other, dict), other
+    assert other["losses"] == pytest.approx(seen["losses"], abs=NOISE)
+    checkpoint = place / "torchtitan/checkpoint" / f"step-{SAVED}"
+    return {"torchtitan": checkpoint, "accelerate": place / "accelerate/saved"}, seen
+
+
+@pytest.fixture(scope="module")
+def resumed(saved, tmp_path_factory):
+    """Return what each run held after it had resumed, and lost next."""
+    place = tmp_path_factory.mktemp("resumed")
+    jobs = {f"{name}-{ranks}": (ranks, {"resume": saved[0][name]}) for name, ranks in RESUMED}
+    jobs["in_hf"] = (1, {"resume": saved[0]["accelerate"], "in_hf": True})
+    return JUDGE.run(place, jobs)
+
+
+@pytest.mark.parametrize(("name", "ranks"), RESUMED)
+def test_torchtitan_goes_on(name, ranks, saved, resumed):
+    got, wanted = resumed[f"{name}-{ranks}"], saved[1]
+    assert isinstance(got, dict), got
+    assert got["losses"] == pytest.approx(wanted["losses"][SAVED:], abs=NOISE)
+    assert (got["step"], got["last_epoch"]) == (SAVED, SAVED)
+    assert got["steps"] == wanted["steps"]
+    for fqn, value in {**wanted["params"], **wanted["buffers"]}.items():
+        assert torch.equal({**got["params"], **got["buffers"]}[fqn], value), fqn
+    for fqn, slots in wanted["optimizer"].items():
+        for slot, value in slots.items():
+            assert torch.equal(got["optimizer"][fqn][slot], value), (fqn, slot)
+
+
+def test_weights_go_through_the_adapter_of_the_model(saved, resumed):
+    got, wanted = resumed["in_hf"], saved[1]
+    assert isinstance(got, dict), got
+    assert (got["step"], got["last_epoch"]) == (0, 0)
+    for fqn, value in wanted["params"].items():
+        assert torch.equal(got["params"][published(fqn)], value), fqn
+
+
+def published(name):
+    """The name that `torchtitan_worker.Renaming` gives a parameter: the layers are swapped."""
+    return re.sub(r"layers\.(\d)", lambda match: f"layers.{1 - int(match[1])}", name)
