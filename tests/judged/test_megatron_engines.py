@@ -42,6 +42,10 @@ ROUTES = [
     Route(LLAMA, "torch", "deepspeed", "deepspeed", options={"zero_stage": 2}),
     Route(LLAMA, "torch_dist", "deepspeed", "deepspeed", options={"zero_stage": 3}),
     Route(LLAMA, "torch", "deepspeed", "ds-universal", options={"zero_stage": 1}),
+    Route(LLAMA, "torch", "deepspeed", "deepspeed", options={"zero_stage": 1, "tp": 2}),
+    Route(
+        LLAMA, "torch_dist", "deepspeed", "deepspeed", ranks=4, options={"zero_stage": 2, "tp": 2}
+    ),
     Route(LLAMA, "torch", "live deepspeed", options={"zero_stage": 2}),
     Route(LLAMA, "torch", "dcp", "dcp"),
     Route(LLAMA, "torch_dist", "accelerate", "accelerate"),
@@ -78,6 +82,7 @@ def went_on(megatron_case, tmp_path_factory):
             "stage": route.options.get("zero_stage"),
             "universal": route.to == "ds-universal",
             "run": str(out / f"{route}.run"),
+            **({"tp": route.options["tp"]} if "tp" in route.options else {}),
         }
         jobs[str(route)] = (route.ranks, told)
     judge = Judge("tests.judges.engine_worker", "an engine", {}, 180.0)

@@ -1,6 +1,7 @@
 """Lay out a DeepSpeed run directory: for a number of ranks at ZeRO stages 0 to 3, or universal.
 
     grid            cut the state into what each model-parallel rank holds
+    autotp          how AutoTP cuts a model of transformers
     pipeline        the layers of a pipeline, and their stages
     experts         cut a mixture of experts into what each rank holds
     expert_groups   its param groups, for other expert-parallel ranks

@@ -16,6 +16,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO, Cuts
 from reshard.formats.deepspeed.layers import TIED
+from reshard.formats.deepspeed.write import autotp
 from reshard.formats.deepspeed.write.pipeline import Layer, list_layers, share_layers
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import shards
@@ -111,6 +112,8 @@ def make_cuts(
     """
     found = state.manifest.train.opaque.get(TENSOR_PARALLEL_INFO)
     info: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
+    if not info and options.sizes.tensor > 1 and options.rules is None:
+        info = autotp.describe_cuts(state)
     cuts = Cuts(
         state.manifest.origin.path,
         info,
@@ -228,8 +231,18 @@ class _Cutter:
             fqn: self._pad(fqn, shape, options.divisible) for fqn, shape in shapes.items()
         }
         self.notes += cuts.notes
+        self._note_shares(state)
+
+    def _note_shares(self, state: WritableState) -> None:
+        """Note how ranks share parameters where DeepSpeed may cut them otherwise."""
         is_other_size = self.size != state.manifest.origin.mesh.get("tp", 1)
-        if is_other_size and ("sub_param_shard_widths" in self.info or "affine_map" in self.info):
+        is_new = bool(self.info) and TENSOR_PARALLEL_INFO not in state.manifest.train.opaque
+        if is_new:
+            self.notes.append(
+                "tensor-parallel ranks share evenly, as DeepSpeed's AutoTP cuts a model whose"
+                f" key-value heads {self.size} divides (tensor_parallel.autotp_size: {self.size})"
+            )
+        elif is_other_size and ("sub_param_shard_widths" in self.info or "affine_map" in self.info):
             self.info = _share_evenly(self.info, self.size)
             if self.size > 1:
                 self.notes.append(

@@ -9,6 +9,7 @@ from typing import Any
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO
 from reshard.formats.deepspeed.expert_layout import locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
 from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, initial_scaler
@@ -337,9 +338,10 @@ def select_extra_state(state: WritableState) -> tuple[dict[str, Any], list[str]]
     # Programs with Megatron's arguments save the states of one model-parallel rank in each file.
     # The manifest has those of the first rank, which would repeat its dropout on every other one.
     random = RANDOM_STATES if "args" in train.client else frozenset[str]()
+    own = ENGINE_KEYS if of_deepspeed else {TENSOR_PARALLEL_INFO}  # which `grid` may have made
     for values, fits in (
         (train.client, train.client.keys() - ENGINE_KEYS - random),
-        (train.opaque, train.opaque.keys() & ENGINE_KEYS if of_deepspeed else frozenset[str]()),
+        (train.opaque, train.opaque.keys() & own),
     ):
         for name, value in values.items():
             if name in fits and name in train.objects:
