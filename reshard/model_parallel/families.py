@@ -6,7 +6,8 @@ the family has: a value, a list of possible values, or ``any`` for what its conf
 `megatron_traits` makes of every model's traits; both have constants, and fields that stand for
 traits (see `fields`). ``neutral`` lists values of further keys of the config that change nothing,
 ``neutral_args`` of further arguments (see `config_keys`). ``equal`` has fields whose value must be
-a given one. ``alike`` lists other model types of
+a given one. ``builder`` names the program whose modules the
+model is made of, if Megatron-core has none for it. ``alike`` lists other model types of
 transformers that compute the same from these keys: tests compare logits.
 
 The built-in families are those of every table in ``tables/``; a user's file adds its own.
@@ -26,10 +27,12 @@ from reshard.model_parallel import config_keys, fields, megatron_traits, rules, 
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.traits import OWN, Traits
 
+BUILDER = "model_builder"  # an argument of our own: the program that builds such models
 _META = "meta"
 _ANY = "any"
 _NAMING = ("model_type", "architectures")
 _ROPE = ("rope_theta", "partial_rotary_factor")
+_LAYER_ROPES = ("full_attention", "sliding_attention")  # keys of positions that differ by layer
 _SYNONYMS = (  # names of one key, the usual one first
     ("rope_theta", "rotary_emb_base"),
     ("partial_rotary_factor", "rotary_pct"),
@@ -51,6 +54,7 @@ class Family:
     neutral_args: Mapping[str, Any] = field(default_factory=dict)
     equal: Mapping[str, Any] = field(default_factory=dict)
     alike: tuple[str, ...] = ()
+    builder: str = ""
 
     @property
     def model_type(self) -> str:
@@ -114,7 +118,8 @@ class Family:
         for trait, known in items.items():
             _refuse_other_items(traits, trait, known)
             traits = traits.with_values({trait: None})  # the family's lines state all of it
-        return megatron_traits.make_args(traits) | own
+        built = {BUILDER: self.builder} if self.builder else {}
+        return megatron_traits.make_args(traits) | own | built
 
     def differences(
         self, config: Mapping[str, Any], traits: Traits
@@ -237,7 +242,7 @@ def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> I
     Raises:
         UsageError: a family lacks a section, or has one that is unknown.
     """
-    sections = {"when", "config", "args", "neutral", "neutral_args", "equal", "alike"}
+    sections = {"when", "config", "args", "neutral", "neutral_args", "equal", "alike", "builder"}
     families = document.get("families", {})
     for model, section in families.items() if isinstance(families, dict) else ():
         if not isinstance(section, dict) or not {"when", "config"} <= section.keys() <= sections:
@@ -454,8 +459,15 @@ def _flatten_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]
     """
     flat = dict(config)
     rope = flat.pop("rope_parameters", None)
+    if isinstance(rope, Mapping) and set(rope) == set(_LAYER_ROPES):
+        # Gemma 3's keys before transformers 5, which it still reads.
+        of_window = rope["sliding_attention"]
+        flat["rope_local_base_freq"] = of_window.get("rope_theta")
+        if of_window.get("rope_type", "default") != "default":
+            flat["local_rope_scaling"] = of_window
+        rope = rope["full_attention"]
     if isinstance(rope, Mapping):
-        rest = dict(rope)
+        rest = {key: value for key, value in rope.items() if key not in family.neutral}
         flat |= {key: rest.pop(key) for key in _ROPE if rest.get(key) is not None}
         flat["rope_scaling"] = None if rest == {"rope_type": "default"} else rest
     for names in _SYNONYMS:

@@ -51,6 +51,12 @@ def _count_first(numbers: tuple[int, ...]) -> int:
     return len(numbers)
 
 
+def _find_period(flags: tuple[int, ...]) -> list[int]:
+    flags = tuple(flags)
+    lengths = range(1, len(flags) + 1)
+    return list(next(flags[:n] for n in lengths if flags[n:] == flags[: len(flags) - n]))
+
+
 def _make_layer_types(*types: str) -> Form:
     """Return the form of a list whose numbers transformers has as these words."""
 
@@ -102,6 +108,8 @@ FORMS: Mapping[str, Form] = {
     ),
     # Such a list in transformers' words: 1 is a layer with a sliding window.
     "layer_types": _make_layer_types("full_attention", "sliding_attention"),
+    # The shortest part of such a list that repeats itself.
+    "period": Form(_find_period, tuple),
     # The same: 1 is a layer of linear attention.
     "linear_types": _make_layer_types("full_attention", "linear_attention"),
 }

@@ -10,6 +10,7 @@ One side's tensor consists of the other side's *parts*, *fused* along dim 0:
                  head, its queries and its gate (Qwen3-Next)
     delta        gated delta nets: [query; key; value; z; beta; alpha]; the two parts have, for each
                  key head, [query; key; value; z] and [beta; alpha] (Qwen3-Next)
+    delta_parts  the same, of four parts: query, key and value; z; beta; alpha (Qwen3.5)
     qkv_stacked  like qkv, with one part that has all queries, all keys, all values (GPT-2, Phi-3)
     rope         rows of a head in pairs (Meta), and in halves (Hugging Face)
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from reshard.box import Index
 from reshard.errors import CorruptError, UsageError
@@ -195,16 +197,9 @@ def _make_delta(rows: int, model: Architecture) -> Form:
     Sources: Megatron-LM core_v0.16.1 ``core/ssm/gated_delta_net.py`` (forward); transformers 5.23
     ``models/qwen3_next/modeling_qwen3_next.py`` (fix_query_key_value_ordering).
     """
-    keys, values, key, value = model.delta if len(model.delta) == 4 else (0, 0, 0, 0)
-    per = values // keys if keys and values % keys == 0 else 0
+    keys, values, key, value = _get_delta_sizes(rows, model)
+    per = values // keys
     wide = (key, key, per * value, per * value)  # rows of a key head in the first part
-    if not per or rows != keys * (sum(wide) + 2 * per):
-        raise UsageError(
-            model.source,
-            f"states gated delta nets of {keys} key heads of {key} and {values} value heads of"
-            f" {value} rows, but the fused projection has {rows} rows",
-            "give the config of this model: --model config.json|DIR",
-        )
     runs = []
     for head in range(keys):
         for part, widths in enumerate((wide, (per, per))):
@@ -214,6 +209,32 @@ def _make_delta(rows: int, model: Architecture) -> Form:
                 runs.append(RowRun(part, row, at + head * width, width))
                 row, at = row + width, at + keys * width
     return Form((keys * sum(wide), keys * 2 * per), tuple(runs))
+
+
+def _make_delta_parts(rows: int, model: Architecture) -> Form:
+    """Return the form of `_make_delta` whose parts lie one after the other."""
+    keys, values, key, value = _get_delta_sizes(rows, model)
+    parts = (2 * keys * key + values * value, values * value, values, values)
+    starts = (0, *accumulate(parts[:-1]))
+    runs = (RowRun(n, 0, at, parts[n]) for n, at in enumerate(starts))
+    return Form(parts, tuple(runs))
+
+
+def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
+    """Return the sizes of a gated delta net (`Architecture.delta`).
+
+    Raises:
+        UsageError: its input projection does not have so many rows.
+    """
+    keys, values, key, value = model.delta if len(model.delta) == 4 else (0, 0, 0, 0)
+    if not keys or values % keys or rows != 2 * (keys * key + values * value + values):
+        raise UsageError(
+            model.source,
+            f"states gated delta nets of {keys} key heads of {key} and {values} value heads of"
+            f" {value} rows, but the fused projection has {rows} rows",
+            "give the config of this model: --model config.json|DIR",
+        )
+    return model.delta
 
 
 def _make_qkv_stacked(rows: int, model: Architecture) -> Form:
@@ -245,13 +266,10 @@ _FORMS: Mapping[str, Callable[[int, Architecture], Form]] = {
     "qkv": _make_qkv,
     "qkvg": _make_qkvg,
     "delta": _make_delta,
+    "delta_parts": _make_delta_parts,
     "qkv_stacked": _make_qkv_stacked,
     "rope": _make_rope,
 }
 NAMES = tuple(_FORMS)
-PARTS: Mapping[str, int] = {
-    "gate_up": 2,
-    "qkv": 3,
-    "qkvg": 3,
-    "delta": 2,
-}  # any other form has one part
+# any other form has one part
+PARTS: Mapping[str, int] = {"gate_up": 2, "qkv": 3, "qkvg": 3, "delta": 2, "delta_parts": 4}

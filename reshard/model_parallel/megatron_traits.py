@@ -12,6 +12,7 @@ from reshard.schema import NUMBER, TEXT, expect, fields, maybe
 
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "yarn": "rope"}
 _ENUMERATED = {1: "rope", 2: "learned", 3: "alibi"}  # bigscience's enums.py, PositionEmbeddingType
+_FAST_GELU = "fast_gelu"  # core/activations.py: the tanh approximation
 _ARGUMENTS = fields(
     **dict.fromkeys(("rotary_base", "rope_theta", "rotary_percent"), maybe(NUMBER)),
     **dict.fromkeys(("norm_epsilon", "layernorm_epsilon"), maybe(NUMBER)),
@@ -32,7 +33,7 @@ def parse_args(args: Mapping[str, Any], source: str) -> Traits:
     expect(source, args, _ARGUMENTS, "args")
     heads, hidden = _get_number(args, "num_attention_heads"), _get_number(args, "hidden_size")
     head_dim = _get_number(args, "kv_channels") or (hidden // heads if heads and hidden else None)
-    gated = bool(args.get("swiglu"))
+    gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
     linear_bias = args.get("add_bias_linear", True) is not False
     experts = _get_experts(args.get("num_experts"))
     ffn = _get_number(args, "ffn_hidden_size") or (4 * hidden if hidden and not gated else None)
@@ -52,7 +53,7 @@ def parse_args(args: Mapping[str, Any], source: str) -> Traits:
         rotary_percent=float(args.get("rotary_percent") or 1.0),
         rope_scaling=_make_rope_scaling(args),
         window=_get_window(args),
-        activation="silu" if gated else _get_activation(args, linear_bias=linear_bias),
+        activation=_get_activation(args, gated=gated, linear_bias=linear_bias),
         gated=gated,
         norm=str(args.get("normalization") or "layernorm").lower(),
         norm_eps=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
@@ -131,7 +132,7 @@ def make_args(traits: Traits) -> dict[str, Any]:
         "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
         # transformers counts the token itself, Megatron only the tokens before it.
         "window_size": (traits.window - 1, 0) if traits.window else None,
-        "swiglu": traits.gated,
+        "swiglu": traits.gated and traits.activation == "silu",
         "squared_relu": traits.activation == "relu2",
         "bias_gelu_fusion": gelu and traits.activation != "gelu",  # the fused one is approximate
         "normalization": "RMSNorm" if traits.norm == "rmsnorm" else "LayerNorm",
@@ -144,6 +145,8 @@ def make_args(traits: Traits) -> dict[str, Any]:
         "vocab_size": traits.vocab,
         "num_experts": traits.experts,
     }
+    if traits.gated and traits.activation == "gelu_pytorch_tanh":
+        args |= {"gated_linear_unit": True, "activation_func": _FAST_GELU}
     if kind == yarn.KIND:
         args |= yarn.make_args(scaling, traits.max_positions)
     if traits.experts:
@@ -292,8 +295,11 @@ def _get_window(args: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _get_activation(args: Mapping[str, Any], *, linear_bias: bool) -> str:
-    """Return the activation of a feed-forward layer without gates."""
+def _get_activation(args: Mapping[str, Any], *, gated: bool, linear_bias: bool) -> str:
+    """Return the activation of a feed-forward layer."""
+    if gated:
+        is_gelu = args.get("activation_func") == _FAST_GELU and not args.get("swiglu")
+        return "gelu_pytorch_tanh" if is_gelu else "silu"
     if args.get("squared_relu"):
         return "relu2"
     # The fused kernel, which works only with a bias, computes the tanh approximation.

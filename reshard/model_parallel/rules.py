@@ -39,6 +39,8 @@ _CUTS: Mapping[str, Split] = {
 _OF_RULE = ("cut", "buffer", "segments")
 _MAYBE_GATED = "maybe_gated"
 _COLUMN_OR_WHOLE = "column_or_whole"
+_WHOLE_OR_HEADS = "whole_or_heads"
+_NORM_IS_CUT = "qk_layernorm_is_cut"  # an argument of our own
 MEGATRON = "megatron"  # the table of megatron-core's own names
 TABLES = Path(__file__).parent / "tables"
 FORM = "under  parameters:  write  NAME: {cut: vocab|column|row|gated|replicated|summed}"
@@ -93,6 +95,8 @@ class Rule:
             return segments.make_split(self.segments, self.numbers, args or {}, source)
         if self.cut == _MAYBE_GATED:
             return _CUTS["gated" if gated else "column"]
+        if self.cut == _WHOLE_OR_HEADS:
+            return _CUTS["column" if (args or {}).get(_NORM_IS_CUT) else "replicated"]
         if self.cut == _COLUMN_OR_WHOLE:
             return _CUTS["replicated" if te else "column"]
         return _CUTS[self.cut]
@@ -377,7 +381,7 @@ def _rename_line(line: Any, rename: Callable[[str], str]) -> Any:
 def _parse_rule(name: str, line: Any, source: str, numbers: Numbers) -> Rule:
     line = line if isinstance(line, dict) else {"cut": line}
     cut = line.get("cut")
-    if cut not in (*_CUTS, _MAYBE_GATED, _COLUMN_OR_WHOLE):
+    if cut not in (*_CUTS, _MAYBE_GATED, _COLUMN_OR_WHOLE, _WHOLE_OR_HEADS):
         raise UsageError(source, f"{name!r} has the cut {cut!r}", FORM)
     others = {key: _parse_patterns(v) for key, v in line.items() if key not in _OF_RULE}
     parts = line.get("segments", {})

@@ -130,8 +130,8 @@ def test_a_family_is_named_or_taken_from_the_given_config(megatron_case, tmp_pat
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
     with pytest.raises(UnsupportedError, match=r"is not a gpt2 model: positions is rope"):
         reshard.merge(place, tmp_path / "d", family="gpt2")
-    with pytest.raises(UsageError, match="family 'gemma'"):
-        reshard.merge(place, tmp_path / "d", family="gemma")
+    with pytest.raises(UsageError, match="family 'helium'"):
+        reshard.merge(place, tmp_path / "d", family="helium")
     (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
     with pytest.raises(UsageError, match="num_attention_heads is 4, in the config 8"):
         reshard.merge(place, tmp_path / "d", hf_dir=tmp_path / "a")

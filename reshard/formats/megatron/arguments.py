@@ -18,7 +18,7 @@ from reshard.pickles.values import Call, Global
 from reshard.schema import INTEGER, expect, fields, maybe, sequence
 from reshard.state_dict.plain_values import to_plain
 
-_GATED = ("swiglu", "quick_geglu", "glu_activation")
+_GATED = ("swiglu", "quick_geglu", "gated_linear_unit", "glu_activation")
 _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})")
 _DECODER = "t"
 _PARALLEL = (  # their product is at most the number of ranks, times the chunks of pipeline ranks

@@ -114,8 +114,8 @@ def _sort_in_layer(fqn: str, inner: str) -> SortKey:
     expert, second = names.find_expert(fqn), int("linear_fc2" in inner)
     if at == len(_LAYER) or (expert is None and inner.startswith("mlp.experts.")):
         return (at,)  # a module that Megatron lacks keeps the order of its file
-    if expert is None:
-        return (at, bias)
+    if expert is None:  # a norm behind a row parallel layer is a module inside it
+        return (at, int(".post_layernorm." in inner), bias)
     if ".local_experts." in fqn:  # a module each
         return (at, expert, second, bias)
     return (at, second, bias, expert)  # Transformer Engine's: weight0, weight1 ...

@@ -79,10 +79,13 @@ def write_table(proofs: Iterable[Proof], page: str) -> str:
 
     The rows of other configurations stay as they are.
     """
+    from reshard.testing.megatron.proof import CONFIGS
+
     text, _, table = page.partition(_HEAD)
     rows = {row.split(" | ")[0]: row for row in table.strip().splitlines()[1:]}
     for proof in proofs:
-        name = f"| `{proof.name if proof.name.startswith('{') else proof.model_type}`"
+        is_own = proof.name.startswith("{") and proof.name not in CONFIGS.values()
+        name = f"| `{proof.name if is_own else proof.model_type}`"
         rows[name] = f"{name} | {proof.verdict} | {proof.describe()} |"
     by_verdict = sorted(rows.values(), key=lambda row: row.split(" | ")[1] == "refused")
     return "\n".join([text + _HEAD, "| --- | --- | --- |", *by_verdict, ""])

@@ -178,8 +178,11 @@ def write_sources(config: PreTrainedConfig, place: Path) -> Sources:
     else:
         _save_run(model, place / "run")
     predicted = mtp.compute_logits(model, more, tokens) if more is not None else []
-    held = {**dict(model.named_buffers()), **(named if more is not None else {})}
-    buffers = frozenset(name for name, t in held.items() if not isinstance(t, torch.nn.Parameter))
+    held = [*_list_saved_buffers(model), *(named.values() if more is not None else [])]
+    held = [tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter)]
+    # A published name may be another one than that in memory; values are random.
+    published = load_file(place / "model" / "model.safetensors")
+    buffers = frozenset(n for n, t in published.items() if any(torch.equal(t, b) for b in held))
     return Sources(place / "model", place / "run", tokens, logits, buffers, tuple(predicted))
 
 

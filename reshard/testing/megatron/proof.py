@@ -35,16 +35,23 @@ from reshard.testing.megatron.ranks import Job, run_jobs
 
 NEAR = 2e-5  # of the largest logit: sums in another order
 PROVED, FAILED, REFUSED = "proved", "failed", "refused"
+THERE_AND_BACK = "there and back"  # of what Megatron-core does not build
 CONVERT, LOAD, LOGITS = "convert", "load", "logits"
 MERGE, MOMENTS, PUBLISHED, RANKS = "merge", "moments", "published", "ranks"
 STEPS = (CONVERT, LOAD, LOGITS, MERGE, MOMENTS, PUBLISHED, RANKS)
 _SHOWN = 4
-# Hybrid models by their types. transformers raises the steps of a Mamba layer to time_step_min, and
-# Megatron does not; layers of experts are Transformer Engine's, which no CPU runs.
-HYBRID = {
+# Configurations of types whose class has other defaults. transformers raises the steps of a Mamba
+# layer to time_step_min, and Megatron does not. Megatron-Bridge builds Exaone 4 without a window
+# alone.
+CONFIGS = {
+    "exaone4": """{"model_type": "exaone4", "sliding_window": null, "layer_types":
+        ["full_attention", "full_attention", "full_attention", "full_attention"],
+        "num_hidden_layers": 4}""",
     "nemotron_h": """{"model_type": "nemotron_h", "time_step_min": 1e-9, "layers_block_type":
-        ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"]}"""
+        ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"]}""",
 }
+HYBRID = ("nemotron_h",)
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with gated delta nets
 
 
 @dataclass(frozen=True)
@@ -115,16 +122,22 @@ class Proof:
 
     @property
     def verdict(self) -> str:
-        """One of the three."""
+        """One of the four."""
         if self.problems:
             return FAILED
-        return PROVED if self.grids else REFUSED
+        return (THERE_AND_BACK if self.builder else PROVED) if self.grids else REFUSED
 
     @property
     def impl(self) -> str:
         """The implementation of Megatron's layers: models of other than attention have only one."""
-        te_alone = self.model_type in (*HYBRID, "qwen3_next")
+        te_alone = self.builder or self.model_type in (*HYBRID, *DELTA)
         return "transformer_engine" if te_alone else "local"
+
+    @property
+    def builder(self) -> str:
+        """The program that builds the model, if Megatron-core does not."""
+        known = families.load_families(self.rules).values()
+        return next((each.builder for each in known if each.model_type == self.model_type), "")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -136,7 +149,11 @@ class Proof:
         yield f"{self.name}: {self.verdict}"
         for ranks in self.grids:
             failed = {problem.step for problem in self.problems if problem.ranks == ranks}
-            steps = [f"{step} {'FAILED' if step in failed else 'ok'}" for step in STEPS]
+            skipped = {LOAD, LOGITS} if self.builder else {}
+            steps = [
+                f"{step} {'FAILED' if step in failed else '-' if step in skipped else 'ok'}"
+                for step in STEPS
+            ]
             yield f"  {ranks}: {', '.join(steps)}"
         shown = [*map(str, self.problems[:_SHOWN])]
         shown += [f"{ranks}: refused: {why}" for why, ranks in self.refused.items()]
@@ -150,7 +167,8 @@ class Proof:
         if self.problems:
             return "; ".join(shown)
         reasons = [f"{grid}: {why}" if self.grids else why for why, grid in self.refused.items()]
-        return "; ".join([", ".join(map(str, self.grids)), *reasons]).removeprefix("; ")
+        names = [f"names of {self.builder}"] if self.builder and self.grids else []
+        return "; ".join([", ".join(map(str, self.grids)), *names, *reasons]).removeprefix("; ")
 
     def locate_run(self, ranks: Ranks) -> Path:
         """Return where the checkpoint of a grid lies."""
@@ -177,9 +195,11 @@ def prove(
         for number, config in enumerate(configs)
     ]
     tried = [(proof, ranks) for proof in proofs for ranks in proof.grids]
-    jobs = [_make_job(proof, ranks, place / "megatron") for proof, ranks in tried]
-    for (proof, ranks), found in zip(tried, run_jobs(jobs, place / "megatron"), strict=True):
+    built = [each for each in tried if not each[0].builder]
+    jobs = [_make_job(proof, ranks, place / "megatron") for proof, ranks in built]
+    for (proof, ranks), found in zip(built, run_jobs(jobs, place / "megatron"), strict=True):
         proof.problems += [Problem(ranks, *each) for each in _check_megatron(proof, found)]
+    for proof, ranks in tried:
         proof.problems += [Problem(ranks, *each) for each in _check_way_back(proof, ranks)]
     return proofs
 
@@ -366,7 +386,7 @@ def _describe(report: Any) -> Iterator[str]:
 def list_known() -> list[str]:
     """Return the model types of all families, and of those that Megatron-core cannot build.
 
-    Hybrid ones are configurations.
+    Some are configurations.
     """
     known = dict.fromkeys(family.model_type for family in families.load_families().values())
-    return [*(HYBRID.get(name, name) for name in known), *config_keys.load_settings().lacking]
+    return [*(CONFIGS.get(name, name) for name in known), *config_keys.load_settings().lacking]

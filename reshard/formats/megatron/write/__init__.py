@@ -21,6 +21,7 @@ from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron.directory import NAME
 from reshard.formats.megatron.write.choice import MegatronOptions, Resolved, resolve
 from reshard.model_parallel.described import Described
+from reshard.model_parallel.families import BUILDER
 from reshard.training.state import WritableState, describe_lost_setup, describe_lost_state
 
 __all__ = ["MegatronOptions", "lay_out"]
@@ -46,7 +47,7 @@ def lay_out(state: WritableState, wanted: MegatronOptions, described: Described)
 
 
 def _notes(choice: Resolved) -> list[str]:
-    notes = [*choice.notes, *_describe_ignored_args(choice.args)]
+    notes = [*choice.notes, *_describe_builder(choice.args), *_describe_ignored_args(choice.args)]
     if choice.wanted.weights_only:
         return [*notes, "weights alone, as a release: Megatron loads nothing else of it"]
     notes += [f"not carried: {name}" for name in choice.lost]
@@ -57,6 +58,16 @@ def _notes(choice: Resolved) -> list[str]:
     if choice.wanted.form == "torch" and not choice.wanted.carried.rng:
         notes.append("no random states: Megatron loads it with --no-load-rng")
     return notes
+
+
+def _describe_builder(args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note on a model that Megatron-core has no modules for."""
+    builder = args.get(BUILDER)
+    if builder:
+        yield (
+            f"Megatron-core alone does not build this model: the names are those of {builder},"
+            " whose provider builds it"
+        )
 
 
 def _describe_ignored_args(args: Mapping[str, Any]) -> Iterator[str]:
