@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import html
 import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -13,9 +15,11 @@ from reshard.files import SourceFiles
 from reshard.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
 from reshard.move.fill import fill
 from reshard.planning.copies import plan_block
+from reshard.units import counted, show_count
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
+    from torch import Tensor
 
 _COMPARE_ELEMENTS = 1 << 20  # elements that are read at a time
 
@@ -82,10 +86,64 @@ class LazyTensor:
         """The name that torch has for the stored dtype."""
         return str(self._entry.dtype)
 
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self._entry.numel
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the whole tensor, in the stored dtype."""
+        return self._entry.nbytes
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without dims has no length")
+        return self.shape[0]
+
+    def torch(self) -> Tensor:
+        """Return the whole tensor as a torch tensor on the CPU, in the stored dtype.
+
+        Raises:
+            ReshardError: a file cannot be read.
+        """
+        whole: Tensor = self[...]
+        return whole
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Return the whole tensor as a numpy array, in the stored dtype.
+
+        Raises:
+            TypeError: numpy lacks the dtype (bfloat16, float8).
+            ReshardError: a file cannot be read.
+        """
+        array: np.ndarray[Any, Any] = self[...].numpy()
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Return the tensor for ``numpy.asarray``; it is read anew each time."""
+        if copy is False:
+            raise ValueError("the tensor is read from files: an array without a copy is impossible")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return a DLPack capsule of the tensor, on the CPU."""
+        return self[...].__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's number of the CPU."""
+        return 1, 0
+
     def __repr__(self) -> str:
         return f"LazyTensor({self._entry.fqn!r}, shape={self.shape}, dtype={self.dtype})"
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         """Return the indexed block as a torch tensor on the CPU, in the stored dtype.
 
         The index may consist of ints, slices with any positive step, and ``...``. The tensor has
@@ -169,7 +227,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._pool.close()
 
     def __getitem__(self, fqn: str) -> LazyTensor:
-        return LazyTensor(self._weights[self.manifest.tied.get(fqn, fqn)], self._pool)
+        try:
+            entry = self._weights[self.manifest.tied.get(fqn, fqn)]
+        except KeyError:
+            near = difflib.get_close_matches(str(fqn), list(self), n=3)
+            hint = f"; near names: {', '.join(near)}" if near else ""
+            raise KeyError(f"{fqn}{hint}") from None
+        return LazyTensor(entry, self._pool)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._weights or fqn in self.manifest.tied
 
     def __iter__(self) -> Iterator[str]:
         yield from self._weights
@@ -177,6 +244,49 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return len(self._weights) + len(self.manifest.tied)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self._describe()}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the weights, for notebooks."""
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>"
+            for cells in ((fqn, self[fqn].dtype, list(self[fqn].shape)) for fqn in self)
+        )
+        title = html.escape(self._describe())
+        return f"<table><caption>{title}</caption><tbody>{rows}</tbody></table>"
+
+    def _describe(self) -> str:
+        origin, step = self.manifest.origin, self.step
+        at = "" if step is None else f", step {step}"
+        numel = show_count(sum(entry.numel for entry in self._weights.values()))
+        weights = f"{counted(len(self._weights), 'weight')}, {numel} elements"
+        return f"{origin.path}: {origin.description}{at}, {weights}"
+
+    @property
+    def format(self) -> str:
+        """The name of the format, as for ``--from``."""
+        return self.manifest.origin.format
+
+    @property
+    def step(self) -> int | None:
+        """The training step; None if the files do not state it."""
+        return self.manifest.train.step
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that saved; 1 if the files do not state it."""
+        return self.manifest.origin.world
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Read all weights, as ``load_state_dict`` of a model takes them; tied names share memory.
+
+        Raises:
+            ReshardError: a file cannot be read.
+        """
+        tensors = {fqn: self[fqn][...] for fqn in self._weights}
+        return tensors | {alias: tensors[fqn] for alias, fqn in self.manifest.tied.items()}
 
     def optimizer(self, slot: str) -> dict[str, LazyTensor]:
         """Return one optimizer slot by fqn, for example ``optimizer("exp_avg")``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -276,3 +277,71 @@ def test_a_file_that_leaves_the_pool_while_it_is_read_is_still_that_file(tmp_pat
         monkeypatch.setattr(pool, "_most_open", 1)
         monkeypatch.setattr(os, "pread", crowded)
         assert pool.read(str(paths[0]), 0, 8) == b"a" * 8
+
+
+def test_a_lazy_tensor_is_taken_by_numpy_and_by_torch(zoo):
+    import numpy as np
+
+    tensor = zoo["prime.2d"]
+    truth = sample_tensors()["prime.2d"]
+    assert (len(tensor), tensor.ndim, tensor.numel) == (11, 2, 187)
+    assert tensor.nbytes == truth.nbytes
+    assert same(tensor.torch(), truth)
+    assert same(torch.from_dlpack(tensor), truth)
+    assert np.array_equal(np.asarray(tensor), truth.numpy())
+    assert np.asarray(tensor, dtype="float64").dtype == np.float64
+    with pytest.raises(TypeError, match="BFloat16"):
+        zoo["bfloat16"].numpy()
+    with pytest.raises(TypeError, match="no length"):
+        len(zoo["scalar"])
+
+
+LLAMA = Path(__file__).resolve().parents[1] / "examples" / "llama-zero3-4ranks"
+
+
+def test_a_checkpoint_shows_itself_in_a_line_and_as_a_table():
+    with reshard.open(LLAMA) as checkpoint:
+        assert checkpoint.format == "deepspeed"
+        assert checkpoint.world_size == 4
+        assert checkpoint.step == checkpoint.manifest.train.step is not None
+        assert repr(checkpoint).startswith("<Checkpoint ")
+        assert len(repr(checkpoint)) < 200
+        table = checkpoint._repr_html_()
+        assert table.count("<tr>") == len(checkpoint)
+        assert "model.norm.weight" in table
+
+
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one():
+    with reshard.open(LLAMA) as checkpoint:
+        assert "model.norm.wieght" not in checkpoint
+        with pytest.raises(KeyError, match=r"model\.norm\.weight"):
+            checkpoint["model.norm.wieght"]
+
+
+def test_a_model_loads_the_state_dict():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(LLAMA)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with reshard.open(LLAMA) as checkpoint:
+        state = checkpoint.state_dict()
+        model.load_state_dict(state)
+        assert same(model.model.norm.weight, checkpoint["model.norm.weight"][...])
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+
+
+def test_a_report_prints_as_the_command_does(tmp_path):
+    report = reshard.merge(LLAMA, tmp_path / "model.safetensors")
+    assert str(report).splitlines() == list(report.lines())
+    assert repr(report).startswith("<MergeReport: wrote ")
+    assert len(repr(report)) < 300
+    assert report._repr_html_().count("<tr>") == len(list(report.lines()))
+    for other in (reshard.inspect(LLAMA), reshard.verify(LLAMA), reshard.diff(LLAMA, LLAMA)):
+        assert len(repr(other)) < 300
+        assert "<td" in other._repr_html_()
+
+
+def test_a_long_label_stays_apart_from_its_text():
+    from reshard.commands.lines import format_row
+
+    assert format_row("momentum_buffer", "4 tensors") == "momentum_buffer 4 tensors"
+    assert format_row("step", "4") == "step        4"

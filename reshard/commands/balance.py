@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from reshard import units
-from reshard.commands.lines import format_row
 from reshard.manifest import WEIGHT_KINDS, Manifest, TrainState
 
 _SHOWN = 3
@@ -39,8 +38,8 @@ def add_leaves(every: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def format_leaves(counts: dict[str, Any]) -> str:
-    """Return the counts of `count_leaves` as a line of a report."""
+def describe_leaves(counts: dict[str, Any]) -> str:
+    """Return the counts of `count_leaves` as text for a report."""
     text = (
         f"{counts['read']} read: {units.counted(counts['weights'], 'weight')},"
         f" {counts['optimizer']} optimizer,"
@@ -49,7 +48,7 @@ def format_leaves(counts: dict[str, Any]) -> str:
     opaque = counts["opaque"]
     if opaque:
         text += f", {len(opaque)} opaque ({units.some(list(opaque), _SHOWN)})"
-    return format_row("leaves", text)
+    return text
 
 
 def _count_train_state(train: TrainState) -> int:

@@ -15,7 +15,7 @@ from reshard.checks import train
 from reshard.checks.compare import TensorDifference, Tolerance, find_differences
 from reshard.checks.pairs import COPY, WEIGHT, Pair, Paired, PairKey, pair
 from reshard.commands.inspect import Inspection
-from reshard.commands.lines import LISTED, format_list, format_row
+from reshard.commands.lines import LISTED, Report, format_list, format_row
 from reshard.commands.output_options import ReadOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress, read_trusted
@@ -97,8 +97,8 @@ class Unequal:
         return f"{name}: {self.count} of {self.numel}{strange}; {worst}; {where}"
 
 
-@dataclass(slots=True)
-class DiffReport:
+@dataclass(slots=True, repr=False)
+class DiffReport(Report):
     """The result of `diff`. Sizes in bytes."""
 
     a: str

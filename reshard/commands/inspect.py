@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
-from reshard.commands.balance import count_leaves, format_leaves
-from reshard.commands.lines import format_row
+from reshard.commands.balance import count_leaves, describe_leaves
+from reshard.commands.lines import Report, Row
 from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
 from reshard.identity import find_conflicts
@@ -38,8 +38,8 @@ class InspectOptions(ReportOptions):
         return super().reader_arguments() | {"force": self.source_format or self.force}
 
 
-@dataclass(slots=True)
-class Inspection:
+@dataclass(slots=True, repr=False)
+class Inspection(Report):
     """The result of `inspect`."""
 
     manifest: Manifest
@@ -167,7 +167,7 @@ class Inspection:
             f"{units.show_bytes(disk)} in {files}; tensors {units.show_bytes(logical)}",
         )
         yield _row("optimizer", "yes" if manifest.has_optimizer else "no")
-        yield f"  {format_leaves(count_leaves(manifest))}"
+        yield _row("leaves", describe_leaves(count_leaves(manifest)))
         yield _row("complete", f"yes, {files} of all ranks, every element once")
 
     def _names(self) -> Iterator[str]:
@@ -198,8 +198,8 @@ def _build_page(inspection: Inspection) -> Page:
     return pages.inspected(inspection.to_json(), inspection.manifest)
 
 
-def _row(label: str, text: str) -> str:
-    return f"  {format_row(label, text)}"
+def _row(label: str, text: str) -> Row:
+    return Row(label, text, indent="  ")
 
 
 def _iterate_parameters(manifest: Manifest) -> Iterator[Entry]:

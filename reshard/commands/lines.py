@@ -1,7 +1,8 @@
-"""The lines of reports as text."""
+"""The lines of reports as text, and reports as Python and notebooks show them."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Sequence
 
 from reshard import units
@@ -26,9 +27,52 @@ def make_printable(text: str) -> str:
     )
 
 
-def format_row(label: str, text: str) -> str:
+class Row(str):
+    """A line with a label in its first column."""
+
+    __slots__ = ("label", "text")
+    label: str
+    text: str
+
+    def __new__(cls, label: str, text: str, indent: str = "") -> Row:
+        """Return the line; a label that is longer than the column moves the text."""
+        row = super().__new__(cls, f"{indent}{label:<11} {text}")
+        row.label, row.text = label, text
+        return row
+
+
+class Report:
+    """A result with lines of text: ``print`` shows all of them, a notebook a table."""
+
+    __slots__ = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report as text."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(make_printable, self.lines()))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {make_printable(next(iter(self.lines()), ''))}>"
+
+    def _repr_html_(self) -> str:
+        """Return the report as a table, for notebooks."""
+        return f"<table>{''.join(map(_format_html_row, self.lines()))}</table>"
+
+
+def _format_html_row(line: str) -> str:
+    cells = (line.label, line.text) if isinstance(line, Row) else (line,)
+    style = ' style="text-align:left"'
+    if len(cells) == 1:
+        style += ' colspan="2"'
+    shown = (html.escape(make_printable(cell)) for cell in cells)
+    return f"<tr>{''.join(f'<td{style}>{cell}</td>' for cell in shown)}</tr>"
+
+
+def format_row(label: str, text: str) -> Row:
     """Return a line with its label in the first column."""
-    return f"{label:<12}{text}"
+    return Row(label, text)
 
 
 def format_list(label: str, items: Sequence[str]) -> Iterator[str]:

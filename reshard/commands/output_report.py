@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from reshard import units
 from reshard.commands.balance import count_leaves
-from reshard.commands.lines import format_list, format_row, format_timing
+from reshard.commands.lines import Report, format_list, format_row, format_timing
 from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import Manifest, Skeleton
@@ -30,8 +30,8 @@ class WriteResult:
     notes: list[str]
 
 
-@dataclass(kw_only=True)
-class OutputReport:
+@dataclass(kw_only=True, repr=False)
+class OutputReport(Report):
     """The result of a command. Sizes in bytes; ``done`` is False for a dry run."""
 
     SCHEMA: ClassVar[int] = 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard import formats, units
-from reshard.commands.lines import format_row
+from reshard.commands.lines import Report, format_row
 from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
 from reshard.errors import UsageError
@@ -127,8 +127,8 @@ class PlanOptions(ReportOptions):
     )
 
 
-@dataclass(kw_only=True)
-class PlanReport:
+@dataclass(kw_only=True, repr=False)
+class PlanReport(Report):
     """The result of `plan`."""
 
     model: ModelSizes

@@ -14,7 +14,7 @@ from reshard.checks import names, quick, result
 from reshard.checks.opening import open_manifest
 from reshard.checks.result import Check, not_applicable, not_run
 from reshard.commands.inspect import Inspection
-from reshard.commands.lines import LISTED
+from reshard.commands.lines import LISTED, Report, format_row
 from reshard.commands.output_options import ReadOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress
@@ -68,8 +68,8 @@ class VerifyOptions(ReadOptions):
         return self.deep or self.write_manifest is not None or self.against is not None
 
 
-@dataclass(slots=True)
-class VerifyReport:
+@dataclass(slots=True, repr=False)
+class VerifyReport(Report):
     """The result of `verify`. Sizes in bytes."""
 
     source: str
@@ -126,17 +126,18 @@ class VerifyReport:
         what = ", ".join(filter(None, (self.format, self.detail)))
         yield f"{self.source}: {self._verdict()}" + (f" ({what})" if what else "")
         for check in self.checks:
-            yield f"{check.name:<12}{_MARKS[check.status]:<9}{check.looked_at}"
+            yield format_row(check.name, f"{_MARKS[check.status]:<9}{check.looked_at}")
             findings = [*check.failures, *check.warnings]
-            yield from (f"{'':<21}{text}" for text in findings[:LISTED])
+            yield from (format_row("", f"{'':<9}{text}") for text in findings[:LISTED])
             if len(findings) > LISTED:
-                yield f"{'':<21}... {len(findings) - LISTED} more (all of them with --json)"
-        yield from (f"{'note':<12}{text}" for text in self.notes)
+                more = f"{len(findings) - LISTED} more (all of them with --json)"
+                yield format_row("", f"{'':<9}... {more}")
+        yield from (format_row("note", text) for text in self.notes)
         if self.manifest:
-            yield f"{'manifest':<12}{self.manifest}"
+            yield format_row("manifest", self.manifest)
         read = f", {units.show_bytes(self.bytes_read)} read" if self.bytes_read else ""
         rate = units.show_bytes(self.bytes_read / max(self.seconds, 1e-9))
-        yield f"{'time':<12}{self.seconds:.2f} s{read}" + (f", {rate}/s" if read else "")
+        yield format_row("time", f"{self.seconds:.2f} s{read}" + (f", {rate}/s" if read else ""))
 
     def _verdict(self) -> str:
         failed = [check.name for check in self.checks if check.status == result.FAILED]

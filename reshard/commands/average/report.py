@@ -11,7 +11,7 @@ from reshard.commands.merge.report import MergeReport
 from reshard.units import counted, some
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class AverageReport(MergeReport):
     """The result of `average`.
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard import units
-from reshard.commands.balance import format_leaves
-from reshard.commands.lines import LISTED, format_list
+from reshard.commands.balance import describe_leaves
+from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.output_report import OutputReport, WriteResult, describe_common, list_values
 from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.planning.planner import Plan
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.commands.merge.passes import Merge
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class MergeReport(OutputReport):
     """The result of `merge`."""
 
@@ -64,7 +64,7 @@ class MergeReport(OutputReport):
         yield from self._list_identity()
         yield from self._describe_adapter()
         yield from self._list_changes()
-        yield format_leaves(self.leaves)
+        yield format_row("leaves", describe_leaves(self.leaves))
         buffers = units.show_bytes(self.peak_buffer_bytes)
         yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
         yield from self._list_timing()

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from reshard.checks.trajectory import Distance, Number, Point, Series, Trajectory
 from reshard.commands.diff import DiffReport
-from reshard.commands.lines import LISTED, format_list, format_row
+from reshard.commands.lines import LISTED, Report, format_list, format_row
 from reshard.commands.split.report import SplitReport
 from reshard.errors import NotRunError
 
@@ -118,8 +118,8 @@ class ControlRun:
         }
 
 
-@dataclass(slots=True)
-class ResumeReport:
+@dataclass(slots=True, repr=False)
+class ResumeReport(Report):
     """The result of `resume_check`."""
 
     source: str

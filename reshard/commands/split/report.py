@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from reshard import units
-from reshard.commands.balance import format_leaves
-from reshard.commands.lines import format_list
+from reshard.commands.balance import describe_leaves
+from reshard.commands.lines import format_list, format_row
 from reshard.commands.output_report import OutputReport, describe_common, list_values
 from reshard.formats.base import StateConversion
 from reshard.formats.request import Request
@@ -19,7 +19,7 @@ from reshard.training import copied_files
 from reshard.training.state import WritableState
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class SplitReport(OutputReport):
     """The result of `split`."""
 
@@ -46,7 +46,7 @@ class SplitReport(OutputReport):
         yield f"weights     {self.weights}"
         counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
         yield f"optimizer   {counts}"
-        yield format_leaves(self.leaves)
+        yield format_row("leaves", describe_leaves(self.leaves))
         for label, items in (
             ("kept", self.kept),
             ("derived", self.derived),
