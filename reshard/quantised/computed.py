@@ -1,11 +1,10 @@
-"""A dequantised weight as computed bytes: float32 values that no file stores."""
+"""A dequantised weight as computed bytes: values that no file stores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from reshard.derived import Derived, Reader
-from reshard.dtypes import FLOAT32
 from reshard.quantised.scaled import Scaled
 
 
@@ -18,7 +17,7 @@ class Values:
     @property
     def nbytes(self) -> int:
         """The size of the values in bytes."""
-        return self.weight.numel * FLOAT32.itemsize
+        return self.weight.numel * self.weight.dtype.itemsize
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -30,8 +29,8 @@ class Values:
         """The size of a row of blocks: their scales are read together."""
         weight = self.weight
         if weight.transposed:
-            return weight.rows * weight.block[1] * FLOAT32.itemsize
-        return weight.columns * weight.block[0] * FLOAT32.itemsize
+            return weight.rows * weight.block[1] * weight.dtype.itemsize
+        return weight.columns * weight.block[0] * weight.dtype.itemsize
 
     @property
     def name(self) -> Derived:
@@ -48,4 +47,4 @@ class Values:
         """
         from reshard.quantised import decode  # imports numpy
 
-        decode.read_values(pool, self.weight, byte_offset // FLOAT32.itemsize, target)
+        decode.read_values(pool, self.weight, byte_offset // self.weight.dtype.itemsize, target)

@@ -1,5 +1,7 @@
 """The arithmetic of dequantisation, with numpy: float32 codes times float32 scales.
 
+Products of e2m1 codes and powers of two are exact in bfloat16, which transposed weights have.
+
 Memory use is a few blocks of `_BLOCK` values for each thread, and for transposed weights (GPT-OSS)
 also the codes of one matrix, up to `_KEPT` bytes.
 """
@@ -29,18 +31,18 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0
 
 _BLOCK = 1 << 16  # values; a block stays in the cache
 _KEPT = 16 << 20  # bytes; an expert of GPT-OSS has 8 MiB
-# For each pool of open files, the matrix that a thread has read last.
+# For each pool of open files, the transposed matrix that a thread has read last.
 _kept: WeakKeyDictionary[Reader, threading.local] = WeakKeyDictionary()
 
 
 def read_values(pool: Reader, weight: Scaled, start: int, target: memoryview) -> None:
-    """Fill ``target`` with float32 values of a weight from an element on.
+    """Fill ``target`` with values of a weight, in its `Scaled.dtype`, from an element on.
 
     Raises:
         CorruptError: a scale is infinite or not a number.
         ReshardError: a file cannot be read.
     """
-    out = np.frombuffer(target, np.float32)
+    out = np.frombuffer(target, "<u2" if weight.dtype == BFLOAT16 else "<f4")
     size = weight.rows * weight.columns
     fill = _fill_transposed if weight.transposed else _fill
     done = 0
@@ -165,19 +167,43 @@ def _read_scales(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int)
     Raises:
         CorruptError: a scale is infinite or not a number.
     """
-    high, (down, across) = weight.block[0], weight.grid
-    first, last = row // high, (row + rows - 1) // high
-    at = ((0 if weight.shared else matrix * down) + first) * across
-    raw = _read(pool, weight.scales, at, (last - first + 1) * across)
+    at, raw = _read_stored_scales(pool, weight, matrix, row, rows)
     scales = decode_scales(raw, weight.scales.dtype)
     if not np.isfinite(scales).all():
         bad = int(np.flatnonzero(~np.isfinite(scales))[0])
-        raise CorruptError(
-            weight.scales.file,
-            f"a scale of {weight.fqn!r} is {scales[bad]} (element {at + bad} of the scales)",
-            "fetch the file again; a model with such weights computes nothing but NaN",
-        )
-    return scales.reshape(-1, across)
+        raise _explain_scale(weight, scales[bad], at + bad)
+    return scales.reshape(-1, weight.grid[1])
+
+
+def _read_exponents(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int) -> Array:
+    """Return the scales of some rows as they are stored, if these are exponents of two.
+
+    Raises:
+        CorruptError: a scale is not a number.
+    """
+    at, raw = _read_stored_scales(pool, weight, matrix, row, rows)
+    bad = raw.find(255)
+    if bad >= 0:
+        raise _explain_scale(weight, np.nan, at + bad)
+    return np.frombuffer(raw, np.uint8).reshape(rows, -1)
+
+
+def _read_stored_scales(
+    pool: Reader, weight: Scaled, matrix: int, row: int, rows: int
+) -> tuple[int, bytes]:
+    """Return the number of the first scale of some rows of a matrix, and the scales' bytes."""
+    high, (down, across) = weight.block[0], weight.grid
+    first, last = row // high, (row + rows - 1) // high
+    at = ((0 if weight.shared else matrix * down) + first) * across
+    return at, _read(pool, weight.scales, at, (last - first + 1) * across)
+
+
+def _explain_scale(weight: Scaled, value: float, at: int) -> CorruptError:
+    return CorruptError(
+        weight.scales.file,
+        f"a scale of {weight.fqn!r} is {value} (element {at} of the scales)",
+        "fetch the file again; a model with such weights computes nothing but NaN",
+    )
 
 
 def _fill_transposed(pool: Reader, weight: Scaled, matrix: int, at: int, out: Array) -> None:
@@ -197,34 +223,74 @@ def _fill_transposed(pool: Reader, weight: Scaled, matrix: int, at: int, out: Ar
 def _transpose(
     pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], out: Array
 ) -> None:
-    """Fill ``out`` with the transposed block at an origin of a stored matrix."""
+    """Fill ``out`` with the transposed block at an origin of a stored matrix.
+
+    Bytes are transposed instead of values, which have eight times their size. A code of 4 bits and
+    the scale of its block are looked up together: there are 65,536 pairs of a byte and a scale.
+    """
     (row, column), (columns, rows), width = origin, out.shape, weight.block[1]
-    first, last = column // width, -(-(column + columns) // width)
-    step = max(_BLOCK // ((last - first) * width), 1)
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        codes, scales = _read_rows(pool, weight, matrix, row + start, count)
-        values = _pair_table()[codes[:, first * width // 2 : last * width // 2]].view(np.float32)
-        blocks = values.reshape(count, last - first, width)
-        with np.errstate(over="ignore"):
-            blocks *= scales[:, first:last, None]
-        out[:, start : start + count] = values[:, column - first * width :][:, :columns].T
+    step = _count_kept_rows(weight)
+    for start in range(row - row % step, row + rows, step):
+        codes, scales = _read_columns(pool, weight, matrix, start, step)
+        inside = slice(max(row - start, 0), row + rows - start)
+        into = slice(max(start - row, 0), max(start - row, 0) + codes[:, inside].shape[1])
+        for block in range(column // width, -(-(column + columns) // width)):
+            first, stop = block * width, (block + 1) * width
+            pairs = codes[first // 2 : stop // 2, inside] | scales[block, inside]
+            for at in range(max(first, column), min(stop, column + columns)):
+                table = _product_table(at % 2)
+                table.take(pairs[(at - first) // 2], out=out[at - column, into], mode="clip")
 
 
-def _read_rows(
+@cache
+def _product_table(half: int) -> Array:
+    """Return the bfloat16 of each pair of a scale (upper byte) and a byte of two e2m1 codes.
+
+    Args:
+        half: 0 for the code in the lower bits, 1 for the other.
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        pairs = _powers()[:, None] * decode_e2m1()
+    codes = np.arange(256) >> 4 if half else np.arange(256) & 15
+    values: Array = (pairs.view(np.uint32) >> 16).astype(np.uint16)[:, codes].reshape(-1)
+    return values
+
+
+def _count_kept_rows(weight: Scaled) -> int:
+    """Return how many rows of a matrix are read and kept together: all, if it is small."""
+    return max(min(weight.rows, 2 * _KEPT // weight.columns), 1)
+
+
+def _read_columns(
     pool: Reader, weight: Scaled, matrix: int, row: int, rows: int
 ) -> tuple[Array, Array]:
-    """Return codes and scales of rows of a matrix, and keep a small matrix for the next call."""
-    width = weight.columns // 2  # bytes
-    if weight.rows * width > _KEPT:
-        raw = _read(pool, weight.codes, (matrix * weight.rows + row) * width, rows * width)
-        codes = np.frombuffer(raw, np.uint8).reshape(rows, width)
-        return codes, _read_scales(pool, weight, matrix, row, rows)
+    """Return the transposed codes and scales of some rows, and keep them for the next call.
+
+    The scales are in the upper bytes of 16 bits.
+    """
     own = _kept.setdefault(pool, threading.local())
-    key = (weight, matrix)
+    key = (weight, matrix, row)
     if getattr(own, "key", None) != key:
-        raw = _read(pool, weight.codes, matrix * weight.rows * width, weight.rows * width)
-        own.codes = np.frombuffer(raw, np.uint8).reshape(weight.rows, width)
-        own.scales = _read_scales(pool, weight, matrix, 0, weight.rows)
+        own.key = None
+        rows = min(rows, weight.rows - row)
+        own.columns = _transpose_bytes(pool, weight, matrix, row, rows)
         own.key = key
-    return own.codes[row : row + rows], own.scales[row : row + rows]
+    columns: tuple[Array, Array] = own.columns
+    return columns
+
+
+def _transpose_bytes(
+    pool: Reader, weight: Scaled, matrix: int, row: int, rows: int
+) -> tuple[Array, Array]:
+    width = weight.columns // 2  # bytes
+    codes = np.empty((width, rows), np.uint8)
+    scales = np.empty((weight.grid[1], rows), np.uint16)
+    step = max(_BLOCK // width, 1)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        count = min(step, rows - start)
+        raw = _read(pool, weight.codes, (matrix * weight.rows + row + start) * width, count * width)
+        codes[:, part] = np.frombuffer(raw, np.uint8).reshape(count, width).T
+        scales[:, part] = _read_exponents(pool, weight, matrix, row + start, count).T
+    scales <<= 8
+    return codes, scales

@@ -42,8 +42,9 @@ class Pair:
 
     @property
     def value_chunk(self) -> Chunk:
-        """The dequantised weight as a chunk of float32."""
-        return contiguous(Values(self.weight).name, 0, FLOAT32, whole(self.shape), self.shape)
+        """The dequantised weight as a chunk."""
+        file = Values(self.weight).name
+        return contiguous(file, 0, self.weight.dtype, whole(self.shape), self.shape)
 
 
 def find_pairs(manifest: Manifest, stated: Quantisation) -> list[Pair]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.chunks import Chunk
+from reshard.dtypes import BFLOAT16, FLOAT32, DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class Scaled:
     def grid(self) -> tuple[int, int]:
         """The blocks in a column and in a row of a matrix."""
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the values, in which all of them are exact."""
+        return BFLOAT16 if self.packed and self.transposed else FLOAT32
 
     @property
     def value_block(self) -> tuple[int, int]:

@@ -42,7 +42,7 @@ def quantise(values: Entry, pair: Pair) -> tuple[Entry, Entry]:
         values: the weight.
         pair: the codes and scales of a release, for a weight of this shape.
     """
-    released = Entry(pair.fqn, PARAM, FLOAT32, pair.shape, (pair.value_chunk,))
+    released = Entry(pair.fqn, PARAM, pair.weight.dtype, pair.shape, (pair.value_chunk,))
     numbers = range(pair.weight.matrices)
     matrices = [Matrix(values, pair, released, number) for number in numbers]
     return _build_entry(matrices, "codes"), _build_entry(matrices, "scales")
