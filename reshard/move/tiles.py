@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -13,9 +14,11 @@ from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
 from reshard.move.fill import Filler
-from reshard.planning.copies import CopyPlanner, plan_block
+from reshard.planning.copies import CopyPlanner
 
 T = TypeVar("T")
+
+_PLANNERS = 8  # a tile is computed from a few tensors
 
 _readers: WeakKeyDictionary[Reader, threading.local] = WeakKeyDictionary()
 
@@ -46,6 +49,7 @@ class TileReader:
         files = cast("SourceFiles", pool)  # or those of a filler, which compares checksums
         self._filler = Filler(files, needs_checksum=lambda _file: False)
         self._kept: dict[str, tuple[object, Any]] = {}
+        self._planners: deque[tuple[Entry, CopyPlanner]] = deque(maxlen=_PLANNERS)
         self._last: tuple[Tiled, int, memoryview] | None = None
 
     def read(self, entry: Entry, box: Box, dtype: DType, into: memoryview) -> None:
@@ -54,7 +58,7 @@ class TileReader:
         Raises:
             ReshardError: a file cannot be read, or the dtype cannot be cast.
         """
-        for copy in plan_block(entry, box, dtype).copies:
+        for copy in self._find_planner(entry).plan_block(box, dtype).copies:
             self._filler.fill(copy, into)
 
     def read_run(
@@ -67,6 +71,14 @@ class TileReader:
         """
         for copy in planner.plan_run(start, stop, dtype, 0):
             self._filler.fill(copy, into)
+
+    def _find_planner(self, entry: Entry) -> CopyPlanner:
+        """Return the planner of a tensor, which indexes all its chunks."""
+        for kept, planner in self._planners:
+            if kept is entry:
+                return planner
+        self._planners.appendleft((entry, CopyPlanner(entry)))
+        return self._planners[0][1]
 
     def keep(self, slot: str, key: object, make: Callable[[], T]) -> T:
         """Return the value kept in a slot; if it was kept for another key, make it anew."""

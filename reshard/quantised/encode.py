@@ -58,21 +58,24 @@ def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:
 
 
 def encode(values: Array, stored_scales: Array, weight: Scaled) -> Array:
-    """Return the code of each value, one in a byte."""
+    """Return the codes of values as bytes."""
     scales = decode_stored(stored_scales, weight.scales.dtype)
-    return _encode(values, np.where(scales == 0, np.float32(1), scales), weight)
+    codes = _encode(values, np.where(scales == 0, np.float32(1), scales), weight)
+    return _pack(codes, axis=0 if weight.transposed else 1) if weight.packed else codes
 
 
-def expand(scales: Array, weight: Scaled, shape: tuple[int, ...]) -> Array:
-    """Return for each value what its block has; one row if all rows have the same."""
-    for axis, step in enumerate(weight.value_block):
-        if step > 1 and (axis or len(scales) > 1):
-            scales = np.repeat(scales, step, axis=axis)
-    expanded: Array = scales[: shape[0], : shape[1]]
-    return expanded
+def _spread(scales: Array, weight: Scaled, shape: tuple[int, ...]) -> Array:
+    """Return the scale of each value of rows of blocks, or of one row if it is that of all."""
+    high, wide = weight.value_block
+    if len(scales) > 1 and high > 1:
+        scales = np.repeat(scales, high, axis=0)
+    if wide > 1:
+        scales = np.repeat(scales, wide, axis=1)
+    spread: Array = scales[: shape[0], : shape[1]]
+    return spread
 
 
-def pack(codes: Array, axis: int) -> Array:
+def _pack(codes: Array, axis: int) -> Array:
     """Return codes of 4 bits as bytes: two neighbours along an axis in each."""
     pairs = codes.reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
     lower, upper = np.moveaxis(pairs, axis + 1, 0)
@@ -111,7 +114,7 @@ def _reduce(values: Array, step: int, axis: int) -> Array:
 
 def _encode(values: Array, scales: Array, weight: Scaled) -> Array:
     with np.errstate(under="ignore", over="ignore", invalid="ignore"):
-        scaled = values / expand(scales, weight, values.shape)
+        scaled = values / _spread(scales, weight, values.shape)
     table = _encode_table(None if weight.packed else weight.codes.dtype)
     codes: Array = table.take(_round_to_odd(scaled), mode="clip")
     return codes
@@ -193,7 +196,7 @@ def _gives_values(rows: Array, scales: Array, weight: Scaled) -> Array:
     """Return for each block in a row of blocks whether codes times the scale give its values."""
     codes = _encode(rows, scales, weight)
     with np.errstate(under="ignore"):
-        products = list_values(weight)[codes] * expand(scales, weight, rows.shape)
+        products = list_values(weight)[codes] * _spread(scales, weight, rows.shape)
     return all_in_blocks(products.view("<u4") == rows.view("<u4"), weight)
 
 

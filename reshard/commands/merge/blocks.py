@@ -1,19 +1,21 @@
 """Quantised weights as computed bytes: the codes and scales of each matrix, computed by tiles.
 
-A tile is a row of blocks, or several if a block has one row. Its values are read in float32, and
-compared with those of a release that is quantised in the same way: a block with the same values
-gets the bytes of the release. Values alone do not always determine the scale: a block can be zero,
-e2m1 codes up to 3 are also codes up to 6 with half the scale, and bfloat16 rounds the products.
+A tile is a row of blocks, or several if a block has one row. Its values are read in float32, a row
+of blocks at a time, and compared with those of a release that is quantised in the same way: a block
+with the same values gets the bytes of the release. Values alone do not always determine the scale:
+a block can be zero, e2m1 codes up to 3 are also codes up to 6 with half the scale, and bfloat16
+rounds the products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.box import Box, index_of, row_major, whole
+from reshard.box import Box, Index, index_of, row_major, whole
 from reshard.chunks import Chunk
 from reshard.derived import Derived, Reader, list_files
 from reshard.dtypes import BFLOAT16, FLOAT32
@@ -21,6 +23,7 @@ from reshard.errors import CorruptError
 from reshard.manifest import PARAM, Entry
 from reshard.move.tiles import TileReader, find_reader
 from reshard.quantised.pairs import Pair
+from reshard.quantised.scaled import Scaled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,23 +31,24 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 Part = Literal["codes", "scales"]
-PARTS: tuple[Part, Part] = ("codes", "scales")
 
-_TILE = 1 << 19  # values of a tile if a block has one row
-_PIECE = 1 << 16  # values; the arrays of a piece stay in the cache
-_ARRAYS = 4  # of a tile in float32, with what is computed from it
+_TILE = 6 << 20  # values of a tile, if a block has one stored row: 3 MiB of MXFP4 codes
+_BYTES = 4  # for each value of a tile: codes before and after they are packed, and the release's
+_KEPT_BYTES = 32 << 20  # all experts of a layer of GPT-OSS have 16 MiB of scales
+_BAND_BYTES = 32  # for each value of a row of blocks: values in float32 and what is computed
 
 
-def quantise(values: Entry, pair: Pair) -> tuple[Entry, Entry]:
+def quantise(values: Entry, pair: Pair, kept: KeptScales) -> tuple[Entry, Entry]:
     """Return codes and scales of a weight, which are computed when they are read.
 
     Args:
         values: the weight.
         pair: the codes and scales of a release, for a weight of this shape.
+        kept: scales of all weights that were computed early.
     """
     released = Entry(pair.fqn, PARAM, pair.weight.dtype, pair.shape, (pair.value_chunk,))
     numbers = range(pair.weight.matrices)
-    matrices = [Matrix(values, pair, released, number) for number in numbers]
+    matrices = [Matrix(values, pair, released, number, kept) for number in numbers]
     return _build_entry(matrices, "codes"), _build_entry(matrices, "scales")
 
 
@@ -56,7 +60,9 @@ def _build_entry(matrices: Sequence[Matrix], part: Part) -> Entry:
 
 def count_worker_nbytes(pair: Pair) -> int:
     """Return the memory that a thread needs to compute a tile, in bytes."""
-    return _ARRAYS * FLOAT32.itemsize * _count_tile_rows(pair) * pair.weight.columns
+    weight, rows = pair.weight, _count_tile_rows(pair)
+    band = weight.block[1] * rows if weight.transposed else rows * weight.columns
+    return _BYTES * rows * weight.columns + _BAND_BYTES * band
 
 
 def _count_tile_rows(pair: Pair) -> int:
@@ -73,6 +79,38 @@ def _build_chunk(matrix: Matrix, part: Part) -> Chunk:
     return Chunk(box, Computed(matrix, part).name, 0, strides, dtype)
 
 
+class KeptScales:
+    """Scales that were computed with one part of a tile, until the other part is computed.
+
+    A file has fp32 scales before codes, and MXFP4 scales after the codes of their weight. Tiles for
+    which there is no room are computed twice.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._scales: dict[tuple[str, int, int], tuple[Array, Array]] = {}
+        self._nbytes = 0
+
+    def __reduce__(self) -> tuple[type[KeptScales], tuple[()]]:
+        """Return an empty one, for another process."""
+        return KeptScales, ()
+
+    def put(self, key: tuple[str, int, int], scales: Array, is_same: Array) -> None:
+        """Keep the scales of a tile, and which blocks have the release's values."""
+        with self._lock:
+            nbytes = scales.nbytes + is_same.nbytes
+            if key not in self._scales and self._nbytes + nbytes <= _KEPT_BYTES:
+                self._scales[key] = scales.copy(), is_same.copy()
+                self._nbytes += nbytes
+
+    def take(self, key: tuple[str, int, int]) -> tuple[Array, Array] | None:
+        """Return what is kept for a tile, and keep it no longer."""
+        with self._lock:
+            kept = self._scales.pop(key, None)
+            self._nbytes -= 0 if kept is None else sum(array.nbytes for array in kept)
+            return kept
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
     """One matrix of a weight, and how it is quantised.
@@ -82,12 +120,14 @@ class Matrix:
         pair: the release's codes and scales of this weight.
         released: the release's values.
         number: the number of the matrix among those of the weight.
+        kept: scales that other tiles have left.
     """
 
     values: Entry
     pair: Pair
     released: Entry
     number: int
+    kept: KeptScales
 
     @property
     def tile_rows(self) -> int:
@@ -117,75 +157,78 @@ class Matrix:
         origin[dim], extents[dim] = self.number % cuts * rows + first, count
         return Box(tuple(origin), tuple(extents))
 
-    def compute(self, first: int, reader: TileReader) -> dict[Part, Array]:
-        """Return the codes and scales of the tile from a stored row on, as they are stored.
+    def compute(self, part: Part, first: int, reader: TileReader) -> Array:
+        """Return the codes or scales of the tile from a stored row on, as they are stored.
 
         Raises:
             CorruptError: a value is infinite or not a number.
         """
+        weight, key = self.pair.weight, (self.values.fqn, self.number, first)
+        tile = self.find_box("values", first, min(self.tile_rows, weight.rows - first))
+        kept = self.kept.take(key) if part != self._leading else None
+        if kept is None:
+            codes, scales, is_same = self._compute_tile(part, tile, first, reader)
+            if part == self._leading:
+                self.kept.put(key, scales, is_same)
+        else:
+            scales, is_same = kept
+            codes = self._encode(tile, scales, is_same, reader) if part == "codes" else scales
+        if part == "scales":
+            return scales
+        return self._replace(codes, self._expand(is_same), part, tile, first, reader)
+
+    @property
+    def _leading(self) -> Part:
+        """The part that a file has first: safetensors sorts by dtype, then by name."""
+        return "codes" if self.pair.scales.dtype == self.pair.codes.dtype else "scales"
+
+    def _compute_tile(
+        self, part: Part, tile: Box, first: int, reader: TileReader
+    ) -> tuple[Array, Array, Array]:
+        """Return codes and scales of a tile, and which blocks have the release's values.
+
+        The scales are as they are stored, the codes are not those of the release yet.
+        """
         import numpy as np
 
-        count = min(self.tile_rows, self.pair.weight.rows - first)
-        values = self._read_values(reader, self.values, "values", first, count)
-        is_same = self._find_same(reader, values, first, count)
+        bands = [self._compute_band(part, band, reader) for band in _cut(tile, self.pair.weight)]
+        codes, scales, is_same = (np.concatenate(parts) for parts in zip(*bands, strict=True))
+        if self.pair.weight.transposed:
+            codes, scales, is_same = codes.T, scales.T, is_same.T
+        return codes, self._replace(scales, is_same, "scales", tile, first, reader), is_same
+
+    def _encode(self, tile: Box, scales: Array, is_same: Array, reader: TileReader) -> Array:
+        """Return the codes of a tile whose scales are known; it is not transposed."""
+        from reshard.quantised import encode
+
         if is_same.all():
-            return self._read_stored(reader, first, count)
-        computed = self._quantise(values)
+            return self._make_codes(tile.shape[-2:])
+        values = self._read_values(reader, self.values, "values", tile)
+        return encode.encode(values, scales, self.pair.weight)
+
+    def _replace(
+        self,
+        computed: Array,
+        is_same: Array,
+        part: Part,
+        tile: Box,
+        first: int,
+        reader: TileReader,
+    ) -> Array:
+        """Return codes or scales with those of the release in blocks that have its values."""
+        import numpy as np
+
         if not is_same.any():
             return computed
-        stored = self._read_stored(reader, first, count)
-        return {
-            "codes": np.where(self._expand(is_same), stored["codes"], computed["codes"]),
-            "scales": np.where(is_same, stored["scales"], computed["scales"]),
-        }
+        count = tile.shape[-1 if self.pair.weight.transposed else -2]
+        stored = self._read_stored(part, first, count, reader)
+        return stored if is_same.all() else np.where(is_same, stored, computed)
 
-    def _read_values(
-        self, reader: TileReader, entry: Entry, slot: str, first: int, count: int
-    ) -> Array:
-        """Return some stored rows of a weight in float32, as a matrix in the weight's own order."""
-        import numpy as np
+    def _compute_band(self, part: Part, box: Box, reader: TileReader) -> tuple[Array, Array, Array]:
+        """Return codes and scales of rows of blocks, and whether each has the release's values.
 
-        box = self.find_box("values", first, count)
-        shape = box.shape[-2:]
-        values = reader.keep(slot, shape, lambda: np.empty(shape, "<f4"))
-        reader.read(entry, box, FLOAT32, values.data.cast("B"))
-        return values
-
-    def _read_stored(self, reader: TileReader, first: int, count: int) -> dict[Part, Array]:
-        """Return the release's codes and scales of some rows: a line for each row of blocks."""
-        import numpy as np
-
-        high, stored = self.pair.weight.block[0], {}
-        for part in PARTS:
-            entry, box = self.find_stored(part), self.find_box(part, first, count)
-            raw = bytearray(box.volume * entry.dtype.itemsize)
-            reader.read(entry, box, entry.dtype, memoryview(raw))
-            numbers = np.frombuffer(raw, f"<u{entry.dtype.itemsize}")
-            stored[part] = numbers.reshape(count if part == "codes" else -(-count // high), -1)
-        return stored
-
-    def _find_same(self, reader: TileReader, values: Array, first: int, count: int) -> Array:
-        """Return for each block whether it has the release's values, perhaps rounded to bfloat16.
-
-        It has a line for each row of blocks as stored.
-        """
-        import numpy as np
-
-        from reshard.move.cast import cast
-        from reshard.quantised import encode
-
-        weight = self.pair.weight
-        released = self._read_values(reader, self.released, "released", first, count)
-        same = encode.all_in_blocks(values.view("<u4") == released.view("<u4"), weight)
-        if not same.all():
-            rounded = reader.keep("rounded", values.shape, lambda: np.empty(values.shape, "<u2"))
-            cast(released, rounded, FLOAT32, BFLOAT16, clamp=False)
-            wide = rounded.astype("<u4") << 16
-            same |= encode.all_in_blocks(values.view("<u4") == wide, weight)
-        return same.T if weight.transposed else same
-
-    def _quantise(self, values: Array) -> dict[Part, Array]:
-        """Return codes and scales of a tile, as they are stored.
+        Codes and scales that are not needed are zero: if all blocks have the release's values, and
+        codes where only the scales are asked for.
 
         Raises:
             CorruptError: a value is infinite or not a number.
@@ -195,30 +238,66 @@ class Matrix:
         from reshard.quantised import encode
 
         weight = self.pair.weight
-        high = weight.value_block[0]
-        axis = 0 if len(values) > high else 1
-        pieces = [self._quantise_piece(piece) for piece in _cut(values, axis, weight.value_block)]
-        codes, scales = (np.concatenate(parts, axis=axis) for parts in zip(*pieces, strict=True))
-        if weight.packed:
-            codes = encode.pack(codes, axis=0 if weight.transposed else 1)
-        if weight.transposed:
-            codes, scales = codes.T, scales.T
-        return {"codes": codes, "scales": scales.view(f"<u{scales.itemsize}")}
-
-    def _quantise_piece(self, values: Array) -> tuple[Array, Array]:
-        import numpy as np
-
-        from reshard.quantised import encode
-
-        amax = encode.find_largest(values, self.pair.weight)
-        if not np.isfinite(amax).all():
+        values = self._read_values(reader, self.values, "values", box)
+        is_same = self._find_same(reader, values, box)
+        scales = np.zeros(is_same.shape, f"<u{self.pair.scales.dtype.itemsize}")
+        if is_same.all():
+            return self._make_codes(values.shape), scales, is_same
+        amax = encode.find_largest(values, weight)
+        if not (is_same | np.isfinite(amax)).all():
             raise CorruptError(
                 self.values.chunks[0].file,
                 f"{self.values.fqn!r} has infinite values or NaN, which have no scale",
                 "the run has diverged or is damaged: use an earlier checkpoint of it",
             )
-        scales = encode.choose_scales(values, amax, self.pair.weight)
-        return encode.encode(values, scales, self.pair.weight), scales
+        chosen = encode.choose_scales(values, amax, weight)
+        if part == "scales":
+            return self._make_codes(values.shape), chosen.view(scales.dtype), is_same
+        return encode.encode(values, chosen, weight), chosen.view(scales.dtype), is_same
+
+    def _make_codes(self, shape: Index) -> Array:
+        """Return zero codes, packed like those of a matrix of values."""
+        import numpy as np
+
+        weight = self.pair.weight
+        each = [1, 1]
+        if weight.packed:
+            each[0 if weight.transposed else 1] = 2
+        return np.zeros([n // count for n, count in zip(shape, each, strict=True)], np.uint8)
+
+    def _read_values(self, reader: TileReader, entry: Entry, slot: str, box: Box) -> Array:
+        """Return a box of a weight in float32, as a matrix."""
+        import numpy as np
+
+        shape = box.shape[-2:]
+        values = reader.keep(slot, shape, lambda: np.empty(shape, "<f4"))
+        reader.read(entry, box, FLOAT32, values.data.cast("B"))
+        return values
+
+    def _find_same(self, reader: TileReader, values: Array, box: Box) -> Array:
+        """Return for each block whether it has the release's values, perhaps rounded to bfloat16.
+
+        The first row is compared before the others: after a training, no block passes.
+        """
+        weight = self.pair.weight
+        if weight.value_block[0] > 1:
+            shape = (*box.shape[:-2], 1, box.shape[-1])
+            row = self._read_values(reader, self.released, "row", Box(box.origin, shape))
+            is_same = _compare(values[:1], row, weight)
+            if not is_same.any():
+                return is_same
+        released = self._read_values(reader, self.released, "released", box)
+        return _compare(values, released, weight)
+
+    def _read_stored(self, part: Part, first: int, count: int, reader: TileReader) -> Array:
+        """Return the release's codes or scales of some rows: a line for each row of blocks."""
+        import numpy as np
+
+        entry, box = self.find_stored(part), self.find_box(part, first, count)
+        raw = bytearray(box.volume * entry.dtype.itemsize)
+        reader.read(entry, box, entry.dtype, memoryview(raw))
+        lines = count if part == "codes" else -(-count // self.pair.weight.block[0])
+        return np.frombuffer(raw, f"<u{entry.dtype.itemsize}").reshape(lines, -1)
 
     def _expand(self, is_same: Array) -> Array:
         """Return for each stored byte of codes what its block has, or for each byte of a row."""
@@ -232,13 +311,33 @@ class Matrix:
         return expanded
 
 
-def _cut(values: Array, axis: int, block: tuple[int, int]) -> list[Array]:
-    """Return pieces of a tile that consist of whole blocks."""
-    step = max(_PIECE // (values.shape[1 - axis] * block[axis]), 1) * block[axis]
-    starts = range(0, values.shape[axis], step)
-    if axis == 0:
-        return [values[start : start + step] for start in starts]
-    return [values[:, start : start + step] for start in starts]
+def _cut(tile: Box, weight: Scaled) -> Iterator[Box]:
+    """Yield the rows of blocks of a tile, several together if a block has one row."""
+    (*lead, first, left), (*ones, rows, columns) = tile.origin, tile.shape
+    high = weight.value_block[0]
+    step = high if high > 1 else rows
+    for row in range(0, rows, step):
+        shape = (*ones, min(step, rows - row), columns)
+        yield Box((*lead, first + row, left), shape)
+
+
+def _compare(values: Array, released: Array, weight: Scaled) -> Array:
+    """Return for each block whether it has the same bits as another, perhaps as bfloat16."""
+    import numpy as np
+
+    from reshard.move.cast import cast
+    from reshard.quantised import encode
+
+    same = encode.all_in_blocks(values.view("<u4") == released.view("<u4"), weight)
+    if weight.dtype != FLOAT32 or same.all():
+        return same
+    lower, upper = np.moveaxis(values.view("<u2").reshape(*values.shape, 2), 2, 0)
+    is_narrow = encode.all_in_blocks(lower == 0, weight)
+    if (is_narrow > same).any():
+        rounded = np.empty(values.shape, "<u2")
+        cast(released, rounded, FLOAT32, BFLOAT16, clamp=False)
+        same |= is_narrow & encode.all_in_blocks(upper == rounded, weight)
+    return same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,7 +390,7 @@ class Computed:
         import numpy as np
 
         matrix = self.matrix
-        array = matrix.compute(number * matrix.tile_rows, reader)[self.part]
+        array = matrix.compute(self.part, number * matrix.tile_rows, reader)
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
     def _count_bytes(self, rows: int) -> int:

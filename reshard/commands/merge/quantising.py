@@ -114,7 +114,8 @@ def quantise(merge: Merge) -> Merge:
     release = Release.open(path, options.allow_pickle)
     tensors = merge.weights.tensors
     _check_same_model(release, tensors)
-    written = [item for each in tensors for item in _convert(release, merge, *each)]
+    kept = blocks.KeptScales()
+    written = [item for each in tensors for item in _convert(release, merge, kept, *each)]
     merge.notes.derived.append(_describe(release, tensors))
     merge.notes.warnings += _note_differences(release, tensors)
     files = {**release.manifest.files, **merge.manifest.files}
@@ -159,12 +160,12 @@ def _check_same_model(release: Release, tensors: Tensors) -> None:
 
 
 def _convert(
-    release: Release, merge: Merge, entry: Entry, dtype: DType
+    release: Release, merge: Merge, kept: blocks.KeptScales, entry: Entry, dtype: DType
 ) -> Iterator[tuple[Entry, DType]]:
     """Yield what to write for a weight: codes and scales, or the weight in the release's dtype."""
     pair = release.pairs.get(entry.fqn)
     if pair is not None:
-        for part in blocks.quantise(entry, pair):
+        for part in blocks.quantise(entry, pair, kept):
             yield part, part.dtype
         return
     like = release.entries.get(entry.fqn)
