@@ -3,6 +3,7 @@
 TrainerError
 |-- SettingsError     2  the settings contradict each other, or the command line is wrong
 |-- CheckpointError   3  a checkpoint is missing, incomplete, or has another shape
+|   `-- LayoutError        its layout is not one that this run reads by itself
 `-- TrainingError     1  training cannot continue: NaN loss, a dead rank, a full disk
 """
 
@@ -46,6 +47,10 @@ class CheckpointError(TrainerError):
     """A checkpoint cannot be found, read or used as it is."""
 
     exit_code = 3
+
+
+class LayoutError(CheckpointError):
+    """A checkpoint in a layout that this run does not read by itself: `any_format` converts it."""
 
 
 class TrainingError(TrainerError):

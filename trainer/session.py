@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.checkpoint import directory, saving
 from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.saving import Resumed
 from trainer.core.data import Corpus
 from trainer.core.loop import Progress, hash_parameters, train
 from trainer.core.ranks import Ranks
@@ -24,21 +25,19 @@ def run(settings: Settings, ranks: Ranks) -> None:
     """
     source = None
     if settings.resume:
-        source = directory.find_checkpoint(Path(settings.resume), settings.tag)
+        source = saving.find_source(Path(settings.resume), settings.tag)
     target = _choose_target(settings, ranks, source)
     saves = RunDirectory(target, continues=source, overwrite=settings.overwrite, keep=settings.keep)
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)
     engine = build_engine(settings, ranks)
-    progress, text = Progress(), ""
-    if source:
-        progress, text = saving.resume(source, settings, engine)
-    other_text = text not in {"", corpus.digest}
+    resumed = saving.resume(source, settings, engine) if source else Resumed(Progress())
+    progress = resumed.progress
     with closing(saves), StepLog(settings, ranks, resumed_at=progress.step) as log:
         if progress.step >= settings.steps:
             log.print(f"nothing to do: {source} is at step {progress.step} of {settings.steps}")
             log.print(f"  -> use a larger --steps than {progress.step}")
             return
-        _print_notes(log, settings, source, progress, other_text=other_text)
+        _print_notes(log, settings, source, resumed, corpus)
         with ranks.raise_on_all("use the run directory"):
             if ranks.is_first:
                 saves.claim()
@@ -55,12 +54,14 @@ def run(settings: Settings, ranks: Ranks) -> None:
 
 
 def _print_notes(
-    log: StepLog, settings: Settings, source: Path | None, progress: Progress, *, other_text: bool
+    log: StepLog, settings: Settings, source: Path | None, resumed: Resumed, corpus: Corpus
 ) -> None:
     """Print how a resumed run differs from an unbroken one, and whether the schedule ends early."""
-    if source and not progress.step:
+    for dropped in resumed.dropped:
+        log.print(f"note: not taken over from {source}: {dropped}")
+    if source and not resumed.progress.step:
         log.print(f"note: {source} does not record its step: steps and samples count from 0")
-    if source and other_text:
+    if source and resumed.text not in {"", corpus.digest}:
         log.print(f"note: the training text is not the one of {source}")
     if schedule_ends_early(settings):
         log.print(f"note: the schedule ends at update {settings.schedule_steps} (--schedule-steps)")

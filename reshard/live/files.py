@@ -38,10 +38,15 @@ _logger = logging.getLogger("reshard")
 
 @dataclass(frozen=True, slots=True)
 class LiveFiles:
-    """The files that `split` would write, to be read by the ranks of a running program."""
+    """The files that `split` would write, to be read by the ranks of a running program.
+
+    Attributes:
+        counters: ``step``, ``skipped_steps`` and ``samples`` of the source; None if not recorded.
+    """
 
     files: OnDemandFiles
     report: SplitReport
+    counters: Mapping[str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class _Planned:
     sources: Mapping[str, SourceFile]
     skeleton: Skeleton
     report: SplitReport
+    counters: Mapping[str, int | None]
 
 
 @contextmanager
@@ -85,7 +91,7 @@ def open_live_files(
             workers=workers or _count_workers(),
             has_checksums=has_checksums,
         )
-        yield LiveFiles(files, planned.report)
+        yield LiveFiles(files, planned.report, planned.counters)
 
 
 def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +131,7 @@ def _count_workers() -> int:
 def create_names(files: OnDemandFiles) -> Iterator[Path]:
     """Create a directory with the names of the files, for programs that look before they load.
 
-    Files without tensors are there with their content, others are empty.
+    Files without tensors are there with their content, others only with their size (sparse).
     """
     with tempfile.TemporaryDirectory(prefix="reshard-") as folder:
         for name in files:
@@ -133,6 +139,7 @@ def create_names(files: OnDemandFiles) -> Iterator[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             data = b"" if files.has_tensors(name) else files.read(name, 0, files.nbytes(name))
             path.write_bytes(data)
+            os.truncate(path, files.nbytes(name))
         yield Path(folder)
 
 
@@ -149,7 +156,9 @@ def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | Non
     job = plan_unwritten(source, options, plan)
     entries, skeleton = job.manifest.entries, job.plan.target
     needed = {e.key: entries[e.key] for e in skeleton.entries if e.key in entries}
-    return _Planned(needed, dict(job.manifest.files), skeleton, job.report)
+    train = job.manifest.train
+    counters = {name: getattr(train, name) for name in ("step", "skipped_steps", "samples")}
+    return _Planned(needed, dict(job.manifest.files), skeleton, job.report, counters)
 
 
 def compute_on_first_rank(compute: Callable[[], _T]) -> _T:

@@ -22,18 +22,37 @@ from typing import Any
 from reshard.live.safe_load import load_safely
 from reshard.move.on_demand import OnDemandFiles
 
+Load = Callable[[OnDemandFiles, str, Any], Any]
+"""(files, name, map_location) -> what ``torch.load`` returns for the file of this name."""
+
+
+def load_checked(files: OnDemandFiles, name: str, map_location: Any = None) -> Any:
+    """Return the object in a file of ``torch.save``, after a check of what was read.
+
+    Raises:
+        ReshardError: as `load_safely` and `OnDemandFiles.check`.
+    """
+    loaded = load_safely(files.open(name), name, map_location)
+    files.check()
+    return loaded
+
 
 @contextmanager
-def patch_loads(files: OnDemandFiles, folder: Path) -> Iterator[None]:
+def patch_loads(files: OnDemandFiles, folder: Path, load: Load = load_checked) -> Iterator[None]:
     """Let loads of files in ``folder`` read from memory, within this block.
 
     Each load checks what it has read: the stored checksums of the source, and overflows of casts.
+
+    Args:
+        files: the content.
+        folder: the directory with their names.
+        load: what ``torch.load`` does with a file.
     """
     import safetensors.torch
     import torch
     from torch.distributed.checkpoint import filesystem
 
-    find = _Finder(files, folder)
+    find = _Finder(files, folder, load)
     with ExitStack() as patches:
         for owner, name, make in (
             (torch, "load", _patch_torch_load),
@@ -59,8 +78,9 @@ def _replace(owner: Any, name: str, value: Any) -> Iterator[None]:
 class _Finder:
     """Finds the name of a file in a directory by the path that a library passes."""
 
-    def __init__(self, files: OnDemandFiles, folder: Path) -> None:
+    def __init__(self, files: OnDemandFiles, folder: Path, load: Load) -> None:
         self.files = files
+        self.load = load
         self._folder = folder
 
     def find(self, path: Any) -> str | None:
@@ -79,9 +99,7 @@ def _patch_torch_load(own: Callable[..., Any], finder: _Finder) -> Callable[...,
         name = finder.find(f)
         if name is None:
             return own(f, map_location, *args, **options)
-        loaded = load_safely(finder.files.open(name), name, map_location)
-        finder.files.check()
-        return loaded
+        return finder.load(finder.files, name, map_location)
 
     return load
 

@@ -70,7 +70,7 @@ def look(ranks, **chosen):
     """What an engine holds right after it has resumed."""
     settings = resolve(chosen, ranks.world)
     engine = build_engine(settings, ranks)
-    progress, _ = saving.resume(Path(settings.resume) / settings.tag, settings, engine)
+    progress = saving.resume(Path(settings.resume) / settings.tag, settings, engine).progress
     state = {"parameters": {name: fp32(value) for name, value in engine.parameters()}}
     if settings.engine == "deepspeed":
         from tests.trainer import bare_deepspeed

@@ -270,10 +270,9 @@ def test_contradicting_settings(runs, case, words):
 
 @pytest.mark.parametrize("form", ["local", "rank"])
 @pytest.mark.parametrize("strategy", ENGINES)
-def test_files_of_other_ranks_need_reshard(runs, strategy, form):
+def test_files_of_other_ranks_are_left_to_reshard(runs, strategy, form):
     message = said_by_all(runs(2, f"{strategy} world {form}"), 3)
     assert "of 4 ranks, and this run has 2" in message
-    assert f"4-{strategy}-{form} OUT --world-size 2" in message
 
 
 @pytest.mark.parametrize(
@@ -320,9 +319,9 @@ def test_damaged_checkpoints_are_errors_on_every_rank(runs, case, words):
         ("groups dcp", "the number of param groups is 1 in "),
         ("groups dcp fewer", "the number of param groups is 2 in "),
         ("groups full", "param groups of [21] parameters, and this run has groups of [16, 5]"),
-        ("wrap", "OUT --world-size 2"),
-        ("strategy", "OUT --world-size 2"),
-        ("no local", "resume with --state-dict-type local"),
+        ("wrap", ", and this run has "),
+        ("strategy", ", and this run has "),
+        ("no local", "has a local state dict, which this run cannot load"),
         ("frozen", "Missing key in checkpoint state_dict: optimizer.state.model.embed_tokens"),
         ("model", "transformer.wte.weight is absent"),
         ("model dcp", "which this run's model does not have"),

@@ -4,6 +4,7 @@ saving          save and resume, whatever the engine
 directory       the run directory: ``<tag>/`` for each checkpoint, and ``latest``
 state           ``trainer_state.json``
 files           write to disk and flush, read without running code
+any_format      read the checkpoint of any other program, through reshard
 stamps          what each file records about its save
 deepspeed       write DeepSpeed's directory
 deepspeed_read  read DeepSpeed's directory with any number of ranks

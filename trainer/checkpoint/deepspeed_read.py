@@ -30,7 +30,7 @@ from trainer.core.partition import (
 )
 from trainer.core.shard import STATE
 from trainer.core.zero import ZeroEngine
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, LayoutError
 
 
 def read(directory: Path, engine: ZeroEngine) -> dict[str, Any]:
@@ -53,12 +53,14 @@ def _fill(directory: Path, engine: ZeroEngine) -> dict[str, Any]:
     _fill_buffers(saved, engine)
     _fill_frozen(saved, engine)
     steps, skipped = saved.model["global_steps"], saved.model["skipped_steps"]
-    scheduler = saved.model.get("lr_scheduler") or {"last_batch_iteration": steps - skipped - 1}
+    # Other schedulers than DeepSpeed's may count other things: Accelerate's steps once a rank.
+    scheduler = saved.model.get("lr_scheduler") or {}
+    last = scheduler.get("last_batch_iteration", steps - skipped - 1)
     return {
         "step": steps,
         "skipped": skipped,
         "samples": saved.model.get("global_samples", steps * engine.settings.global_batch),
-        "updates": scheduler["last_batch_iteration"] + 1,
+        "updates": last + 1,
     }
 
 
@@ -147,11 +149,9 @@ class _Saved:
             base = states["base_optimizer_state"]
             masters = states["single_partition_of_fp32_groups"]
         if not isinstance(base, dict) or "state" not in base:
-            raise CheckpointError(
-                f"{path} has an elastic optimizer state, which the trainer cannot read",
-                "save with elastic_checkpoint false, or convert it with reshard split",
-            )
+            raise LayoutError(f"{path} has an elastic optimizer state")
         slots = [base["state"].get(index, {}) for index in range(len(masters))]
+        _check_adam(slots, path)
         return _RankStates(masters, slots, states.get("loss_scaler"))
 
     def _load_stage_0(self) -> _RankStates:
@@ -169,18 +169,30 @@ class _Saved:
                 "give the same --freeze and --param-groups as the run that saved it",
             )
         slots = [base["state"].get(index, {}) for index in range(len(masters))]
+        _check_adam(slots, self.directory)
         return _RankStates(masters, slots, None)
+
+
+def _check_adam(slots: list[dict[str, Any]], path: Path) -> None:
+    """Raise CheckpointError for the state of another optimizer; before the first step it is empty.
+
+    Without this check moments that are not there would silently be zero.
+    """
+    for slot in slots:
+        if slot and not slot.keys() >= set(STATE):
+            raise CheckpointError(
+                f"{path} has an optimizer state of {', '.join(map(str, slot))}, and AdamW needs "
+                f"{' and '.join(STATE)}",
+                "start from its weights: reshard merge CHECKPOINT DIR, then --model DIR",
+                one_rank=True,
+            )
 
 
 def _find_optimizer_files(directory: Path) -> Iterator[tuple[int, Path]]:
     for path in directory.glob("*_optim_states.pt"):
         match = re.fullmatch(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt", path.name)
         if match is None:
-            raise CheckpointError(
-                f"{path} is from a model-parallel or expert-parallel run, and the trainer reads "
-                "data-parallel checkpoints of DeepSpeed only",
-                "convert it: reshard split CHECKPOINT OUT --to deepspeed",
-            )
+            raise LayoutError(f"{path} is from a model-parallel or expert-parallel run")
         yield int(match[1]), path
 
 
@@ -240,10 +252,10 @@ def _copy_overlap(directory: Path, source: Tensor, run: Run, target: Tensor, own
     begin = run.offset + start - run.start
     flat = source.reshape(-1)
     if begin + stop - start > flat.numel():
-        raise CheckpointError(
+        raise LayoutError(
             f"{directory}: flat tensor {run.flat} of rank {run.rank} has {flat.numel()} elements, "
             f"and {run.name} should end at element {begin + stop - start}",
-            "param_shapes does not describe this layout; convert it: reshard split CHECKPOINT OUT",
+            "param_shapes does not describe this layout",
             one_rank=True,
         )
     offset = own.offset + start - own.start

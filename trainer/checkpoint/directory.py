@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.errors import CheckpointError, SettingsError
+from trainer.errors import CheckpointError, LayoutError, SettingsError
 
 LATEST = "latest"
 STATE = "trainer_state.json"
@@ -64,7 +64,7 @@ def find_checkpoint(path: Path, tag: str | None) -> Path:
     if tag is None and not (path / LATEST).exists():
         checkpoint = _find_enclosing(path) or _find_newest(path)
         if checkpoint is None:
-            raise CheckpointError(
+            raise LayoutError(
                 f"{path} is not a checkpoint, and has no file 'latest' that names one "
                 f"({_list_checkpoints(path)})",
                 "give the directory that --save named, or one checkpoint directory in it",

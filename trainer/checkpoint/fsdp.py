@@ -40,7 +40,7 @@ from trainer.checkpoint import files, fsdp_dcp, fsdp_match, megatron, megatron_r
 from trainer.checkpoint.directory import detect_layout
 from trainer.core.fsdp import ShardedEngine
 from trainer.core.ranks import Ranks
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, LayoutError
 from trainer.fsdp_options import ignore_known_warnings
 
 NAMES = {
@@ -76,9 +76,8 @@ def read(directory: Path, engine: ShardedEngine) -> dict[str, Any] | None:
     """
     if detect_layout(directory) == "Megatron-LM":
         if engine.settings.strategy == "fsdp":
-            raise CheckpointError(
-                f"{directory} has Megatron-LM's layout, and FSDP 1 has no parameters to fill",
-                "resume with --strategy fsdp2",
+            raise LayoutError(
+                f"{directory} has Megatron-LM's layout, and FSDP 1 has no parameters to fill"
             )
         with torch.no_grad(), engine.ranks.raise_on_all("read the checkpoint"):
             return megatron_read.read(directory, engine)
@@ -110,9 +109,8 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) 
     try:
         live = _get_model_state(model, _sharded_form(form), ranks)
     except RuntimeError as error:  # FSDP 1 with a mesh
-        raise CheckpointError(
-            f"{directory} has a local state dict, which this run cannot load: {error}",
-            "resume with --state-dict-type local",
+        raise LayoutError(
+            f"{directory} has a local state dict, which this run cannot load: {error}"
         ) from error
     load_form = _choose_load_form(model, form)
     state = _read_state(model_path, form, load_form, {"model": live}, ranks)
@@ -239,12 +237,7 @@ def _read_state(path: Path, form: str, load_form: str, state: State, ranks: Rank
         saved = fsdp_match.load(path, *(("state", "param_groups") if top == "optimizer" else ()))
         if whole:
             saved = fsdp_match.select_own(live, saved, all_names)
-        remedy = (
-            "resume with the model of the run that saved it"
-            if whole
-            else _suggest_split(path.parent, ranks.world)
-        )
-        fsdp_match.check(live, saved, path, remedy, whole=whole)
+        fsdp_match.check(live, saved, path, whole=whole)
         return saved
 
     saved = _read_together(ranks, load_checked)
@@ -285,10 +278,9 @@ def _check_ranks(directory: Path, name: str, world: int) -> None:
     if missing:
         _check_exists(directory / name.format(missing[0]))
     if len(found) != world:
-        raise CheckpointError(
+        raise LayoutError(
             f"{directory} has {name.format('<r>')} of {len(found)} ranks, and this run has {world}"
-            + (f" ({name.format(len(found))} is missing)" if len(found) < world else ""),
-            _suggest_split(directory, world),
+            + (f" ({name.format(len(found))} is missing)" if len(found) < world else "")
         )
 
 
@@ -297,21 +289,14 @@ def _check_exists(path: Path) -> None:
         raise CheckpointError(f"{path} is missing", "copy it from where the run was saved")
 
 
-def _suggest_split(directory: Path, world: int) -> str:
-    return (
-        "resume with the ranks and the sharding that wrote it, or convert it: "
-        f"reshard split {directory} OUT --world-size {world}"
-    )
-
-
 def _read_together(ranks: Ranks, read: Callable[[], Result]) -> Result:
     """Return what ``read`` returns; raise its CheckpointError on every rank if it fails on one."""
     problem, result = None, None
     try:
         result = read()
     except CheckpointError as error:
-        problem = (error.problem, error.remedy)
+        problem = type(error)(error.problem, error.remedy)
     problems = [each for each in ranks.all_gather_objects(problem) if each]
     if problems:
-        raise CheckpointError(*problems[0])
+        raise problems[0]
     return result  # type: ignore[return-value]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from trainer.errors import CheckpointError, TrainingError
+from trainer.errors import CheckpointError, LayoutError, TrainingError
 
 _RESUME_OTHER = "the checkpoint is damaged; resume from another --tag"
 _UNREADABLE = (
@@ -105,7 +105,7 @@ def check(state: dict[str, Any], names: set[str], directory: Path) -> None:
     groups = _list_groups(metadata)
     grouped = state.get("optimizer", {}).get("param_groups", ())  # none if flat
     if grouped and len(groups) != len(grouped):
-        raise CheckpointError(
+        raise LayoutError(
             f"the number of param groups is {len(groups)} in {directory}, and {len(grouped)} in "
             "this run",
             "resume with the --param-groups of the run that saved it",

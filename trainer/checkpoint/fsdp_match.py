@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 
 from trainer.checkpoint import files
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, LayoutError
 
 State = dict[str, Any]
 
@@ -90,24 +90,26 @@ def select_own(live: State, saved: State, all_names: set[str]) -> State:
     }
 
 
-def check(live: State, saved: State, path: Path, remedy: str, *, whole: bool = False) -> None:
+def check(live: State, saved: State, path: Path, *, whole: bool = False) -> None:
     """Compare names, shapes and sharding.
 
     Args:
         live: this rank's state.
         saved: what the file has.
         path: of the file.
-        remedy: for the error.
         whole: the saved tensors are not sharded.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: they differ; LayoutError if the tensors may only be cut in another way.
     """
     own, stored = dict(_iterate_tensors(live)), dict(_iterate_tensors(saved))
     for name in dict.fromkeys((*own, *stored)):
         expected, found = (_describe(each.get(name), whole=whole) for each in (own, stored))
         if expected != found:
-            raise CheckpointError(f"{path}: {name} is {found}, and this run has {expected}", remedy)
+            raise (CheckpointError if whole else LayoutError)(
+                f"{path}: {name} is {found}, and this run has {expected}",
+                "resume with the model of the run that saved it",
+            )
     check_groups(live, saved.get("param_groups", []), path)
 
 
@@ -115,12 +117,12 @@ def check_groups(live: State, saved: list[State], path: Path) -> None:
     """Check that each param group has the parameters that it had in the checkpoint.
 
     Raises:
-        CheckpointError: the groups differ.
+        LayoutError: the groups differ.
     """
     own = [set(group["params"]) for group in live.get("param_groups", [])]
     stored = [set(group["params"]) for group in saved]
     if len(own) != len(stored) or not all(map(set.issubset, own, stored)):
-        raise CheckpointError(
+        raise LayoutError(
             f"{path} has param groups of {[len(group) for group in stored]} parameters, and this "
             f"run has groups of {[len(group) for group in own]}",
             "resume with the --param-groups and --freeze of the run that saved it",

@@ -18,13 +18,10 @@ from trainer.checkpoint.megatron import MOMENTS, file_name, list_stage_rules
 from trainer.checkpoint.megatron_rules import Rule, derive_sizes
 from trainer.config.huggingface import load_model_config
 from trainer.core.fsdp import ShardedEngine
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, LayoutError
 from trainer.parallel.grid import Grid
 
-_REMEDY = (
-    "resume with the model of the run that saved it, or convert it: "
-    "reshard split CHECKPOINT OUT --to fsdp"
-)
+_REMEDY = "resume with the model of the run that saved it"
 
 
 def read(directory: Path, engine: ShardedEngine) -> dict[str, Any]:
@@ -75,7 +72,7 @@ class Saved:
         self._files: dict[tuple[int, int, int], _File] = {}
         first = next(iter(sorted(self._directory.glob("mp_rank_00*/model_optim_rng.pt"))), None)
         if first is None:
-            raise CheckpointError(
+            raise LayoutError(
                 f"{self._directory} has no mp_rank_00/model_optim_rng.pt",
                 "copy it from where the run was saved",
             )
@@ -130,10 +127,7 @@ class Saved:
         }
         for feature, used in unsupported.items():
             if used:
-                raise CheckpointError(
-                    f"{self._directory} was saved with {feature}, which the trainer cannot read",
-                    _REMEDY,
-                )
+                raise LayoutError(f"{self._directory} was saved with {feature}")
 
 
 class _File:

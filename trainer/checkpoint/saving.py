@@ -8,21 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from trainer import tokenizer
-from trainer.checkpoint import directory, files, stamps, state
+from trainer.checkpoint import any_format, directory, files, stamps, state
 from trainer.checkpoint.directory import RunDirectory
 from trainer.config.huggingface import load_model_config
 from trainer.core.engine import Engine
 from trainer.core.loop import Progress
 from trainer.core.ranks import Ranks
-from trainer.errors import CheckpointError
+from trainer.errors import LayoutError
 from trainer.settings import Settings
 
-_READERS = {"DeepSpeed": "zero2", "FSDP": "fsdp2", "Megatron-LM": "fsdp2"}
-"""A strategy that reads each layout."""
 Write = Callable[[Path, Any, dict[str, Any]], None]
 """(directory, engine, progress): write this rank's files into an existing, shared directory."""
 Read = Callable[[Path, Any], dict[str, Any] | None]
 """(directory, engine) -> the progress that the files record, or None; fill the engine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """What a resumed run takes over beside the state of its engine.
+
+    Attributes:
+        progress: how far the run had come.
+        text: SHA-256 of its corpus; empty if it is not recorded.
+        dropped: what of another program's checkpoint this run does not use, for the user.
+    """
+
+    progress: Progress
+    text: str = ""
+    dropped: tuple[str, ...] = ()
 
 
 def choose_format(settings: Settings) -> tuple[Write, Read]:
@@ -82,32 +95,49 @@ def save(
     return run.path / directory.make_tag(progress.step)
 
 
-def resume(checkpoint: Path, settings: Settings, engine: Engine) -> tuple[Progress, str]:
-    """Load a checkpoint into the engine.
+def find_source(path: Path, tag: str | None) -> Path:
+    """Return the checkpoint that ``--resume path --tag tag`` means, of any format.
 
-    Returns:
-        How far its run had come, and the SHA-256 of its corpus (empty if it is not recorded).
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        return directory.find_checkpoint(path, tag)
+    except LayoutError:
+        return path
+
+
+def resume(checkpoint: Path, settings: Settings, engine: Engine) -> Resumed:
+    """Load a checkpoint of any format and any number of ranks into the engine.
 
     Raises:
         CheckpointError: the checkpoint does not fit this run.
     """
-    layout = directory.detect_layout(checkpoint)
-    own = settings.layout
-    readable = {own, "Megatron-LM"} if own == "FSDP" else {own}
-    if layout and layout not in readable:
-        split = f"reshard split {checkpoint} OUT --to {own.lower()} --world-size {settings.nproc}"
-        convert = f", or convert it: {split}" if layout != "Megatron-LM" else ""
-        raise CheckpointError(
-            f"{checkpoint} has the layout of {layout}, and --strategy {settings.strategy} reads "
-            f"the layout of {own}",
-            f"resume with --strategy {_READERS[layout]}{convert}",
-        )
     _, read = choose_format(settings)
-    recorded = read(checkpoint, engine)
+    dropped: tuple[str, ...] = ()
+    try:
+        _check_layout(checkpoint, settings)
+        recorded = read(checkpoint, engine)
+    except LayoutError as unread:
+        with any_format.open_converted(checkpoint, settings, unread) as converted:
+            recorded = read(converted.folder, engine) or converted.progress
+            dropped = converted.dropped
     document = state.read(checkpoint)
     if document is not None:
         if settings.precision == "fp16" and engine.scaler.dynamic:
             for name, value in document["scaler"].items():
                 setattr(engine.scaler, name, value)
-        return Progress(**document["progress"]), str(document.get("text", ""))
-    return Progress(**(recorded or {})), ""
+        return Resumed(Progress(**document["progress"]), document.get("text", ""), dropped)
+    recorded = recorded or state.read_hf_trainer(checkpoint, settings.global_batch)
+    return Resumed(Progress(**recorded), "", dropped)
+
+
+def _check_layout(checkpoint: Path, settings: Settings) -> None:
+    """Raise LayoutError if the run's own reader is for another layout than the checkpoint's."""
+    layout = directory.detect_layout(checkpoint) if checkpoint.is_dir() else ""
+    readable = {settings.layout, "Megatron-LM"} if settings.layout == "FSDP" else {settings.layout}
+    if layout not in readable:
+        raise LayoutError(
+            f"{checkpoint} has {f'the layout of {layout}' if layout else 'no known layout'}, and "
+            f"--strategy {settings.strategy} reads the layout of {settings.layout}"
+        )

@@ -24,7 +24,7 @@ from typing import Any
 
 from trainer.checkpoint.directory import STATE, find_checkpoint
 from trainer.core.loop import Progress
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, LayoutError
 from trainer.scaling import LossScaler
 from trainer.settings import Settings, get_default_reduction
 
@@ -88,6 +88,18 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
     return dict(state)
 
 
+def read_hf_trainer(checkpoint: Path, global_batch: int) -> dict[str, int]:
+    """Return the progress that HF Trainer's file of the same name records; empty without one."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        step = state.get("global_step") if isinstance(state, dict) else None
+    except (OSError, ValueError):  # there is none, or `read` says what is wrong with it
+        return {}
+    if not isinstance(step, int):
+        return {}
+    return {"step": step, "skipped": 0, "updates": step, "samples": step * global_batch}
+
+
 def _check_types(state: dict[str, Any]) -> None:
     """Raise ValueError or KeyError for a field that is missing or has a wrong type."""
     if state["format"] != FORMAT:
@@ -121,7 +133,10 @@ def read_inherited(resume: str, tag: str | None) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    state = read(find_checkpoint(Path(resume), tag))
+    try:
+        state = read(find_checkpoint(Path(resume), tag))
+    except LayoutError:
+        return {}  # of another program
     if state is None:
         return {}
     inheritable = {field.name for field in dataclasses.fields(Settings)} - NOT_INHERITED

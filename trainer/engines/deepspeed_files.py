@@ -14,7 +14,7 @@ import torch
 from trainer.checkpoint import files, foreign
 from trainer.checkpoint.deepspeed import model_file, optimizer_file
 from trainer.core.optimizer import make_hyperparameters
-from trainer.errors import CheckpointError, TrainingError
+from trainer.errors import CheckpointError, LayoutError, TrainingError
 
 if TYPE_CHECKING:
     from trainer.engines.deepspeed import DeepSpeedEngine
@@ -173,20 +173,17 @@ def _check_loadable(directory: Path, engine: DeepSpeedEngine) -> None:
     with foreign.allow_classes():
         world = int(files.load(directory / model_file(stages[0], 0))["dp_world_size"])
     if world != ranks.world and (stage or stages[0]):
-        raise CheckpointError(
+        raise LayoutError(
             f"{directory} was saved by {world} ranks, and DeepSpeed loads it only with as many; "
-            f"this run has {ranks.world}",
-            f"reshard split {directory} OUT --world-size {ranks.world}; "
-            "or --engine native, which reads it as it is",
+            f"this run has {ranks.world}"
         )
     expected = [model_file(stage, ranks.rank)]
     expected += [optimizer_file(settings.precision, ranks.rank)] if stage else []
     for name in expected:
         if not (directory / name).exists():
             there = ", ".join(sorted(path.name for path in directory.glob("*_states.pt")))
-            raise CheckpointError(
+            raise LayoutError(
                 f"{directory / name} is missing, which {settings.strategy} in "
                 f"{settings.precision} needs; the directory has {there}",
-                "DeepSpeed loads only what its own stage and precision saved; "
-                "--engine native reads any stage",
+                "copy the file from where the run was saved",
             )

@@ -1,0 +1,156 @@
+"""Read a checkpoint of any format that ``reshard`` reads, at any number of ranks.
+
+``reshard split`` would write a copy of it in this run's layout. Here each rank reads its own part
+of that copy while ``reshard`` computes the bytes, and nothing is written. ``reshard`` is imported
+only for such a checkpoint: the trainer's own files are read without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.checkpoint import directory
+from trainer.checkpoint.deepspeed import make_basic_config
+from trainer.config.huggingface import load_model_config
+from trainer.core.model import build_model
+from trainer.core.optimizer import list_trainable, make_hyperparameters, make_param_groups
+from trainer.errors import CheckpointError, LayoutError
+from trainer.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from reshard.commands.split.options import SplitOptions
+    from reshard.errors import ReshardError
+    from reshard.live.files import LiveFiles
+    from reshard.move.on_demand import OnDemandFiles
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A checkpoint in this run's layout, which is on no disk.
+
+    Attributes:
+        folder: a directory with the names of the files, for the run's own reader.
+        progress: fields of `Progress` that the source records; empty if it records no step.
+        dropped: what of the source this run does not use, for the user.
+    """
+
+    folder: Path
+    progress: dict[str, int]
+    dropped: tuple[str, ...]
+
+
+@contextmanager
+def open_converted(
+    checkpoint: Path, settings: Settings, unread: LayoutError
+) -> Iterator[Converted]:
+    """Open a checkpoint of any format as one in the layout that this run reads. Collective.
+
+    Args:
+        checkpoint: a directory or file.
+        settings: of this run.
+        unread: why the run's own reader does not read it.
+
+    Raises:
+        CheckpointError: on every rank; the checkpoint is not recognized, damaged, or does not fit.
+    """
+    from reshard.errors import ReshardError, UnrecognisedError
+    from reshard.formats.request import LiveTarget
+    from reshard.live.files import create_names, open_live_files
+    from reshard.live.patched_loads import patch_loads
+    from reshard.model import shapes_of
+
+    try:
+        with ExitStack() as opened:
+            model = build_model(settings, meta=True)
+            options = opened.enter_context(_make_options(settings, model))
+            config = make_basic_config(settings) if settings.layout == "DeepSpeed" else None
+            target = LiveTarget(shapes=shapes_of(model), config=config)
+            live = opened.enter_context(open_live_files(checkpoint, options, target))
+            folder = opened.enter_context(create_names(live.files))
+            opened.enter_context(patch_loads(live.files, folder, _load))
+            written = directory.find_checkpoint(folder, None)
+            yield Converted(written, _read_progress(live, settings), tuple(live.report.dropped))
+    except UnrecognisedError as error:
+        raise CheckpointError(unread.problem, unread.remedy) from error
+    except ReshardError as error:
+        raise _make_error(error) from error
+
+
+@contextmanager
+def _make_options(settings: Settings, model: nn.Module) -> Iterator[SplitOptions]:
+    """Return the options of ``reshard split`` for this run; two of them are files while it runs.
+
+    The run has its own param groups and hyper-parameters, and the names of its model in memory,
+    whatever those of the source were.
+    """
+    from reshard.commands.split.options import SplitOptions
+
+    with TemporaryDirectory(prefix="trainer-") as folder:
+        config, groups = Path(folder, "config.json"), Path(folder, "groups.json")
+        load_model_config(settings).to_json_file(config, use_diff=False)
+        groups.write_text(json.dumps(_list_param_groups(settings, model)))
+        chosen: dict[str, Any] = {"world_size": settings.nproc, "model": str(config)}
+        if settings.layout == "FSDP":
+            chosen |= {"to": "fsdp", "state_dict_type": "sharded", "dtype": "fp32"}
+            chosen |= {"param_groups": groups}
+        else:
+            # Stage 0 has no names in its optimizer; our own reader of ddp takes those of stage 1.
+            least = 0 if settings.engine == "deepspeed" else 1
+            stage = max(settings.zero_stage, least)
+            chosen |= {"to": "deepspeed", "zero_stage": stage, "dtype": settings.precision}
+        yield SplitOptions(names="module", **chosen)
+
+
+def _list_param_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
+    """Return this run's param groups as ``reshard split --param-groups`` reads them."""
+    shapes = [(name, tuple(p.shape)) for name, p in list_trainable(model)]
+    return [
+        {
+            "fqns": list(group.names),
+            **make_hyperparameters(settings, group.weight_decay, settings.lr),
+        }
+        for group in make_param_groups(shapes, settings)
+    ]
+
+
+def _load(files: OnDemandFiles, name: str, map_location: Any) -> Any:
+    """Load a file of ``torch.save``; its reader has allowed the classes that it may have.
+
+    Raises:
+        CheckpointError: the source is damaged.
+    """
+    from reshard.errors import ReshardError
+
+    try:
+        loaded = torch.load(files.open(name), map_location=map_location, weights_only=True)
+        files.check()
+    except ReshardError as error:
+        raise _make_error(error, one_rank=True) from error
+    return loaded
+
+
+def _make_error(error: ReshardError, *, one_rank: bool = False) -> CheckpointError:
+    remedy = error.remedy
+    if "--" in remedy:  # the trainer does not have these options
+        remedy = f"resume from the output of reshard split, with its options: {remedy}"
+    return CheckpointError(f"{error.where}: {error.problem}", remedy, one_rank=one_rank)
+
+
+def _read_progress(live: LiveFiles, settings: Settings) -> dict[str, int]:
+    """Return the counters of the source; samples that it does not count are derived."""
+    step, skipped, samples = (live.counters[n] for n in ("step", "skipped_steps", "samples"))
+    if step is None:
+        return {}
+    skipped = skipped or 0
+    samples = step * settings.global_batch if samples is None else samples
+    return {"step": step, "skipped": skipped, "updates": step - skipped, "samples": samples}
