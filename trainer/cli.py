@@ -21,7 +21,7 @@ from trainer import environment, launch
 from trainer.config.choices import Choices
 from trainer.errors import SettingsError, TrainerError
 from trainer.resolve import list_ineffective, resolve
-from trainer.settings import Settings
+from trainer.settings import AUTO, Settings
 
 # The headings of the help, by the first field under each, in the order of the fields
 _HEADINGS = {
@@ -227,11 +227,14 @@ def _note_ineffective(choices: Choices, settings: Settings) -> None:
 def _inherit_settings(choices: Choices) -> None:
     """Take over the settings of a resumed run, except those that are chosen now."""
     resume, tag = choices.stated("resume"), choices.stated("tag")
-    if resume:
+    run = resume and (choices.stated("save") if resume.value == AUTO else resume)
+    if run:
+        from trainer.checkpoint.directory import has_checkpoint
         from trainer.checkpoint.state import read_inherited
 
-        for name, value in read_inherited(resume.value, tag.value if tag else None).items():
-            choices.assume(name, value, f"the run in {resume.value}")
+        if resume is run or has_checkpoint(Path(run.value)):
+            for name, value in read_inherited(run.value, tag.value if tag else None).items():
+                choices.assume(name, value, f"the run in {run.value}")
 
 
 def _resolve_settings(choices: Choices, world: int | None) -> Settings:

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from trainer.errors import SettingsError
-from trainer.settings import FSDP, ZERO, Settings, get_default_reduction
+from trainer.settings import AUTO, FSDP, ZERO, Settings, get_default_reduction
 
 
 def resolve(chosen: dict[str, Any], nproc: int) -> Settings:
@@ -121,8 +121,8 @@ _BOUNDS = {
         (1, 10**12),
     ),
     **dict.fromkeys(
-        "save_every keep persistence_threshold warmup_steps schedule_steps fsdp_hybrid_size "
-        "fsdp_min_num_params".split(),
+        "save_every keep max_restarts persistence_threshold warmup_steps schedule_steps "
+        "fsdp_hybrid_size fsdp_min_num_params".split(),
         (0, 10**15),
     ),
     **dict.fromkeys(
@@ -276,6 +276,21 @@ def _check_megatron(settings: Settings) -> None:
 
 
 def _check_files(settings: Settings) -> None:
+    if settings.resume == AUTO and not settings.save:
+        raise SettingsError(
+            "--resume auto continues the run in the directory that --save names, and there is none",
+            "add --save DIRECTORY",
+        )
+    if settings.max_restarts and settings.resume != AUTO:
+        raise SettingsError(
+            f"--max-restarts {settings.max_restarts} would start the run again from its beginning",
+            "add --resume auto",
+        )
+    if settings.async_save and settings.engine == "deepspeed":
+        raise SettingsError(
+            "--async-save needs a copy of the state, and DeepSpeed saves its live engine",
+            "use --engine native, or leave out --async-save",
+        )
     if settings.tag and not settings.resume:
         raise SettingsError(
             f"--tag {settings.tag} names a checkpoint of the run directory that --resume gives, "

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from trainer.checkpoint import directory, saving
+from trainer.checkpoint.background import open_saves
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.saving import Resumed
 from trainer.core.data import Corpus
@@ -23,9 +24,7 @@ def run(settings: Settings, ranks: Ranks) -> None:
 
     Every rank raises the TrainerError of one rank, or loses that rank.
     """
-    source = None
-    if settings.resume:
-        source = saving.find_source(Path(settings.resume), settings.tag)
+    source = saving.find_source(settings, ranks)
     target = _choose_target(settings, ranks, source)
     saves = RunDirectory(target, continues=source, overwrite=settings.overwrite, keep=settings.keep)
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)
@@ -41,11 +40,12 @@ def run(settings: Settings, ranks: Ranks) -> None:
         with ranks.raise_on_all("use the run directory"):
             if ranks.is_first:
                 saves.claim()
-        for step in train(settings, ranks, engine, corpus, progress):
-            log.step(progress, step, engine)
-            due = settings.save_every and progress.step % settings.save_every == 0
-            if due or progress.step == settings.steps:
-                saving.save(saves, settings, ranks, engine, progress, corpus.digest)
+        with open_saves(saves, settings, ranks, log.print) as save:
+            for step in train(settings, ranks, engine, corpus, progress):
+                log.step(progress, step, engine)
+                due = settings.save_every and progress.step % settings.save_every == 0
+                if due or progress.step == settings.steps:
+                    save(saving.collect(settings, engine, progress, corpus.digest))
         log.print(f"saved {target / directory.make_tag(progress.step)}")
         if settings.save_16bit_model:
             log.print(f"saved {save_16bit_model(engine, settings, ranks, target / 'model')}")

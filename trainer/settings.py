@@ -15,6 +15,8 @@ from trainer.parallel.grid import Grid
 
 ZERO = ("ddp", "zero1", "zero2", "zero3")
 FSDP = ("fsdp", "fsdp2")
+AUTO = "auto"
+"""The value of ``resume`` that means the run in ``save``, if there is one yet."""
 
 
 def _field(default: Any, help_text: str, *choices: str) -> Any:
@@ -30,6 +32,9 @@ class Settings:
     seed: int = _field(0, "random seed of the initial weights, the data order and dropout")
     nproc: int = _field(1, "number of ranks; a launcher (torchrun, accelerate launch) sets it")
     device: str = _field("auto", "auto: cuda if there is a GPU", "auto", "cpu", "cuda")
+    max_restarts: int = _field(
+        0, "start the ranks again after a failure, so many times (needs --resume auto)"
+    )
     threads: int = _field(1, "CPU threads per rank; bitwise equal results need the same number")
     timeout: int = _field(300, "seconds to wait for another rank before giving up")
 
@@ -162,6 +167,9 @@ class Settings:
     # Checkpoints
     save: str | None = _field(None, "run directory to write (default: the first free run-N)")
     save_every: int = _field(0, "steps between checkpoints (0: one at the end)")
+    async_save: bool = _field(
+        False, "write checkpoints in the background, from a copy in host memory"
+    )
     keep: int = _field(0, "number of newest checkpoints to keep (0: all)")
     overwrite: bool = _field(False, "replace checkpoints of another run in the run directory")
     state_dict_type: str = _field(
@@ -173,7 +181,9 @@ class Settings:
         "dcp", "FSDP sharded: a DCP directory, or a pickled file per rank", "dcp", "rank"
     )
     save_16bit_model: bool = _field(False, "write model.safetensors in 16 bits at the end")
-    resume: str | None = _field(None, "run directory or checkpoint to continue from")
+    resume: str | None = _field(
+        None, "run directory or checkpoint to continue from; auto: --save, if it has one"
+    )
     tag: str | None = _field(None, "checkpoint of the run directory (default: latest)")
 
     # Output

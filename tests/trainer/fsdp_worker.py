@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from trainer.checkpoint import fsdp
+from trainer.checkpoint.contents import write_all
 from trainer.core import model, optimizer
 from trainer.core.data import Corpus, derive_seed
 from trainer.core.fsdp2 import Fsdp2Engine
@@ -186,7 +187,7 @@ class Cases:
                 self.train(broken, 0, half)
             broken.settings = dataclasses.replace(broken.settings, **FORMS[form])
             place = self.place(f"{name}-{form}")
-            fsdp.write(place, broken, {})
+            write_all(place, fsdp.collect(broken, {}), broken.ranks)
             fresh = self.engine(strategy, **chosen, **FORMS[form])
             fsdp.read(place, fresh)
             fresh.scaler = dataclasses.replace(broken.scaler)
@@ -209,9 +210,9 @@ class Cases:
         self.keep(strategy, engine)
         for form in ("full", "dcp", "rank"):
             engine.settings = dataclasses.replace(engine.settings, **FORMS[form])
-            fsdp.write(self.place(f"{strategy}-{form}"), engine, {})
+            write_all(self.place(f"{strategy}-{form}"), fsdp.collect(engine, {}), engine.ranks)
         untrained = self.engine(strategy, **FORMS["local"])
-        fsdp.write(self.place(f"{strategy}-local"), untrained, {})
+        write_all(self.place(f"{strategy}-local"), fsdp.collect(untrained, {}), untrained.ranks)
         return self.train(engine, 3, 6)
 
     def keep(self, name, engine):
@@ -269,7 +270,7 @@ class Cases:
         place = self.place("object")
         engine = self.engine("fsdp2")
         engine.optimizer.param_groups[0]["lr"] = Hostile()
-        fsdp.write(place, engine, {})
+        write_all(place, fsdp.collect(engine, {}), engine.ranks)
         messages = self.unmoved("fsdp2", place, {})
         return [*messages, *(["3 it ran"] if (self.out / "ran").exists() else [])]
 
@@ -493,7 +494,7 @@ class Cases:
         """A checkpoint of nothing must not count torch's dummy step."""
         place = self.place(f"{strategy}-start")
         first = self.engine(strategy)
-        fsdp.write(place, first, {})
+        write_all(place, fsdp.collect(first, {}), first.ranks)
         fresh = self.engine(strategy)
         fsdp.read(place, fresh)
         return [self.train(engine, 0, 2) for engine in (first, fresh)]

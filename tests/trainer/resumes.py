@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 STEPS = 2
@@ -29,7 +28,7 @@ def _resume(ranks, chosen) -> dict[str, Any]:
     chosen = {**state.read_inherited(chosen["resume"], None), **chosen}
     settings = resolve({**chosen, "steps": STEPS}, ranks.world)
     engine = build_engine(settings, ranks)
-    source = saving.find_source(Path(settings.resume), None)
+    source = saving.find_source(settings, ranks)
     progress = saving.resume(source, settings, engine).progress
     found = {"progress": asdict(progress), "scaler": asdict(engine.scaler), "state": _hash(engine)}
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)

@@ -18,7 +18,7 @@ LAYERS = (
     ("core", "process_group"),
     ("checkpoint",),
     ("engines",),
-    ("checkpoint.saving", "export", "log", "memory"),
+    ("checkpoint.saving", "checkpoint.background", "export", "log", "memory"),
     ("session",),
     ("config", "launch", "resolve"),
     ("cli",),

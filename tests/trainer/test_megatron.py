@@ -14,6 +14,7 @@ import torch
 
 from tests.trainer import worlds
 from trainer.checkpoint import foreign, fsdp, megatron_read, megatron_rules
+from trainer.checkpoint.contents import write_all
 from trainer.errors import CheckpointError, SettingsError
 from trainer.resolve import resolve
 
@@ -323,7 +324,8 @@ def written(ranks, chosen, directory):
 
     try:
         engine = build_engine(resolve(chosen, ranks.world), ranks)
-        fsdp.write(Path(directory), engine, {"step": 0, "skipped": 0, "samples": 0, "updates": 0})
+        nothing = {"step": 0, "skipped": 0, "samples": 0, "updates": 0}
+        write_all(Path(directory), fsdp.collect(engine, nothing), ranks)
     except CheckpointError as error:
         return str(error)
     return "written"

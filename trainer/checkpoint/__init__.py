@@ -1,6 +1,8 @@
 """Checkpoint files: what is written, in whose layout, and how it appears whole or not at all.
 
 saving          save and resume, whatever the engine
+contents        what a rank writes, and copies of it in host memory
+background      saves that training does not wait for
 directory       the run directory: ``<tag>/`` for each checkpoint, and ``latest``
 state           ``trainer_state.json``
 files           write to disk and flush, read without running code

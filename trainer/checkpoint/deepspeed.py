@@ -7,13 +7,14 @@ Layout: deepspeed/runtime/engine.py (save_checkpoint), runtime/zero/stage_1_and_
 from __future__ import annotations
 
 from collections import OrderedDict
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import files, foreign
+from trainer.checkpoint import foreign
+from trainer.checkpoint.contents import Content, Nothing, TorchFile
 from trainer.core.optimizer import make_hyperparameters
 from trainer.core.partition import Partition
 from trainer.core.shard import STATE
@@ -37,18 +38,19 @@ def optimizer_file(precision: str, rank: int) -> str:
     return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def write(directory: Path, engine: ZeroEngine, progress: dict[str, Any]) -> None:
-    """Write this rank's files.
+def collect(engine: ZeroEngine, progress: dict[str, Any]) -> Iterator[Content]:
+    """Yield this rank's files.
 
     Args:
-        directory: exists, and is shared by the ranks.
         engine: of any stage.
         progress: the fields of `Progress`.
     """
     stage, rank = engine.settings.zero_stage, engine.ranks.rank
     if rank == 0 or stage == 3:
         states = _make_model_states(engine, progress)
-        files.save(states, directory / model_file(stage, rank), pickle_module=foreign)
+        yield TorchFile(model_file(stage, rank), states, foreign)
+    else:
+        yield Nothing()
     if stage:
         states = {
             "optimizer_state_dict": _make_optimizer_states(engine, progress),
@@ -56,7 +58,7 @@ def write(directory: Path, engine: ZeroEngine, progress: dict[str, Any]) -> None
             "ds_version": WRITTEN_AS,
         }
         name = optimizer_file(engine.settings.precision, rank)
-        files.save(states, directory / name, pickle_module=foreign)
+        yield TorchFile(name, states, foreign)
 
 
 def _make_model_states(engine: ZeroEngine, progress: dict[str, Any]) -> dict[str, Any]:

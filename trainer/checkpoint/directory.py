@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,11 @@ def choose_run_directory(stem: str = "run") -> Path:
     while Path(f"{stem}-{number}").exists():
         number += 1
     return Path(f"{stem}-{number}")
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Return whether a run has saved here."""
+    return (path / LATEST).exists() or bool(list_tags(path))
 
 
 def find_checkpoint(path: Path, tag: str | None) -> Path:
@@ -171,6 +177,44 @@ def _restore_replaced(path: Path) -> None:
                 aside.rename(name)
 
 
+def wait_until_free(path: Path, patience_s: float = 30.0) -> None:
+    """Wait until no run is writing to a directory.
+
+    Raises:
+        SettingsError: a run is still writing after ``patience_s`` seconds.
+    """
+    if not path.exists():
+        return
+    deadline = time.monotonic() + patience_s
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise _make_busy_error(path)
+            time.sleep(0.1)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock an open directory; return whether no other process has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # EBADF: NFS locks exclusively only what is open for writing, which no directory is.
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
+            raise  # a file system that cannot lock a directory is used without a lock
+    return True
+
+
+def _make_busy_error(path: Path) -> SettingsError:
+    return SettingsError(
+        f"another run is writing to {path}", "wait for it, or choose another --save"
+    )
+
+
 class RunDirectory:
     """The directory that a run saves into.
 
@@ -209,17 +253,10 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         # The lock is on the directory itself, so that no lock file is left.
         self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _try_lock(self._lock):
             self.close()
-            raise SettingsError(
-                f"another run is writing to {self.path}", "wait for it, or choose another --save"
-            ) from None
-        except OSError as error:
-            # EBADF: NFS locks exclusively only what is open for writing, which no directory is.
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
-                raise  # a file system that cannot lock a directory is used without a lock
+            raise _make_busy_error(self.path)
+        self._remove_left_overs()
 
     def close(self) -> None:
         """Unlock the directory."""
@@ -231,11 +268,15 @@ class RunDirectory:
         """Make an empty hidden directory for the checkpoint (rank 0)."""
         partial = self.partial_path(step)
         self.path.mkdir(parents=True, exist_ok=True)
+        self._remove_left_overs()
+        partial.mkdir()
+        return partial
+
+    def _remove_left_overs(self) -> None:
+        """Remove what saves left that did not end."""
         _restore_replaced(self.path)
         for left_over in self.path.glob(".global_step*"):
             shutil.rmtree(left_over)
-        partial.mkdir()
-        return partial
 
     def partial_path(self, step: int) -> Path:
         """Return the hidden directory that the checkpoint is written into."""

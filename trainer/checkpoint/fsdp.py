@@ -18,7 +18,7 @@ any stages. All that is read is compared with the live state first.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.checkpoint import files, fsdp_dcp, fsdp_match, megatron, megatron_read
+from trainer.checkpoint import fsdp_dcp, fsdp_match, megatron, megatron_read
+from trainer.checkpoint.contents import Content, DcpDirectory, Nothing, TorchFile
 from trainer.checkpoint.directory import detect_layout
 from trainer.core.fsdp import ShardedEngine
 from trainer.core.ranks import Ranks
@@ -53,16 +54,27 @@ State = dict[str, Any]
 Result = TypeVar("Result")
 
 
-def write(directory: Path, engine: ShardedEngine, progress: dict[str, Any]) -> None:
-    """Write an engine's files: Accelerate's, which do not record progress, or Megatron-LM's."""
+def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content]:
+    """Yield the model, then the optimizer: Accelerate's files, or Megatron-LM's. Collective.
+
+    Accelerate's files do not record progress.
+    """
     settings = engine.settings
+    if settings.state_dict_type == "megatron":
+        yield from megatron.collect(engine, progress)
+        return
+    sharded = settings.state_dict_type == "sharded"
+    form = settings.sharded_files if sharded else settings.state_dict_type
+    model, optimizer, ranks = engine.model, engine.optimizer, engine.ranks
+    model_name, optimizer_name = NAMES[form]
     with ignore_known_warnings():
-        if settings.state_dict_type == "megatron":
-            megatron.write(directory, engine, progress)
-            return
-        sharded = settings.state_dict_type == "sharded"
-        form = settings.sharded_files if sharded else settings.state_dict_type
-        save(directory, form, engine.model, engine.optimizer, engine.ranks)
+        state = _get_model_state(model, form, ranks)
+    yield _make_content(model_name, form, "model", state, ranks)
+    del state
+    with ignore_known_warnings():
+        flat = form == "dcp" and _ranks_differ(model, ranks)
+        state = _get_optimizer_state(model, optimizer, form, ranks, flat=flat)
+    yield _make_content(optimizer_name, form, "optimizer", state, ranks)
 
 
 def read(directory: Path, engine: ShardedEngine) -> dict[str, Any] | None:
@@ -85,17 +97,6 @@ def read(directory: Path, engine: ShardedEngine) -> dict[str, Any] | None:
         load(directory, engine.model, engine.optimizer, engine.ranks)
     engine.keep_hyperparameters()  # torch has taken those of the checkpoint
     return None
-
-
-def save(directory: Path, form: str, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Write the model, then the optimizer, in one of the forms of ``NAMES``. Collective."""
-    model_name, optimizer_name = NAMES[form]
-    _write_state(
-        directory / model_name, form, {"model": _get_model_state(model, form, ranks)}, ranks
-    )
-    flat = form == "dcp" and _ranks_differ(model, ranks)
-    state = _get_optimizer_state(model, optimizer, form, ranks, flat=flat)
-    _write_state(directory / optimizer_name, form, {"optimizer": state}, ranks)
 
 
 def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
@@ -192,15 +193,13 @@ def _choose_load_form(model: nn.Module, form: str) -> str:
 # One file, one file for each rank, or one directory
 
 
-def _write_state(path: Path, form: str, state: State, ranks: Ranks) -> None:
+def _make_content(name: str, form: str, top: str, state: State, ranks: Ranks) -> Content:
+    """Return what this rank writes of a state; DCP has it under the key ``top``."""
     if form == "dcp":
-        fsdp_dcp.save(state, path)
-        return
-    own_path = path.with_name(path.name.format(ranks.rank))
-    with ranks.raise_on_all(f"write {own_path}"):
-        if form != "full" or ranks.is_first:
-            (content,) = state.values()
-            files.save(content, own_path)
+        return DcpDirectory(name, {top: state})
+    if form == "full" and not ranks.is_first:
+        return Nothing()
+    return TorchFile(name.format(ranks.rank), state)
 
 
 def _read_state(path: Path, form: str, load_form: str, state: State, ranks: Ranks) -> State:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from trainer.core.ranks import Ranks
 from trainer.errors import CheckpointError, LayoutError, TrainingError
 
 _RESUME_OTHER = "the checkpoint is damaged; resume from another --tag"
@@ -36,14 +37,15 @@ _UNREADABLE = (
 """Errors that a damaged pickle raises."""
 
 
-def save(state: dict[str, Any], directory: Path) -> None:
+def save(state: dict[str, Any], directory: Path, ranks: Ranks) -> None:
     """Write each rank's shards, and one copy of what several ranks hold. Collective.
 
     Raises:
         TrainingError: a rank could not write.
     """
     try:
-        torch_save(state, storage_writer=FileSystemWriter(directory))  # it calls fsync itself
+        writer = FileSystemWriter(directory)  # it calls fsync itself
+        torch_save(state, storage_writer=writer, process_group=ranks.group)
     except CheckpointException as error:
         raise TrainingError(
             f"could not write {directory.name}: {_get_reason(error)}",

@@ -8,15 +8,15 @@ what ``--load`` of Megatron-LM takes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import files, foreign, megatron_args
+from trainer.checkpoint import foreign, megatron_args
+from trainer.checkpoint.contents import Content, Nothing, TextFile, TorchFile
 from trainer.checkpoint.directory import MEGATRON_LATEST
 from trainer.checkpoint.megatron_rules import Rule, Sizes, derive_sizes, list_rules
 from trainer.config.huggingface import load_model_config
@@ -61,11 +61,10 @@ def list_stage_rules(sizes: Sizes, stage: int, stages: int) -> list[Rule]:
     return list(list_rules(sizes, layers, first=stage == 0, last=stage == stages - 1))
 
 
-def write(directory: Path, engine: ShardedEngine, progress: dict[str, Any]) -> None:
-    """Write this rank's file. Collective: parameters are gathered one rule at a time.
+def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content]:
+    """Yield this rank's file. Collective: parameters are gathered one rule at a time.
 
     Args:
-        directory: exists, and is shared by the ranks.
         engine: the model and its optimizer.
         progress: the fields of `Progress`.
 
@@ -90,13 +89,9 @@ def write(directory: Path, engine: ShardedEngine, progress: dict[str, Any]) -> N
         "rng_state": megatron_args.get_random_states(),
         "num_floating_point_operations_so_far": 0,
     }
-    iteration = directory / f"iter_{progress['step']:07d}"
-    if writes:
-        path = iteration / file_name(grid, tp, pp, ep)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.save(content, path, pickle_module=foreign)
-    if engine.ranks.is_first:
-        files.write_text(directory / MEGATRON_LATEST, str(progress["step"]))
+    name = f"iter_{progress['step']:07d}/{file_name(grid, tp, pp, ep)}"
+    yield TorchFile(name, content, foreign) if writes else Nothing()
+    yield TextFile(MEGATRON_LATEST, str(progress["step"])) if engine.ranks.is_first else Nothing()
 
 
 class _RankContent:

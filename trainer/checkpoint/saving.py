@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from trainer import tokenizer
 from trainer.checkpoint import any_format, directory, files, stamps, state
+from trainer.checkpoint.contents import Content, write_all
 from trainer.checkpoint.directory import RunDirectory
 from trainer.config.huggingface import load_model_config
 from trainer.core.engine import Engine
 from trainer.core.loop import Progress
 from trainer.core.ranks import Ranks
 from trainer.errors import LayoutError
-from trainer.settings import Settings
+from trainer.settings import AUTO, Settings
 
-Write = Callable[[Path, Any, dict[str, Any]], None]
-"""(directory, engine, progress): write this rank's files into an existing, shared directory."""
+Collect = Callable[[Any, dict[str, Any]], Iterable[Content]]
+"""(engine, progress): yield what this rank writes into the directory that all ranks share."""
 Read = Callable[[Path, Any], dict[str, Any] | None]
 """(directory, engine) -> the progress that the files record, or None; fill the engine."""
 
@@ -38,73 +39,101 @@ class Resumed:
     dropped: tuple[str, ...] = ()
 
 
-def choose_format(settings: Settings) -> tuple[Write, Read]:
-    """Return the functions that write and read the files of this run's engine. Collective ones."""
+def choose_format(settings: Settings) -> tuple[Collect, Read]:
+    """Return the functions that collect and read the files of this run's engine."""
     if settings.engine == "deepspeed":
         from trainer.engines import deepspeed_files
 
-        return deepspeed_files.write, deepspeed_files.read
+        return deepspeed_files.collect, deepspeed_files.read
     if settings.layout == "DeepSpeed":
         from trainer.checkpoint import deepspeed, deepspeed_read
 
-        return deepspeed.write, deepspeed_read.read
+        return deepspeed.collect, deepspeed_read.read
     from trainer.checkpoint import fsdp
 
-    return fsdp.write, fsdp.read
+    return fsdp.collect, fsdp.read
 
 
-def save(
-    run: RunDirectory,
-    settings: Settings,
-    ranks: Ranks,
-    engine: Engine,
-    progress: Progress,
-    text: str,
-) -> Path:
+@dataclasses.dataclass(frozen=True)
+class Unwritten:
+    """A checkpoint before it is written.
+
+    Attributes:
+        step: how many steps the run has done.
+        contents: what this rank writes.
+        document: the content of ``trainer_state.json``.
+    """
+
+    step: int
+    contents: Iterable[Content]
+    document: dict[str, Any]
+
+
+def collect(settings: Settings, engine: Engine, progress: Progress, text: str) -> Unwritten:
+    """Collect a checkpoint of the engine as it is now, with the SHA-256 of the corpus. Collective.
+
+    The contents are collected when they are iterated, and refer to the engine's own tensors.
+    """
+    collect_contents, _ = choose_format(settings)
+    contents = collect_contents(engine, dataclasses.asdict(progress))
+    document = state.make_document(settings, progress, engine.scaler, text)
+    return Unwritten(progress.step, contents, document)
+
+
+def write(run: RunDirectory, settings: Settings, ranks: Ranks, unwritten: Unwritten) -> None:
     """Write a checkpoint; on return it is complete and has its name, on every rank.
 
     Args:
         run: the directory that the checkpoint goes into.
         settings: of the run.
         ranks: all of them.
-        engine: the model and its optimizer.
-        progress: how far the run has come.
-        text: SHA-256 of the corpus.
+        unwritten: the checkpoint.
 
     Raises:
         TrainingError: a rank could not write; the checkpoint before is intact.
     """
+    step, document = unwritten.step, unwritten.document
     with ranks.raise_on_all("make the checkpoint directory"):
         if ranks.is_first:
-            run.prepare(progress.step)
-    partial = run.partial_path(progress.step)
-    document = state.make_document(settings, progress, engine.scaler, text)
+            run.prepare(step)
+    partial = run.partial_path(step)
     save_id = ranks.broadcast_object(stamps.make_save_id(state.select_deciding(document)))
-    stamp = stamps.Stamp(save_id, ranks.rank, ranks.world, progress.step)
-    write, _ = choose_format(settings)
+    with stamps.stamp_files(stamps.Stamp(save_id, ranks.rank, ranks.world, step)):
+        write_all(partial, unwritten.contents, ranks)
     with ranks.raise_on_all("write its part of the checkpoint"):
-        with stamps.stamp_files(stamp):
-            write(partial, engine, dataclasses.asdict(progress))
         if ranks.is_first:
             load_model_config(settings).save_pretrained(partial)
             tokenizer.save(partial)
             files.write_json(partial / directory.STATE, document)
     with ranks.raise_on_all("give the checkpoint its name"):
         if ranks.is_first:
-            run.publish(progress.step, files.sync, files.write_text)
-    return run.path / directory.make_tag(progress.step)
+            run.publish(step, files.sync, files.write_text)
 
 
-def find_source(path: Path, tag: str | None) -> Path:
-    """Return the checkpoint that ``--resume path --tag tag`` means, of any format.
+def find_source(settings: Settings, ranks: Ranks) -> Path | None:
+    """Return the checkpoint of any format to resume from; None starts a new run. Collective.
+
+    With ``--resume auto`` the run before may still be ending: its last save counts.
 
     Raises:
         CheckpointError: there is none.
+        SettingsError: another run is still writing.
     """
+    if not settings.resume:
+        return None
+    path = Path(settings.resume)
+    if settings.resume == AUTO:
+        path = Path(settings.save or "")
+        with ranks.raise_on_all("use the run directory"):
+            if ranks.is_first:
+                directory.wait_until_free(path)
+        if not ranks.broadcast_object(directory.has_checkpoint(path)):
+            return None
     try:
-        return directory.find_checkpoint(path, tag)
+        found = directory.find_checkpoint(path, settings.tag)
     except LayoutError:
         return path
+    return Path(ranks.broadcast_object(str(found)))
 
 
 def resume(checkpoint: Path, settings: Settings, engine: Engine) -> Resumed:
@@ -135,6 +164,8 @@ def resume(checkpoint: Path, settings: Settings, engine: Engine) -> Resumed:
 def _check_layout(checkpoint: Path, settings: Settings) -> None:
     """Raise LayoutError if the run's own reader is for another layout than the checkpoint's."""
     layout = directory.detect_layout(checkpoint) if checkpoint.is_dir() else ""
+    if not layout:
+        directory.find_checkpoint(checkpoint, None)  # it says what was expected there
     readable = {settings.layout, "Megatron-LM"} if settings.layout == "FSDP" else {settings.layout}
     if layout not in readable:
         raise LayoutError(

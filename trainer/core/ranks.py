@@ -19,11 +19,16 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among ``world`` ranks. One process runs the same code with a world of one."""
+    """This rank among ``world`` ranks. One process runs the same code with a world of one.
+
+    Attributes:
+        group: of all ranks, for the collectives of another thread; None: the default one.
+    """
 
     rank: int
     world: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -33,19 +38,19 @@ class Ranks:
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank (picklable, small), in rank order."""
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all_reduce_max(self, value: int) -> int:
         """Return the largest ``value`` of all ranks."""
         largest = torch.tensor(value, dtype=torch.int64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return int(largest)
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the ``value`` of rank 0."""
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, device=self.device, group=self.group)
         return box[0]
 
     def all_gather(self, whole: Tensor, piece: Tensor) -> None:
@@ -54,7 +59,7 @@ class Ranks:
         ``piece`` may be this rank's own part of ``whole``.
         """
         if self.world > 1:
-            _all_gather(whole, piece)
+            _all_gather(whole, piece, group=self.group)
         elif whole.data_ptr() != piece.data_ptr():
             whole.copy_(piece)
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from trainer.checkpoint import files, foreign
+from trainer.checkpoint.contents import Content
 from trainer.checkpoint.deepspeed import model_file, optimizer_file
 from trainer.core.optimizer import make_hyperparameters
-from trainer.errors import CheckpointError, LayoutError, TrainingError
+from trainer.core.ranks import Ranks
+from trainer.errors import CheckpointError, TrainingError
 
 if TYPE_CHECKING:
     from trainer.engines.deepspeed import DeepSpeedEngine
@@ -62,7 +65,29 @@ def install_checkpoint_engine(live: Any) -> Any:
     return engine
 
 
-def write(directory: Path, engine: DeepSpeedEngine, progress: dict[str, Any]) -> None:
+def collect(engine: DeepSpeedEngine, progress: dict[str, Any]) -> Iterator[Content]:
+    """Yield all that DeepSpeed saves, as one part."""
+    yield _Saved(engine, progress)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What DeepSpeed writes of its engine."""
+
+    engine: DeepSpeedEngine
+    progress: dict[str, Any]
+
+    def write(self, directory: Path, ranks: Ranks) -> None:
+        """Let DeepSpeed save, see Content. Collective."""
+        del ranks
+        _write(directory, self.engine, self.progress)
+
+    def copied(self, copy: Callable[[Any], Any]) -> NoReturn:
+        """Refuse; the settings have done so before."""
+        raise NotImplementedError("DeepSpeed saves its live engine")
+
+
+def _write(directory: Path, engine: DeepSpeedEngine, progress: dict[str, Any]) -> None:
     """Let DeepSpeed save into ``directory``. Collective.
 
     Raises:
@@ -173,17 +198,20 @@ def _check_loadable(directory: Path, engine: DeepSpeedEngine) -> None:
     with foreign.allow_classes():
         world = int(files.load(directory / model_file(stages[0], 0))["dp_world_size"])
     if world != ranks.world and (stage or stages[0]):
-        raise LayoutError(
+        raise CheckpointError(
             f"{directory} was saved by {world} ranks, and DeepSpeed loads it only with as many; "
-            f"this run has {ranks.world}"
+            f"this run has {ranks.world}",
+            f"reshard split {directory} OUT --world-size {ranks.world}; "
+            "or --engine native, which reads it as it is",
         )
     expected = [model_file(stage, ranks.rank)]
     expected += [optimizer_file(settings.precision, ranks.rank)] if stage else []
     for name in expected:
         if not (directory / name).exists():
             there = ", ".join(sorted(path.name for path in directory.glob("*_states.pt")))
-            raise LayoutError(
+            raise CheckpointError(
                 f"{directory / name} is missing, which {settings.strategy} in "
                 f"{settings.precision} needs; the directory has {there}",
-                "copy the file from where the run was saved",
+                "DeepSpeed loads only what its own stage and precision saved; "
+                "--engine native reads any stage",
             )
