@@ -51,7 +51,7 @@ class Mean:
     weights: tuple[float, ...] | None
     where: tuple[str, ...]
 
-    @property
+    @cached_property
     def dtype(self) -> DType:
         """The dtype of the mean."""
         is_double = any(FLOAT64 in entry.layout.dtypes for entry in self.tensors)
