@@ -45,8 +45,8 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.serve import open_files as open_files
     from reshard.commands.split.options import SplitOptions as SplitOptions
     from reshard.commands.split.report import SplitReport as SplitReport
-    from reshard.commands.verify import VerifyOptions as VerifyOptions
-    from reshard.commands.verify import VerifyReport as VerifyReport
+    from reshard.commands.verify.options import VerifyOptions as VerifyOptions
+    from reshard.commands.verify.report import VerifyReport as VerifyReport
     from reshard.hooks import stamp as stamp
     from reshard.hooks import stamp_engine as stamp_engine
     from reshard.tensors import Checkpoint as Checkpoint
@@ -70,8 +70,8 @@ _HOMES = {
     "ServeOptions": "reshard.commands.serve",
     "SplitOptions": "reshard.commands.split.options",
     "SplitReport": "reshard.commands.split.report",
-    "VerifyOptions": "reshard.commands.verify",
-    "VerifyReport": "reshard.commands.verify",
+    "VerifyOptions": "reshard.commands.verify.options",
+    "VerifyReport": "reshard.commands.verify.report",
     "average": "reshard.api",
     "diff": "reshard.api",
     "inspect": "reshard.api",

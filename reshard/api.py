@@ -20,7 +20,7 @@ from reshard.commands.options import SourceOptions
 from reshard.commands.plan import PlanOptions
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.commands.split.options import SplitOptions
-from reshard.commands.verify import VerifyOptions
+from reshard.commands.verify.options import VerifyOptions
 from reshard.formats import Paths
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.commands.plan import PlanReport
     from reshard.commands.resume_check.report import ResumeReport
     from reshard.commands.split.report import SplitReport
-    from reshard.commands.verify import VerifyReport
+    from reshard.commands.verify.report import VerifyReport
     from reshard.tensors import Checkpoint
 
 _P = ParamSpec("_P")
@@ -232,7 +232,7 @@ def verify(source: Paths, options: VerifyOptions) -> VerifyReport:
     Raises:
         ReshardError: no check can run; a check that fails is in the report.
     """
-    from reshard.commands.verify import verify as run
+    from reshard.commands.verify.command import verify as run
 
     return run(source, options)
 

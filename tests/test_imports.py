@@ -59,6 +59,7 @@ LAYERS = (
     ("move",),
     ("tensors", "weights", "replicas", "adapters", "averages", "identity", "hooks"),
     ("checks",),
+    ("history",),
     ("html",),
     ("commands", "dcp"),
     ("live",),

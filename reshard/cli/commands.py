@@ -141,8 +141,8 @@ def verify(sources: tuple[Path, ...], **values: Any) -> None:
     The exit code is 0 if all checks pass, 1 if something is missing or different, 3 if a file is
     corrupt, 5 if a file is unsafe.
     """
-    from reshard.commands.verify import VerifyOptions
-    from reshard.commands.verify import verify as run
+    from reshard.commands.verify.command import verify as run
+    from reshard.commands.verify.options import VerifyOptions
 
     read(run, VerifyOptions, sources, **values)
 

@@ -1,9 +1,9 @@
-"""Losses of runs that should be equal, drawn over each other, and their differences."""
+"""Series of numbers drawn over each other: losses of runs, or changes of layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -46,10 +46,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Several runs, one of which is the baseline for the others."""
+    """Several runs, one of which can be the baseline for the others.
+
+    Args:
+        baseline: the number of the run that the others should equal; None if there is none.
+        labels: measure -> its title.
+    """
 
     runs: tuple[LossRun, ...]
-    baseline: int = 0
+    baseline: int | None = 0
+    labels: Mapping[str, str] = field(default_factory=lambda: _MEASURES)
 
     @classmethod
     def of(cls, series: Sequence[Mapping[str, Any]], baseline: int = 0) -> Curves:
@@ -77,6 +83,8 @@ class Curves:
 
     def differences(self) -> Iterator[Difference]:
         """Yield the differences of every other run from the baseline, in each shared measure."""
+        if self.baseline is None:
+            return
         base = self.runs[self.baseline]
         for run in self.runs:
             for key in _MEASURES:
@@ -89,7 +97,7 @@ class Curves:
             "baseline": self.baseline,
             "measures": [
                 [key, label]
-                for key, label in _MEASURES.items()
+                for key, label in self.labels.items()
                 if any(key in run.measures for run in self.runs)
             ],
             "runs": [

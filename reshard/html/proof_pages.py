@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard import units
 from reshard.html import shards
-from reshard.html.curves import Curves
+from reshard.html.curves import Curves, LossRun
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Section, Table
 from reshard.html.pages import Document, checkpoint, short
 from reshard.manifest import Manifest
@@ -72,6 +72,59 @@ def verified(
         facts=[*([checkpoint("Checkpoint", facts)] if facts else []), Facts("Verified", rows)],
         findings=[*_check_findings(checks), Findings("Notes", document["notes"])],
         sections=(_checks_table(checks), *maps),
+    )
+
+
+def remembered(document: Document) -> Page:
+    """Build the page of a run's history: a chart of its layers, its checkpoints, and the checks."""
+    checks, tags = document["checks"], document["checkpoints"]
+    failed = [check["name"] for check in checks if check["status"] == "failed"]
+    verdict = f"failed: {', '.join(failed)}" if failed else f"passed the {document['mode']} checks"
+    rows = [
+        ("Format", ", ".join(filter(None, (document["format"], document["detail"])))),
+        ("Checkpoints", str(len(tags))),
+        ("Read", units.show_bytes(document["bytes_read"])),
+        ("Time", f"{document['seconds']:.2f} s"),
+    ]
+    return Page(
+        "verify --history",
+        document["source"],
+        verdict,
+        "bad" if failed else "good",
+        facts=[Facts("Run", rows)],
+        findings=[*_check_findings(checks), Findings("Notes", document["notes"])],
+        sections=(*_layer_curves(document), _checkpoints_table(tags), _checks_table(checks)),
+    )
+
+
+def _layer_curves(document: Document) -> Iterator[Curves]:
+    """Yield the chart of the changes of each layer group."""
+    places = [tag["number"] for tag in document["checkpoints"]][1:]
+    runs = tuple(
+        LossRun(name, places, {"change": values}) for name, values in document["groups"].items()
+    )
+    if runs and places:
+        title = "Change per update, relative to the weights (root mean square)"
+        yield Curves(runs, None, {"change": title})
+
+
+def _checkpoints_table(tags: Sequence[Document]) -> Table:
+    def values(key: str) -> list[float | None]:
+        return [tag.get(key) for tag in tags]
+
+    return Table(
+        "Checkpoints",
+        (
+            Column("Checkpoint", "name", [tag["name"] for tag in tags]),
+            Column("Step", "number", values("step")),
+            Column("Updates", "number", values("updates")),
+            Column("Learning rate", "number", values("lr")),
+            Column("Weights moved", "number", values("moved")),
+            Column("Relative change", "number", values("change")),
+            Column("Largest change", "number", values("largest")),
+            Column("Moments moved", "number", values("moments_moved")),
+        ),
+        "Changes since the checkpoint before; moved: the fraction of elements with other bits.",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
 from reshard.move.fill import Filler
-from reshard.planning.copies import CopyPlanner
+from reshard.planning.copies import Copy, CopyPlanner
 
 T = TypeVar("T")
 
@@ -58,8 +58,7 @@ class TileReader:
         Raises:
             ReshardError: a file cannot be read, or the dtype cannot be cast.
         """
-        for copy in self._find_planner(entry).plan_block(box, dtype).copies:
-            self._filler.fill(copy, into)
+        self.fill(self._find_planner(entry).plan_block(box, dtype).copies, into)
 
     def read_run(
         self, planner: CopyPlanner, start: int, stop: int, dtype: DType, into: memoryview
@@ -69,7 +68,15 @@ class TileReader:
         Raises:
             ReshardError: a file cannot be read, or the dtype cannot be cast.
         """
-        for copy in planner.plan_run(start, stop, dtype, 0):
+        self.fill(planner.plan_run(start, stop, dtype, 0), into)
+
+    def fill(self, copies: Iterable[Copy], into: memoryview) -> None:
+        """Fill ``into`` with planned copies.
+
+        Raises:
+            ReshardError: a file cannot be read, or a dtype cannot be cast.
+        """
+        for copy in copies:
             self._filler.fill(copy, into)
 
     def _find_planner(self, entry: Entry) -> CopyPlanner:

@@ -47,6 +47,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         slots=CASES["z1_sgd"].slots,
     ),
     "dcp": _torch("fsdp2", 2),
+    "dcp_slow": _torch("fsdp2", 2, settings={"lr": 1e-4}),
+    "dcp_other": _torch("fsdp2", 2, settings={"lr": 1e-4}, seed=8),
     "dcp_tied": _torch("fsdp2", 2, tied=True),
     "dcp_frozen": _torch("fsdp2", 2, frozen=True),
     "dcp_lora": _torch("fsdp2", 2, lora=True),

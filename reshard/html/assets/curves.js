@@ -1,4 +1,4 @@
-// Losses of several runs over each other, and below them how far each is from the baseline.
+// Several runs over each other, and below them how far each is from the baseline, if there is one.
 
 const CURVE_HEIGHT = 260;
 const APART_HEIGHT = 150;
@@ -69,8 +69,18 @@ class CurvePair {
   }
 
   // The baseline is broad and pale, the others thin upon it, all but one of them dashed: where they
-  // are one, each is seen.
+  // are one, each is seen. Without a baseline, runs of one colour differ in their dashes.
   line(number) {
+    if (this.data.baseline === null) {
+      const again = Math.floor(number / 5);
+      return {
+        label: this.data.runs[number].name,
+        stroke: colour(`curve-${(number % 5) + 1}`),
+        width: 1.75,
+        dash: again ? [10 / again, 4] : undefined,
+        points: { show: this.steps.length < 30 },
+      };
+    }
     const isBase = number === this.data.baseline;
     const firstOther = this.data.baseline === 0 ? 1 : 0;
     return {
@@ -89,12 +99,15 @@ class CurvePair {
     const { baseline } = this.data;
     const numbers = this.data.runs.map((_, number) => number);
     const others = numbers.filter((number) => number !== baseline);
-    const drawn = [baseline, ...others];
+    const drawn = baseline === null ? others : [baseline, ...others];
     const sync = `curves-${this.key}`;
-    const format = (value) => numberText(value);
+    const format = baseline === null ? differenceText : (value) => numberText(value);
     const above = plotOptions(this.label, drawn.map((number) => this.line(number)), {
       ...{ width, height: CURVE_HEIGHT, format, sync },
     });
+    const main = new uPlot(above, [this.steps, ...drawn.map((number) => this.values[number])], this.place);
+    this.plots = [main];
+    if (baseline === null || !others.length) return;
     const apart = others.map((number) => apartFrom(this.values[baseline], this.values[number]));
     const isNothing = apart.every((values) => values.every((value) => !value));
     const zeroText = (value) => (value === 0 ? "0" : ""); // a scale of nothing has no other place
@@ -102,12 +115,7 @@ class CurvePair {
     const below = plotOptions(title, others.map((number) => this.line(number)), {
       ...{ width, height: APART_HEIGHT, format: isNothing ? zeroText : differenceText, sync },
     });
-    this.plots = [
-      new uPlot(above, [this.steps, ...drawn.map((number) => this.values[number])], this.place),
-    ];
-    if (others.length) {
-      this.plots.push(new uPlot(below, [this.steps, ...apart], this.place));
-    }
+    this.plots.push(new uPlot(below, [this.steps, ...apart], this.place));
   }
 
   resize() {

@@ -3,149 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard import formats, keys, units
+from reshard import formats, keys
 from reshard.checks import names, quick, result
 from reshard.checks.opening import open_manifest
 from reshard.checks.result import Check, not_applicable, not_run
 from reshard.commands.inspect import Inspection
-from reshard.commands.lines import LISTED, Report, format_row
-from reshard.commands.output_options import ReadOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress
+from reshard.commands.verify.options import VerifyOptions
+from reshard.commands.verify.report import VerifyReport
 from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError, IncompleteError, UsageError
 from reshard.formats import engines
 from reshard.manifest import Manifest
 from reshard.model import ModelHint, ModelShapes
-from reshard.options import option
 from reshard.output.destination import check_destination
 from reshard.paths import as_path
-from reshard.units import counted
 
 if TYPE_CHECKING:
     from reshard.checks.hashes import Contents
     from reshard.html.page import Page
-
-SCHEMA = 1
-_checked = partial(option, group="Checks")
-_MARKS = {
-    result.PASSED: "ok",
-    result.FAILED: "FAILED",
-    result.WARNED: "warning",
-    result.NOT_APPLICABLE: "-",
-    result.NOT_RUN: "not run",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions(ReadOptions):
-    """What is checked. Manifests need every byte, so they imply ``deep``."""
-
-    deep: bool = _checked(
-        False, "Read every byte.", flags=("--deep/--quick",), unset="only headers"
-    )
-    write_manifest: str | Path | None = _checked(
-        None, "Write the SHA-256 of every tensor, if all checks pass.", metavar="FILE"
-    )
-    against: str | Path | None = _checked(
-        None, "Compare with such a manifest, made from any layout.", metavar="FILE"
-    )
-    ignore: Sequence[str] = _checked(
-        (),
-        "Accept any values (NaN, infinities, zeros) in tensors with a matching name.",
-        metavar="REGEX",
-    )
-
-    @property
-    def reads_all(self) -> bool:
-        """Whether every byte is read."""
-        return self.deep or self.write_manifest is not None or self.against is not None
-
-
-@dataclass(slots=True, repr=False)
-class VerifyReport(Report):
-    """The result of `verify`. Sizes in bytes."""
-
-    source: str
-    mode: str  # quick or deep
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
-    checks: list[Check] = field(default_factory=list)
-    format: str = ""
-    detail: str = ""
-    notes: list[str] = field(default_factory=list)  # of the reader
-    manifest: str = ""  # path of the manifest that was written
-    bytes_read: int = 0
-    seconds: float = 0.0
-
-    def __bool__(self) -> bool:
-        """Return whether no check failed."""
-        return self.passed
-
-    @property
-    def passed(self) -> bool:
-        """Whether no check failed; a warning is not a failure."""
-        return all(check.status != result.FAILED for check in self.checks)
-
-    @property
-    def exit_code(self) -> int:
-        """0, or the highest code of the checks that failed: 1 different, 3 corrupt, 5 unsafe."""
-        failed = (check for check in self.checks if check.status == result.FAILED)
-        return max((check.exit_code for check in failed), default=0)
-
-    def check(self, name: str) -> Check:
-        """Return a check by its name."""
-        return next(check for check in self.checks if check.name == name)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return one document with a stable schema."""
-        return {
-            "schema": SCHEMA,
-            "command": "verify",
-            "source": self.source,
-            "format": self.format,
-            "detail": self.detail,
-            "mode": self.mode,
-            "options": self.options,
-            "passed": self.passed,
-            "exit_code": self.exit_code,
-            "checks": [check.to_json() for check in self.checks],
-            "notes": self.notes,
-            "manifest": self.manifest,
-            "bytes_read": self.bytes_read,
-            "seconds": self.seconds,
-        }
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the report: a line for each check, followed by its findings."""
-        what = ", ".join(filter(None, (self.format, self.detail)))
-        yield f"{self.source}: {self._verdict()}" + (f" ({what})" if what else "")
-        for check in self.checks:
-            yield format_row(check.name, f"{_MARKS[check.status]:<9}{check.looked_at}")
-            findings = [*check.failures, *check.warnings]
-            yield from (format_row("", f"{'':<9}{text}") for text in findings[:LISTED])
-            if len(findings) > LISTED:
-                more = f"{len(findings) - LISTED} more (all of them with --json)"
-                yield format_row("", f"{'':<9}... {more}")
-        yield from (format_row("note", text) for text in self.notes)
-        if self.manifest:
-            yield format_row("manifest", self.manifest)
-        read = f", {units.show_bytes(self.bytes_read)} read" if self.bytes_read else ""
-        rate = units.show_bytes(self.bytes_read / max(self.seconds, 1e-9))
-        yield format_row("time", f"{self.seconds:.2f} s{read}" + (f", {rate}/s" if read else ""))
-
-    def _verdict(self) -> str:
-        failed = [check.name for check in self.checks if check.status == result.FAILED]
-        if failed:
-            return f"FAILED {', '.join(failed)}"
-        warned = sum(check.status == result.WARNED for check in self.checks)
-        warnings = f", {counted(warned, 'warning')}" if warned else ""
-        return f"passed the {self.mode} checks{warnings}"
 
 
 def verify(
@@ -162,6 +43,10 @@ def verify(
     options = options or VerifyOptions()
     began = time.perf_counter()
     sources = formats.as_paths(source)
+    if options.history:
+        from reshard.commands.verify.history import check_run
+
+        return check_run(sources, options, meter)
     check_page(options, sources)
     listed = _read_listed(options)
     if options.write_manifest:

@@ -1,0 +1,274 @@
+"""``verify --history``: the checkpoints of one run compared with one another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard import formats, keys
+from reshard.checks.opening import open_manifest
+from reshard.checks.result import Check
+from reshard.commands.lines import LISTED, format_row
+from reshard.commands.page import check_page, write_page
+from reshard.commands.reading import Meter, check_trust, open_progress
+from reshard.commands.verify.options import VerifyOptions
+from reshard.commands.verify.report import VerifyReport
+from reshard.errors import UsageError
+from reshard.files import SourceFiles
+from reshard.formats import registry, run
+from reshard.history.checks import History, check_history
+from reshard.history.groups import group_layers
+from reshard.history.movement import Movement, count_bytes, measure
+from reshard.history.tags import Tag
+from reshard.location import Location
+from reshard.tensors import first_difference
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
+    from reshard.manifest import Manifest
+
+_COLUMNS = ("checkpoint", "step", "updates", "lr", "moved", "change", "largest", "moments moved")
+
+
+@dataclass(slots=True, repr=False)
+class HistoryReport(VerifyReport):
+    """The result of `verify` with ``history``.
+
+    Args:
+        tags: for each checkpoint: name, number, step, updates, lr; and what changed since the one
+            before: the fractions of weights and of moments that moved, the root mean square of the
+            changes relative to that of the weights, and the largest change.
+        groups: layer group -> for each checkpoint but the first, the relative change per update.
+    """
+
+    tags: list[dict[str, Any]] = field(default_factory=list)
+    groups: dict[str, list[float | None]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one document with a stable schema."""
+        return {
+            **VerifyReport.to_json(self),
+            "history": True,
+            "checkpoints": self.tags,
+            "groups": self.groups,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report: the verdict, a table of checkpoints, and the checks."""
+        first, *rest = VerifyReport.lines(self)
+        yield first
+        yield from _format_table([_COLUMNS, *map(_format_tag, self.tags)])
+        yield from rest
+
+
+def check_run(
+    sources: Sequence[Path], options: VerifyOptions, meter: Meter | None = None
+) -> HistoryReport:
+    """Compare the checkpoints of a run with one another.
+
+    Args:
+        sources: the directory of the run, or one for each node.
+
+    Raises:
+        ReshardError: there is no run, or a file cannot be read.
+    """
+    began = time.perf_counter()
+    _refuse_options(options)
+    check_page(options, sources)
+    mode = "deep" if options.deep else "sampled"
+    report = HistoryReport(str(sources[0]), f"{mode} history", options.given())
+    history = _open(sources, options)
+    if history.tags:
+        origin = history.tags[-1].manifest.origin
+        report.format, report.detail = origin.format, origin.detail
+        _measure(history, options, meter)
+        report.tags = list(_describe_tags(history))
+        report.groups = _describe_groups(history)
+        report.bytes_read = sum(each.bytes_read for each in history.movements)
+    report.checks = check_history(history)
+    report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _build_page(report))
+    return report
+
+
+def _refuse_options(options: VerifyOptions) -> None:
+    """Refuse options that are about one checkpoint.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for flag, value in (
+        ("--tag", options.tag),
+        ("--write-manifest", options.write_manifest),
+        ("--against", options.against),
+        ("--ignore", options.ignore),
+    ):
+        if value:
+            raise UsageError(flag, "has no effect with --history", "leave it out")
+
+
+def _open(sources: Sequence[Path], options: VerifyOptions) -> History:
+    """Read the headers of all checkpoints of a run.
+
+    Raises:
+        UsageError: there are fewer than two.
+    """
+    found = run.list_checkpoints(Location.of(sources), lambda at: bool(registry.detect(at)))
+    if len(found) < 2:
+        raise UsageError(
+            sources[0],
+            f"has {len(found)} checkpoints with a number in their name; a history needs two",
+            "pass the directory of a run that keeps several checkpoints",
+        )
+    tags: list[Tag] = []
+    unreadable: dict[str, str] = {}
+    for number, place in found.items():
+        if place is None:
+            continue
+        name = _name(place, sources)
+        manifest = _read(place, options)
+        if isinstance(manifest, Check):
+            unreadable[name] = "; ".join(manifest.failures)
+        else:
+            tags.append(Tag(name, number, manifest))
+    interrupted = [number for number, place in found.items() if place is None]
+    return History(tags, (), unreadable, interrupted, options.deep)
+
+
+def _name(place: Location, sources: Sequence[Path]) -> str:
+    """Return the path of a checkpoint below the run."""
+    directory = str(place.directories[0])
+    above = next((f"{path}/" for path in sources if directory.startswith(f"{path}/")), "")
+    return directory.removeprefix(above)
+
+
+def _read(place: Location, options: VerifyOptions) -> Manifest | Check:
+    """Return a checkpoint of the run, or the check that failed when it was read."""
+    arguments = {**options.reader_arguments(), "tag": None}
+
+    def read() -> Manifest:
+        manifest = formats.read(place.directories, prove=False, **arguments)
+        check_trust(manifest, options.allow_pickle)
+        return manifest
+
+    manifest = open_manifest(read)
+    return manifest if isinstance(manifest, Check) else keys.edit(manifest, keys.Edits()).manifest
+
+
+def _measure(history: History, options: VerifyOptions, meter: Meter | None) -> None:
+    """Read the weights that all checkpoints have, and fill in their movements."""
+    tags = history.tags
+    shapes = [{fqn: entry.shape for fqn, entry in tag.weights.items()} for tag in tags]
+    names = [fqn for fqn, shape in shapes[-1].items() if all(s.get(fqn) == shape for s in shapes)]
+    names = [fqn for fqn in names if not any(fqn in tag.buffers for tag in tags)]
+    workers, _ = options.budget()
+    nbytes = count_bytes(tags, names, every_element=options.deep)
+    with open_progress(meter, nbytes) as progress:
+        history.movements = measure(
+            tags, names, every_element=options.deep, workers=workers, progress=progress
+        )
+    history.differs = lambda fqn: _differs(tags[0], tags[-1], fqn)
+
+
+def _differs(first: Tag, last: Tag, fqn: str) -> bool:
+    a, b = first.weights[fqn], last.weights[fqn]
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return True
+    with SourceFiles() as pool:
+        return first_difference(pool, a, b) is not None
+
+
+def _describe_tags(history: History) -> Iterator[dict[str, Any]]:
+    """Yield what each checkpoint states, and what changed since the one before."""
+    trained = history.trained
+    for number, tag in enumerate(history.tags):
+        rates = [rate for each in trained if (rate := tag.find_rate(each.fqn)) is not None]
+        known: dict[str, Any] = {
+            "name": tag.name,
+            "number": tag.number,
+            "step": tag.step,
+            "updates": tag.updates,
+            "lr": max(rates, default=None),
+        }
+        if number:
+            changes = [each.changes[number - 1] for each in trained]
+            known |= {
+                "moved": _divide(sum(c.moved for c in changes), sum(c.elements for c in changes)),
+                "change": _compare_size(trained, number),
+                "largest": _finite(max((c.largest for c in changes), default=0.0)),
+                "moments_moved": _divide(
+                    sum(c.momenta_moved for c in changes), sum(c.momenta for c in changes)
+                ),
+            }
+        yield known
+
+
+def _compare_size(movements: Sequence[Movement], number: int) -> float | None:
+    """Return the root mean square of changes, relative to that of the weights."""
+    changes = [each.changes[number - 1] for each in movements]
+    squares, sizes = (sum(c.squares for c in changes), sum(c.weight_squares for c in changes))
+    return _finite(sqrt(squares / sizes)) if sizes and isfinite(squares / sizes) else None
+
+
+def _describe_groups(history: History) -> dict[str, list[float | None]]:
+    """Return the relative change per update of each layer group, for each pair of checkpoints."""
+    groups = group_layers(each.fqn for each in history.trained)
+    members: dict[str, list[Movement]] = {}
+    for each in history.trained:
+        members.setdefault(groups[each.fqn], []).append(each)
+    found: dict[str, list[float | None]] = {name: [] for name in members}
+    for number, before, now in history.pairs():
+        updates = (now.updates or now.number) - (before.updates or before.number)
+        for name, movements in members.items():
+            size = _compare_size(movements, number + 1)
+            found[name].append(None if size is None else size / max(updates, 1))
+    return found
+
+
+def _divide(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+def _format_tag(tag: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        tag["name"],
+        _format(tag["step"], "d"),
+        _format(tag["updates"], "g"),
+        _format(tag["lr"], ".3g"),
+        _format(tag.get("moved"), ".1%"),
+        _format(tag.get("change"), ".2e"),
+        _format(tag.get("largest"), ".2e"),
+        _format(tag.get("moments_moved"), ".1%"),
+    )
+
+
+def _format(value: float | None, how: str) -> str:
+    return "-" if value is None else format(value, how)
+
+
+def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: the first column to the left, numbers to the right.
+
+    Of many checkpoints, the last ones are shown.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *rest = rows
+    if len(rest) > 2 * LISTED:
+        yield format_row("", f"the newest {2 * LISTED} of {len(rest)} (all of them with --json)")
+    for row in (head, *rest[-2 * LISTED :]):
+        cells = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        yield "  ".join([row[0].ljust(widths[0]), *cells])
+
+
+def _build_page(report: HistoryReport) -> Page:
+    from reshard.html import proof_pages
+
+    return proof_pages.remembered(report.to_json())

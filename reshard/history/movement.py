@@ -1,0 +1,362 @@
+"""What changed from each checkpoint of a run to the next, counted in the same elements of all.
+
+Every tensor is read in short runs, spread over it at positions that depend on its name alone; or as
+a whole. A run is read from all checkpoints, one after the other, so that memory depends neither on
+the model nor on the number of checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from reshard.derived import list_files
+from reshard.dtypes import FLOAT32, FLOAT64, DType
+from reshard.files import SourceFiles
+from reshard.history.tags import Tag
+from reshard.manifest import Entry
+from reshard.move.tiles import TileReader, find_reader
+from reshard.planning.copies import CopyPlanner
+from reshard.ranks.team import Progress, ignore_progress
+from reshard.threads import parallel_for
+from reshard.training.optimizers import MOMENTS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+_SAMPLED = 512  # elements of a tensor
+_FEWEST_RUNS, _MOST_RUNS = 4, 8  # of a tensor; more where more ranks store it
+_BLOCK = 1 << 18  # elements that are read at a time if all are read
+_MARGIN = 16  # roundings of a weight; an update below this many may leave its bits as they are
+_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}  # of a significand, stored
+
+
+@dataclass(slots=True)
+class Change:
+    """What changed in some elements from one checkpoint to the next.
+
+    Args:
+        elements: the number of elements that were compared.
+        moved: those whose weight has other bits.
+        expected: those that the optimizer's own state says must move: the update that it implies is
+            many times the rounding of the weight. Without such state, none.
+        expected_moved: those of them that moved.
+        momenta: elements whose first slot is not zero in the later checkpoint.
+        momenta_moved: those of them with other bits in any slot.
+        largest: the largest change of a weight.
+        largest_weight: the largest magnitude of a weight in both checkpoints.
+        squares: the sum of the squares of the changes.
+        weight_squares: the sum of the squares of the weights in the later checkpoint.
+    """
+
+    elements: int = 0
+    moved: int = 0
+    expected: int = 0
+    expected_moved: int = 0
+    momenta: int = 0
+    momenta_moved: int = 0
+    largest: float = 0.0
+    largest_weight: float = 0.0
+    squares: float = 0.0
+    weight_squares: float = 0.0
+
+    def add(self, other: Change) -> None:
+        """Add other elements of the same pair of checkpoints."""
+        self.elements += other.elements
+        self.moved += other.moved
+        self.expected += other.expected
+        self.expected_moved += other.expected_moved
+        self.momenta += other.momenta
+        self.momenta_moved += other.momenta_moved
+        self.largest = max(self.largest, other.largest)
+        self.largest_weight = max(self.largest_weight, other.largest_weight)
+        self.squares += other.squares
+        self.weight_squares += other.weight_squares
+
+
+@dataclass(slots=True)
+class Movement:
+    """The changes of one tensor over all checkpoints.
+
+    Args:
+        changes: from each checkpoint to the next.
+        jumps: the sum of squared changes from each checkpoint to the one after the next.
+        digests: for each checkpoint, a digest of the weights and slots that were read.
+        files: (number of the later checkpoint, name of the file in it) -> what changed in the
+            elements whose weight that file stores; and the same of slots.
+        not_finite: for each checkpoint, the number of weights that are infinite or NaN.
+    """
+
+    fqn: str
+    changes: list[Change]
+    jumps: list[float]
+    digests: list[str]
+    not_finite: list[int]
+    weight_files: dict[tuple[int, str], Change] = field(default_factory=dict)
+    slot_files: dict[tuple[int, str], Change] = field(default_factory=dict)
+    bytes_read: int = 0
+
+
+def measure(
+    tags: Sequence[Tag],
+    names: Sequence[str],
+    *,
+    every_element: bool,
+    workers: int,
+    progress: Progress = ignore_progress,
+) -> list[Movement]:
+    """Return the movements of weights, in the order of their names.
+
+    Args:
+        tags: the checkpoints, oldest first; each has the weights, all with one shape.
+        every_element: read everything, not a sample.
+
+    Raises:
+        ReshardError: a file cannot be read.
+    """
+    found: dict[str, Movement] = {}
+    with SourceFiles() as pool:
+
+        def measure_one(fqn: str) -> None:
+            series = _Series(tags, fqn, find_reader(pool))
+            for start, stop in list_runs(series.numel, series.parts, fqn, whole=every_element):
+                series.add(start, stop)
+            found[fqn] = series.finish()
+            progress(found[fqn].bytes_read)
+
+        parallel_for(names, lambda: measure_one, workers)
+    return [found[fqn] for fqn in names]
+
+
+def count_bytes(tags: Sequence[Tag], names: Sequence[str], *, every_element: bool) -> int:
+    """Return the number of bytes that `measure` reads."""
+    total = 0
+    for tag in tags:
+        for fqn in names:
+            read = [tag.weights[fqn], *tag.slots.get(fqn, {}).values()]
+            numel = read[0].numel if every_element else min(read[0].numel, _SAMPLED)
+            total += sum(numel * entry.dtype.itemsize for entry in read)
+    return total
+
+
+def list_runs(numel: int, parts: int, fqn: str, *, whole: bool) -> Iterator[tuple[int, int]]:
+    """Yield the runs of elements to read: all in blocks, or one at random in each equal part.
+
+    Args:
+        parts: the number of parts in which ranks store the tensor.
+        fqn: the name of the tensor, the seed of the positions.
+    """
+    if whole or numel <= _SAMPLED:
+        for start in range(0, numel, _BLOCK):
+            yield start, min(start + _BLOCK, numel)
+        return
+    count = min(max(parts, _FEWEST_RUNS), _MOST_RUNS)
+    length = _SAMPLED // count
+    chance = random.Random(fqn)  # noqa: S311 - the same positions in every run of the command
+    for number in range(count):
+        low, high = number * numel // count, (number + 1) * numel // count
+        start = chance.randrange(low, max(high - length, low) + 1)
+        yield start, min(start + length, numel)
+
+
+@dataclass(slots=True)
+class _Values:
+    """Elements of one checkpoint: a weight, and its slots."""
+
+    weight: Array
+    slots: dict[str, Array]
+
+
+class _Series:
+    """One tensor in all checkpoints, read run by run."""
+
+    def __init__(self, tags: Sequence[Tag], fqn: str, reader: TileReader) -> None:
+        self._tags, self._fqn, self._reader = tags, fqn, reader
+        self._weights = [tag.weights[fqn] for tag in tags]
+        self._planners = [
+            {
+                "": CopyPlanner(tag.weights[fqn]),
+                **{kind: CopyPlanner(entry) for kind, entry in tag.slots.get(fqn, {}).items()},
+            }
+            for tag in tags
+        ]
+        self._rates = [tag.find_rate(fqn) for tag in tags]
+        self.numel = self._weights[0].numel
+        self.parts = max(entry.layout.part_count for entry in self._weights)
+        self._digests = [hashlib.blake2b(digest_size=16) for _ in tags]
+        pairs = len(tags) - 1
+        self._found = Movement(
+            fqn,
+            [Change() for _ in range(pairs)],
+            [0.0] * max(pairs - 1, 0),
+            [],
+            [0] * len(tags),
+            defaultdict(Change),
+            defaultdict(Change),
+        )
+
+    def add(self, start: int, stop: int) -> None:
+        """Compare a run of elements in all checkpoints."""
+        import numpy as np
+
+        earlier: list[_Values] = []
+        for number in range(len(self._tags)):
+            now, pieces = self._read(number, start, stop)
+            finite = np.isfinite(now.weight)
+            self._found.not_finite[number] += int(finite.size - np.count_nonzero(finite))
+            if earlier:
+                self._compare(number, earlier[-1], now, pieces)
+            if len(earlier) > 1:
+                self._found.jumps[number - 2] += _sum_squares(now.weight, earlier[-2].weight)
+            earlier = [*earlier[-1:], now]
+
+    def finish(self) -> Movement:
+        """Return what was found."""
+        self._found.digests = [digest.hexdigest() for digest in self._digests]
+        return self._found
+
+    def _read(
+        self, number: int, start: int, stop: int
+    ) -> tuple[_Values, dict[str, list[tuple[slice, str]]]]:
+        """Return the elements of a checkpoint, and for each tensor which file stores which."""
+        values, pieces = {}, {}
+        for kind, planner in self._planners[number].items():
+            entry = self._weights[number] if not kind else self._tags[number].slots[self._fqn][kind]
+            values[kind], pieces[kind] = self._read_run(planner, entry, start, stop)
+            self._digests[number].update(values[kind].tobytes())
+        weight = values.pop("")
+        return _Values(weight, values), pieces
+
+    def _read_run(
+        self, planner: CopyPlanner, entry: Entry, start: int, stop: int
+    ) -> tuple[Array, list[tuple[slice, str]]]:
+        import numpy as np
+
+        dtype = _choose_dtype(entry)
+        size = dtype.itemsize
+        values = np.empty(stop - start, f"<f{size}")
+        copies = list(planner.plan_run(start, stop, dtype, 0))
+        self._reader.fill(copies, values.data.cast("B"))
+        self._found.bytes_read += len(values) * entry.dtype.itemsize
+        pieces = [
+            (slice(copy.target_offset // size, copy.target_offset // size + copy.numel), copy.file)
+            for copy in copies
+            if copy.is_run
+        ]
+        return values, pieces
+
+    def _compare(
+        self,
+        number: int,
+        before: _Values,
+        now: _Values,
+        pieces: dict[str, list[tuple[slice, str]]],
+    ) -> None:
+        """Count the changes of a run, of all elements and by the file that stores them."""
+        import numpy as np
+
+        moved = _differ(before.weight, now.weight)
+        expected = self._find_expected(number, now)
+        shared = [kind for kind in now.slots if kind in before.slots]
+        momenta = np.zeros(len(moved), bool)
+        momenta_moved = np.zeros(len(moved), bool)
+        if shared:
+            momenta = now.slots[_find_first(shared)] != 0
+            for kind in shared:
+                momenta_moved |= _differ(before.slots[kind], now.slots[kind])
+            momenta_moved &= momenta
+        found = self._found
+        flags = moved, expected, momenta, momenta_moved
+        found.changes[number - 1].add(_describe(before.weight, now.weight, flags))
+        for part, file in pieces[""]:
+            _tally(found.weight_files, number, file, [flag[part] for flag in flags])
+        if shared:
+            for part, file in pieces[_find_first(shared)]:
+                _tally(found.slot_files, number, file, [flag[part] for flag in flags])
+
+    def _find_expected(self, number: int, now: _Values) -> Array:
+        """Return the elements that must move, by the optimizer's state and the learning rate."""
+        import numpy as np
+
+        rate, slots = self._rates[number], now.slots
+        earlier = self._rates[number - 1]
+        if not slots or not rate or not earlier:
+            return np.zeros(len(now.weight), bool)
+        first = np.abs(slots[_find_first(list(slots))])
+        if set(MOMENTS) <= slots.keys():
+            with np.errstate(all="ignore"):
+                first = first / (np.sqrt(slots[MOMENTS[1]]) + 1e-8)
+        elif "momentum_buffer" not in slots:
+            return np.zeros(len(now.weight), bool)
+        rounding = np.abs(now.weight) * 2.0 ** -_BITS[self._weights[number].dtype.name]
+        flags: Array = first * min(rate, earlier) > np.maximum(rounding * _MARGIN, 1e-37)
+        return flags
+
+
+def _choose_dtype(entry: Entry) -> DType:
+    """Return the dtype to compare in, which has every value of the entry."""
+    return FLOAT64 if entry.dtype == FLOAT64 else FLOAT32
+
+
+def _find_first(kinds: Sequence[str]) -> str:
+    """Return the slot whose zeros show that an element has had no gradient."""
+    return next((kind for kind in (MOMENTS[0], "momentum_buffer") if kind in kinds), kinds[0])
+
+
+def _differ(before: Array, now: Array) -> Array:
+    """Return the elements whose bits differ."""
+    if before.dtype == now.dtype:
+        before, now = (values.view(f"<u{now.itemsize}") for values in (before, now))
+    flags: Array = before != now
+    return flags
+
+
+def _sum_squares(a: Array, b: Array) -> float:
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        difference = a.astype(np.float64) - b
+        return float(np.dot(difference, difference))
+
+
+def _describe(before: Array, now: Array, flags: Sequence[Array]) -> Change:
+    import numpy as np
+
+    change = _count(flags)
+    with np.errstate(all="ignore"):
+        wide = now.astype(np.float64)
+        difference = wide - before
+        change.largest = float(np.abs(difference).max(initial=0))
+        change.largest_weight = float(
+            max(np.abs(now).max(initial=0), np.abs(before).max(initial=0))
+        )
+        change.squares = float(np.dot(difference, difference))
+        change.weight_squares = float(np.dot(wide, wide))
+    return change
+
+
+def _count(flags: Sequence[Array]) -> Change:
+    import numpy as np
+
+    moved, expected, momenta, momenta_moved = flags
+    return Change(
+        elements=len(moved),
+        moved=int(np.count_nonzero(moved)),
+        expected=int(np.count_nonzero(expected)),
+        expected_moved=int(np.count_nonzero(expected & moved)),
+        momenta=int(np.count_nonzero(momenta)),
+        momenta_moved=int(np.count_nonzero(momenta_moved)),
+    )
+
+
+def _tally(
+    files: dict[tuple[int, str], Change], number: int, file: str, flags: Sequence[Array]
+) -> None:
+    files[number, PurePath(list_files(file)[0]).name].add(_count(flags))
