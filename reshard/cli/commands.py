@@ -70,10 +70,15 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
 @_quiet
 @_verbose
 def average(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
-    """Write the mean of the weights of several checkpoints.
+    r"""Write the mean of the weights of several checkpoints.
 
     Each SOURCE is a checkpoint, of any layout. DESTINATION is as in merge. With --last N, SOURCE is
     the directory of a run, and its newest N checkpoints are averaged.
+
+    \b
+    reshard average run/global_step900 run/global_step1000 fsdp_run/step-1000 model/
+    reshard average run/ model.safetensors --last 5 --dtype fp32
+    reshard average run/ model/ --last 10 --ema 0.8
     """
     from reshard.commands.average.command import average as run
     from reshard.commands.average.options import AverageOptions

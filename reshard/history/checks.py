@@ -370,12 +370,15 @@ def _check_unchanged(history: History) -> Check:
     ]
     if trained and len(still) == len(trained):
         return check  # `identical` or `weights` judges a run that stands still
-    names = [each.fqn for each in still if history.is_whole or not history.differs(each.fqn)]
-    if names:
-        check.warnings.append(
-            f"{counted(len(names), 'trained weight')} never changed: {some(names)}; the loss does"
-            " not reach them, or their gradients are lost"
-        )
+    kept = [each for each in still if history.is_whole or not history.differs(each.fqn)]
+    for has_state, why in (
+        (False, "they have no gradient, so the loss does not reach them"),
+        (True, "their updates are lost, or smaller than the rounding of their dtype"),
+    ):
+        names = [e.fqn for e in kept if any(c.momenta for c in e.changes) == has_state]
+        if names:
+            count = counted(len(names), "trained weight")
+            check.warnings.append(f"{count} never changed: {some(names)}; {why}")
     return check
 
 
