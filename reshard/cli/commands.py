@@ -141,10 +141,15 @@ def diff(a: Path, b: Path, **values: Any) -> None:
 @_quiet
 @_verbose
 def verify(sources: tuple[Path, ...], **values: Any) -> None:
-    """Check whether the checkpoint SOURCE is complete and sound.
+    r"""Check whether the checkpoint SOURCE is complete and sound.
 
-    The exit code is 0 if all checks pass, 1 if something is missing or different, 3 if a file is
-    corrupt, 5 if a file is unsafe.
+    With --history, check that each checkpoint of the run SOURCE is what training made of the one
+    before. The exit code is 0 if all checks pass, 1 if something is missing or different, 3 if a
+    file is corrupt, 5 if a file is unsafe.
+
+    \b
+    reshard verify run/ --deep
+    reshard verify run/ --history --html history.html
     """
     from reshard.commands.verify.command import verify as run
     from reshard.commands.verify.options import VerifyOptions
