@@ -116,8 +116,10 @@ class GroupedLinear(Whole):
     ) -> None:
         super().__init__()
         assert not told["bias"]
-        ranks = told["pg_collection"].expt_tp.size()
+        self.groups = told["pg_collection"]
+        ranks = self.groups.expt_tp.size()
         is_first = tp_comm_buffer_name == "fc1"  # the outputs are cut, of the second the inputs
+        self.cut = 0 if is_first else 1
         shape = (
             (output_size // ranks, input_size) if is_first else (output_size, input_size // ranks)
         )
@@ -125,11 +127,40 @@ class GroupedLinear(Whole):
             weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
             weight.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(f"weight{number}", weight)
+        self.register_load_state_dict_pre_hook(self._join_extra_states)
+
+    @staticmethod
+    def _join_extra_states(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Drop the states of all experts but the first, as ``merge_extra_states`` joins them."""
+        for number in range(1, len(list(module.parameters()))):
+            state.pop(f"{prefix}_extra_state{number}", None)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> Any:
         """Return the outputs of the tokens, which are in the order of their experts."""
         parts = zip(x.split(tokens_per_expert), self.parameters(), strict=True)
         return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts]), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """Return what ``_sharded_state_dict_grouped`` does (extensions/transformer_engine.py)."""
+        weights = list(self.parameters())
+        first, count = self.groups.ep.rank() * len(weights), self.groups.ep.size() * len(weights)
+        found = {}
+        for number, weight in enumerate(weights):
+            own = make_sharded_tensors_for_checkpoint(
+                {"weight": weight, "_extra_state": None},
+                prefix,
+                {"weight": self.cut},
+                (*sharded_offsets, (len(sharded_offsets), first + number, count)),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            for part in own.values():
+                part.replica_id = (*part.replica_id[:2], self.groups.expt_dp.rank())
+            found[f"{prefix}weight{number}"] = own[f"{prefix}weight"]
+            found[f"{prefix}_extra_state{number or ''}"] = own[f"{prefix}_extra_state"]
+        return found
 
 
 class FusedSpecProvider(LocalSpecProvider):

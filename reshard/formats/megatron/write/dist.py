@@ -1,11 +1,13 @@
 """``--ckpt-format torch_dist``: one DCP directory that any grid loads.
 
 Layers are stacked along a first dim, experts along a second; Megatron cuts when it loads. Layers
-that differ are not stacked but numbered. The optimizer is in the form that every grid loads, which
+that differ are not stacked but numbered. The segments of a fused parameter are tensors of their
+own. The optimizer is in the form that every grid loads, which
 is ``fully_reshardable`` for the distributed one.
 
 Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py`` and
-``core/transformer/moe/experts.py`` (``sharded_state_dict``), ``core/optimizer/optimizer.py`` and
+``core/transformer/moe/experts.py`` (``sharded_state_dict``), ``core/ssm/mamba_mixer.py`` and
+``gated_delta_net.py`` (``_split_tensor_factory``), ``core/optimizer/optimizer.py`` and
 ``distrib_optimizer.py`` (``sharded_state_dict``, ``sharded_param_state_fully_reshardable``),
 ``training/checkpointing.py`` (``_build_sharded_state_dict_metadata``, ``load_checkpoint``).
 """
@@ -20,7 +22,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from reshard.box import Index, intersect, whole
+from reshard.box import Box, Index, intersect, whole
 from reshard.chunks import Chunk
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import Slot
@@ -42,7 +44,8 @@ from reshard.state_dict.torch_state_dict import Value
 _LAYERS = re.compile(r"decoder\.layers\.\d+\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _LINEAR = re.compile(
-    r"(.*(?:eh_proj|linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)))\.(?:weight|bias)"
+    r"(.*(?:eh_proj|\.(?:in|out)_proj|linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)))"
+    r"\.(?:weight|bias)(?:\.\w+)?"
 )
 _INPUT = re.compile(r"\.self_attention\.(?:linear_qkv|linear_kv_up_proj)$")
 _RENAMED = re.compile(r"\.(?:input|pre_mlp)_layernorm\.")
@@ -106,11 +109,17 @@ def _add_optimizer(choice: Resolved, stacks: _Stacks) -> None:
 
 @dataclass(slots=True)
 class _Stack:
-    """Tensors that one tensor of the directory holds, by their position in it."""
+    """Tensors that one tensor of the directory holds, by their position in it.
+
+    Args:
+        shape: shape of each.
+        row: the row of each weight at which the tensor begins: that of a segment.
+    """
 
     kind: str
     dtype: DType
     shape: Index
+    row: int = 0
     members: dict[Index, Entry] = field(default_factory=dict)
 
     @property
@@ -145,27 +154,24 @@ class _Stacks:
         self._places = choice.places
         self._alike = _is_homogeneous(choice.weights, choice.places.layers)
         self._te = choice.wanted.dialect == "te"
+        self._hybrid = bool(choice.args.get("hybrid_override_pattern"))
 
     def add(self, prefix: str, known: KnownWeight, entry: Entry, dtype: DType) -> None:
-        """Add a tensor at its position in its stack."""
-        if known.found.rule.segments:
-            raise UnsupportedError(
-                entry.fqn,
-                f"has {', '.join(known.found.rule.segments)} in one, which torch_dist stores apart",
-                "write --ckpt-format torch",
-            )
+        """Add a tensor, or each of its segments, at its position in its stack."""
         key = prefix + self.key(known)
-        stack = self._stacks.get(key)
-        if stack is None:
-            stack = self._stacks[key] = _Stack(entry.kind, dtype, known.shape)
-        if (stack.shape, stack.dtype) != (known.shape, dtype):
-            raise UnsupportedError(
-                entry.fqn,
-                f"is {dtype.name} {known.shape}, others of {key!r} are {stack.dtype.name}"
-                f" {stack.shape}: torch_dist stacks like tensors only",
-                "write --ckpt-format torch",
-            )
-        stack.members[self._place(known)] = entry
+        for ending, row, rows in _list_segments(known):
+            shape = known.shape if rows is None else (rows, *known.shape[1:])
+            stack = self._stacks.get(key + ending)
+            if stack is None:
+                stack = self._stacks[key + ending] = _Stack(entry.kind, dtype, shape, row)
+            if (stack.shape, stack.dtype) != (shape, dtype):
+                raise UnsupportedError(
+                    entry.fqn,
+                    f"is {dtype.name} {shape}, others of {key + ending!r} are {stack.dtype.name}"
+                    f" {stack.shape}: torch_dist stacks like tensors only",
+                    "write --ckpt-format torch",
+                )
+            stack.members[self._place(known)] = entry
 
     def values(self) -> Iterator[tuple[str, Value]]:
         """Yield each stack as one tensor."""
@@ -201,10 +207,16 @@ class _Stacks:
 
     def extra_states(self) -> Iterator[str]:
         """Yield the keys of modules' extra states: an object for each layer and expert."""
+        if self._hybrid:  # GPTModel removes it from what it saves, MambaModel does not
+            yield "output_layer._extra_state/shard_0_1"
+        done = set()
         for key, stack in self._stacks.items():
             match = _LINEAR.fullmatch(key)
-            if key.startswith("optimizer.") or match is None or not key.endswith(".weight"):
+            if key.startswith("optimizer.") or match is None or f"{match[1]}.weight" not in key:
                 continue
+            if match[1] in done:  # by another segment
+                continue
+            done.add(match[1])
             extents = stack.full()[: stack.dims] or (1,)
             modules = [match[1]]
             if self._te and _INPUT.search(match[1]):
@@ -230,17 +242,41 @@ class _Stacks:
                     own = list(moves.take_slice(own, number))
                 key = entry.kind, entry.fqn
                 entries.setdefault(key, replace(entry, dtype=stack.dtype, chunks=()))
-                chunks.setdefault(key, []).extend(_crop(own, entry.shape))
+                chunks.setdefault(key, []).extend(_crop(own, entry.shape, stack.row))
         unstacked = tuple(replace(e, chunks=tuple(chunks[key])) for key, e in entries.items())
         return Skeleton(skeleton.files, unstacked, skeleton.checksums)
 
 
-def _crop(chunks: Sequence[Chunk], shape: Index) -> Iterator[Chunk]:
-    """Yield the chunks without what is past a tensor's end: padding, which is zero."""
+def _crop(chunks: Sequence[Chunk], shape: Index, row: int) -> Iterator[Chunk]:
+    """Yield the chunks in a tensor, without what is past its end: padding, which is zero.
+
+    Args:
+        row: the tensor's row that is the first of the chunks'.
+    """
     for chunk in chunks:
-        common = intersect(chunk.box, whole(shape)) if chunk.box.volume else None
+        box = _shift(chunk.box, row) if row else chunk.box
+        common = intersect(box, whole(shape)) if box.volume else None
         if common is not None:
             yield replace(chunk, box=common)
+
+
+def _shift(box: Box, rows: int) -> Box:
+    return Box((box.origin[0] + rows, *box.origin[1:]), box.shape)
+
+
+def _list_segments(known: KnownWeight) -> Iterator[tuple[str, int, int | None]]:
+    """Yield the ending of each tensor that stores a weight, its first row and number of rows.
+
+    One tensor stores a weight without segments: all of its rows (None).
+    """
+    names, parts = known.found.rule.segments, known.split.parts
+    if not names:
+        yield "", 0, None
+        return
+    unit, row = known.shape[0] // sum(parts), 0
+    for name, part in zip(names, parts, strict=True):
+        yield f".{name}", row, part * unit
+        row += part * unit
 
 
 def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
