@@ -7,6 +7,7 @@ options, output_options
 reading     opening a source that tensors are read from
 output, output_report
             converting and writing a checkpoint, checks of the output, and its report
+forecast    memory, disk and time of a dry run
 existing_output
             comparison of a planned output with files that are there already
 unwritten   planning of an output whose files are read without being written

@@ -43,6 +43,7 @@ from reshard.ranks.team import (
 )
 
 if TYPE_CHECKING:
+    from reshard.commands.forecast import Forecast
     from reshard.html.page import Page
 
 R = TypeVar("R", bound=OutputReport)
@@ -120,12 +121,30 @@ def convert(
                 written = write(job, output, options, meter)
                 report.add_result(written, verified=options.verify)
                 report.seconds = time.perf_counter() - began
+            else:
+                report.forecast = forecast_job(job, output, options)
             write_page(
                 options,
                 lambda: build_page(report.to_json(), job.shown, job.skeleton),
                 written=report.destination if report.done else "",
             )
     return report
+
+
+def forecast_job(job: Job[R], output: Path, options: OutputOptions) -> Forecast:
+    """Forecast the memory, disk and time of writing a planned output."""
+    from reshard.commands.forecast import forecast
+
+    workers, _ = options.budget()
+    return forecast(
+        job.manifest.files.values(),
+        output,
+        bytes_read=job.report.bytes_read,
+        bytes_written=job.skeleton.nbytes,
+        buffer_bytes=2 * workers * job.plan.window_bytes,
+        workers=workers,
+        verify=options.verify,
+    )
 
 
 def is_single_file(destination: str | Path) -> bool:

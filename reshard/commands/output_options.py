@@ -110,7 +110,10 @@ class OutputOptions(ValueOptions):
         shapes_output=False,
     )
     dry_run: bool = option(
-        False, "Print the plan and write nothing.", group="Output", shapes_output=False
+        False,
+        "Print the plan with a forecast of memory, disk and time; write no output.",
+        group="Output",
+        shapes_output=False,
     )
     team: Team = ALONE  # the processes that share the work
 

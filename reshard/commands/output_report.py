@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from reshard import units
 from reshard.commands.balance import count_leaves
+from reshard.commands.forecast import Forecast
 from reshard.commands.lines import Report, format_list, format_row, format_timing
 from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts
@@ -53,6 +54,7 @@ class OutputReport(Report):
     bytes_written: int = 0
     resumed_bytes: int = 0  # of those, written by an interrupted run
     seconds: float = 0.0
+    forecast: Forecast | None = None  # of a dry run
 
     def to_json(self) -> dict[str, Any]:
         """Return one document with a stable schema."""
@@ -85,12 +87,14 @@ class OutputReport(Report):
         return format_list("identity", [str(self.identity)] if self.identity else [])
 
     def _list_timing(self) -> Iterator[str]:
-        """Yield what an interrupted run had written, and how long writing took."""
+        """Yield what an interrupted run had written, and how long writing took or would take."""
         if self.resumed_bytes:
             size = units.show_bytes(self.resumed_bytes)
             yield format_row("resumed", f"{size} of an interrupted run")
         if self.done and not self.already_there:
             yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
+        if self.forecast is not None:
+            yield format_row("forecast", self.forecast.describe())
 
 
 def list_values(counts: Mapping[str, int]) -> list[str]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard import formats, units
+from reshard.commands.forecast import Forecast
 from reshard.commands.lines import Report, format_row
 from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, UsageError
 from reshard.manifest import MASTER, PARAM, Manifest
 from reshard.model_parallel.sizes import parse_mesh
 from reshard.options import option
@@ -139,6 +141,7 @@ class PlanReport(Report):
     micro_batch: int  # the largest that fits with the chosen strategy
     advice: list[Advice]
     next_steps: list[str] = field(default_factory=list)
+    split: Forecast | None = None  # of the split of a source for the chosen strategy
     notes: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)  # those that were given
     written: str = ""
@@ -173,6 +176,7 @@ class PlanReport(Report):
             },
             "advice": [asdict(each) for each in self.advice],
             "next_steps": self.next_steps,
+            "split": None if self.split is None else asdict(self.split),
             "notes": self.notes,
             "written": self.written,
         }
@@ -276,7 +280,7 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
         ReshardError: the source cannot be read, or the options contradict each other.
     """
     options = options or PlanOptions()
-    paths = formats.as_paths(source) if source else ()
+    paths: Sequence[Path] = formats.as_paths(source) if source else ()
     check_page(options, paths)
     _check_written(options, paths)
     manifest = formats.read(paths, **options.reader_arguments()) if paths else None
@@ -291,6 +295,9 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
     largest = fit_micro_batch(
         choice.row.strategy, model, cluster, training, checkpointing=choice.checkpointing
     )
+    steps, split = (
+        _continue_run(manifest, paths[0], choice, cluster, training) if manifest else ([], None)
+    )
     report = PlanReport(
         model=model,
         cluster=cluster,
@@ -300,7 +307,8 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
         micro_batch=largest,
         advice=advise(model, cluster, training, choice),
         notes=[*model.notes, *_describe_assumptions(training)],
-        next_steps=_describe_next(paths[0], choice, cluster, training) if paths else [],
+        next_steps=steps,
+        split=split,
         options=options.given(),
     )
     if options.write is not None:
@@ -426,22 +434,47 @@ def _describe_assumptions(training: Training) -> list[str]:
     return notes
 
 
-def _describe_next(source: Path, choice: Choice, cluster: Cluster, training: Training) -> list[str]:
-    """Return how a run goes on with the chosen strategy: by a split, or by loading it live."""
+def _continue_run(
+    manifest: Manifest, source: Path, choice: Choice, cluster: Cluster, training: Training
+) -> tuple[list[str], Forecast | None]:
+    """Return how a run goes on with the chosen strategy: by a split, or by loading it live.
+
+    Returns:
+        Lines for the report, and the forecast of the split.
+    """
     strategy = choice.row.strategy
-    grid = "".join(f" --{a} {n}" for a in ("tp", "pp", "ep") if (n := getattr(training, a)) > 1)
-    target = f"{source}-{strategy.name}-{cluster.world}"
     if strategy.framework == "deepspeed":
-        to = f"--to deepspeed --zero-stage {strategy.stage}"
+        to: dict[str, Any] = {"to": "deepspeed", "zero_stage": strategy.stage}
         live = f'reshard.deepspeed.load_checkpoint(engine, "{source}")'
     else:
-        to = "--to dcp"
+        to = {"to": "dcp"}
         reader = f'reshard.dcp.StorageReader("{source}")'
         live = f"torch.distributed.checkpoint.load(state, storage_reader={reader})"
-    return [
-        f"reshard split {source} {target} {to} --world-size {cluster.world}{grid}",
-        f"or load it without writing: {live}",
-    ]
+    to |= {"world_size": cluster.world} if training.tp * training.pp * training.ep == 1 else {}
+    to |= {axis: size for axis in ("tp", "pp", "ep") if (size := getattr(training, axis)) > 1}
+    target = f"{source}-{strategy.name}-{cluster.world}"
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in to.items())
+    line = f"reshard split {quote(str(source))} {quote(target)} {flags}"
+    steps = [f"or load it without writing: {live}"]
+    try:
+        expected = _forecast_split(manifest, as_path(target), to)
+    except ReshardError as error:
+        return [f"{line} is refused: {error}", *steps], None
+    return [line, f"it takes {expected.describe()}", *steps], expected
+
+
+def _forecast_split(manifest: Manifest, target: Path, chosen: dict[str, Any]) -> Forecast:
+    """Plan a split as its command does, and forecast it.
+
+    Raises:
+        ReshardError: the run cannot be written so.
+    """
+    from reshard.commands.output import forecast_job
+    from reshard.commands.split.command import plan_split
+    from reshard.commands.split.options import SplitOptions
+
+    options = SplitOptions(**chosen)
+    return forecast_job(plan_split(manifest, target, options), target, options)
 
 
 def _write(report: PlanReport, options: PlanOptions, manifest: Manifest | None) -> None:

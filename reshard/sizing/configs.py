@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
 from reshard.errors import UsageError
@@ -109,7 +110,7 @@ def build_trainer_arguments(
         "fp16": training.precision == "fp16",
     }
     if strategy.stage == 0:
-        return {**arguments, "gradient_checkpointing": choice.checkpointing}
+        return arguments | ({"gradient_checkpointing": True} if choice.checkpointing else {})
     sharding = "hybrid_shard" if strategy.within_node else "full_shard"
     settings: dict[str, Any] = {
         "version": 1 if strategy.within_node else 2,
@@ -221,7 +222,7 @@ def format_command(
     words = [word for pair in flags.items() for word in map(str, pair)]
     if choice.checkpointing:
         words.append("--activation-checkpointing")
-    return f"{_format_launcher(cluster)} {' '.join(map(_quote, words))}\n"
+    return f"{_format_launcher(cluster)} {' '.join(map(quote, words))}\n"
 
 
 def _format_launcher(cluster: Cluster) -> str:
@@ -231,12 +232,6 @@ def _format_launcher(cluster: Cluster) -> str:
         f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus}"
         ' --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:29500" -m trainer'
     )
-
-
-def _quote(word: str) -> str:
-    from shlex import quote
-
-    return quote(word)
 
 
 def _refuse_grid(training: Training, what: str, *, allows_ep: bool = False) -> None:

@@ -16,6 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from reshard.sizing.choice import choose_named
+from reshard.sizing.configs import build_deepspeed
+from reshard.sizing.families import count_config
+from reshard.sizing.setup import Cluster, Training
+from reshard.sizing.strategies import forecast
 from tests.judges.memory_cases import BUCKET, CASES, CONFIG, SEQ_LEN, Case
 from tests.judges.ranks import Job, join_group, serve
 
@@ -42,10 +47,24 @@ def _loss(model: Any) -> Tensor:
     return loss
 
 
+def _write_config(case: Case) -> dict[str, Any]:
+    """Return the configuration that `reshard plan` writes, as one that DeepSpeed must accept."""
+    cluster = Cluster(case.world, 10**12)
+    # Stage 1 reduces gradients at the end of an accumulation, and keeps all of them until then.
+    steps = 2 if case.strategy == "zero1" else 1
+    training = Training(
+        precision=case.precision,  # type: ignore[arg-type]
+        seq_len=SEQ_LEN,
+        global_batch=steps * case.world,
+    )
+    rows = forecast(count_config(CONFIG, "config"), cluster, training)
+    return build_deepspeed(choose_named(rows, case.strategy, cluster), cluster, training)
+
+
 def _start_deepspeed(case: Case) -> Step:
     model = _build(case)
-    zero: dict[str, Any] = {
-        "stage": int(case.strategy[4]),
+    config = _write_config(case)
+    config["zero_optimization"] |= {
         "overlap_comm": False,
         "reduce_bucket_size": BUCKET,
         "allgather_bucket_size": BUCKET,
@@ -54,16 +73,7 @@ def _start_deepspeed(case: Case) -> Step:
         "stage3_max_live_parameters": BUCKET,
         "stage3_max_reuse_distance": BUCKET,
     }
-    if "offload" in case.strategy:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if case.strategy == "zero3-offload":
-        zero["offload_param"] = {"device": "cpu"}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": case.precision == "bf16"},
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-    }
+    config["zero_force_ds_cpu_optimizer"] = False  # it would be compiled
     optimizer = torch.optim.AdamW(_trained(model), 1e-3)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
     return lambda: engine.backward(_loss(engine)), engine.step
@@ -127,8 +137,9 @@ def _work(job: Job, rank: int) -> None:
     before = _count_bytes()
     start = _start_deepspeed if case.strategy.startswith("zero") else _start_torch
     backward, step = start(case)
-    backward()
-    step()
+    for _ in range(2):  # the optimizer has its state after one step, of two micro batches at most
+        backward()
+        step()
     backward()
     counted = _count_bytes() - before
     every: list[Any] = [None] * job.world

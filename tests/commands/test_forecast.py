@@ -1,0 +1,67 @@
+"""The forecast of a dry run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import reshard
+from reshard.commands import forecast as forecasts
+from reshard.manifest import SourceFile
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save({f"layers.{n}.weight": torch.randn(256, 256) for n in range(8)}, path)
+    return path
+
+
+def test_a_dry_run_forecasts_memory_disk_and_time(source, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    target = tmp_path / "model.safetensors"
+    report = reshard.merge(source, target, dtype="bf16", dry_run=True)
+    assert sorted(tmp_path.iterdir()) == before
+    forecast = report.forecast
+    assert forecast.bytes_read == 8 * 256 * 256 * 4
+    assert forecast.disk == forecast.bytes_written == report.bytes_written
+    assert forecast.disk_free > forecast.disk
+    assert min(forecast.read_rate, forecast.write_rate, forecast.verify_rate) > 0
+    assert 0 < forecast.seconds < 60
+    assert any(line.startswith("forecast    about ") for line in report.lines())
+    assert report.to_json()["forecast"]["disk"] == forecast.disk
+    done = reshard.merge(source, target, dtype="bf16")
+    assert done.forecast is None
+    assert target.stat().st_size == forecast.disk
+
+
+def test_a_split_has_a_forecast(source, tmp_path):
+    report = reshard.split(
+        source, tmp_path / "out", to="dcp", world_size=2, init_optimizer="none", dry_run=True
+    )
+    assert report.forecast.bytes_written == report.bytes_written
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_are_spread_over_all_files():
+    files = [SourceFile("a", 300 << 20), SourceFile("b", 0), SourceFile("c", 100 << 20)]
+    blocks = list(forecasts._choose_blocks(files))
+    assert 60 <= len(blocks) <= 65
+    assert {path for path, _, _ in blocks} == {"a", "c"}
+    sizes = {file.path: file.nbytes for file in files}
+    assert all(offset + nbytes <= sizes[path] for path, offset, nbytes in blocks)
+    small = list(forecasts._choose_blocks([SourceFile("x", 10), SourceFile("y", 20)]))
+    assert small == [("x", 0, 10)]
+
+
+def test_without_a_rate_the_time_is_not_known():
+    known = forecasts.Forecast(1, 2, None, 3, 4, 1.0, None, None, None)
+    assert known.describe().startswith("time not known; memory 1 B, disk 2 B, reads 3 B at 1 B/s")
+    assert replace(known, seconds=3700.0).describe().startswith("about 1 h 1 min")
+
+
+def test_a_destination_that_cannot_be_written_has_no_rate(tmp_path):
+    assert forecasts._probe_destination(None, 5) == (None, None)
+    assert forecasts._probe_destination(tmp_path / "absent", 5) == (None, None)
