@@ -1,7 +1,8 @@
 """A minimal sharded trainer: ZeRO 0-3 and FSDP, per-rank checkpoints, bit-exact resume.
 
-It writes what DeepSpeed and PyTorch write, and imports neither DeepSpeed nor ``reshard``. One
-evening's reading is ``core``, in the order of its docstring. The rest adapts it to other programs:
+It writes what DeepSpeed and PyTorch write, and imports neither DeepSpeed nor ``reshard``, except
+for the formulas of ``--auto``. One evening's reading is ``core``, in the order of its docstring.
+The rest adapts it to other programs:
 
 ================================  ================================================================
 core/                             the loop, the data, the model, ddp, ZeRO 1 to 3, FSDP
@@ -11,6 +12,7 @@ engines/                          engines that adapt other programs: FSDP 1, Dee
 parallel/                         a model cut by tensor, by pipeline stage, by expert
 checkpoint/                       files in the layouts of DeepSpeed, FSDP and Megatron-LM
 config/                           ds_config.json, accelerate.yaml and config.json, read
+auto                              --auto: the first strategy that fits the memory
 settings, resolve                 every option once; derived values and contradictions
 cli, launch, session              flags; one process becomes N; one run on one rank
 process_group, environment        join the other ranks; what the launcher has set

@@ -126,6 +126,11 @@ _ACTIONS = [
         help="print the memory of each ZeRO stage, predicted and measured, and exit",
     ),
     click.Option(
+        ["--auto"],
+        is_flag=True,
+        help="choose the first strategy whose memory fits the ranks of this machine",
+    ),
+    click.Option(
         ["--version"],
         is_flag=True,
         is_eager=True,
@@ -184,6 +189,7 @@ def _start(
     ignore_unknown: bool,
     print_config: bool,
     report_memory: bool,
+    auto: bool,
     **flags: Any,
 ) -> None:
     """Resolve the settings, then train in this process or on new ranks."""
@@ -204,6 +210,7 @@ def _start(
     if report_memory:  # the prediction is for gradients as wide as the parameters
         precision = choices.values.get("precision", Settings.precision)
         choices.assume("grad_dtype", precision, "--report-memory")
+    arguments = _choose_strategy(choices, world, ctx.obj) if auto else ctx.obj
     settings = _resolve_settings(choices, world)
     _note_ineffective(choices, settings)
     if choices.notes and environment.should_print_settings():
@@ -213,7 +220,35 @@ def _start(
             shown = {**dataclasses.asdict(settings), "origins": choices.origins}
             click.echo(json.dumps(shown, indent=2))
         return
-    ctx.exit(launch.start(settings, ctx.obj, "memory.report" if report_memory else "session.run"))
+    ctx.exit(launch.start(settings, arguments, "memory.report" if report_memory else "session.run"))
+
+
+def _choose_strategy(choices: Choices, world: int | None, arguments: list[str]) -> list[str]:
+    """Add what --auto chooses to the choices, and return the command line with it, for the ranks.
+
+    One process decides: ranks that looked at the memory themselves could decide differently.
+    """
+    if world is not None:
+        raise SettingsError(
+            "--auto chooses before the ranks start, and a launcher has started them",
+            "run python -m trainer --auto --print-config --nproc N once, and give the launcher's"
+            " command its --strategy",
+        )
+    from trainer import auto
+
+    chosen = choices.values
+    nproc = chosen.get("nproc", Settings.nproc)
+    names = [field.name for field in dataclasses.fields(Settings)]
+    stated = {name: each.value for name in names if (each := choices.stated(name))}
+    picked = auto.pick(chosen, stated, nproc)
+    click.echo(f"auto: {picked.reason}", err=True)
+    words = [word for word in arguments if word != "--auto"]
+    for name, value in picked.values.items():
+        if choices.stated(name) is None:
+            choices.state(name, value, "--auto")
+            flag = "--" + name.replace("_", "-")
+            words += [flag, value] if isinstance(value, str) else [flag] if value else []
+    return words
 
 
 def _note_ineffective(choices: Choices, settings: Settings) -> None:

@@ -21,6 +21,7 @@ LAYERS = (
     ("checkpoint.saving", "checkpoint.background", "export", "log", "memory"),
     ("session",),
     ("config", "launch", "resolve"),
+    ("auto",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,227 @@
+"""``--auto``: the first strategy whose memory fits the ranks of this machine.
+
+Bytes of model state are `memory.predict`'s; activations are those of ``reshard.sizing``, which is
+imported here and nowhere else in this package: the formulas have one home, and no part of the
+trainer that writes or reads a checkpoint depends on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import SettingsError
+from trainer.resolve import resolve
+from trainer.settings import Settings
+
+_MARGIN = 0.1
+"""Part of a rank's memory that is left free for the framework and fragmentation."""
+
+_MEMORY = Path("/proc/meminfo")
+_LIMITS = (  # of a container, by cgroup version 2 and 1
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The settings that --auto chose, and why."""
+
+    values: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the forecast needs of the model, for one rank and one micro batch."""
+
+    numel: int
+    largest_layer: int
+    vocab: int
+    saved: int
+    recomputed: int
+
+
+def pick(chosen: Mapping[str, Any], stated: Mapping[str, Any], nproc: int) -> Picked:
+    """Return the first strategy that fits, without offload first.
+
+    Args:
+        chosen: all settings that are not defaults.
+        stated: those of them that the user states, which --auto keeps.
+
+    Raises:
+        SettingsError: none fits, or the settings cut the model.
+    """
+    base = resolve({**chosen, "strategy": stated.get("strategy", "ddp")}, nproc)
+    if base.grid.cuts_model:
+        raise SettingsError(
+            f"--auto chooses among data-parallel strategies, and the ranks are {base.grid}",
+            "use --tp 1 --pp 1 --ep 1, or leave out --auto and give --strategy",
+        )
+    device = _find_device(base.device)
+    available = find_memory(device, nproc)
+    sizes = _measure(base)
+    tried: list[str] = []
+    for values in _list_candidates(device, base):
+        if any(stated.get(name, value) != value for name, value in values.items()):
+            continue
+        try:
+            settings = resolve({**chosen, **values}, nproc)
+        except SettingsError:  # contradicts another setting
+            continue
+        needed = _forecast(settings, sizes, available)
+        name = _describe(settings)
+        if needed <= available:
+            before = f"; {', '.join(tried)}" if tried else ""
+            reason = f"{name} is the first that fits: {_gb(needed)} of {_gb(available)} a rank"
+            return Picked(values, reason + before)
+        tried.append(f"{name} needs {_gb(needed)}")
+    if not tried:
+        raise SettingsError(
+            f"--auto chooses among ddp, zero1, zero2 and zero3, not {base.strategy}",
+            "leave out --strategy or --auto",
+        )
+    raise SettingsError(
+        f"no strategy fits {_gb(available)} a rank: {', '.join(tried)}",
+        "use more ranks, a smaller --micro-batch (and more --accumulation) or --seq-len",
+    )
+
+
+def _list_candidates(device: str, base: Settings) -> Iterator[dict[str, Any]]:
+    """Yield settings in the order of their cost in speed.
+
+    ddp and ZeRO 1 and 2 move as many bytes, ZeRO 3 half as many again. Recomputation costs a third
+    of the computation, and offload costs more. On a CPU there is nothing to offload to.
+    """
+    strategies = ("ddp", "zero1", "zero2", "zero3")
+    for checkpointing in sorted({base.activation_checkpointing, True}):
+        for strategy in strategies:
+            yield {"strategy": strategy, "activation_checkpointing": checkpointing}
+    if device == "cuda":
+        for strategy, param in (("zero2", "none"), ("zero3", "none"), ("zero3", "cpu")):
+            yield {
+                "strategy": strategy,
+                "activation_checkpointing": True,
+                "offload_optimizer": "cpu",
+                "offload_param": param,
+            }
+
+
+def _describe(settings: Settings) -> str:
+    parts = [settings.strategy]
+    if settings.offload_optimizer != "none":
+        parts.append("offload")
+    if settings.offload_param != "none":
+        parts.append("of parameters, too")
+    if settings.activation_checkpointing:
+        parts.append("with activation checkpointing")
+    return " ".join(parts)
+
+
+def _measure(settings: Settings) -> _Sizes:
+    """Count the parameters of the model, and the bytes that its forward pass saves."""
+    from reshard.sizing.setup import Training
+    from reshard.sizing.share import take_share
+    from reshard.sizing.sources import count_shapes
+    from trainer.config.huggingface import load_model_config
+    from trainer.core.model import build_model
+
+    model = build_model(dataclasses.replace(settings, activation_checkpointing=False), meta=True)
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    config = load_model_config(settings).to_dict()
+    sizes = count_shapes(shapes, settings.model, config)
+    training = Training(
+        precision=settings.precision,  # type: ignore[arg-type] # the same names
+        seq_len=settings.seq_len,
+        micro_batch=settings.micro_batch,
+    )
+    share = take_share(sizes, training)
+    layer = max(sizes.largest_block, share.outside)
+    return _Sizes(sizes.numel, layer, sizes.vocab, share.saved_bytes, share.recomputed_bytes)
+
+
+def _forecast(settings: Settings, sizes: _Sizes, available: int) -> int:
+    """Return the bytes of one rank: model state, activations, logits, gathered layers, margin."""
+    from trainer.memory import BYTES, predict
+
+    state = predict(settings, sizes.numel)
+    size = BYTES[settings.precision]
+    optimizer = 0 if settings.offload_optimizer != "none" else state.optimizer
+    parameters = 0 if settings.offload_param != "none" else state.parameters
+    activations = sizes.recomputed if settings.activation_checkpointing else sizes.saved
+    tokens = settings.seq_len * settings.micro_batch
+    logits = tokens * sizes.vocab * (size + 12)  # log-softmax and two gradients in float32
+    gathered = 2 * size * sizes.largest_layer if settings.zero_stage == 3 else 0
+    states = parameters + state.gradients + optimizer + state.accumulators
+    return states + activations + logits + gathered + round(_MARGIN * available)
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g} GB"
+
+
+def _find_device(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda" if _list_gpus() else "cpu"
+
+
+def find_memory(device: str, nproc: int) -> int:
+    """Return the bytes that one of ``nproc`` ranks of this machine may use.
+
+    Raises:
+        SettingsError: the memory cannot be found out, or there are fewer GPUs than ranks.
+    """
+    if device == "cuda":
+        gpus = _list_gpus()
+        if len(gpus) < nproc:
+            raise SettingsError(
+                f"there are {len(gpus)} GPUs for {nproc} ranks", "use a smaller --nproc"
+            )
+        return min(gpus[:nproc])
+    limits = [_read_available(), *map(_read_limit, _LIMITS)]
+    known = [each for each in limits if each]
+    if not known:
+        raise SettingsError(
+            "the free memory of this machine is not known: there is no /proc/meminfo",
+            "leave out --auto, and give --strategy",
+        )
+    return min(known) // nproc
+
+
+def _list_gpus() -> list[int]:
+    """Return the free bytes of each GPU; `nvidia-smi` uses no memory on them, as torch would."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = ["-i", visible] if visible else []
+    query = ["nvidia-smi", *which, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(  # noqa: S603 - a fixed program, and GPUs as CUDA names them
+            query, capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):  # no GPU of NVIDIA here
+        return []
+    return [int(line) << 20 for line in done.stdout.split() if line.isdigit()]
+
+
+def _read_available() -> int | None:
+    if not _MEMORY.is_file():
+        return None
+    for line in _MEMORY.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _read_limit(path: Path) -> int | None:
+    """Return the limit of a container; None if there is none."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < 1 << 60 else None
