@@ -18,13 +18,12 @@ from reshard.manifest import (
     Entry,
     Manifest,
 )
+from reshard.model.library import EMBEDDINGS, HEAD
 from reshard.tensors import first_difference
 from reshard.units import some
 
 Tied = Literal["auto", "keep", "drop"]
 
-_HEAD = "lm_head.weight"
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
 _LISTED = 8  # names listed in a message
 
 
@@ -163,7 +162,7 @@ def resolve_ties(
         for alias, kept, sure in _find_aliases(weights, manifest, declared, aliases or {}):
             _drop_equal(weights, by_name, alias, kept, policy, pool, sure=sure)
     _check_no_missing(weights, manifest, tied=declared is True)
-    return (clone and bool(weights.written_aliases)) or (policy == "keep" and _HEAD in by_name)
+    return (clone and bool(weights.written_aliases)) or (policy == "keep" and HEAD in by_name)
 
 
 def _find_aliases(
@@ -191,11 +190,11 @@ def _check_no_missing(weights: Weights, manifest: Manifest, *, tied: bool) -> No
         IncompleteError: a weight has no value.
     """
     names = {entry.fqn for entry, _ in weights.tensors}
-    embedding = next((name for name in _EMBEDDINGS if name in names), None)
+    embedding = next((name for name in EMBEDDINGS if name in names), None)
     lacking = list(manifest.absent)
-    if tied and embedding and _HEAD in lacking:
-        lacking.remove(_HEAD)
-        weights.dropped_aliases[_HEAD] = embedding
+    if tied and embedding and HEAD in lacking:
+        lacking.remove(HEAD)
+        weights.dropped_aliases[HEAD] = embedding
     if lacking:
         regex = f"'^({'|'.join(map(re.escape, lacking))})$'" if len(lacking) <= _LISTED else "REGEX"
         raise IncompleteError(
@@ -214,10 +213,10 @@ def describe_missing_values(names: Sequence[str]) -> str:
 
 def find_head_name(embedding: str) -> str | None:
     """Return the name of the output head of an input embedding's model; None for other weights."""
-    for name in _EMBEDDINGS:
+    for name in EMBEDDINGS:
         prefix = embedding.removesuffix(name)
         if embedding == prefix + name and (not prefix or prefix.endswith(".")):
-            return prefix + _HEAD
+            return prefix + HEAD
     return None
 
 
@@ -225,9 +224,9 @@ def find_heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield each output head with the input embedding of its model, which may be a submodel."""
     names = list(names)
     for head in names:
-        if head == _HEAD or head.endswith(f".{_HEAD}"):
-            prefix = head.removesuffix(_HEAD)
-            embeddings = (prefix + name for name in _EMBEDDINGS if prefix + name in names)
+        if head == HEAD or head.endswith(f".{HEAD}"):
+            prefix = head.removesuffix(HEAD)
+            embeddings = (prefix + name for name in EMBEDDINGS if prefix + name in names)
             embedding = next(embeddings, None)
             if embedding:
                 yield head, embedding

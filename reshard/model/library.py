@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 _TIED = re.compile(r"_tied_weights_keys\s*(?::[^=\n]*)?=\s*\{(.*?)\}", re.DOTALL)
-_TIED_KEY = re.compile(r"[\"']([^\"']+)[\"']\s*:")
+_TIED_PAIR = re.compile(r"[\"']([^\"']+)[\"']\s*:\s*[\"']([^\"']+)[\"']")
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_OUTPUT_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
+"""Input embeddings of causal language models, which `HEAD` may be tied to."""
 
 
 def may_be_converted(config: Mapping[str, Any]) -> bool:
@@ -43,17 +45,22 @@ def may_be_tied(config: Mapping[str, Any], names: Iterable[str]) -> bool:
 
     Args:
         config: content of the model's ``config.json``.
-        names: the tensors that are stored. Output heads do not count: `weights.find_heads` knows
-            them.
+        names: the tensors that are stored. Heads of `EMBEDDINGS` do not count: `weights.find_heads`
+            finds them without a model.
     """
     patterns: set[str] = set()
     for model_type in _list_model_types(config):
         text = _read_modeling(model_type)
         for block in _TIED.findall(text or ""):
-            patterns |= set(_TIED_KEY.findall(block))
-    patterns = {pattern for pattern in patterns if not pattern.endswith(_OUTPUT_HEAD)}
+            pairs = _TIED_PAIR.findall(block)
+            patterns |= {alias for alias, kept in pairs if not _is_known_head(alias, kept)}
     found = [re.compile(pattern) for pattern in patterns]
     return any(pattern.search(name) for name in names for pattern in found)
+
+
+def _is_known_head(alias: str, kept: str) -> bool:
+    prefix = alias.removesuffix(HEAD)
+    return alias == prefix + HEAD and kept.removeprefix(prefix) in EMBEDDINGS
 
 
 @cache

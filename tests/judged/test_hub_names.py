@@ -17,6 +17,7 @@ from tests.judged import hub_names
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {
     "gpt2": "a tied head, and nothing to convert",
+    "bloom": "a head that is tied to an embedding of another name",
     "mixtral": "experts that are stacked in memory",
     "qwen3_moe": "experts, and gate and up joined",
     "llava": "prefixes of a composite model",

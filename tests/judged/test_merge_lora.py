@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    FineGrainedFP8Config,
     GPT2Config,
     GPT2LMHeadModel,
+    Mxfp4Config,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -22,6 +24,8 @@ from transformers import (
 import reshard
 from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
 from reshard.keys import Edits
+from tests.judged.test_quantised import fp8_model, gpt_oss
+from tests.judged.test_quantised import read as read_files
 from tests.judges import library_models as models
 from tests.quantised.models import FP8, scale_blocks, write_model
 
@@ -443,6 +447,42 @@ def test_a_quantised_base_is_dequantised_first(made, tmp_path):
     assert all(torch.equal(got[name], want[name]) for name in got)
     assert any("dequantised from fp8" in text for text in report.changes)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_a_release_with_an_adapter_is_quantised_again(name, tmp_path):
+    """Experts in MXFP4 and in fp8: PEFT's own sum, and codes of what did not change."""
+    is_mxfp4 = name == "gpt_oss"
+    base = gpt_oss(tmp_path) if is_mxfp4 else fp8_model(tmp_path, name)
+    how = Mxfp4Config if is_mxfp4 else FineGrainedFP8Config
+    reshard.merge(base, tmp_path / "values", dtype="fp32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "values", dtype=torch.float32)
+    form = {"r": 2, "target_modules": ["o_proj"], "target_parameters": EXPERTS}
+    adapted = adapt(model, form)
+    adapted.save_pretrained(tmp_path / "adapter")
+    reshard.merge(tmp_path / "adapter", tmp_path / "out", merge_lora=base, dtype="fp32")
+    want = adapted.merge_and_unload().state_dict()
+    got = read_model(tmp_path / "out").state_dict()
+    assert got.keys() == want.keys()
+    for fqn, value in want.items():
+        torch.testing.assert_close(got[fqn], value, rtol=1e-5, atol=1e-5)
+    reshard.merge(tmp_path / "adapter", tmp_path / "again", merge_lora=base, quantise_like=base)
+    before, after = read_files(base), read_files(tmp_path / "again")
+    assert after.keys() == before.keys()
+    changed = {
+        fqn for fqn in before if not torch.equal(as_bytes(after[fqn]), as_bytes(before[fqn]))
+    }
+    assert all("o_proj" in fqn or ".experts." in fqn for fqn in changed)
+    assert len({fqn for fqn in changed if fqn.endswith(("_scales", "_scale_inv"))}) > 4
+    live = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", quantization_config=how(dequantize=True)
+    )
+    assert live.state_dict().keys() == want.keys()
+
+
+def as_bytes(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
+import reshard
 from reshard import formats
 from reshard.box import whole
 from reshard.dtypes import FLOAT32
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import Entry, ParamGroup, TrainState, check
+from reshard.model import library
 from reshard.model.build import build_configured
 from reshard.model.conversion import FormConversion
 from reshard.model.published import trace_published
@@ -186,3 +189,28 @@ def test_every_movement_of_elements_is_followed(operation, tmp_path):
 def test_an_operation_that_computes_is_refused_by_name():
     with pytest.raises(UnsupportedError, match=r"aten\.add"):
         start_trace("t", torch.zeros(3)) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "asked"),
+    [
+        ("BloomForCausalLM", {"model_type": "bloom", "n_layer": 1}, True),
+        ("ElectraForCausalLM", {"model_type": "electra", "num_hidden_layers": 1}, True),
+        ("OPTForCausalLM", {"model_type": "opt", "num_hidden_layers": 1}, True),
+        ("GPT2LMHeadModel", {"model_type": "gpt2", "n_layer": 1}, False),
+    ],
+)
+def test_a_head_that_save_pretrained_leaves_out_is_left_out(name, config, asked, tmp_path):
+    """A state dict has it twice; transformers is asked where the embedding's name is unusual."""
+    small = {"hidden_size": 16, "vocab_size": 40, "num_attention_heads": 2, "n_head": 2}
+    small |= {"word_embed_proj_dim": 16, "embedding_size": 16, "ffn_dim": 16}
+    model = getattr(transformers, name)(transformers.AutoConfig.for_model(**config, **small))
+    model.save_pretrained(tmp_path / "want")
+    content = json.loads((tmp_path / "want" / "config.json").read_text())
+    assert library.may_be_tied(content, model.state_dict()) == asked
+    (tmp_path / "run").mkdir()
+    torch.save(model.state_dict(), tmp_path / "run" / "pytorch_model.bin")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(content))
+    reshard.merge(tmp_path / "run", tmp_path / "got")
+    got, want = (load_file(tmp_path / at / "model.safetensors") for at in ("got", "want"))
+    assert got.keys() == want.keys()
