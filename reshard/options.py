@@ -38,6 +38,7 @@ class Declaration:
         parse: converts the text of the command line, where the type does not decide it.
         shown_default: the default as the command line spells it, for an option with ``parse``.
         shapes_output: whether the bytes of the output depend on the option.
+        is_common: whether ``--help`` lists it; ``--help-all`` lists every option.
     """
 
     help: str
@@ -52,6 +53,7 @@ class Declaration:
     parse: Callable[[str], Any] | None = None
     shown_default: str | None = None
     shapes_output: bool = True
+    is_common: bool = False
 
 
 def option(default: Any, text: str, *, group: str, **declared: Any) -> Any:

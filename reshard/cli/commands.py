@@ -30,7 +30,13 @@ def cli() -> None:
     """Reshard training checkpoints, without a GPU, a process group or the framework."""
 
 
-@cli.command(declared="InspectOptions")
+@cli.command(
+    declared="InspectOptions",
+    examples=[
+        ("reshard inspect run/", "format, step, ranks, optimizer"),
+        ("reshard inspect run/ --tensors", "every tensor"),
+    ],
+)
 @_sources
 @_json
 @_verbose
@@ -45,7 +51,15 @@ def inspect(sources: tuple[Path, ...], as_json: bool, **values: Any) -> None:
     show_result(run(sources, take_options(InspectOptions, values)), as_json=as_json)
 
 
-@cli.command(declared="MergeOptions")
+@cli.command(
+    declared="MergeOptions",
+    examples=[
+        ("reshard merge run/ model/", "a Hugging Face directory"),
+        ("reshard merge run/ model.safetensors --dtype fp32", "one file"),
+        ("reshard merge run/ model/ --tag global_step500", "an older checkpoint"),
+        ("reshard merge run/ model/ --merge-lora BASE", "a LoRA run, into its base"),
+    ],
+)
 @_sources
 @_destination
 @_json
@@ -63,7 +77,13 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     write(run, MergeOptions, sources, destination, **values)
 
 
-@cli.command(declared="AverageOptions")
+@cli.command(
+    declared="AverageOptions",
+    examples=[
+        ("reshard average run/ model/ --last 5", "the newest five of a run"),
+        ("reshard average a/ b/ model/ --weights 0.3,0.7", "a weighted mean"),
+    ],
+)
 @_sources
 @_destination
 @_json
@@ -86,7 +106,13 @@ def average(sources: tuple[Path, ...], destination: Path, **values: Any) -> None
     write(run, AverageOptions, sources, destination, **values)
 
 
-@cli.command(declared="SplitOptions")
+@cli.command(
+    declared="SplitOptions",
+    examples=[
+        ("reshard split run/ run8/ --world-size 8", "the same layout for 8 ranks"),
+        ("reshard split megatron/ grid/ --tp 4 --pp 2", "another grid of ranks"),
+    ],
+)
 @_sources
 @_destination
 @_json
@@ -101,7 +127,18 @@ def split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     _split(sources, destination, **values)
 
 
-@cli.command(declared="SplitOptions", required=["to"])
+@cli.command(
+    declared="SplitOptions",
+    required=["to"],
+    examples=[
+        ("reshard convert run/ dcp/ --to dcp", "DeepSpeed to DCP"),
+        ("reshard convert fsdp/ zero/ --to deepspeed --zero-stage 3", "FSDP to DeepSpeed"),
+        (
+            "reshard convert model/ megatron/ --to megatron --tp 2 --init-optimizer none",
+            "from a Hugging Face model",
+        ),
+    ],
+)
 @_sources
 @_destination
 @_json
@@ -117,7 +154,13 @@ def convert(sources: tuple[Path, ...], destination: Path, **values: Any) -> None
     _split(sources, destination, **values)
 
 
-@cli.command(declared="DiffOptions")
+@cli.command(
+    declared="DiffOptions",
+    examples=[
+        ("reshard diff run/ run8/", "are they the same training state?"),
+        ("reshard diff model/ run/ --dtype bf16", "as if cast"),
+    ],
+)
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @_json
@@ -135,7 +178,14 @@ def diff(a: Path, b: Path, **values: Any) -> None:
     read(run, DiffOptions, a, b, **values)
 
 
-@cli.command(declared="VerifyOptions")
+@cli.command(
+    declared="VerifyOptions",
+    examples=[
+        ("reshard verify run/", "headers alone"),
+        ("reshard verify run/ --deep", "every byte"),
+        ("reshard verify run/ --write-manifest run.json", "keep digests for later"),
+    ],
+)
 @_sources
 @_json
 @_quiet
@@ -157,7 +207,14 @@ def verify(sources: tuple[Path, ...], **values: Any) -> None:
     read(run, VerifyOptions, sources, **values)
 
 
-@cli.command("resume-check", declared="ResumeCheckOptions")
+@cli.command(
+    "resume-check",
+    declared="ResumeCheckOptions",
+    examples=[
+        ("reshard resume-check run/ --world-size 2 --world-size 8", "with our trainer"),
+        ('reshard resume-check run/ --world-size 2 --command "..."', "with your program"),
+    ],
+)
 @_source
 @_json
 @_quiet
@@ -181,21 +238,23 @@ def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     read(run_with_messages, ResumeCheckOptions, source, quiet=quiet, **values)
 
 
-@cli.command(declared="PlanOptions")
+@cli.command(
+    declared="PlanOptions",
+    examples=[
+        ("reshard plan --params 7B --gpus 8x80GB", "any model of 7 billion parameters"),
+        ("reshard plan --model config.json --gpus 8x80GB --nodes 2", "a configuration"),
+        ("reshard plan run/ --gpus 4x24GB --write ds_config.json", "a checkpoint, elsewhere"),
+    ],
+)
 @click.argument("sources", metavar="[SOURCE]...", nargs=-1, type=PATH)
 @_json
 @_quiet
 @_verbose
 def plan(sources: tuple[Path, ...], **values: Any) -> None:
-    r"""Forecast the memory of each strategy and recommend one.
+    """Forecast the memory of each strategy and recommend one.
 
     The model is --model, --params, or that of the checkpoint SOURCE. Nothing is read but configs
     and headers. The exit code is 0 if the recommended strategy fits, 1 if none does.
-
-    \b
-    reshard plan --params 7B --gpus 8x80GB
-    reshard plan --model config.json --gpus 8x80GB --nodes 2 --seq-len 4096 --global-batch 512
-    reshard plan run/ --gpus 4x24GB --write ds_config.json
     """
     from reshard.commands.plan import PlanOptions
     from reshard.commands.plan import plan as run
@@ -206,7 +265,12 @@ def plan(sources: tuple[Path, ...], **values: Any) -> None:
     read(run_at_once, PlanOptions, sources, **values)
 
 
-@cli.command(declared="ServeOptions")
+@cli.command(
+    declared="ServeOptions",
+    examples=[
+        ("reshard serve run/", "then HF_ENDPOINT=http://127.0.0.1:8000"),
+    ],
+)
 @_sources
 @_verbose
 def serve(sources: tuple[Path, ...], **values: Any) -> None:
@@ -221,7 +285,7 @@ def serve(sources: tuple[Path, ...], **values: Any) -> None:
     run(sources, take_options(ServeOptions, values), say)
 
 
-@cli.command()
+@cli.command(examples=[("reshard demo --keep files/", "and look at the files afterwards")])
 @click.option("--keep", type=PATH, metavar="DIR", help="Keep all files in DIR.")
 @_verbose
 def demo(keep: Path | None, verbose: bool) -> None:  # noqa: ARG001 - `main` reads it from sys.argv

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,9 @@ else:  # click has no type parameters before 8.4
     _Choice = click.Choice
 
 _REST = "Options"
+_COMMON = "Common options"
+_FEW = 24  # options; a command with so few shows all of them in --help
+_ARGUMENTS, _ALL = "reshard.arguments", "reshard.help_all"  # keys of a click context
 
 
 class _Where(click.Path):
@@ -65,11 +68,18 @@ PATH = _Where()
 
 
 class _Option(click.Option):
-    """An option under the title of its section."""
+    """An option under the title of its section.
 
-    def __init__(self, *names: str, section: str, **declared: Any) -> None:
+    Args:
+        writers: the targets that use it; empty if all of them do.
+        is_common: whether the short help lists it.
+    """
+
+    def __init__(
+        self, *names: str, section: str, writers: Sequence[str], is_common: bool, **declared: Any
+    ) -> None:
         super().__init__(names, **declared)
-        self.section = section
+        self.section, self.writers, self.is_common = section, writers, is_common
 
 
 class Command(click.Command):
@@ -78,12 +88,18 @@ class Command(click.Command):
     Args:
         declared: name of the dataclass in `reshard`; empty for a command without one.
         required: options without which the command does not run.
+        examples: command lines, each with its purpose, for the help.
     """
 
     def __init__(
-        self, *args: Any, declared: str = "", required: Sequence[str] = (), **further: Any
+        self,
+        *args: Any,
+        declared: str = "",
+        required: Sequence[str] = (),
+        examples: Sequence[tuple[str, str]] = (),
+        **further: Any,
     ) -> None:
-        self._name_of_kind, self._required = declared, required
+        self._name_of_kind, self._required, self.examples = declared, required, examples
         self._params: list[click.Parameter] | None = None
         super().__init__(*args, **further)
 
@@ -100,28 +116,63 @@ class Command(click.Command):
             declared = _make_options(self.declared, self._required) if self._name_of_kind else ()
             given = self._given
             arguments = [each for each in given if isinstance(each, click.Argument)]
-            self._params = [
-                *arguments,
-                *declared,
-                *(each for each in given if each not in arguments),
-            ]
+            own = [each for each in given if each not in arguments]
+            self._params = [*arguments, *declared, *own]
+            if len(self._params) > _FEW:
+                self._params.append(_make_help_all())
         return self._params
 
     @params.setter
     def params(self, given: list[click.Parameter]) -> None:
         self._given = given
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the arguments: ``--help`` is answered before they are parsed."""
+        ctx.meta[_ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the description and the examples."""
+        super().format_help_text(ctx, formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                for line, purpose in self.examples:
+                    indent = " " * formatter.current_indent
+                    formatter.write(f"{indent}# {purpose}\n{indent}{line}\n")
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options like click, one list per section; those without a section come last."""
+        """Write the options like click, one list per section; those without a section come last.
+
+        Without ``--help-all`` these are the common options, and those of the target that the
+        command line names.
+        """
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        is_short = not ctx.meta.get(_ALL) and len(options) > _FEW
+        target = _find_target(ctx.meta.get(_ARGUMENTS, ())) if is_short else None
         sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            row = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if row is not None:
-                sections.setdefault(getattr(param, "section", _REST), []).append(row)
+        hidden = 0
+        for each in options:
+            row = each.get_help_record(ctx)
+            title = _find_section(each, target) if is_short else getattr(each, "section", _REST)
+            if row is not None and title:
+                sections.setdefault(title, []).append(row)
+            hidden += not title
         rest = sections.pop(_REST)  # contains at least --help
         for title, rows in (*sections.items(), (_REST, rest)):
             with formatter.section(title):
                 formatter.write_dl(rows)
+        if hidden:
+            formatter.write_paragraph()
+            formatter.write_text(self._point_to_more(ctx, hidden, target, options))
+
+    def _point_to_more(
+        self, ctx: click.Context, hidden: int, target: str | None, options: Sequence[click.Option]
+    ) -> str:
+        text = f"{hidden} more options: {ctx.command_path} --help-all"
+        has_targets = any(getattr(each, "writers", ()) for each in options)
+        if has_targets and target is None:
+            text += f". Those of a target: {ctx.command_path} --to TARGET --help"
+        return text
 
 
 class Group(click.Group):
@@ -143,24 +194,63 @@ def take_options(kind: type[Options], values: dict[str, Any], **further: Any) ->
     return build_options(kind, taken, **further)
 
 
+def _make_help_all() -> click.Option:
+    def show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta[_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    return click.Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show every option and exit.",
+    )
+
+
+def _find_section(param: click.Option, target: str | None) -> str:
+    """Return the section of the short help for an option; empty if it is not there."""
+    if not isinstance(param, _Option):
+        return _REST
+    if target is not None and target in param.writers:
+        return f"Options of --to {target}"
+    return _COMMON if param.is_common and not (target and param.writers) else ""
+
+
+def _find_target(arguments: Sequence[str]) -> str | None:
+    """Return the value of ``--to`` in a command line."""
+    for at, argument in enumerate(arguments):
+        flag, is_joined, value = argument.partition("=")
+        if flag == "--to":
+            return value if is_joined else next(iter(arguments[at + 1 :]), None)
+    return None
+
+
 def _make_options(kind: type[Options], required: Sequence[str]) -> Iterator[click.Option]:
+    from reshard.formats.registry import list_writers_using
+
     declared_options = options_of(kind)
-    users = _users_of_groups(declared_options)
+    writers = {each.name: list_writers_using(each.name) for each in declared_options}
+    users = _users_of_groups(declared_options, writers)
     for each in declared_options:
         title = each.declared.group + users.get(each.declared.group, "")
-        yield _make_option(each, title, is_required=each.name in required)
+        is_required = each.name in required
+        yield _make_option(each, title, writers[each.name], is_required=is_required)
 
 
-def _users_of_groups(declared_options: Sequence[Option]) -> dict[str, str]:
+def _users_of_groups(
+    declared_options: Sequence[Option], writers: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
     """Return the targets that use options of a group, as the title shows them.
 
     Groups with options that every target uses are not in the result.
     """
-    from reshard.formats.registry import list_writers_using
-
     users: dict[str, list[str]] = {}
     for each in declared_options:
-        users.setdefault(each.declared.group, []).extend(list_writers_using(each.name))
+        users.setdefault(each.declared.group, []).extend(writers[each.name])
     return {
         group: f" (--to {', '.join(dict.fromkeys(names))})"
         for group, names in users.items()
@@ -168,7 +258,9 @@ def _users_of_groups(declared_options: Sequence[Option]) -> dict[str, str]:
     }
 
 
-def _make_option(option: Option, section: str, *, is_required: bool) -> click.Option:
+def _make_option(
+    option: Option, section: str, writers: Sequence[str], *, is_required: bool
+) -> click.Option:
     declared, text = option.declared, option.declared.help
     if declared.unset and not is_required:
         text += f"  [default: {declared.unset}]"
@@ -190,6 +282,8 @@ def _make_option(option: Option, section: str, *, is_required: bool) -> click.Op
         *flags,
         _destination(option),
         section=section,
+        writers=writers,
+        is_common=declared.is_common or is_required,
         help=text,
         required=is_required,
         metavar=declared.metavar,

@@ -33,6 +33,7 @@ class SourceOptions(Options):
         group="Source",
         flags=("--tag", "--step"),
         unset="the one that the directory points to, else the newest",
+        is_common=True,
     )
     key: str | None = option(
         None,
@@ -43,6 +44,7 @@ class SourceOptions(Options):
         None,
         "Model, if files do not state it: config.json, its directory, or module:factory.",
         group="Source",
+        is_common=True,
     )
     wrap: str | None = option(
         None,
@@ -84,4 +86,5 @@ class ReportOptions(SourceOptions):
         "Replace output that exists, a file of --html included.",
         group="Output",
         shapes_output=False,
+        is_common=True,
     )

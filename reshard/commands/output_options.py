@@ -101,6 +101,7 @@ class OutputOptions(ValueOptions):
         "Continue an interrupted run with the same DESTINATION.",
         group="Output",
         shapes_output=False,
+        is_common=True,
     )
     verify: bool = option(
         True,
@@ -114,6 +115,7 @@ class OutputOptions(ValueOptions):
         "Print the plan with a forecast of memory, disk and time; write no output.",
         group="Output",
         shapes_output=False,
+        is_common=True,
     )
     team: Team = ALONE  # the processes that share the work
 

@@ -49,9 +49,12 @@ class PlanOptions(ReportOptions):
     """The options of ``plan``."""
 
     gpus: str = option(
-        "1x80GB", "GPUs of a node and the memory of each, e.g. 8x80GB.", group="Cluster"
+        "1x80GB",
+        "GPUs of a node and the memory of each, e.g. 8x80GB.",
+        group="Cluster",
+        is_common=True,
     )
-    nodes: int = option(1, "Number of nodes.", group="Cluster", minimum=1)
+    nodes: int = option(1, "Number of nodes.", group="Cluster", minimum=1, is_common=True)
     host_memory_bytes: int | None = option(
         None,
         "Memory of a node, e.g. 512GB.",
@@ -61,7 +64,10 @@ class PlanOptions(ReportOptions):
         unset="not compared",
     )
     params: str | None = option(
-        None, "Number of parameters instead of a model, e.g. 7B.", group="Training"
+        None,
+        "Number of parameters instead of a model, e.g. 7B.",
+        group="Training",
+        is_common=True,
     )
     seq_len: int | None = option(
         None,
@@ -69,6 +75,7 @@ class PlanOptions(ReportOptions):
         group="Training",
         minimum=1,
         unset=f"as SOURCE states, else {_SEQ_LEN} or the most that the model supports",
+        is_common=True,
     )
     micro_batch: int | None = option(
         None,
@@ -83,15 +90,21 @@ class PlanOptions(ReportOptions):
         group="Training",
         minimum=1,
         unset="as SOURCE states, else one micro batch on each data-parallel rank",
+        is_common=True,
     )
     optimizer: Optimizer | None = option(
-        None, "Optimizer.", group="Training", unset="as SOURCE states, else adamw"
+        None,
+        "Optimizer.",
+        group="Training",
+        unset="as SOURCE states, else adamw",
+        is_common=True,
     )
     precision: Precision | None = option(
         None,
         "Precision of the forward and backward pass.",
         group="Training",
         unset="as SOURCE states, else bf16",
+        is_common=True,
     )
     lora_rank: int = option(
         0, "Train LoRA adapters of this rank; 0: train the model.", group="Training", minimum=0
@@ -118,6 +131,7 @@ class PlanOptions(ReportOptions):
         "Strategy for --write and for the advice.",
         group="Output",
         unset="the recommended one",
+        is_common=True,
     )
     write: str | Path | None = option(
         None,
@@ -126,6 +140,7 @@ class PlanOptions(ReportOptions):
         group="Output",
         metavar="FILE",
         shapes_output=False,
+        is_common=True,
     )
 
 

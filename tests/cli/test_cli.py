@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -116,15 +117,46 @@ def test_every_option_has_help(command):
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_help_has_every_option_once_and_under_a_title(command):
-    shown = run(command, "--help").stdout.split("\n\n")
+    params = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
+    is_short = any("--help-all" in param.opts for param in params)
+    shown = run(command, "--help-all" if is_short else "--help").stdout.split("\n\n")
     titles = [part.strip().splitlines()[0] for part in shown if part.strip().splitlines()[1:]]
     assert titles[-1] == "Options:"
     assert len(set(titles)) == len(titles)
     listed = re.findall(r"^  (-\S+)", "\n".join(shown), re.MULTILINE)
-    params = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert sorted(name.rstrip(",") for name in listed) == sorted(
         ["-h", *(param.opts[0] for param in params)]
     )
+
+
+@pytest.mark.parametrize("command", ["merge", "split", "convert", "resume-check"])
+def test_the_short_help_has_the_common_options_and_says_how_to_see_the_others(command):
+    short, full = run(command, "--help").stdout, run(command, "--help-all").stdout
+    assert len(short.splitlines()) < 0.75 * len(full.splitlines())
+    assert "Common options:" in short
+    assert f"reshard {command} --help-all" in " ".join(short.split())
+    assert "--trust" in full
+    assert "--trust" not in short
+
+
+def test_the_help_of_a_target_has_its_options_and_no_others():
+    shown = run("convert", "--to", "megatron", "--help").stdout
+    assert "Options of --to megatron:" in shown
+    assert "--vpp" in shown
+    assert "\n  --zero-stage" not in shown
+    assert run("convert", "--to=megatron", "--help").stdout == shown
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_examples_of_the_help_use_options_that_exist(command):
+    examples = cli.commands[command].examples
+    assert examples
+    known = {name for param in cli.commands[command].params for name in param.opts}
+    for line, purpose in examples:
+        words = shlex.split(line)
+        assert words[:2] == ["reshard", command]
+        assert {word for word in words if word.startswith("--")} <= known
+        assert purpose
 
 
 def test_the_list_of_commands_cuts_no_sentence_off():

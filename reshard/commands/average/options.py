@@ -22,6 +22,7 @@ class AverageOptions(WeightsOptions, NamingOptions, OutputOptions):
         group="Average",
         metavar="A,B,...",
         unset="all count the same",
+        is_common=True,
     )
     ema: float | None = option(
         None,
@@ -29,6 +30,7 @@ class AverageOptions(WeightsOptions, NamingOptions, OutputOptions):
         " checkpoint.",
         group="Average",
         metavar="DECAY",
+        is_common=True,
     )
     last: int | None = option(
         None,
@@ -36,6 +38,7 @@ class AverageOptions(WeightsOptions, NamingOptions, OutputOptions):
         group="Average",
         metavar="N",
         minimum=2,
+        is_common=True,
     )
 
     def __post_init__(self) -> None:

@@ -23,7 +23,11 @@ class WeightsOptions(Options):
     """Which weights are written, in which dtype and in which files."""
 
     dtype: str | None = option(
-        None, "bf16, fp16, fp32 or keep (as stored).", group="Weights", unset="as trained"
+        None,
+        "bf16, fp16, fp32 or keep (as stored).",
+        group="Weights",
+        unset="as trained",
+        is_common=True,
     )
     keep_fp32: Sequence[str] = option(
         (), "Write weights with a matching name as fp32.", group="Weights", metavar="REGEX"
@@ -36,13 +40,18 @@ class WeightsOptions(Options):
     keep_padding: bool = option(False, "Keep padding rows of the embedding.", group="Weights")
     edits: keys.Edits = nested_options(keys.Edits)
     max_shard_bytes: int = size_option(
-        "5GB", "Maximum size of each weights file.", flag="--max-shard-size", group="Files"
+        "5GB",
+        "Maximum size of each weights file.",
+        flag="--max-shard-size",
+        group="Files",
+        is_common=True,
     )
     hf_dir: Path | None = option(
         None,
         "Copy config, tokenizer... from this model.",
         group="Files",
         unset="files beside SOURCE",
+        is_common=True,
     )
 
 
@@ -68,6 +77,7 @@ class OtherModelOptions(Options):
         " write the merged model.",
         group="Weights",
         metavar="BASE",
+        is_common=True,
     )
 
 

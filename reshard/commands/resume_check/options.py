@@ -15,7 +15,7 @@ from reshard.formats import registry
 from reshard.formats.registry import list_writers_using
 from reshard.options import option
 
-_run = partial(option, group="Runs")
+_run = partial(option, group="Runs", is_common=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,14 @@ class LayoutOptions(TargetOptions, NamingOptions):
         "Dtype of the module's parameters: bf16, fp16 or fp32.",
         group="State",
         unset="as trained",
+        is_common=True,
     )
-    weights_only: bool = option(False, "Write no optimizer state.", group="State")
+    weights_only: bool = option(False, "Write no optimizer state.", group="State", is_common=True)
     init_optimizer: InitOptimizer | None = option(
         None,
         "Optimizer to write if SOURCE has none: none, or zeros for a new Adam at step 0.",
         group="State",
+        is_common=True,
     )
     param_groups: Path | None = option(
         None,
@@ -78,6 +80,7 @@ class SplitOptions(LayoutOptions, OutputOptions):
         choices=tuple(registry.list_built_in_writers()),
         find_choices=registry.list_writers,
         unset="same as the source",
+        is_common=True,
     )
     world_size: int | None = option(
         None,
@@ -88,4 +91,5 @@ class SplitOptions(LayoutOptions, OutputOptions):
         minimum=1,
         parse=parse_world_size,
         unset="same as the source",
+        is_common=True,
     )
