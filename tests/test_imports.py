@@ -260,6 +260,7 @@ def test_no_module_uses_pickle_or_runs_code():
         ("reshard.formats.registry", "importlib"),  # its own packages, and installed extensions
         ("reshard.formats.registry", "importlib.metadata"),
         ("reshard.model.library", "importlib.util"),  # finds transformers and imports nothing
+        ("reshard.commands.demo", "importlib.util"),  # finds torch and transformers
         ("reshard.live.safe_load", "pickle"),  # the error of torch.load(weights_only=True)
         ("reshard.model.build", "pkgutil"),  # --model module:factory runs the user's own code
         ("reshard.testing.megatron.command", "importlib.util"),  # finds megatron-core

@@ -24,6 +24,8 @@ from reshard.errors import INTERRUPTED, ReshardError
 __all__ = ["cli", "main"]
 
 _LACKING = "out of memory; pass a smaller --max-memory or fewer --workers"
+# Libraries that only some commands need -> the extra of the package that installs them.
+_EXTRAS = {"torch": "torch", "transformers": "transformers", "fsspec": "remote"}
 # New objects per garbage collection; the default of 700 costs a tenth of the start.
 _NEW_OBJECTS = 50_000
 
@@ -67,6 +69,12 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exi
         return _fail("; ".join([_LACKING, *map(str, error.args)]), code=4)
     if isinstance(error, OSError):
         return _explain_system(error)
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return _fail(
+            f"this needs {error.name}, which is not installed",
+            f"  -> pip install 'reshard[{_EXTRAS[error.name]}]'",
+            code=2,
+        )
     return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", code=70)
 
 

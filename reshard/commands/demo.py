@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,11 @@ def demo(keep: Path | None, print_line: Print) -> bool:
     Raises:
         DifferentError: the trainer failed.
         ReshardError: a command failed.
+        ModuleNotFoundError: torch or transformers is not installed.
     """
+    for name in ("torch", "transformers"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     with open_folder(keep, "reshard-demo-") as folder:
         run, log, model = folder / "run", folder / "run.jsonl", folder / "model"
         _train([*_TRAIN.split(), "--save", str(run), "--log", str(log)], folder, print_line)

@@ -25,6 +25,11 @@ EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.e
 """Input embeddings of causal language models, which `HEAD` may be tied to."""
 
 
+def is_installed() -> bool:
+    """Return whether transformers can be imported."""
+    return _package() is not None
+
+
 def may_be_converted(config: Mapping[str, Any]) -> bool:
     """Return whether transformers may hold a model in memory in another form than in files.
 

@@ -24,6 +24,13 @@ from reshard.units import some
 if TYPE_CHECKING:
     from reshard.model.published import Published
 
+_INSTALL = "pip install 'reshard[transformers]'"
+_NOT_INSTALLED = (
+    "the output has the names of the source, which differ from those in files for mixtures of"
+    " experts and most vision models: transformers, which knows them, is not installed"
+    f" ({_INSTALL})"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -80,6 +87,10 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
             "needs the model's config, and there is none beside the checkpoint",
             "name a directory with the model's config.json: --hf-dir DIR (of merge), --model DIR",
         )
+    if not library.is_installed():
+        if names is None:
+            return ChosenForm(manifest, (_NOT_INSTALLED,))
+        raise UsageError(f"--names {names}", "needs transformers, which is not installed", _INSTALL)
     if names is None and not _may_differ(manifest, config.content):
         return ChosenForm(manifest)
     try:

@@ -1,0 +1,67 @@
+"""What works where neither torch nor transformers is installed, and what the others say."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LLAMA = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
+BLOCKED = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from reshard.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Run a command in a directory that has a run of DeepSpeed."""
+    place = tmp_path_factory.mktemp("without")
+    shutil.copytree(LLAMA, place / "run")
+
+    def call(line):
+        return subprocess.run(
+            [sys.executable, "-c", BLOCKED, *line.split()],
+            cwd=place,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+
+    return call
+
+
+def test_a_run_is_merged_split_converted_and_checked(run):
+    for line in (
+        "inspect run/",
+        "merge run/ model.safetensors --dtype fp16",
+        "merge run/ whole.pt",
+        "split run/ run2/ --world-size 2",
+        "convert run/ dcp/ --to dcp",
+        "diff run2/ dcp/",
+        "verify run2/ --deep",
+    ):
+        done = run(line)
+        assert done.returncode == 0, (line, done.stderr)
+
+
+def test_a_directory_has_the_names_of_the_source_and_says_so(run):
+    done = run("merge run/ model/")
+    assert done.returncode == 0, done.stderr
+    assert "transformers, which knows them, is not installed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "lacking"),
+    [("merge run/ named/ --names hf", "transformers"), ("demo", "torch")],
+)
+def test_what_needs_a_library_names_it_and_how_to_install_it(run, line, lacking):
+    done = run(line)
+    assert done.returncode == 2
+    assert f"reshard[{lacking}]" in done.stderr
+    assert "Traceback" not in done.stderr
