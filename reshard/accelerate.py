@@ -19,6 +19,8 @@ from reshard import formats
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.request import LiveTarget
 from reshard.live.directory import open_directory
+from reshard.live.files import name_groups
+from reshard.manifest import ParamGroup
 from reshard.model import shapes_of
 
 _STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
@@ -102,4 +104,15 @@ def _describe_model(accelerator: Any) -> LiveTarget | None:
     state = accelerator.state
     if state.distributed_type.name == "FSDP" and state.fsdp_plugin.fsdp_version == 1:
         return None
-    return LiveTarget(shapes=shapes_of(accelerator.unwrap_model(models[0])))
+    model = accelerator.unwrap_model(models[0])
+    return LiveTarget(shapes=shapes_of(model), groups=_list_groups(accelerator, model))
+
+
+def _list_groups(accelerator: Any, model: Any) -> tuple[ParamGroup, ...]:
+    """Return the param groups of the prepared optimizer; empty if there is none, or several."""
+    optimizers = accelerator._optimizers  # noqa: SLF001 - no public name
+    if len(optimizers) != 1:
+        return ()
+    groups = optimizers[0].param_groups
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return name_groups(groups, [group["params"] for group in groups], names)

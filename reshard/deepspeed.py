@@ -13,7 +13,7 @@ checkpoint engines (DeepSpeed 0.19.8 ``runtime/checkpoint_engine/checkpoint_engi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,13 @@ from reshard.formats.request import LiveTarget
 from reshard.live.files import (
     create_names,
     log_report,
+    name_groups,
     open_live_files,
     raise_on_all_ranks,
     read_options,
 )
 from reshard.live.safe_load import load_safely
+from reshard.manifest import ParamGroup
 from reshard.model import shapes_of
 from reshard.move.on_demand import OnDemandFiles
 
@@ -75,17 +77,29 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     Raises:
         ReshardError: on every rank; the engine is then unchanged if no rank has begun to load.
     """
-    _refuse_engine(engine, load_module_only=load_module_only or not load_optimizer_states)
-    choice = _choose_options(engine, options, tag=tag, weights_only=load_module_only)
+    _refuse_engine(engine)
+    # At stage 3 the weights are in the optimizer's files alone.
+    leaves_optimizer = engine.zero_optimization_partition_weights() and (
+        load_module_only or not load_optimizer_states
+    )
+    if leaves_optimizer and load_module_only:
+        options = {"init_optimizer": "zeros", **options}
+    weights_only = load_module_only and not leaves_optimizer
+    choice = _choose_options(engine, options, tag=tag, weights_only=weights_only)
     config = engine._config._param_dict  # noqa: SLF001 - no public name
-    target = LiveTarget(shapes=shapes_of(engine.module), config=config)
+    groups = _list_groups(engine)
+    target = LiveTarget(shapes=shapes_of(engine.module), config=config, groups=groups)
     with open_live_files(load_dir, choice, target, workers=workers) as live:
         log_report(live.report)
-        with create_names(live.files) as folder, _reading_from(engine, live.files, folder):
+        with ExitStack() as stack:
+            folder = stack.enter_context(create_names(live.files))
+            stack.enter_context(_reading_from(engine, live.files, folder))
+            if leaves_optimizer:
+                stack.enter_context(_leaving_optimizer(engine, folder))
             _, client_state = engine.load_checkpoint(
                 str(folder),
                 load_module_strict=load_module_strict,
-                load_optimizer_states=load_optimizer_states,
+                load_optimizer_states=load_optimizer_states or leaves_optimizer,
                 load_lr_scheduler_states=load_lr_scheduler_states,
                 load_module_only=load_module_only,
                 custom_load_fn=custom_load_fn,
@@ -94,7 +108,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
         return live.report.source, client_state
 
 
-def _refuse_engine(engine: Any, *, load_module_only: bool) -> None:
+def _refuse_engine(engine: Any) -> None:
     """Refuse engines whose load reads files beside those of its checkpoint engine.
 
     Raises:
@@ -110,12 +124,6 @@ def _refuse_engine(engine: Any, *, load_module_only: bool) -> None:
     if engine.zero_optimization() and engine.zero_nvme_offload_optimizer():
         raise UnsupportedError(
             "offload_optimizer", "to NVMe is loaded by copying files of the checkpoint", remedy
-        )
-    if engine.zero_optimization_partition_weights() and load_module_only:
-        raise UnsupportedError(
-            "load_module_only",
-            "at stage 3 DeepSpeed reads the weights from the optimizer's files itself",
-            "load the optimizer too; for weights without one, start it with init_optimizer='zeros'",
         )
 
 
@@ -147,6 +155,31 @@ def _name_precision(engine: Any) -> str:
     if engine.bfloat16_enabled():
         return "bf16"
     return "fp16" if engine.fp16_enabled() else "fp32"
+
+
+def _list_groups(engine: Any) -> tuple[ParamGroup, ...]:
+    """Return the param groups of an engine's optimizer, in the order of its flat partitions.
+
+    They are empty for an engine with experts or with other parallel ranks, whose optimizer has
+    groups of its own making.
+
+    Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``param_names``), ``zero/stage_1_and_2.py``
+    (``bit16_groups``), ``zero/stage3.py`` (``fp16_groups``, of which each is a sub-group),
+    ``bf16_optimizer.py`` and ``fp16/``.
+    """
+    optimizer = engine.optimizer
+    live = getattr(optimizer, "param_groups", None)
+    if not live or engine.has_moe_layers or engine.mp_world_size > 1:
+        return ()
+    params: list[list[Any]] = [group["params"] for group in live]
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        params = getattr(optimizer, name, params)
+    if hasattr(optimizer, "sub_group_to_group_id"):
+        of_groups: list[list[Any]] = [[] for _ in live]
+        for number, members in enumerate(params):
+            of_groups[optimizer.sub_group_to_group_id[number]] += members
+        params = of_groups
+    return name_groups(live, params, engine.param_names)
 
 
 class _Loader:
@@ -184,6 +217,39 @@ def _reading_from(engine: Any, files: OnDemandFiles, folder: Path) -> Iterator[N
         yield
     finally:
         engine.checkpoint_engine = own
+
+
+_SCALE = ("loss_scaler", "dynamic_loss_scale", "overflow")
+
+
+@contextmanager
+def _leaving_optimizer(engine: Any, folder: Path) -> Iterator[None]:
+    """Let an engine at stage 3 load its partitions of the weights alone, within this block.
+
+    DeepSpeed itself would gather all weights in fp32 on every rank. Its optimizer can load the fp32
+    partitions without the state beside them (DeepSpeed 0.19.8 ``zero/stage3.py``,
+    ``_rigid_load_state_dict``); with ``load_module_only`` the engine would skip even that.
+    """
+    optimizer, own = engine.optimizer, engine._load_zero_checkpoint  # noqa: SLF001 - no public name
+
+    def load_weights(load_dir: str, tag: str, **_: Any) -> Any:
+        return own(load_dir, tag, load_optimizer_states=False)
+
+    def restore_weights() -> None:
+        scale = {name: getattr(optimizer, name) for name in _SCALE if hasattr(optimizer, name)}
+        own(str(folder), (folder / "latest").read_text().strip(), load_optimizer_states=False)
+        vars(optimizer).update(scale)
+
+    engine._load_zero_checkpoint = load_weights  # noqa: SLF001
+    optimizer._restore_from_bit16_weights = restore_weights  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for patched, name in (
+            (engine, "_load_zero_checkpoint"),
+            (optimizer, "_restore_from_bit16_weights"),
+        ):
+            delattr(patched, name)
 
 
 def _find_error(files: OnDemandFiles) -> ReshardError | None:

@@ -11,7 +11,7 @@ the strategy that it has (one process, DDP, FSDP 1 and 2, DeepSpeed) and at its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from reshard import formats
 from reshard.accelerate import choose_state_dict_type
 from reshard.formats.request import LiveTarget
 from reshard.live.directory import open_directory
+from reshard.live.files import name_groups
+from reshard.manifest import ParamGroup
 from reshard.model import shapes_of
 
 __all__ = ["open_checkpoint"]
@@ -46,12 +48,39 @@ def open_checkpoint(
         ReshardError: on every rank, if the source cannot be read, trusted or written so.
     """
     decided, config = _describe_strategy(trainer)
-    target = LiveTarget(shapes=shapes_of(trainer.model), config=config)
+    groups = _list_groups(trainer, config)
+    target = LiveTarget(shapes=shapes_of(trainer.model), config=config, groups=groups)
     with open_directory(
         source, decided=decided, given=options, target=target, workers=workers
     ) as folder:
         (checkpoint,) = folder.glob("checkpoint-*")
         yield str(checkpoint)
+
+
+def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> tuple[ParamGroup, ...]:
+    """Return the param groups that the Trainer's optimizer has or will have; empty if unknown.
+
+    Source: transformers 5.23 ``trainer.py`` (``create_optimizer``) and
+    ``integrations/deepspeed.py`` (``deepspeed_optim_sched``: one group, if the configuration has an
+    optimizer).
+    """
+    from transformers import Trainer
+
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    if trainer.optimizer is not None:
+        live = trainer.optimizer.param_groups
+        return name_groups(live, [group["params"] for group in live], names)
+    if config is not None and "optimizer" in config:
+        return name_groups([{}], [list(names)], names)
+    is_default = type(trainer).create_optimizer is Trainer.create_optimizer
+    if not is_default or trainer.optimizer_cls_and_kwargs is not None:
+        return ()
+    decaying = set(trainer.get_decay_parameter_names(trainer.model))
+    members = [
+        [p for p, name in names.items() if (name in decaying) is kind] for kind in (True, False)
+    ]
+    rates = ({"weight_decay": rate} for rate in (trainer.args.weight_decay, 0.0))
+    return name_groups(list(rates), members, names)
 
 
 def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

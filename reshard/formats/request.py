@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import FLOAT32, DType
 from reshard.formats.target_options import FsdpVersion, StateDictType
+from reshard.manifest import ParamGroup
 from reshard.model_parallel.sizes import ONE, Sizes
 
 if TYPE_CHECKING:  # each belongs to some writers only
@@ -27,10 +28,12 @@ class LiveTarget:
     Args:
         shapes: its model.
         config: the configuration of its engine, if it has one.
+        groups: the param groups of its optimizer, if they are known.
     """
 
     shapes: ModelShapes
     config: Mapping[str, Any] | None = None
+    groups: tuple[ParamGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class Request:
         described: the model, for writers with tables of parameters.
         engine_config: configuration of the live engine that loads the output; None: that of the
             source, adapted.
+        live_groups: param groups of the live optimizer that loads the output; empty: those of the
+            source.
         own: what the writer derived from the options for its own use; see its ``resolve``.
     """
 
@@ -81,6 +86,7 @@ class Request:
     rules: Path | None = None
     described: Described | None = None
     engine_config: Mapping[str, Any] | None = None
+    live_groups: tuple[ParamGroup, ...] = ()
     own: Any = None
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,9 @@ from reshard.commands.unwritten import plan_unwritten
 from reshard.errors import ReshardError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats.request import LiveTarget
+from reshard.keys import canonical
 from reshard.live.names import mark_buffers, name_as_in
-from reshard.manifest import Entry, Key, Manifest, Skeleton, SourceFile
+from reshard.manifest import Entry, Key, Manifest, ParamGroup, Skeleton, SourceFile
 from reshard.move.on_demand import OnDemandFiles
 from reshard.planning.planner import Plan
 
@@ -106,6 +107,30 @@ def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
             reason = "is decided by the running program" if is_decided else "is no option of split"
             raise UsageError(name, reason, "leave it out")
     return {**decided, **given}
+
+
+def name_groups(
+    live: Sequence[Mapping[str, Any]],
+    params: Sequence[Sequence[Any]],
+    names: Mapping[Any, str],
+) -> tuple[ParamGroup, ...]:
+    """Return the param groups of a live optimizer; empty if some are not known.
+
+    Args:
+        live: the optimizer's groups.
+        params: the module's parameters in each.
+        names: parameter -> fqn.
+    """
+    known = [[each for each in members if each.requires_grad] for members in params]
+    if not all(known) or not all(each in names for members in known for each in members):
+        return ()
+    return tuple(
+        ParamGroup(
+            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            tuple(canonical(names[each]) for each in members),
+        )
+        for group, members in zip(live, known, strict=True)
+    )
 
 
 def log_report(report: SplitReport) -> None:

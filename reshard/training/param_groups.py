@@ -20,6 +20,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.keys import compile_patterns
+from reshard.manifest import ParamGroup
 from reshard.pickles import objects
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import some
@@ -60,6 +61,12 @@ class Rules:
 
     path: Path
     rules: tuple[Rule, ...]
+    live: tuple[ParamGroup, ...] = ()  # the groups of a live optimizer, which the rules repeat
+
+    @property
+    def where(self) -> str:
+        """The origin of the groups, for messages."""
+        return "the live optimizer" if self.live else _format_option(self.path)
 
 
 Made = tuple[WritableState, list[str]]  # a derived state, and notes about it for the user
@@ -127,6 +134,20 @@ def _format_option(path: Path) -> str:
     return f"--param-groups {path}"
 
 
+def follow_live(state: WritableState, live: tuple[ParamGroup, ...]) -> Rules | None:
+    """Return the groups of a live optimizer; None if those of the state have the same order.
+
+    DeepSpeed's flat partitions and torch's numbers refer to parameters by their position in the
+    live optimizer, whatever the order was that the source saved.
+    """
+    tied = state.manifest.tied
+    wanted = [tuple(tied.get(fqn, fqn) for fqn in group.fqns) for group in live]
+    if wanted == [tuple(member.fqn for member in group.members) for group in state.groups]:
+        return None
+    rules = (Rule((), fqns, frozen=False, hyper={}) for fqns in wanted)
+    return Rules(Path(), tuple(rules), live)
+
+
 # New groups
 
 
@@ -153,10 +174,13 @@ def regroup(state: WritableState, given: Rules) -> Made:
     groups, origins = [], []
     for number, rule in enumerate(given.rules):
         members = sorted(taken[number], key=lambda fqn: position[fqn])
+        if given.live:
+            members = list(rule.fqns)
         if rule.frozen:
             continue
         sources = sorted({n for fqn in members if (n := trained[fqn].source) is not None})
-        hyper = _merge_hyper(f"{_format_option(given.path)}: group {number}", rule, state, sources)
+        decided = _decide(given, number, state, sources)
+        hyper = _merge_hyper(f"{given.where}: group {number}", decided, state, sources)
         groups.append(TrainedGroup(hyper, tuple(trained[fqn].member for fqn in members)))
         origins.append(sources)
     frozen = [f for number, r in enumerate(given.rules) if r.frozen for f in taken[number]]
@@ -166,9 +190,7 @@ def regroup(state: WritableState, given: Rules) -> Made:
         notes.append(f"in no param group, as {given.path} says: {_list_some(frozen)}")
     lost = sorted(fqn for fqn in frozen if trained[fqn].member.slots)
     if lost:
-        raise UsageError(
-            _format_option(given.path), f"freezes {_list_some(lost)}, which has optimizer state"
-        )
+        raise UsageError(given.where, f"freezes {_list_some(lost)}, which has optimizer state")
     scheduler, scheduler_notes = _regroup_scheduler(state, origins, groups)
     train = state.manifest.train
     kept = {key: value for key, value in train.objects.items() if key != objects.SCHEDULER}
@@ -207,7 +229,7 @@ def _assign(
         unknown = [fqn for fqn in names if fqn not in trained]
         if unknown:
             raise UsageError(
-                f"{_format_option(given.path)}: group {number}",
+                f"{given.where}: group {number}",
                 f"names {_list_some(unknown)}, which the source does not train",
             )
         for fqn, numbers in owners.items():
@@ -224,7 +246,7 @@ def _assign(
     for number, fqns in enumerate(taken):
         if not fqns:
             raise UsageError(
-                f"{_format_option(given.path)}: group {number}",
+                f"{given.where}: group {number}",
                 "takes no parameter",
                 f"the names are like {_list_some(list(trained))}",
             )
@@ -235,7 +257,7 @@ def _refuse_unassigned(given: Rules, owners: Mapping[str, Sequence[int]]) -> Non
     none = [fqn for fqn, numbers in owners.items() if not numbers]
     if none:
         raise UsageError(
-            _format_option(given.path),
+            given.where,
             f"has no group for {_list_some(none)}",
             'a group without match takes the rest; {"match": ..., "frozen": true} is no group',
         )
@@ -243,7 +265,7 @@ def _refuse_unassigned(given: Rules, owners: Mapping[str, Sequence[int]]) -> Non
     if twice:
         numbers = " and ".join(map(str, next(iter(twice.values()))))
         raise UsageError(
-            _format_option(given.path),
+            given.where,
             f"gives several groups (e.g. {numbers}) to {_list_some(list(twice))}",
         )
 
@@ -266,6 +288,20 @@ def _merge_hyper(
             )
         (agreed[key],) = values.values()
     return {**agreed, **rule.hyper}
+
+
+def _decide(given: Rules, number: int, state: WritableState, sources: Sequence[int]) -> Rule:
+    """Return a rule; with the live optimizer's values, if any, where source groups disagree."""
+    rule = given.rules[number]
+    if not given.live:
+        return rule
+    before = [state.groups[number].hyper for number in sources]
+    differing = {
+        key: value
+        for key, value in given.live[number].hyper.items()
+        if len({repr(_unwrap_number(hyper.get(key))) for hyper in before}) != 1
+    }
+    return replace(rule, hyper=differing)
 
 
 def _unwrap_number(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import reshard
 from tests.judged.resumed import Resumed, assert_goes_on, resume_all
@@ -21,6 +22,16 @@ RUNS = (
     Resumed("hf_z3_tied", "hf_z0_tied", 2, 0),
     Resumed("z2_checkpointed", "z3_checkpointed", 2, 3),
     Resumed("z3_bf16", "z3_subgroups", 3, 3),
+)
+OTHER_GROUPS = (  # of the live optimizer than in the source
+    Resumed("z2_bf16", "z2_groups_decay", 2, 2),
+    Resumed("z2_groups_decay", "z3_bf16", 2, 3),
+    Resumed("z3_groups_tiny", "z1_fp32", 2, 1),
+)
+WEIGHTS = (
+    Resumed("z2_bf16", "z3_bf16", 3, 3),
+    Resumed("z3_bf16", "z2_bf16", 2, 2),
+    Resumed("z2_groups_tiny", "z3_subgroups", 2, 3),
 )
 FROM_DCP = Resumed("z3_bf16", "z2_bf16", 3, 2)
 
@@ -42,3 +53,48 @@ def test_an_engine_goes_on_from_another_framework(made, tmp_path):
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_an_engine_goes_on_from_any_layout(run, resumed, made):
     assert_goes_on(run, resumed[run], made)
+
+
+@pytest.fixture(scope="module")
+def regrouped(made, tmp_path_factory):
+    directories = {run: made / run.source / "run" for run in OTHER_GROUPS}
+    return resume_all(directories, tmp_path_factory.mktemp("groups"), live=True)
+
+
+@pytest.mark.parametrize("run", OTHER_GROUPS, ids=str)
+def test_the_live_optimizer_decides_the_param_groups(run, regrouped, made):
+    assert isinstance(regrouped[run], dict), regrouped[run]
+    loaded, wanted = regrouped[run]["loaded"], find_reference(made, run.source)
+    assert_same(loaded["params"], wanted["params"])
+    for slot, tensors in wanted["slots"].items():
+        assert_same(loaded["slots"][slot], tensors)
+    own = find_reference(made, run.case)["train"]["param_groups"]
+    groups = loaded["train"]["param_groups"]
+    assert len(groups) == len(own)
+    rates = {group["weight_decay"] for group in wanted["train"]["param_groups"]}
+    assert {group["weight_decay"] for group in groups} <= rates | {
+        group["weight_decay"] for group in own
+    }
+
+
+@pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_weights_are_loaded_without_the_optimizer(how, made, tmp_path):
+    directories = {run: made / run.source / "run" for run in WEIGHTS}
+    got = resume_all(directories, tmp_path, live=True, **how)
+    for run in WEIGHTS:
+        assert isinstance(got[run], dict), got[run]
+        loaded, wanted = got[run]["loaded"], find_reference(made, run.source)
+        assert_same(loaded["live"], wanted["live"])
+        if run.stage == 3:  # else DeepSpeed makes fp32 masters of the module's weights
+            assert_same(loaded["params"], wanted["params"])
+        assert not any(value.any() for slot in loaded["slots"].values() for value in slot.values())
+
+
+def find_reference(made, case):
+    return torch.load(made / case / "reference.pt", weights_only=False)
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for fqn, value in wanted.items():
+        assert torch.equal(got[fqn], value), fqn

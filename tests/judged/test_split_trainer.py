@@ -49,6 +49,7 @@ RESUMED = {  # name -> which run, ranks, how it is written, how the Trainer resu
         RUNS["ddp"],
     ),
 }
+OTHER_GROUPS = "deepspeed as ddp, without a file of groups"
 UNBROKEN = ("ddp at 2", "deepspeed at 2")  # nothing has changed
 SAME_GENERATORS = (*UNBROKEN, "ddp as fsdp2", "ddp as full", "deepspeed as ddp")
 
@@ -102,6 +103,7 @@ def live(saved, tmp_path_factory):
             options["param_groups"] = tmp_path_factory.getbasetemp() / "groups.json"
             options["param_groups"].write_text(json.dumps(TRAINERS))
         jobs[name] = (ranks, {**kind, "resume": saved[run][0], "live": options})
+    jobs[OTHER_GROUPS] = (2, {**RUNS["ddp"], "resume": saved["deepspeed"][0], "live": {}})
     return JUDGE.run(tmp_path_factory.mktemp("live"), jobs)
 
 
@@ -114,6 +116,14 @@ def test_the_trainer_resumes_with_every_bit(name, resumed, saved):
 def test_the_trainer_resumes_from_what_is_nowhere(name, live, resumed, saved):
     assert_resumed(live[name], saved[RESUMED[name][0]][1])
     assert live[name]["losses"] == resumed[name]["losses"]
+
+
+def test_the_param_groups_of_the_trainer_need_no_file(live, saved):
+    """One group becomes two, which keep the source's hyperparameters."""
+    seen, truth = live[OTHER_GROUPS], saved["deepspeed"][1]
+    assert_resumed(seen, truth)
+    assert [group["weight_decay"] for group in seen["groups"]] == [0.1, 0.1]
+    assert seen["losses"][0] == pytest.approx(truth["losses"][0], rel=1e-6)
 
 
 def assert_resumed(seen, truth):

@@ -307,7 +307,8 @@ def resumed(
         end_sharing(run.engine.basic_optimizer)
     # DeepSpeed returns all of its own keys that it does not consume together with the client's.
     kept = {key: client_state[key] for key in case.client_state}
-    slots = () if how.get("load_module_only") else case.slots
+    without = how.get("load_module_only") or not how.get("load_optimizer_states", True)
+    slots = () if without else case.slots
     loaded = describe(run, truth.snapshot(run.engine, slots), kept)
     first = run.engine.global_steps
     losses = [train_step(run, first + step) for step in range(steps)]

@@ -102,7 +102,7 @@ def _open(
     opened, shapes = passes.resolve_model(opened, writer, options, given)
     request = resolve_request(opened.manifest, shapes, writer, options)
     if target is not None:
-        request = replace(request, engine_config=target.config)
+        request = replace(request, engine_config=target.config, live_groups=target.groups)
     _check_destination(report_as, writer)
     conversion = StateConversion(
         manifest=opened.manifest,

@@ -367,6 +367,8 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
     request, notes = conversion.request, conversion.notes
     state = build_writable_state(conversion.manifest, weights_only=request.weights_only)
     groups = param_groups.read(options.param_groups) if options.param_groups else None
+    if groups is None and request.live_groups and not request.weights_only:
+        groups = param_groups.follow_live(state, request.live_groups)
     is_new = options.init_optimizer == "zeros"
     if is_new and groups is None and not state.groups:
         groups = param_groups.ONE
