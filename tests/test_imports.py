@@ -63,7 +63,7 @@ LAYERS = (
     ("html",),
     ("commands", "dcp"),
     ("live",),
-    ("api", "deepspeed", "accelerate"),
+    ("api", "deepspeed", "accelerate", "filesystem"),
     ("transformers", "lightning", "torchtitan"),
     ("testing",),
     ("",),
@@ -228,6 +228,7 @@ def test_only_the_commands_that_train_start_programs():
 
 
 WITH_NUMPY = (  # imported by functions only
+    "reshard.filesystem",
     "reshard.live.safe_load",
     "reshard.move.cast",
     "reshard.quantised.decode",

@@ -83,13 +83,17 @@ class OnDemandFiles:
         """Return whether a file has bytes of tensors; the content of others is known."""
         return name in self._filled
 
-    def open(self, name: str) -> io.BufferedReader:
+    def open(self, name: str, *, checks: bool = False) -> io.BufferedReader:
         """Return a file as a binary file object for reading.
+
+        Args:
+            checks: whether the read that reaches the end of the file makes `check`, and raises its
+                errors.
 
         Raises:
             IncompleteError: there is no such file.
         """
-        return io.BufferedReader(_RawFile(self, name, self.nbytes(name)))
+        return io.BufferedReader(_RawFile(self, name, self.nbytes(name), checks=checks))
 
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
         """Return a range of a file; shorter at its end.
@@ -220,8 +224,9 @@ class OnDemandFiles:
 class _RawFile(io.RawIOBase):
     """One file for reading, with a position; made by `OnDemandFiles.open`."""
 
-    def __init__(self, files: OnDemandFiles, name: str, nbytes: int) -> None:
+    def __init__(self, files: OnDemandFiles, name: str, nbytes: int, *, checks: bool) -> None:
         super().__init__()
+        self._checks = checks
         self.name = name
         self._files = files
         self._nbytes = nbytes
@@ -249,12 +254,14 @@ class _RawFile(io.RawIOBase):
         """Fill a buffer from the position on; return the number of bytes, fewer at the end.
 
         Raises:
-            ReshardError: as `OnDemandFiles.read_into`.
+            ReshardError: as `OnDemandFiles.read_into`, and `OnDemandFiles.check` at the end.
         """
         view = memoryview(buffer).cast("B")
         count = max(min(len(view), self._nbytes - self._at), 0)
         self._files.read_into(self.name, self._at, view[:count])
         self._at += count
+        if self._checks and count and self._at == self._nbytes:
+            self._files.check()
         return count
 
 

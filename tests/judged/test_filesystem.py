@@ -1,0 +1,93 @@
+"""The fsspec file system of a run of real DeepSpeed, read by programs that take a file system."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import entry_points
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+import reshard
+from reshard.errors import CorruptError, UsageError
+from reshard.filesystem import CheckpointFileSystem
+from tests.support.sample_tensors import same
+
+SOURCE = "hf_z3_tied"
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """An editable install of an older version lacks the entry point."""
+    fsspec.register_implementation("reshard", CheckpointFileSystem, clobber=True)
+
+
+@pytest.fixture
+def run(made):
+    return made / SOURCE / "run"
+
+
+def test_the_files_are_those_of_merge(run, tmp_path):
+    reshard.merge(run, tmp_path / "merged")
+    files = fsspec.filesystem("reshard", fo=str(run))
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "merged").iterdir()}
+    assert set(files.ls("", detail=False)) == set(wanted)
+    for name, data in wanted.items():
+        assert files.cat_file(name) == data
+        assert files.cat_file(name, start=3, end=50) == data[3:50]
+        assert files.info(name) == {"name": name, "size": len(data), "type": "file"}
+    with fsspec.open(f"reshard://config.json::{run}") as file:
+        assert file.read() == wanted["config.json"]
+    files.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_a_layout_that_is_nowhere(run, tmp_path):
+    reshard.split(run, tmp_path / "dcp", to="dcp", world_size=2)
+    written = dcp.FileSystemReader(tmp_path / "dcp")
+    shapes = {
+        key: value
+        for key, value in written.read_metadata().state_dict_metadata.items()
+        if isinstance(value, dcp.metadata.TensorStorageMetadata)
+    }
+    states = [
+        {key: torch.zeros(each.size, dtype=each.properties.dtype) for key, each in shapes.items()}
+        for _ in range(2)
+    ]
+    live = FsspecReader("reshard://", fo=str(run), to="dcp", world_size=2)
+    for state, reader in zip(states, (written, live), strict=True):
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    assert len(shapes) > 50
+    for key in shapes:
+        assert same(states[0][key], states[1][key]), key
+
+
+def test_folders_and_names_that_are_not_there(run):
+    files = fsspec.filesystem("reshard", fo=str(run), to="deepspeed")
+    (tag,) = (each["name"] for each in files.ls("") if each["type"] == "directory")
+    assert files.isdir(tag)
+    assert all(name.startswith(f"{tag}/") for name in files.ls(tag, detail=False))
+    for look in (files.info, files.ls, files.open):
+        with pytest.raises(FileNotFoundError):
+            look("nothing")
+    with pytest.raises(UsageError, match="read-only"):
+        files.open("latest", "wb")
+    with pytest.raises(UsageError, match="names no checkpoint"):
+        fsspec.filesystem("reshard")
+
+
+def test_a_damaged_source_is_an_error_at_the_end_of_a_file(copied):
+    run = copied(SOURCE)
+    files = fsspec.filesystem("reshard", fo=str(run))
+    for path in run.rglob("*_optim_states.pt"):
+        os.truncate(path, 100)
+    with pytest.raises(CorruptError):
+        files.cat_file("model.safetensors")
+
+
+def test_the_protocol_is_declared():
+    declared = {each.name: each.value for each in entry_points(group="fsspec.specs")}
+    assert declared.get("reshard", "reshard.filesystem:CheckpointFileSystem").startswith("reshard.")
