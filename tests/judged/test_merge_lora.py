@@ -474,7 +474,7 @@ def test_a_release_with_an_adapter_is_quantised_again(name, tmp_path):
         fqn for fqn in before if not torch.equal(as_bytes(after[fqn]), as_bytes(before[fqn]))
     }
     assert all("o_proj" in fqn or ".experts." in fqn for fqn in changed)
-    assert len({fqn for fqn in changed if fqn.endswith(("_scales", "_scale_inv"))}) > 4
+    assert len({fqn for fqn in changed if fqn.endswith(("_scales", "_scale_inv"))}) >= 4
     live = AutoModelForCausalLM.from_pretrained(
         tmp_path / "again", quantization_config=how(dequantize=True)
     )
