@@ -86,7 +86,7 @@ def _decode_floats(value: Any) -> Any:
 def _build_from(config: Any, source: Path | str) -> nn.Module:
     import transformers
 
-    cls = _find_model_class(transformers, config.architectures)
+    cls = _find_model_class(transformers, config)
     autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModel]
     built: nn.Module
     try:
@@ -105,12 +105,30 @@ def _build_from(config: Any, source: Path | str) -> nn.Module:
     raise UsageError(source, f"transformers has no model for a {type(config).__name__}", _REMEDY)
 
 
-def _find_model_class(transformers: Any, architectures: object) -> Any:
-    """Return the transformers class of the first architecture, or None if there is none."""
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+def _find_model_class(transformers: Any, config: Any) -> Any:
+    """Return the transformers class of the first architecture, or None if there is none.
+
+    Some parts of models are classes that the package does not export, with configs that it does:
+    they are in the module beside the config's.
+    """
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or not name.isidentifier():
+        return None
+    cls = getattr(transformers, name, None) or _find_beside(type(config).__module__, name)
     is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     return cls if is_model else None
+
+
+def _find_beside(module: str, name: str) -> Any:
+    """Return a member of the modeling module of a configuration module of transformers, or None."""
+    package, _, leaf = module.rpartition(".configuration_")
+    if not package.startswith("transformers.models."):
+        return None
+    try:
+        return resolve_name(f"{package}.modeling_{leaf}:{name}")
+    except (ImportError, AttributeError):
+        return None
 
 
 def _from_factory(spec: str) -> nn.Module:

@@ -214,3 +214,11 @@ def test_a_head_that_save_pretrained_leaves_out_is_left_out(name, config, asked,
     reshard.merge(tmp_path / "run", tmp_path / "got")
     got, want = (load_file(tmp_path / at / "model.safetensors") for at in ("got", "want"))
     assert got.keys() == want.keys()
+
+
+def test_a_class_that_transformers_does_not_export_is_found():
+    name = "UnlimitedOcrVisionEncoder"
+    assert not hasattr(transformers, name)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "unlimited_ocr_vision_encoder", "architectures": [name], **small}
+    assert type(build_configured(config, "test")).__name__ == name
