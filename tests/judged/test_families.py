@@ -25,7 +25,7 @@ PROVED = (
     "qwen3_5_text",
 )
 # Megatron-core does not build these: their names are those of Megatron-Bridge.
-NAMED = ("gemma", "gemma3_text", families.CONFIGS["exaone4"], "olmoe", "minimax_m2")
+NAMED = ("gemma", "gemma3_text", families.CONFIGS["exaone4"], "olmoe", "minimax_m2", "falcon_h1")
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,7 @@ _LINEAR = re.compile(
     r"(.*(?:eh_proj|\.(?:in|out)_proj|linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)))"
     r"\.(?:weight|bias)(?:\.\w+)?"
 )
+_MIXER = "mixer."  # of MambaModel's layers
 _INPUT = re.compile(r"\.self_attention\.(?:linear_qkv|linear_kv_up_proj)$")
 _RENAMED = re.compile(r"\.(?:input|pre_mlp)_layernorm\.")
 _METADATA = {
@@ -154,7 +155,7 @@ class _Stacks:
         self._places = choice.places
         self._alike = _is_homogeneous(choice.weights, choice.places.layers)
         self._te = choice.wanted.dialect == "te"
-        self._hybrid = bool(choice.args.get("hybrid_override_pattern"))
+        self._hybrid = any(_MIXER in known.found.name for known in choice.weights)
 
     def add(self, prefix: str, known: KnownWeight, entry: Entry, dtype: DType) -> None:
         """Add a tensor, or each of its segments, at its position in its stack."""
@@ -280,7 +281,13 @@ def _list_segments(known: KnownWeight) -> Iterator[tuple[str, int, int | None]]:
 
 
 def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
-    """Return whether all layers have the same parameters."""
+    """Return whether all layers have the same parameters, and Megatron stacks them then.
+
+    It numbers layers of models with Mamba or gated delta nets in any case
+    (``core/ssm/mamba_block.py``, ``core/transformer/transformer_block.py``).
+    """
+    if any(known.found.rule.segments for known in weights):
+        return False
     names: dict[int, set[str]] = {}
     for known in weights:
         if known.layer is not None:
