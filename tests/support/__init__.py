@@ -8,6 +8,7 @@ Modules:
     guides: runs the commands and the Python code of README and docs/start.
     large_manifests: manifests of runs with thousands of ranks, computed without files.
     object_stores: servers of S3 and Google's store behind a proxy that injects network faults.
+    package_contents: compares the wheel and the source distribution with the source tree.
     random_checkpoints: small checkpoints in real files, stored in every way a manifest can express.
     sample_tensors: one tensor of every shape, stride and dtype that a checkpoint may hold.
     screenshots: takes pictures of pages, for people to look at.
