@@ -165,8 +165,8 @@ class Writer(ABC):
         return request
 
     def numbers_parameters(self, _request: Request) -> bool:
-        """Return whether the requested files refer to parameters by their position."""
-        return self.needs_order
+        """Return whether the requested files may refer to parameters by their position."""
+        return True
 
     def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
         """Return the state under the parameter names that the files have.

@@ -48,6 +48,7 @@ ROUTES = [
     ),
     Route(LLAMA, "torch", "live deepspeed", options={"zero_stage": 2}),
     Route(LLAMA, "torch", "dcp", "dcp"),
+    Route(LLAMA, "torch", "fsdp2", "fsdp2", options={"device": "cpu"}),
     Route(LLAMA, "torch_dist", "accelerate", "accelerate"),
     Route(LLAMA, "torch", "hf-trainer", "hf-trainer"),
     Route(SHARDED, "torch", "torch", "torch", ranks=1),
@@ -57,6 +58,7 @@ ROUTES = [
     Route(EXPERTS, "torch_dist", "deepspeed", "deepspeed", options={"zero_stage": 3}),
     Route(EXPERTS, "torch", "dcp", "dcp"),
     Route(EXPERTS, "torch_dist", "live dcp"),
+    Route(EXPERTS, "torch_dist", "fsdp2", "fsdp2", options={"device": "cpu"}),
     Route(EXPERTS, "torch_dist", "accelerate", "accelerate"),
     Route(EXPERTS, "torch_dist", "hf-trainer", "hf-trainer"),
 ]

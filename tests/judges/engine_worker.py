@@ -139,7 +139,7 @@ def go_on_torch(told: dict[str, Any]) -> Any:
 
 
 def go_on_dcp(told: dict[str, Any]) -> Any:
-    """FSDP 2 with torch.distributed.checkpoint, or with reshard's reader of the run itself."""
+    """FSDP 2 with torch.distributed.checkpoint, files a rank, or reshard's reader of the run."""
     from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
@@ -159,7 +159,14 @@ def go_on_dcp(told: dict[str, Any]) -> Any:
         "model": get_model_state_dict(model),
         "optim": get_optimizer_state_dict(model, optimizer),
     }
-    if told["engine"] == "live dcp":
+    if told["engine"] == "fsdp2":
+        rank = dist.get_rank()
+        state["model"] = torch.load(f"{told['place']}/model_rank{rank}.pt", weights_only=False)
+        model.load_state_dict(state["model"])
+        numbered = torch.load(f"{told['place']}/optim_rank{rank}.pt", weights_only=False)
+        optimizer.load_state_dict(numbered)
+        state["optim"] = get_optimizer_state_dict(model, optimizer)
+    elif told["engine"] == "live dcp":
         from reshard.dcp import StorageReader
 
         load(state, storage_reader=StorageReader(told["place"]))
@@ -315,6 +322,7 @@ ENGINES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "torch": go_on_torch,
     "dcp": go_on_dcp,
     "live dcp": go_on_dcp,
+    "fsdp2": go_on_dcp,
     "deepspeed": go_on_deepspeed,
     "live deepspeed": go_on_deepspeed,
     "accelerate": go_on_accelerate,

@@ -147,6 +147,10 @@ class Universal(_Writer):
     options = ("zero_stage",)
     keeps_grid_of = (NAME,)
 
+    def numbers_parameters(self, _request: Request) -> bool:
+        """Return False: a parameter is a folder with its name."""
+        return False
+
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out one folder per parameter.
 

@@ -49,8 +49,8 @@ class _StateDicts(_Writer):
     """A writer with a choice of FSDP state dict types."""
 
     def numbers_parameters(self, request: Request) -> bool:
-        """Return whether the optimizer is that of DDP or of DeepSpeed."""
-        return request.separate_masters or request.state_dict_type == "unsharded"
+        """Return False for FSDP's forms, whose optimizer has names."""
+        return request.separate_masters or request.state_dict_type not in ("sharded", "full")
 
     def choose_state_dict_type(self, source: Manifest, _run: Run | None) -> StateDictType:
         """Return the type of the source: whole files stay whole files."""
@@ -75,6 +75,10 @@ class Dcp(_Writer):
 
     name = "dcp"
     weights_alone = True
+
+    def numbers_parameters(self, _request: Request) -> bool:
+        """Return False: the optimizer has names."""
+        return False
 
 
 class Accelerate(_StateDicts):
@@ -199,10 +203,6 @@ class Torch(_Writer):
     name = NAME
     weights_alone = True
     writes_file = True
-
-    def numbers_parameters(self, _request: Request) -> bool:
-        """Return True: the file has torch.optim's own state."""
-        return True
 
 
 FORMAT = Format(
