@@ -11,6 +11,7 @@ One side's tensor consists of the other side's *parts*, *fused* along dim 0:
     delta        gated delta nets: [query; key; value; z; beta; alpha]; the two parts have, for each
                  key head, [query; key; value; z] and [beta; alpha] (Qwen3-Next)
     delta_parts  the same, of four parts: query, key and value; z; beta; alpha (Qwen3.5)
+    qkv_rows     all queries, all keys, all values (nanotron)
     qkv_stacked  like qkv, with one part that has all queries, all keys, all values (GPT-2, Phi-3)
     rope         rows of a head in pairs (Meta), and in halves (Hugging Face)
 
@@ -237,6 +238,13 @@ def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
     return model.delta
 
 
+def _make_qkv_rows(rows: int, model: Architecture) -> Form:
+    """Return the form whose three parts lie one after the other."""
+    parts = _make_qkv(rows, model).parts
+    starts = (0, *accumulate(parts[:-1]))
+    return Form(parts, tuple(RowRun(n, 0, at, parts[n]) for n, at in enumerate(starts)))
+
+
 def _make_qkv_stacked(rows: int, model: Architecture) -> Form:
     """Return the form of `_make_qkv` whose one part is all queries, all keys, all values."""
     apart = _make_qkv(rows, model)
@@ -267,9 +275,17 @@ _FORMS: Mapping[str, Callable[[int, Architecture], Form]] = {
     "qkvg": _make_qkvg,
     "delta": _make_delta,
     "delta_parts": _make_delta_parts,
+    "qkv_rows": _make_qkv_rows,
     "qkv_stacked": _make_qkv_stacked,
     "rope": _make_rope,
 }
 NAMES = tuple(_FORMS)
 # any other form has one part
-PARTS: Mapping[str, int] = {"gate_up": 2, "qkv": 3, "qkvg": 3, "delta": 2, "delta_parts": 4}
+PARTS: Mapping[str, int] = {
+    "gate_up": 2,
+    "qkv": 3,
+    "qkvg": 3,
+    "qkv_rows": 3,
+    "delta": 2,
+    "delta_parts": 4,
+}

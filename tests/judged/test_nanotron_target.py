@@ -178,9 +178,9 @@ def test_what_nanotron_s_files_do_not_tell_is_refused(asked, says, tmp_path):
         reshard.split(KEPT / "zero_tp2pp2dp2" / "ckpt", tmp_path / "out", to="nanotron", **asked)
 
 
-def test_another_framework_s_checkpoint_is_refused(tmp_path):
+def test_another_framework_s_checkpoint_of_no_known_model_is_refused(tmp_path):
     reshard.split(KEPT / "tp2dp2" / "ckpt", tmp_path / "dcp", to="dcp", world_size=1)
-    with pytest.raises(UsageError, match="requires a nanotron checkpoint"):
+    with pytest.raises(UsageError, match="nothing states which of Hugging Face's models"):
         reshard.split(tmp_path / "dcp", tmp_path / "out", to="nanotron")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.nanotron import layout, stages
-from reshard.formats.nanotron.directory import MODEL_CONFIG
+from reshard.formats.nanotron.directory import MODEL_CONFIG, NAME
 from reshard.formats.nanotron.layout import Layout
 from reshard.manifest import PARAM
 from reshard.model_parallel.sizes import Sizes, parse_mesh
@@ -36,18 +36,10 @@ class Wanted:
 
 
 def layout_of(state: WritableState) -> Layout:
-    """Return the layout that the source states.
-
-    Raises:
-        UsageError: the source is not a nanotron checkpoint.
-    """
+    """Return the layout that the source states, or that was made for it."""
     stated = state.manifest.train.opaque.get(layout.KEY)
     if not isinstance(stated, Layout):
-        raise UsageError(
-            _TO,
-            f"requires a nanotron checkpoint as source: a {state.manifest.origin.format} checkpoint"
-            " does not state how parameters are cut, and on which stage they are",
-        )
+        raise AssertionError("`begin.add_layout` makes it for other sources")
     return stated
 
 
@@ -61,6 +53,8 @@ def resolve_layout(state: WritableState, wanted: Wanted) -> Layout:
     """
     stated, mesh = layout_of(state), state.manifest.origin.mesh
     before = parse_mesh(mesh)
+    if state.manifest.origin.format != NAME:  # the layout was made for the requested run
+        before, mesh = replace(wanted.sizes, expert=1), {}
     if max(wanted.sizes.expert, before.expert, mesh.get("cp", 1)) > 1:
         raise UsageError(
             _TO,

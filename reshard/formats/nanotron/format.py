@@ -12,7 +12,9 @@ from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
+    from reshard.formats.base import StateConversion
     from reshard.formats.request import Request
+    from reshard.naming.options import NameOptions, Naming
     from reshard.training.state import WritableState
 
 
@@ -28,10 +30,23 @@ class Nanotron(Writer):
     name = NAME
     options = ("tp", "pp", "ep", "dp", "zero_stage")
     keeps_grid_of = (NAME,)
+    has_fixed_names = True
 
     def choose_stage(self, given: int | None, source: int | None) -> int:
         """Return the given stage, else the source's: nanotron has the stages 0 and 1."""
         return given if given is not None else min(source or 0, 1)
+
+    def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
+        """Return the state under nanotron's names; those of another source's model are derived.
+
+        Raises:
+            ReshardError: as `begin.rename`.
+        """
+        from reshard.formats.nanotron import begin
+
+        if conversion.manifest.origin.format == NAME:
+            return super().rename(conversion, names)
+        return begin.rename(conversion, names)
 
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the directory.
@@ -41,7 +56,7 @@ class Nanotron(Writer):
             ReshardError: as `nanotron.writer.lay_out`.
         """
         from reshard.containers.skeletons import LaidOut
-        from reshard.formats.nanotron import writer
+        from reshard.formats.nanotron import begin, writer
         from reshard.formats.nanotron.choice import Wanted
 
         if request.zero_stage > 1:
@@ -57,7 +72,11 @@ class Nanotron(Writer):
             dtype=request.dtype,
             weights_only=request.weights_only,
         )
-        return LaidOut(writer.lay_out(state, wanted), tuple(writer.notes(state)))
+        notes: tuple[str, ...] = ()
+        if request.described is not None:
+            state = begin.add_layout(state, request.described, request.parallel.pipeline)
+            notes = tuple(begin.describe(request.described))
+        return LaidOut(writer.lay_out(state, wanted), (*writer.notes(state), *notes))
 
 
 FORMAT = Format(

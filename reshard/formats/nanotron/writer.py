@@ -35,7 +35,7 @@ def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
     """Lay out the run's directory: the directory of its step, and ``latest.txt``.
 
     Raises:
-        UsageError: the source is not a nanotron run, or its files do not determine the grid.
+        UsageError: the files of a nanotron run do not determine the grid.
         IncompleteError: the optimizer lacks a part of its state.
         UnsupportedError: a parameter is cut in another way than by nanotron's own layers.
     """
