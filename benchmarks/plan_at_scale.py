@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -101,8 +103,8 @@ def state(
 # Llama 3.1 405B (its config.json: 126 layers, 128 heads of which 8 groups, vocabulary 128256)
 
 
-def llama() -> Shapes:
-    hidden, ffn, keys, words = 16384, 53248, 1024, 128256
+def llama(hidden: int = 16384, ffn: int = 53248, keys: int = 1024, layers: int = 126) -> Shapes:
+    words = 128256
     layer = {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (keys, hidden),
@@ -115,15 +117,20 @@ def llama() -> Shapes:
         "post_attention_layernorm": (hidden,),
     }
     shapes: Shapes = {"model.embed_tokens.weight": (words, hidden)}
-    for number in range(126):
+    for number in range(layers):
         shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (words, hidden)}
 
 
-def zero3_state() -> Manifest:
+def zero3_state(model: Callable[[], Shapes]) -> Manifest:
     kinds = dict.fromkeys(("master", *MOMENTS), dtypes.FLOAT32)
-    config = {"bf16": {"enabled": True}, "train_batch_size": 4096}
-    return state("deepspeed", llama(), kinds, config, {"bias_correction": True})
+    config = {"bf16": {"enabled": True}, "train_batch_size": 65536}
+    return state("deepspeed", model(), kinds, config, {"bias_correction": True})
+
+
+def largest() -> Shapes:
+    """Return the shapes of a model of 10 trillion parameters."""
+    return llama(hidden=65536, ffn=196608, keys=4096, layers=208)
 
 
 def zero3(ranks: int, is_source: bool) -> Request:
@@ -206,7 +213,8 @@ def moe(ranks: int, is_source: bool) -> Request:
 
 
 CASES = {
-    "zero3": Case("deepspeed", zero3_state, zero3),
+    "zero3": Case("deepspeed", partial(zero3_state, llama), zero3),
+    "zero3-10T": Case("deepspeed", partial(zero3_state, largest), zero3),
     "moe": Case("megatron", moe_state, moe),
 }
 
@@ -229,8 +237,23 @@ def make(case: Case, ranks: int, directory: Path) -> None:
     write_headers(laid.skeleton, directory)
 
 
-def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
-    """CPU seconds of each part, numbers of files and copies, and the peak RSS in MB."""
+def simulate(case: Case, ranks: int) -> Manifest:
+    """Return the manifest that the headers would give, without files."""
+    whole_state, request = case.whole(), case.request(ranks, True)
+    writer = registry.find_writer(case.target)
+    laid = writer.lay_out(build_writable_state(whole_state), request).skeleton
+    files = {file.name: SourceFile(file.name, file.nbytes) for file in laid.files}
+    return replace(whole_state, entries=index_entries(laid.entries), files=files)
+
+
+def measure(case: Case, ranks: int, directory: Path | None) -> dict[str, Any]:
+    """CPU seconds of each part, numbers of files and copies, and the peak RSS in MB.
+
+    Args:
+        case: the model and its layouts.
+        ranks: the number of ranks of the source.
+        directory: where the headers are; None simulates them.
+    """
     found: dict[str, Any] = {}
 
     def timed(part: str, work: Callable[[], Any]) -> Any:
@@ -239,7 +262,11 @@ def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
         found[part] = time.process_time() - began
         return result
 
-    manifest = timed("read", lambda: formats.read([directory]))
+    if directory:
+        manifest = timed("read", lambda: formats.read([directory]))
+    else:  # in a process of its own, as laying out the source takes gigabytes
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            manifest = pool.apply(simulate, (case, ranks))
     timed("prove", lambda: check(manifest))
     request = case.request(ranks, False)
     writer = registry.find_writer(case.target)
@@ -247,7 +274,10 @@ def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
     skeleton = laid.skeleton
     timed("prove target", lambda: check_overlaps(skeleton))
     planned = Plan(manifest.entries, skeleton)
-    found["copies"] = timed("plan", lambda: sum(len(window.copies) for window in planned))
+    found["windows"] = timed("plan", lambda: sum(1 for _ in planned))
+    if directory:  # without one, there would be too many copies to count
+        copies = timed("copy", lambda: sum(len(window.copies) for window in planned))
+        found["copy"], found["copies"] = found["copy"] - found["plan"], copies
     found["files"] = len(manifest.files), len(skeleton.files)
     found["MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     return found
@@ -256,24 +286,29 @@ def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
 PARTS = ("read", "prove", "lay out", "prove target", "plan")
 
 
-def rows(name: str, sizes: list[int], headers: Path) -> Iterator[str]:
-    columns = ("ranks", "files", *PARTS, "total, s", "copies", "us a copy", "peak RSS")
+def rows(name: str, sizes: list[int], headers: Path, *, simulated: bool) -> Iterator[str]:
+    columns = ("ranks", "files", *PARTS, "total, s", "windows", "copies", "copies, s", "peak RSS")
     yield f"| {' | '.join(columns)} |"
     yield "|" + " --- |" * len(columns)
     for ranks in sizes:
         directory = headers / f"{name}-{ranks}"
         try:
             again = [sys.executable, __file__, name, str(ranks), "--headers", str(headers)]
-            subprocess.run([*again, "--part", "make"], check=True)
-            done = subprocess.run([*again, "--part", "measure"], check=True, capture_output=True)
+            if not simulated:
+                subprocess.run([*again, "--part", "make"], check=True)
+            part = "simulate" if simulated else "measure"
+            done = subprocess.run([*again, "--part", part], check=True, capture_output=True)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         found = json.loads(done.stdout)
-        total = sum(found[part] for part in PARTS)
+        total = sum(found.get(part, 0) for part in PARTS)
         before, after = found["files"]
-        cells = [f"{ranks}", f"{before} to {after}", *(f"{found[part]:.1f}" for part in PARTS)]
-        cells += [f"{total:.1f}", f"{found['copies'] / 1e6:.2f} M"]
-        cells += [f"{total / found['copies'] * 1e6:.1f}", f"{found['MB']} MB"]
+        cells = [f"{ranks}", f"{before} to {after}"]
+        cells += [f"{found[part]:.2f}" if part in found else "" for part in PARTS]
+        cells += [f"{total:.1f}", f"{found['windows'] / 1e6:.2f} M"]
+        counted = "copies" in found
+        cells += [f"{found['copies'] / 1e6:.2f} M", f"{found['copy']:.1f}"] if counted else ["", ""]
+        cells += [f"{found['MB']} MB"]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -282,15 +317,19 @@ def main() -> None:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("ranks", type=int, nargs="+", help="of the source")
     parser.add_argument("--headers", type=Path, default=Path("/dev/shm/reshard-headers"))
-    parser.add_argument("--part", choices=("make", "measure"), help="of one size, in this process")
+    parser.add_argument("--simulated", action="store_true", help="without headers in files")
+    parts = ("make", "measure", "simulate")
+    parser.add_argument("--part", choices=parts, help="of one size, in this process")
     asked = parser.parse_args()
     case, directory = CASES[asked.case], asked.headers / f"{asked.case}-{asked.ranks[0]}"
     if asked.part == "make":
         make(case, asked.ranks[0], directory)
     elif asked.part == "measure":
         print(json.dumps(measure(case, asked.ranks[0], directory)))
+    elif asked.part == "simulate":
+        print(json.dumps(measure(case, asked.ranks[0], None)))
     else:
-        for line in rows(asked.case, asked.ranks, asked.headers):
+        for line in rows(asked.case, asked.ranks, asked.headers, simulated=asked.simulated):
             print(line, flush=True)
 
 

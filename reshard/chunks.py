@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
+from operator import itemgetter, sub
 from typing import Protocol
 
 from reshard.box import Box, Index, flat_span, row_major
@@ -64,6 +64,24 @@ Part = tuple[int, int, int, Box | None, DType]
 flat run that contains the part, the part's box (None if the part is the whole run), dtype.
 """
 
+
+@dataclass(frozen=True, slots=True)
+class Regular:
+    """Parts that follow from their positions, shared by all tensors with the same `file_table`.
+
+    The part at a position begins at element ``position * step`` and, in its file, ``skipped`` bytes
+    after ``byte_offsets[position]``. It has ``step`` elements at positions before ``full``, fewer
+    at ``full``, and none from ``filled`` on; ``nbytes`` is the size of a full part.
+    """
+
+    byte_offsets: Sequence[int]
+    skipped: int
+    nbytes: int
+    step: int
+    full: int
+    filled: int
+
+
 Run = tuple[int, int, str, int, DType, float]
 """Elements of a flattened tensor that a file stores one after the other: start, stop, file, byte
 offset, dtype, factor (see `Chunk`).
@@ -89,6 +107,29 @@ class ChunkIndex(Protocol):
 
         Runs that are adjacent in the tensor and in one file are yielded as one.
         """
+
+
+class FileSizes:
+    """The sizes of files, and the room behind an offset in each of many files.
+
+    Args:
+        size_of: returns the size of a file in bytes.
+    """
+
+    def __init__(self, size_of: Callable[[str], int]) -> None:
+        self.size_of = size_of
+        # By the id of the offsets, which are kept, so that no other object gets the same id.
+        self._rooms: dict[int, tuple[Sequence[int], int, int]] = {}
+
+    def find_room(self, files: Sequence[str], byte_offsets: Sequence[int]) -> tuple[int, int]:
+        """Return the least offset, and the least number of bytes from an offset to its file's end.
+
+        Thousands of tensors share one sequence of offsets, so the answer is kept.
+        """
+        if id(byte_offsets) not in self._rooms:
+            room = min(map(sub, map(self.size_of, files), byte_offsets))
+            self._rooms[id(byte_offsets)] = byte_offsets, min(byte_offsets), room
+        return self._rooms[id(byte_offsets)][1:]
 
 
 class Chunks(ABC):
@@ -123,17 +164,18 @@ class Chunks(ABC):
     def part(self, position: int) -> Part | None:
         """Return the part at a position of the `file_table`, or None if it is empty."""
 
+    @property
+    def regular(self) -> Regular | None:
+        """How the parts follow from their positions, if they do."""
+        return None
+
     @abstractmethod
     def find_strided(self) -> Chunk | None:
         """Return a chunk that is not contiguous in its file, or None."""
 
     @abstractmethod
-    def find_unproven(self, size_of: Callable[[str], int]) -> Iterable[Chunk]:
-        """Return the chunks that may be outside of the tensor or of their file.
-
-        Args:
-            size_of: returns the size of a file in bytes.
-        """
+    def find_unproven(self, sizes: FileSizes) -> Iterable[Chunk]:
+        """Return the chunks that may be outside of the tensor or of their file."""
 
     @abstractmethod
     def build_index(self) -> ChunkIndex:
@@ -194,7 +236,7 @@ class ListedChunks(Chunks):
                 return chunk
         return None
 
-    def find_unproven(self, size_of: Callable[[str], int]) -> Iterable[Chunk]:  # noqa: ARG002
+    def find_unproven(self, sizes: FileSizes) -> Iterable[Chunk]:  # noqa: ARG002
         """Return all chunks."""
         return self.chunks
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from reshard import escaped
 from reshard.box import Index, first_overlap, whole
-from reshard.chunks import Chunk, Chunks, ListedChunks, Partition
+from reshard.chunks import Chunk, Chunks, FileSizes, ListedChunks, Partition
 from reshard.derived import Derived
 from reshard.dtypes import BFLOAT16, DType
 from reshard.errors import CorruptError, shown
@@ -370,19 +370,20 @@ def check(manifest: Manifest) -> None:
         CorruptError: a chunk is out of bounds, two chunks overlap in part, or elements are missing;
             or a name or kind is not text (keys of a pickle can be anything).
     """
+    sizes = FileSizes(lambda file: find_source_file(manifest.files, file).nbytes)
     for entry in manifest.entries.values():
         key: tuple[object, object] = (entry.kind, entry.fqn)
         if not all(isinstance(name, str) for name in key):
             raise CorruptError(
                 manifest.origin.path, f"the name of a tensor is not text: {shown(key)}"
             )
-        _check_bounds(entry, manifest.files)
+        _check_bounds(entry, sizes)
         if not entry.layout.is_partition:  # a partition covers its tensor by its definition
             _check_coverage(entry)
 
 
-def _check_bounds(entry: Entry, files: Mapping[str, SourceFile]) -> None:
-    for chunk in entry.layout.find_unproven(lambda file: find_source_file(files, file).nbytes):
+def _check_bounds(entry: Entry, sizes: FileSizes) -> None:
+    for chunk in entry.layout.find_unproven(sizes):
         if not chunk.box.fits(entry.shape):
             raise CorruptError(
                 chunk.file,
@@ -390,7 +391,7 @@ def _check_bounds(entry: Entry, files: Mapping[str, SourceFile]) -> None:
                 f" the tensor's shape {entry.shape}",
             )
         start, stop = chunk.byte_span
-        size = find_source_file(files, chunk.file).nbytes
+        size = sizes.size_of(chunk.file)
         # `byte_span` assumes strides of at least 0: a negative one reads bytes outside the span.
         if start < 0 or stop > size or any(s < 0 for s in chunk.byte_strides):
             raise CorruptError(

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -34,7 +35,7 @@ from reshard.move.unfinished import Unfinished
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path, is_remote
-from reshard.planning.extents import iterate_output_files
+from reshard.planning.extents import Extent, FileIndex
 from reshard.planning.planner import Plan
 from reshard.ranks.team import (
     broadcast_text,
@@ -340,21 +341,36 @@ def check_overlaps(skeleton: Skeleton) -> None:
     Raises:
         DifferentError: the plan is wrong: the output would be damaged.
     """
-    sizes = {file.name: file.nbytes for file in skeleton.files}
-    for file, extents in iterate_output_files(skeleton):
-        begin, end, last = 0, 0, None
-        for extent in extents:
-            entry = skeleton.entries[extent.entry]
-            stop = extent.byte_offset + extent.nbytes
-            if extent.byte_offset < 0 or stop > sizes[file]:
-                raise DifferentError(file, f"{entry.fqn!r} would be outside of the file")
-            same_bytes = (begin, end) == (extent.byte_offset, stop)
-            if last is not None and same_bytes and _may_share_bytes(last, entry):
-                continue
-            if last is not None and extent.byte_offset < end:
-                names = f"{last.fqn!r} and {entry.fqn!r}"
-                raise DifferentError(file, f"{names} would overlap")
-            begin, end, last = extent.byte_offset, stop, entry
+    sizes, index = {file.name: file.nbytes for file in skeleton.files}, FileIndex(skeleton)
+    for file in index.files():
+        placement = index.find_placement(file)
+        if placement is None or not _are_apart(placement.ranges, sizes[file]):
+            _check_overlaps(file, sizes[file], index.sort_extents(file), skeleton.entries)
+        index.drop(file)
+
+
+def _are_apart(ranges: list[tuple[int, int]], nbytes: int) -> bool:
+    """Return whether ranges of a file's bytes are disjoint and inside of the file."""
+    ends = [(0, 0), *sorted(ranges), (nbytes, nbytes)]
+    return all(before[1] <= after[0] for before, after in pairwise(ends))
+
+
+def _check_overlaps(
+    file: str, nbytes: int, extents: list[Extent], entries: Sequence[Entry]
+) -> None:
+    begin, end, last = 0, 0, None
+    for extent in extents:
+        entry = entries[extent.entry]
+        stop = extent.byte_offset + extent.nbytes
+        if extent.byte_offset < 0 or stop > nbytes:
+            raise DifferentError(file, f"{entry.fqn!r} would be outside of the file")
+        same_bytes = (begin, end) == (extent.byte_offset, stop)
+        if last is not None and same_bytes and _may_share_bytes(last, entry):
+            continue
+        if last is not None and extent.byte_offset < end:
+            names = f"{last.fqn!r} and {entry.fqn!r}"
+            raise DifferentError(file, f"{names} would overlap")
+        begin, end, last = extent.byte_offset, stop, entry
 
 
 def _may_share_bytes(one: Entry, other: Entry) -> bool:

@@ -5,14 +5,13 @@ A few numbers describe all runs of a tensor, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import sub
 from typing import overload
 
 from reshard.box import Index, run_boxes
-from reshard.chunks import Chunk, ChunkIndex, Part, Partition, Run, contiguous
+from reshard.chunks import Chunk, ChunkIndex, FileSizes, Part, Partition, Regular, Run, contiguous
 from reshard.dtypes import DType
 from reshard.layout.partition import equal_piece
 
@@ -87,23 +86,36 @@ class EqualRuns(Partition):
 
     def part(self, position: int) -> Part | None:
         """Return the run of a rank, or None if it is empty."""
-        start, stop = self.run(position)
-        if start == stop:
+        start = position * self.step
+        if start >= self.numel:
             return None
-        return self.byte_offset(position), start, stop, None, self.dtype
+        stop = start + self.step
+        stop = min(stop, self.numel)
+        offset = self.offsets.byte_offsets[position] + self.skipped
+        return offset, start, stop, None, self.dtype
 
     def find_strided(self) -> Chunk | None:
         """Return None: every run is contiguous."""
         return None
 
-    def find_unproven(self, size_of: Callable[[str], int]) -> Iterable[Chunk]:
+    def find_unproven(self, sizes: FileSizes) -> Iterable[Chunk]:
         """Return no chunk if every file has room for a full run, which is the usual case."""
-        offsets = self.offsets
-        room = map(sub, map(size_of, offsets.files), offsets.byte_offsets)
-        is_inside = min(offsets.byte_offsets) + self.skipped >= 0
-        full = self.skipped + self.step * self.dtype.itemsize
+        least, room = sizes.find_room(self.offsets.files, self.offsets.byte_offsets)
         # The runs of the last ranks are shorter than a step, so less room can be enough.
-        return () if is_inside and min(room) >= full else self
+        full = self.skipped + self.step * self.dtype.itemsize
+        return () if least + self.skipped >= 0 and room >= full else self
+
+    @property
+    def regular(self) -> Regular:
+        """The runs of all ranks."""
+        return Regular(
+            self.offsets.byte_offsets,
+            self.skipped,
+            self.step * self.dtype.itemsize,
+            self.step,
+            self.numel // max(self.step, 1),
+            self.part_count,
+        )
 
     def build_index(self) -> ChunkIndex:
         """Return this object: positions are computed, not searched."""
@@ -127,11 +139,14 @@ class EqualRuns(Partition):
         """Yield one run for each rank that stores a part of elements `start` to `stop`."""
         step, dtype, files = self.step, self.dtype, self.offsets.files
         size, byte_offsets = dtype.itemsize, self.offsets.byte_offsets
-        for rank in self.ranks(start, stop):
-            first = rank * step
-            low, high = max(start, first), min(stop, first + step)
-            offset = byte_offsets[rank] + self.skipped + (low - first) * size
+        low = start
+        while low < stop:
+            rank, before = divmod(low, step)  # the run's elements that precede `start`
+            high = low + step - before
+            high = min(high, stop)
+            offset = byte_offsets[rank] + self.skipped + before * size
             yield low, high, files[rank], offset, dtype, 1.0
+            low = high
 
     def __iter__(self) -> Iterator[Chunk]:
         for rank in self.ranks(0, self.numel):

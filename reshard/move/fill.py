@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from reshard.box import Index
@@ -311,8 +310,7 @@ def _count_runs(copy: Copy) -> int:
 
 
 def _take_slab(copy: Copy, dim: int, start: int, extent: int) -> Copy:
-    return replace(
-        copy,
+    return copy._replace(
         shape=(*copy.shape[:dim], extent, *copy.shape[dim + 1 :]),
         byte_offset=copy.byte_offset + start * copy.byte_strides[dim],
         target_offset=copy.target_offset + start * copy.target_strides[dim],

@@ -6,9 +6,9 @@ that it fills. This module opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import NamedTuple
 
 from reshard.box import Box, Index, flat_span, intersect, row_major, run_boxes
 from reshard.chunks import Chunk
@@ -17,8 +17,7 @@ from reshard.dtypes import DType
 from reshard.manifest import Entry
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A strided block to move, with the same shape on both sides; offsets and strides in bytes.
 
     ``target_offset`` counts from the start of the window that contains the copy. Elements are
@@ -56,14 +55,13 @@ class Copy:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """A contiguous range of one output file, which is filled in memory and written at once."""
 
     file: str
     byte_offset: int
     nbytes: int
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
 
 
 class CopyPlanner:
@@ -115,19 +113,13 @@ class CopyPlanner:
             at += box.volume * dtype.itemsize
 
     def _copy_runs(self, start: int, stop: int, dtype: DType, at: int) -> Iterator[Copy]:
-        wide = dtype.itemsize
+        fqn, wide, begin = self.fqn, dtype.itemsize, at - start * dtype.itemsize
+        strides = (wide,)
         for low, high, file, offset, stored, factor in self._index.find_runs(start, stop):
+            into = begin + low * wide
+            steps = (stored.itemsize,)
             yield Copy(
-                self.fqn,
-                (high - low,),
-                file,
-                offset,
-                (stored.itemsize,),
-                stored,
-                at + (low - start) * wide,
-                (wide,),
-                dtype,
-                factor,
+                fqn, (high - low,), file, offset, steps, stored, into, strides, dtype, factor
             )
 
 
@@ -222,8 +214,7 @@ def _continues(a: Copy, b: Copy) -> bool:
 
 
 def _extend(a: Copy, b: Copy) -> Copy:
-    return replace(
-        a,
+    return a._replace(
         shape=(a.numel + b.numel,),
         byte_strides=(a.dtype.itemsize,),
         target_strides=(a.target_dtype.itemsize,),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from reshard.box import Box
-from reshard.chunks import Chunks
+from reshard.chunks import Chunks, Regular
 from reshard.dtypes import DType
 from reshard.manifest import Skeleton
 
@@ -54,8 +56,41 @@ def iterate_output_files(skeleton: Skeleton) -> Iterator[tuple[str, list[Extent]
     """
     index = FileIndex(skeleton)
     for file in index.files():
-        yield file, sorted(index.extents(file), key=lambda extent: extent.byte_offset)
+        yield file, index.sort_extents(file)
         index.drop(file)
+
+
+class Placement(NamedTuple):
+    """The position of a file among files that hold parts of the same tensors.
+
+    Args:
+        key: equal for files whose extents differ only by a shift: in the file by the difference
+            of their ``byte_offset``, in each tensor by the difference of their ``position`` steps.
+        byte_offset: where the first of the file's flat tensors begins.
+        position: the position in the tables of files.
+        ranges: the bytes of the file in which each of its flat tensors lies.
+    """
+
+    key: Hashable
+    byte_offset: int
+    position: int
+    ranges: list[tuple[int, int]]
+
+
+class _Table:
+    """The tensors that share one table of files, all of them regular.
+
+    Args:
+        regular: how their parts follow from the positions.
+    """
+
+    def __init__(self, regular: Sequence[Regular]) -> None:
+        self.byte_offsets = regular[0].byte_offsets
+        # A tensor's parts change at two positions: the first that is not full, the first empty one.
+        self.changes = sorted({at for each in regular for at in (each.full, each.filled)})
+        runs = sorted((each.skipped, each.skipped + each.nbytes) for each in regular)
+        self.is_disjoint = all(a[1] <= b[0] for a, b in pairwise(runs))
+        self.first, self.stop = runs[0][0], max(stop for _, stop in runs)
 
 
 class FileIndex:
@@ -66,6 +101,7 @@ class FileIndex:
         # and table -> (number of the entry, its chunks).
         self._positions: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self._entries: dict[int, list[tuple[int, Chunks]]] = defaultdict(list)
+        self._tables: dict[int, _Table | None] = {}
         for number, entry in enumerate(skeleton.entries):
             table, files = entry.layout.file_table
             if table not in self._entries:
@@ -84,6 +120,35 @@ class FileIndex:
                 part = chunks.part(position)
                 if part is not None:
                     yield Extent(number, *part)
+
+    def sort_extents(self, file: str) -> list[Extent]:
+        """Return the extents of `file`, sorted by offset."""
+        return sorted(self.extents(file), key=lambda extent: extent.byte_offset)
+
+    def find_placement(self, file: str) -> Placement | None:
+        """Return the placement of a file, or None if a tensor in it is not regular.
+
+        It is None, too, where two tensors of one table share bytes.
+        """
+        key, ranges = [], []
+        positions = self._positions[file]
+        for number, position in positions:
+            table = self._table(number)
+            if table is None or not table.is_disjoint or position != positions[0][1]:
+                return None
+            begin = table.byte_offsets[position]
+            key.append((number, bisect_right(table.changes, position), begin))
+            ranges.append((begin + table.first, begin + table.stop))
+        first = key[0][2]
+        shape = tuple((number, state, begin - first) for number, state, begin in key)
+        return Placement(shape, first, positions[0][1], ranges)
+
+    def _table(self, number: int) -> _Table | None:
+        if number not in self._tables:
+            regular = [chunks.regular for _, chunks in self._entries[number]]
+            known = [each for each in regular if each is not None]
+            self._tables[number] = _Table(known) if len(known) == len(regular) else None
+        return self._tables[number]
 
     def drop(self, file: str) -> None:
         """Remove a file from the index, to free memory."""

@@ -7,21 +7,22 @@ This module opens no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
 from reshard.dtypes import WIDEST, DType
 from reshard.errors import ReshardError
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.planning.copies import Copy, CopyPlanner, Window, dot
-from reshard.planning.extents import Extent, FileIndex, iterate_output_files
+from reshard.planning.extents import Extent, FileIndex, Placement
 
 WINDOW_BYTES = 4 << 20
+_KNOWN = 64  # files whose windows are kept; equal parts need a few
 _SMALL = 256 << 10  # bytes; a tensor up to this size is cheap enough to read again for every rank
 
 
@@ -58,11 +59,7 @@ class Plan:
 
     def batches(self) -> Iterator[tuple[Window, ...]]:
         """Yield the windows in batches; the windows of one batch read the same source bytes."""
-        for file, groups in self._iterate_window_parts():
-            for group in groups:
-                start, nbytes = group[0].byte_offset, sum(part.nbytes for part in group)
-                copies = (c for part in group for c in part.plan_copies(part.byte_offset - start))
-                yield (Window(file, start, nbytes, tuple(copies)),)
+        yield from ((window,) for window in self._iterate_windows())
         for number in sorted(self._interleaved):
             yield from self._plan_bands(
                 self.target.entries[number], CopyPlanner(self._sources[number])
@@ -102,29 +99,52 @@ class Plan:
         largest = max((file.nbytes for file in self.target.files), default=0)
         return min(max(self._limit, WIDEST), largest)
 
-    def _iterate_window_parts(self) -> Iterator[tuple[str, Iterator[list[WindowPart]]]]:
-        """Yield each output file with the parts of each of its windows."""
-        # A planner indexes all chunks of its tensor, so it is dropped after the tensor's last file.
-        uses = [entry.layout.part_count for entry in self.target.entries]
-        planners: dict[int, CopyPlanner] = {}
-        for file, all_extents in iterate_output_files(self.target):
-            extents = [extent for extent in all_extents if extent.entry not in self._interleaved]
-            for extent in extents:
-                if extent.entry not in planners:
-                    planners[extent.entry] = CopyPlanner(self._sources[extent.entry])
-            parts = (
-                p for extent in extents for p in self._cut_to_limit(extent, planners[extent.entry])
-            )
-            yield file, _group_into_windows(parts, self._limit)
-            for extent in extents:
-                uses[extent.entry] -= 1
-                if not uses[extent.entry]:
-                    del planners[extent.entry]
+    def _iterate_windows(self) -> Iterator[Window]:
+        """Yield the windows of each output file that are not interleaved.
+
+        Most files of an equally cut layout differ only by a shift, so what is known of the windows
+        of one file gives those of the others.
+        """
+        index, planners = FileIndex(self.target), _Planners(self._sources, self.target)
+        known: dict[Hashable, tuple[Placement, list[_Group]]] = {}
+        for file in index.files():
+            placement = index.find_placement(file)
+            if placement is not None and placement.key in known:
+                like, groups = known[placement.key]
+                ahead = placement.position - like.position
+                further = placement.byte_offset - like.byte_offset
+                for start, nbytes, parts in groups:
+                    yield Window(file, start + further, nbytes, _PartCopies(parts, ahead))
+            else:
+                extents = index.sort_extents(file)
+                windows = self._group(extents, planners)
+                if placement is not None:
+                    if len(known) == _KNOWN:
+                        known.clear()
+                    listed = list(windows)
+                    known[placement.key], windows = (placement, listed), iter(listed)
+                for start, nbytes, parts in windows:
+                    yield Window(file, start, nbytes, _PartCopies(parts, 0))
+                if placement is None:
+                    planners.drop(extents)
+            index.drop(file)
+
+    def _group(self, extents: Iterable[Extent], planners: _Planners) -> Iterator[_Group]:
+        """Group the extents of one file, in order, into windows."""
+        parts = (
+            part
+            for extent in extents
+            if extent.entry not in self._interleaved
+            for part in self._cut_to_limit(extent, planners.find(extent.entry))
+        )
+        return _group_into_windows(parts, self._limit)
 
     def _cut_to_limit(self, extent: Extent, planner: CopyPlanner) -> Iterator[WindowPart]:
         """Cut an extent into parts that fit into a window."""
         widest = max(extent.dtype.itemsize, planner.widest)
-        return _cut_extent(extent, planner, max(self._limit // widest, 1))
+        regular = self.target.entries[extent.entry].layout.regular
+        step = regular.step if regular else 0
+        return _cut_extent(extent, planner, max(self._limit // widest, 1), step)
 
     def _plan_bands(self, entry: Entry, planner: CopyPlanner) -> Iterator[tuple[Window, ...]]:
         """Yield an interleaved tensor in bands, each with one window for every target chunk.
@@ -205,7 +225,11 @@ def _count_copied_bytes(source: Entry, target: Entry) -> int:
 
 
 class WindowPart(NamedTuple):
-    """A part of a window: one box of a tensor, or one run of it, contiguous in the output file."""
+    """A part of a window: one box of a tensor, or one run of it, contiguous in the output file.
+
+    Args:
+        step: the number of elements from here to the same part of the next rank; 0 if unknown.
+    """
 
     byte_offset: int
     nbytes: int
@@ -215,15 +239,73 @@ class WindowPart(NamedTuple):
     box: Box | None
     strides: Index
     dtype: DType
+    step: int = 0
 
-    def plan_copies(self, at: int) -> Iterable[Copy]:
-        """Return the copies that fill this part, which begins at byte `at` of the window."""
+    def plan_copies(self, at: int, ahead: int = 0) -> Iterable[Copy]:
+        """Return the copies that fill this part, which begins at byte `at` of the window.
+
+        Args:
+            at: see above.
+            ahead: plan the same part of the rank that is this number of ranks ahead.
+        """
         if self.box is None:
-            return self.source.plan_run(self.start, self.stop, self.dtype, at)
+            shift = ahead * self.step
+            return self.source.plan_run(self.start + shift, self.stop + shift, self.dtype, at)
         return self.source.plan_box(self.box, self.dtype, self.strides, at)
 
 
-def _cut_extent(extent: Extent, planner: CopyPlanner, limit: int) -> Iterator[WindowPart]:
+_Group = tuple[int, int, list[WindowPart]]
+"""Parts that make a window: its byte offset, its size in bytes, the parts."""
+
+
+class _PartCopies(Sequence[Copy]):
+    """The copies of a window, planned when they are first needed, which is in the worker's thread.
+
+    Args:
+        parts: the parts of the window.
+        ahead: see `WindowPart.plan_copies`.
+    """
+
+    __slots__ = ("_ahead", "_copies", "_parts")
+
+    def __init__(self, parts: list[WindowPart], ahead: int) -> None:
+        self._parts = parts
+        self._ahead = ahead
+        self._copies: tuple[Copy, ...] | None = None
+
+    def _plan(self) -> tuple[Copy, ...]:
+        if self._copies is None:
+            start, ahead = self._parts[0].byte_offset, self._ahead
+            self._copies = tuple(
+                copy
+                for part in self._parts
+                for copy in part.plan_copies(part.byte_offset - start, ahead)
+            )
+        return self._copies
+
+    @overload
+    def __getitem__(self, index: int) -> Copy: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Copy, ...]: ...
+    def __getitem__(self, index: int | slice) -> Copy | tuple[Copy, ...]:
+        return self._plan()[index]
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(self._plan())
+
+    def __len__(self) -> int:
+        return len(self._plan())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple | _PartCopies) and self._plan() == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._plan())
+
+
+def _cut_extent(
+    extent: Extent, planner: CopyPlanner, limit: int, step: int
+) -> Iterator[WindowPart]:
     """Yield parts of at most `limit` elements: runs where possible, otherwise boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
@@ -232,8 +314,8 @@ def _cut_extent(extent: Extent, planner: CopyPlanner, limit: int) -> Iterator[Wi
     if box is None or (planner.is_flat and extent.is_run):
         for start in range(extent.start, extent.stop, limit):
             stop = min(start + limit, extent.stop)
-            offset = at + (start - extent.start) * size
-            yield WindowPart(offset, (stop - start) * size, planner, start, stop, None, (), dtype)
+            offset, nbytes = at + (start - extent.start) * size, (stop - start) * size
+            yield WindowPart(offset, nbytes, planner, start, stop, None, (), dtype, step)
         return
     strides = row_major(box.shape, size)
     for cut in contiguous_cuts(box.shape, limit):
@@ -243,18 +325,46 @@ def _cut_extent(extent: Extent, planner: CopyPlanner, limit: int) -> Iterator[Wi
         yield WindowPart(offset, nbytes, planner, 0, 0, Box(origin, cut.shape), strides, dtype)
 
 
-def _group_into_windows(
-    parts: Iterable[WindowPart], window_bytes: int
-) -> Iterator[list[WindowPart]]:
+def _group_into_windows(parts: Iterable[WindowPart], window_bytes: int) -> Iterator[_Group]:
     """Group adjacent small parts of a file into windows of at most `window_bytes`."""
     group: list[WindowPart] = []
+    start = stop = 0
     for part in parts:
-        if group and not (
-            part.byte_offset == group[-1].byte_offset + group[-1].nbytes
-            and part.byte_offset + part.nbytes - group[0].byte_offset <= window_bytes
-        ):
-            yield group
+        first = part.byte_offset
+        last = first + part.nbytes
+        if group and (first != stop or last - start > window_bytes):
+            yield start, stop - start, group
             group = []
+        if not group:
+            start = first
         group.append(part)
+        stop = last
     if group:
-        yield group
+        yield start, stop - start, group
+
+
+class _Planners:
+    """The planners of a target's tensors; each indexes all chunks of its tensor.
+
+    Args:
+        sources: the source of each entry of the target.
+        target: the skeleton.
+    """
+
+    def __init__(self, sources: Sequence[Entry], target: Skeleton) -> None:
+        self._sources = sources
+        self._uses = [entry.layout.part_count for entry in target.entries]
+        self._planners: dict[int, CopyPlanner] = {}
+
+    def find(self, entry: int) -> CopyPlanner:
+        """Return the planner of an entry."""
+        if entry not in self._planners:
+            self._planners[entry] = CopyPlanner(self._sources[entry])
+        return self._planners[entry]
+
+    def drop(self, extents: Iterable[Extent]) -> None:
+        """Free the planners whose tensors have no extents beside these and earlier ones."""
+        for extent in extents:
+            self._uses[extent.entry] -= 1
+            if not self._uses[extent.entry]:
+                self._planners.pop(extent.entry, None)

@@ -12,8 +12,9 @@ import pytest
 from reshard import dtypes
 from reshard.box import Box, whole
 from reshard.chunks import contiguous
+from reshard.commands.output import check_overlaps
 from reshard.containers import skeletons
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, DifferentError
 from reshard.layout.partition import equal_piece, run_chunks
 from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import (
@@ -27,7 +28,7 @@ from reshard.manifest import (
     check,
 )
 from reshard.planning.copies import plan_block
-from reshard.planning.extents import iterate_output_files
+from reshard.planning.extents import FileIndex, iterate_output_files
 from reshard.planning.planner import Plan
 
 SHAPES = ((7,), (3, 5), (4, 1, 6), (), (1,), (0, 3), (16, 16), (4, 64), (2, 4, 8))
@@ -250,3 +251,60 @@ def test_runs_of_the_output_are_multiplied_by_nothing():
         source = Entry("w", "master", dtypes.FLOAT32, (12,), (replace(stored, factor=factor),))
         planned = Plan({KEY: source}, skeleton(entry(runs((12,), 3, "o", 0))))
         assert {copy.factor for window in planned for copy in window.copies} == {factor}
+
+
+def flat_tensors(prefix, ranks, sizes, *, begins, gap=0):
+    """Tensors of two kinds, cut over the same files; each kind is one flat tensor of a file."""
+    entries, dtype = [], dtypes.FLOAT32
+    for kind, begin in zip(("master", "exp_avg"), begins, strict=True):
+        files = tuple(f"{prefix}{rank}" for rank in range(ranks))
+        # The headers of files with a longer name are longer, too.
+        offsets = RankOffsets(files, tuple(begin + len(file) for file in files))
+        skipped = 0
+        for number, size in enumerate(sizes):
+            runs = EqualRuns(offsets, dtype, (size,), skipped)
+            entries.append(Entry(f"w{number}", kind, dtype, (size,), runs))
+            skipped += runs.step * dtype.itemsize + gap
+    return entries
+
+
+SIZES = (1, 3, 12, 13, 100, 1024, 7, 0, 2047)
+
+
+def plan_both(source, target, limit, monkeypatch):
+    """The windows of a plan, and those of one that takes every file by itself."""
+    held = {entry.key: entry for entry in source}
+    files = sorted({chunk.file for entry in target for chunk in entry.chunks})
+    skeleton = Skeleton(tuple(OutputFile(file, 1 << 20) for file in files), tuple(target))
+    windows = list(Plan(held, skeleton, limit))
+    with monkeypatch.context() as patched:
+        patched.setattr(FileIndex, "find_placement", lambda *_: None)
+        return windows, list(Plan(held, skeleton, limit))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 12, 13, 40])
+def test_windows_known_from_another_file_are_those_of_the_file(ranks, monkeypatch):
+    source = flat_tensors("s", 7, SIZES, begins=(64, 5000))
+    for begins in ((64, 20000), (64, 64 + 4 * sum(-(-size // ranks) for size in SIZES))):
+        target = flat_tensors("t", ranks, SIZES, begins=begins)
+        for limit in (16, 100, 1 << 20):
+            windows, alone = plan_both(source, target, limit, monkeypatch)
+            assert windows == alone
+            assert sum(window.nbytes for window in windows) == 2 * 4 * sum(SIZES)
+
+
+@pytest.mark.parametrize("nbytes", [0, 64, 100])
+def test_regular_parts_that_overlap_or_leave_their_file_are_refused(nbytes):
+    target = flat_tensors("t", 3, (30, 40), begins=(0, nbytes))  # 96 bytes a file and kind
+    files = tuple(OutputFile(f"t{rank}", 300) for rank in range(3))
+    if nbytes == 100:
+        check_overlaps(Skeleton(files, tuple(target)))
+    else:
+        with pytest.raises(DifferentError, match="overlap"):
+            check_overlaps(Skeleton(files, tuple(target)))
+    short = (*files[:2], OutputFile("t2", 150))
+    with pytest.raises(DifferentError, match=r"outside of the file|overlap"):
+        check_overlaps(Skeleton(short, tuple(target)))
+    within = flat_tensors("t", 3, (30, 40), begins=(0, 200), gap=-4)
+    with pytest.raises(DifferentError, match="overlap"):
+        check_overlaps(Skeleton(files, tuple(within)))
