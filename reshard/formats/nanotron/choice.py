@@ -39,7 +39,7 @@ def layout_of(state: WritableState) -> Layout:
     """Return the layout that the source states, or that was made for it."""
     stated = state.manifest.train.opaque.get(layout.KEY)
     if not isinstance(stated, Layout):
-        raise AssertionError("`begin.add_layout` makes it for other sources")
+        raise TypeError("`begin.add_layout` makes it for other sources")
     return stated
 
 
