@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 _SEQ_LEN = 4096
 _PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_SLOTS = (  # a slot of the optimizer's state, and the first optimizer that has it
+    ("exp_avg_sq", "adamw"),
+    ("exp_avg", "lion"),
+    ("momentum_buffer", "momentum"),
+    ("sum", "adagrad"),
+)
 _HYPER = ("lr", "betas", "eps", "weight_decay")
 StrategyName = Literal[
     "ddp",
@@ -321,7 +327,11 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
         choice=choice,
         micro_batch=largest,
         advice=advise(model, cluster, training, choice),
-        notes=[*model.notes, *_describe_assumptions(training)],
+        notes=[
+            *model.notes,
+            *(_find_gaps(manifest) if manifest else ()),
+            *_describe_assumptions(training),
+        ],
         next_steps=steps,
         split=split,
         options=options.given(),
@@ -398,6 +408,7 @@ def _find_training(options: PlanOptions, manifest: Manifest | None, model: Model
         seq_len=length,
         micro_batch=options.micro_batch or stated.get("micro_batch", 1),
         global_batch=options.global_batch or stated.get("global_batch", 0),
+        gradient_bytes=stated.get("gradient_bytes"),
         tp=options.tp,
         pp=options.pp,
         ep=options.ep,
@@ -413,11 +424,24 @@ def _read_settings(manifest: Manifest) -> dict[str, Any]:
     if manifest.origin.precision in _PRECISIONS:
         settings["precision"] = _PRECISIONS[manifest.origin.precision]
     kinds = {kind for kind, _ in manifest.entries}
-    if "exp_avg" in kinds:
-        settings["optimizer"] = "adamw" if "exp_avg_sq" in kinds else "lion"
-    elif "momentum_buffer" in kinds:
-        settings["optimizer"] = "momentum"
+    for slot, optimizer in _SLOTS:
+        if slot in kinds:
+            settings["optimizer"] = optimizer
+            break
+    config = manifest.train.config
+    dtypes = config.get("data_types") if isinstance(config, dict) else None
+    if isinstance(dtypes, dict) and dtypes.get("grad_accum_dtype") in ("fp32", "float32"):
+        settings["gradient_bytes"] = 4
     return settings | _read_batch(manifest)
+
+
+def _find_gaps(manifest: Manifest) -> Iterator[str]:
+    """Yield what a checkpoint does not state, so that the forecast assumes it."""
+    if manifest.without_frozen:
+        yield "the checkpoint lacks frozen parameters, which the forecast therefore lacks, too"
+    kinds = {kind for kind, _ in manifest.entries}
+    if manifest.has_optimizer and not kinds & {slot for slot, _ in _SLOTS}:
+        yield "the checkpoint's optimizer is not a known one; its state is counted as Adam's"
 
 
 def _read_batch(manifest: Manifest) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.sizing.choice import Choice
 from reshard.sizing.model import ModelSizes
-from reshard.sizing.setup import Cluster, Training, count_accumulation, count_data_ranks
+from reshard.sizing.setup import Cluster, Training, count_accumulation
 from reshard.sizing.strategies import BUCKET_ELEMENTS, LIVE_ELEMENTS
 
 SUFFIXES = (".json", ".yaml", ".yml", ".sh")
@@ -196,30 +196,34 @@ def format_command(
     strategy = choice.row.strategy
     if training.lora_rank:
         raise UsageError("--lora-rank", "is not supported by python -m trainer", "write .json")
+    is_cut = training.tp * training.pp * training.ep > 1
+    if is_cut and strategy.framework == "deepspeed":
+        raise UsageError(
+            f"--strategy {strategy.name}",
+            "is data parallel only in python -m trainer",
+            "use --strategy fsdp or ddp with --tp, --pp and --ep",
+        )
     name = "fsdp2" if strategy.stage == 3 and strategy.framework == "torch" else strategy.name
     flags = {
         "--strategy": name.partition("-")[0],
         "--precision": training.precision,
         "--seq-len": training.seq_len,
         "--micro-batch": training.micro_batch,
-        "--global-batch": training.global_batch
-        or training.micro_batch * count_data_ranks(cluster, training),
+        "--global-batch": training.global_batch or None,
+        "--model": None if resume else model.source,
+        "--fsdp-sharding-strategy": "HYBRID_SHARD" if strategy.within_node else None,
+        "--fsdp-hybrid-size": cluster.gpus if strategy.within_node else None,
+        "--offload-optimizer": "cpu" if strategy.offload_optimizer else None,
+        "--offload-param": "cpu" if strategy.offload_param else None,
+        **{
+            f"--{axis}": size
+            for axis in ("tp", "pp", "ep")
+            if (size := getattr(training, axis)) > 1
+        },
+        "--freeze": training.freeze or None,
+        "--resume": resume or None,
     }
-    if not resume:
-        flags["--model"] = model.source
-    if strategy.within_node:
-        flags["--fsdp-sharding-strategy"] = "HYBRID_SHARD"
-        flags["--fsdp-hybrid-size"] = cluster.gpus
-    if strategy.offload_optimizer:
-        flags["--offload-optimizer"] = "cpu"
-    if strategy.offload_param:
-        flags["--offload-param"] = "cpu"
-    flags |= {f"--{axis}": n for axis in ("tp", "pp", "ep") if (n := getattr(training, axis)) > 1}
-    if training.freeze:
-        flags["--freeze"] = training.freeze
-    if resume:
-        flags["--resume"] = resume
-    words = [word for pair in flags.items() for word in map(str, pair)]
+    words = [word for pair in flags.items() if pair[1] is not None for word in map(str, pair)]
     if choice.checkpointing:
         words.append("--activation-checkpointing")
     return f"{_format_launcher(cluster)} {' '.join(map(quote, words))}\n"

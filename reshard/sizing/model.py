@@ -68,7 +68,7 @@ class Block:
     """A repeated layer.
 
     Args:
-        name: full name of the module, for example ``model.layers.0``.
+        name: full name of the module, for example ``model.layers.0``; empty for a whole model.
     """
 
     name: str
@@ -79,6 +79,11 @@ class Block:
     def numel(self) -> int:
         """The number of elements of all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full name of every parameter, and the parameter."""
+        for tensor in self.tensors:
+            yield f"{self.name}.{tensor.name}" if self.name else tensor.name, tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,6 @@ class ModelSizes:
         for tensor in self.before:
             yield tensor.name, tensor
         for block in self.blocks:
-            for tensor in block.tensors:
-                yield f"{block.name}.{tensor.name}", tensor
+            yield from block.named_tensors()
         for tensor in self.after:
             yield tensor.name, tensor

@@ -10,8 +10,15 @@ from reshard import units
 from reshard.errors import UsageError
 
 Precision = Literal["bf16", "fp16", "fp32"]
-Optimizer = Literal["adamw", "adamw8bit", "lion", "momentum", "sgd"]
-STATE_BYTES: dict[str, int] = {"adamw": 8, "adamw8bit": 2, "lion": 4, "momentum": 4, "sgd": 0}
+Optimizer = Literal["adamw", "adamw8bit", "adagrad", "lion", "momentum", "sgd"]
+STATE_BYTES: dict[str, int] = {
+    "adamw": 8,
+    "adamw8bit": 2,
+    "adagrad": 4,
+    "lion": 4,
+    "momentum": 4,
+    "sgd": 0,
+}
 """Bytes of optimizer state per trained parameter, without the master weight."""
 
 _GPUS = re.compile(r"(?:(\d+)\s*[x*])?\s*(\d+(?:\.\d+)?\s*[KMGT]I?B?)", re.IGNORECASE)
@@ -63,7 +70,7 @@ class Training:
     Args:
         global_batch: samples of a step; 0: one micro batch on each data-parallel rank.
         micro_batch: samples of a forward pass on one rank.
-        gradient_bytes: bytes of a gradient between the micro batches; None: the strategy's own.
+        gradient_bytes: bytes of a gradient that DeepSpeed accumulates; None: as the parameters.
         lora_rank: rank of LoRA adapters on the matrices of all blocks; 0: no adapters.
         lora_targets: suffixes of the modules with adapters; empty: all matrices of the blocks
             except routers and routed experts.

@@ -97,11 +97,7 @@ def _count(model: ModelSizes, training: Training, stage: _Stage) -> Share:
     if stage.is_last:
         outer += [(tensor.name, tensor) for tensor in model.after]
         outer += _list_tied(model, stage)
-    inner = [
-        (f"{block.name}.{tensor.name}", tensor)
-        for block in stage.blocks
-        for tensor in block.tensors
-    ]
+    inner = [each for block in stage.blocks for each in block.named_tensors()]
     counts = dict.fromkeys(((e, t) for e in (False, True) for t in (False, True)), 0)
     for name, tensor in [*outer, *inner]:
         is_trained = not _is_frozen(name, model, training)

@@ -19,6 +19,7 @@ from reshard.sizing.model import Block, ModelSizes, Saved, Tensor
 
 _BLOCK = re.compile(r"(?P<block>(?:.*?\.)?\d+)\.(?P<rest>.+)")
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+_NORM = re.compile(r"(norm|ln)[^.]*\.weight$")
 _CACHED = re.compile(r"[\w.-]+/[\w.-]+")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 _SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -161,10 +162,12 @@ def count_shapes(
     """
     before, blocks, after = _group(shapes)
     notes: tuple[str, ...] = ()
+    if not blocks:  # then the whole model is one block, so that its activations are not left out
+        before, blocks, after = [], {"": [*before, *after]}, []
     known = _try_formula(config, source)
-    if known is not None and len(known.blocks) == len(blocks):
-        pairs = zip(blocks.items(), known.blocks, strict=True)
-        built = [Block(name, tuple(tensors), like.saved) for (name, tensors), like in pairs]
+    saved = {_number(block.name): block.saved for block in known.blocks} if known else {}
+    if known is not None and sorted(saved) == sorted(map(_number, blocks)):
+        built = [Block(name, tuple(each), saved[_number(name)]) for name, each in blocks.items()]
         outer, hidden, vocab = known.saved, known.hidden, known.vocab
         positions, block_class = known.positions, known.block_class
     else:
@@ -189,9 +192,14 @@ def count_shapes(
     )
 
 
+def _number(block: str) -> int:
+    """Return the number at the end of the name of a block; -1 if it has none."""
+    return int(block.rpartition(".")[2] or -1)
+
+
 _ESTIMATED = (
     "activations are estimated from the shapes of the matrices: the model is of no family with a"
-    " formula, and the estimate can be wrong by a third"
+    " formula, and the estimate can be wrong by 40%"
 )
 
 
@@ -229,8 +237,16 @@ def _count_chosen(config: Mapping[str, Any]) -> int:
 
 
 def _estimate_saved(tensors: list[Tensor], chosen: int) -> Saved:
-    """Estimate what a block saves: the input and the output of each matrix, and norms."""
-    hidden = max((t.shape[0] for t in tensors if len(t.shape) == 1), default=0)
+    """Estimate what a block saves: the input and the output of each matrix, and norms.
+
+    A layer norm saves its input; an RMS norm, which has no bias, saves a float32 copy, too.
+    """
+    names = {tensor.name for tensor in tensors}
+    norms = Saved()
+    for tensor in tensors:
+        if _NORM.search(tensor.name) and len(tensor.shape) == 1:
+            has_bias = tensor.name.replace("weight", "bias") in names
+            norms = norms + Saved(tensor.numel, 0 if has_bias else tensor.numel)
     dense = sum(sum(t.shape) for t in tensors if len(t.shape) == 2 and not t.is_expert)
     stacked = [t for t in tensors if t.is_expert and len(t.shape) == 3]
     single = [t for t in tensors if t.is_expert and len(t.shape) == 2]
@@ -238,7 +254,7 @@ def _estimate_saved(tensors: list[Tensor], chosen: int) -> Saved:
     if single:
         number = len({re.sub(r"\D*experts\.(\d+)\..*", r"\1", t.name) for t in single})
         mixed += chosen * sum(sum(t.shape) for t in single) // max(number, 1)
-    return Saved(2 * hidden, 2 * hidden, dense + mixed)
+    return norms + Saved(narrow_cut=dense + mixed)
 
 
 def _guess_widths(outer: list[Tensor], shapes: Mapping[str, Index]) -> tuple[int, int]:

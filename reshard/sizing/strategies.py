@@ -203,8 +203,6 @@ def _count_buffers(
     """Return the bytes of gathered parameters and of communication buckets."""
     size = training.itemsize
     if strategy.stage == 3 and strategy.framework == "torch":
-        if shards == 1:
-            return size * share.numel if size == 2 else 0, 0
         # The root stays gathered in the forward pass; the next block is gathered ahead. In the
         # backward pass a block's gradients are reduced from a float32 copy.
         gathered = size * (share.outside + 2 * share.largest_block)

@@ -71,6 +71,11 @@ def test_a_checkpoint_states_everything():
     assert "reshard.deepspeed.load_checkpoint" in report.next_steps[2]
 
 
+def test_the_disk_is_that_of_the_checkpoint_itself():
+    row = next(r for r in reshard.plan(EXAMPLE).rows if r.strategy.name == "zero3")
+    assert row.disk == pytest.approx(reshard.inspect(EXAMPLE).to_json()["disk_bytes"], rel=0.05)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero3-offload", "fsdp"])
 def test_the_printed_split_runs(tmp_path, strategy):
     source = tmp_path / "my run"
@@ -137,9 +142,10 @@ def test_nothing_is_overwritten_and_other_suffixes_are_refused(config, tmp_path)
         write(config, path, "zero2")
     with pytest.raises(UsageError, match="no known suffix"):
         write(config, tmp_path / "ds.toml", "zero2")
-    with pytest.raises(UsageError, match="--tp"):
-        write(config, tmp_path / "tp.json", "zero2", tp=2)
-    assert not (tmp_path / "tp.json").exists()
+    for suffix in ("json", "yaml", "sh"):
+        with pytest.raises(UsageError):
+            write(config, tmp_path / f"tp.{suffix}", "zero2", tp=2)
+    assert not list(tmp_path.glob("tp.*"))
 
 
 def test_the_page_has_a_bar_for_every_strategy(config, tmp_path):

@@ -157,14 +157,30 @@ SAVED = {
 
 
 @pytest.mark.parametrize("family", SAVED)
-def test_activations_are_within_15_percent_of_the_saved_tensors(family):
+def test_activations_are_within_5_percent_of_the_saved_tensors(family):
     changes = dict(SAVED[family])
     attention = changes.pop("attention", "sdpa")
     config = {"model_type": family, **WIDE, **changes}
     if family in ("deepseek_v3", "gpt_neox", "phi3", "olmo2"):
         config.pop("head_dim")
     share = take_share(count_config(config, family), Training(micro_batch=2, seq_len=128))
-    assert share.saved_bytes == pytest.approx(count_saved(config, attention), rel=0.15)
+    assert share.saved_bytes == pytest.approx(count_saved(config, attention), rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["starcoder2", "stablelm", "glm4", "cohere"])
+def test_a_family_without_a_formula_is_built_on_the_meta_device(family, tmp_path):
+    from reshard.model import describe_config
+
+    config = {"model_type": family, **WIDE}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    report = reshard.plan(model=str(path), seq_len=128, micro_batch=2)
+    assert report.model.counted_by == "the model on the meta device"
+    shapes = describe_config(config, family).parameters
+    assert {n: t.shape for n, t in report.model.named_tensors()} == dict(shapes)
+    row = report.rows[0]
+    assert row.activations == pytest.approx(count_saved(config), rel=0.4)
+    assert any("can be wrong by 40%" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

@@ -196,6 +196,22 @@ def test_names_and_shapes_give_the_same_as_the_config():
     assert unknown.saved_bytes == pytest.approx(take_share(model, Training()).saved_bytes, rel=0.5)
 
 
+def test_a_model_without_numbered_layers_is_one_block():
+    shapes = {"up.weight": (64, 16), "down.weight": (16, 64)}
+    sizes = count_shapes(shapes, "checkpoint", LLAMA_2_7B, frozen=["up.weight"])
+    assert [name for name, _ in sizes.named_tensors()] == ["up.weight", "down.weight"]
+    assert take_share(sizes, Training()).trained == take_share(sizes, Training()).frozen == 1024
+    assert take_share(sizes, Training(seq_len=10)).saved_bytes > 10 * 2 * 160
+
+
+def test_blocks_in_another_order_keep_their_own_activations():
+    model = count_config(DEEPSEEK_V3, "deepseek")
+    shapes = {name: tensor.shape for name, tensor in model.named_tensors()}
+    again = count_shapes(dict(sorted(shapes.items())), "checkpoint", DEEPSEEK_V3)
+    saved = {block.name: block.saved for block in again.blocks}
+    assert saved == {block.name: block.saved for block in model.blocks}
+
+
 def test_the_first_strategy_that_fits_is_recommended():
     model, cluster = count_config(LLAMA_2_7B, "llama"), Cluster(8, 80 * GB)
     choice = choose(forecast(model, cluster, Training()), cluster)

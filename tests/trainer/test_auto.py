@@ -124,3 +124,23 @@ def test_the_memory_of_this_machine_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "_MEMORY", tmp_path / "absent")
     with pytest.raises(SettingsError, match="not known"):
         auto.find_memory("cpu", 1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_reshard_plan_and_report_memory_have_the_same_states(model, strategy, precision):
+    from reshard.sizing.setup import Cluster, Training
+    from reshard.sizing.sources import find_model
+    from reshard.sizing.strategies import forecast
+    from trainer.memory import predict
+    from trainer.resolve import resolve
+
+    sizes = find_model(model)
+    settings = {"model": model, "strategy": strategy, "precision": precision}
+    for accumulated, nbytes in ((precision, 2), ("fp32", 4)):
+        state = predict(resolve({**settings, "grad_dtype": accumulated}, 4), sizes.numel)
+        training = Training(precision=precision, gradient_bytes=nbytes)
+        rows = {row.strategy.name: row for row in forecast(sizes, Cluster(4, GB), training)}
+        row = rows[strategy]
+        assert (row.parameters, row.gradients) == (state.parameters, state.gradients)
+        assert row.masters + row.moments == state.optimizer
