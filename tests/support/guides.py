@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "start").glob("*.md")))
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted((DOCS / "start").glob("*.md")), DOCS / "api.md")
 _TRAIN = "python -m trainer --steps 4 --global-batch 8 --seq-len 32 --no-progress --strategy"
 SOURCES = {  # name of a checkpoint in the pages -> how it is made
     "run": f"{_TRAIN} zero3 --nproc 4 --save run",
@@ -91,7 +92,8 @@ def run_page(page: Path, sources: Path, place: Path) -> None:
         before, after = next((AROUND[key] for key in AROUND if f"import {key}" in block), ("", ""))
         compile(block, what, "exec")
         if not what.startswith(FRAGMENTS):
-            run(what, [sys.executable, "-c", before + block + after], place)
+            code = f"import reshard\n{before}{block}{after}"
+            run(what, [sys.executable, "-c", code], place)
 
 
 def main() -> None:
