@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -459,6 +460,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # as they lie on the hub, and the fami
         "vocab_size": 151552,
     },
 }
+PUBLISHED |= json.loads((Path(__file__).parents[1] / "data/published_configs.json").read_text())
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # -> its config, and what is named
     "granite": ({"embedding_multiplier": 12.0, "attention_multiplier": 0.02}, "embedding_mult"),
     "granite_attention": ({"attention_multiplier": 0.02}, "attention_multiplier is 0.02"),
