@@ -19,7 +19,7 @@ from reshard.model_parallel.sizes import parse_mesh
 from reshard.options import option
 from reshard.paths import as_path
 from reshard.sizing import sources
-from reshard.sizing.choice import Advice, Choice, advise, choose, choose_named
+from reshard.sizing.choice import Advice, Choice, advise, choose, choose_named, find_nodes
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Optimizer, Precision, Training, parse_gpus
 from reshard.sizing.strategies import MARGIN, Row, fit_micro_batch, forecast
@@ -330,6 +330,7 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
         notes=[
             *model.notes,
             *(_find_gaps(manifest) if manifest else ()),
+            *([] if choice.fits else [_describe_nodes(model, cluster, training)]),
             *_describe_assumptions(training),
         ],
         next_steps=steps,
@@ -459,6 +460,14 @@ def _read_batch(manifest: Manifest) -> dict[str, int]:
     ranks = manifest.origin.world // parse_mesh(manifest.origin.mesh).model
     whole = config.get("train_batch_size", micro * steps * ranks if type(steps) is int else 0)
     return {"micro_batch": micro, "global_batch": whole if type(whole) is int else 0}
+
+
+def _describe_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> str:
+    """Return on how many nodes a strategy fits."""
+    found = find_nodes(model, cluster, training)
+    if found is None:
+        return "more nodes do not help: one sample needs more memory than a GPU has"
+    return f"{found[1]} fits on {units.counted(found[0], 'node')}"
 
 
 def _describe_assumptions(training: Training) -> list[str]:

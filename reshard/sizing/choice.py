@@ -14,6 +14,7 @@ from reshard.sizing.strategies import (
     LIVE_ELEMENTS,
     STRATEGIES,
     Row,
+    forecast,
     forecast_one,
 )
 
@@ -57,13 +58,42 @@ def choose(rows: Sequence[Row], cluster: Cluster) -> Choice:
                 if is_tried and row.fits(cluster, checkpointing=checkpointing):
                     reason = _explain(row, rows, cluster, checkpointing=checkpointing)
                     return Choice(row, checkpointing, fits=True, reason=reason)
-    least = min(rows, key=lambda row: row.count_total(checkpointing=True))
-    total = units.show_bytes(least.count_total(checkpointing=True))
+    least = min(rows, key=lambda row: _measure_excess(row, cluster))
     reason = (
-        f"no strategy fits: {least.strategy.name} with activation checkpointing needs the least,"
-        f" {total} of {units.show_bytes(cluster.gpu_bytes)}"
+        f"no strategy fits: {least.strategy.name} with activation checkpointing comes closest, it"
+        f" needs {_describe_need(least, cluster, checkpointing=True)}"
     )
     return Choice(least, True, fits=False, reason=reason)
+
+
+def _measure_excess(row: Row, cluster: Cluster) -> float:
+    """Return the largest ratio of what a row needs to what there is, on a GPU and on a host."""
+    host = row.host / cluster.host_bytes if cluster.host_bytes else 0.0
+    return max(row.count_total(checkpointing=True) / cluster.gpu_bytes, host)
+
+
+def _describe_need(row: Row, cluster: Cluster, *, checkpointing: bool) -> str:
+    total = units.show_bytes(row.count_total(checkpointing=checkpointing))
+    text = f"{total} of {units.show_bytes(cluster.gpu_bytes)}"
+    if cluster.host_bytes is None or not row.host:
+        return text
+    host = f"{units.show_bytes(row.host)} of {units.show_bytes(cluster.host_bytes)}"
+    return f"{text} on a GPU and {host} on a host"
+
+
+def find_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> tuple[int, str] | None:
+    """Return a number of nodes on which a strategy fits, a power of two, and the strategy.
+
+    None: even 1024 times as many nodes do not help, because a GPU has too little memory for one
+    sample.
+    """
+    nodes, chosen = cluster.nodes, replace(training, global_batch=0)
+    for factor in (1 << n for n in range(11)):
+        larger = replace(cluster, nodes=nodes * factor)
+        choice = choose(forecast(model, larger, chosen), larger)
+        if choice.fits:
+            return larger.nodes, choice.row.strategy.name
+    return None
 
 
 def choose_named(rows: Sequence[Row], name: str, cluster: Cluster) -> Choice:
@@ -71,17 +101,17 @@ def choose_named(rows: Sequence[Row], name: str, cluster: Cluster) -> Choice:
     row = next(row for row in rows if row.strategy.name == name)
     plain = row.fits(cluster, checkpointing=False)
     fits = plain or row.fits(cluster, checkpointing=True)
-    total = units.show_bytes(row.count_total(checkpointing=not plain))
-    reason = f"chosen with --strategy; it needs {total} of {units.show_bytes(cluster.gpu_bytes)}"
+    need = _describe_need(row, cluster, checkpointing=not plain)
+    reason = f"chosen with --strategy; it needs {need}"
     return Choice(row, not plain, fits=fits, reason=reason)
 
 
 def _explain(row: Row, rows: Sequence[Row], cluster: Cluster, *, checkpointing: bool) -> str:
-    total = units.show_bytes(row.count_total(checkpointing=checkpointing))
+    need = _describe_need(row, cluster, checkpointing=checkpointing)
     how = "with" if checkpointing else "without"
     text = (
         f"{row.strategy.name} is the first that fits, {how} activation checkpointing: it needs"
-        f" {total} of {units.show_bytes(cluster.gpu_bytes)}"
+        f" {need}"
     )
     earlier = rows[: rows.index(row)]
     if earlier and not checkpointing and not row.strategy.offload_optimizer:

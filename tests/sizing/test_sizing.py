@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.errors import UsageError
-from reshard.sizing.choice import advise, choose
+from reshard.sizing.choice import advise, choose, find_nodes
 from reshard.sizing.families import UnknownSizesError, count_config, list_families
 from reshard.sizing.setup import Cluster, Training, count_accumulation, parse_gpus
 from reshard.sizing.share import take_share
@@ -222,10 +222,16 @@ def test_the_first_strategy_that_fits_is_recommended():
     single = Cluster(1, 24 * GB)
     choice = choose(forecast(model, single, Training()), single)
     assert (choice.row.strategy.name, choice.fits) == ("zero2-offload", True)
-    host = replace(single, host_bytes=8 * GB)
+    host = replace(single, host_bytes=40 * GB)
     choice = choose(forecast(model, host, Training()), host)
     assert not choice.fits
     assert "no strategy fits" in choice.reason
+    assert "on a GPU and" in choice.reason
+    nodes, name = find_nodes(model, host, Training())
+    assert (nodes, name) == (4, "zero2-offload")
+    again = replace(host, nodes=nodes)
+    assert choose(forecast(model, again, Training()), again).fits
+    assert find_nodes(model, Cluster(1, GB), Training()) is None
 
 
 def test_advice_saves_memory_and_starts_with_what_costs_least():
