@@ -409,3 +409,10 @@ def test_nemo_s_keys_and_counters(monkeypatch):
     assert found.train.step == 3
     assert found.train.param_groups == wanted.train.param_groups
     assert found.train.optimizer_step == wanted.train.optimizer_step
+
+
+@pytest.mark.parametrize(("form", "told"), [("torch_dist", True), ("torch", False)])
+def test_an_older_core_is_told_which_form_it_loads(form, told, tmp_path):
+    """Up to 0.14 Megatron-core knows flat ranges, which 0.16 refuses, and not fully_reshardable."""
+    report = reshard.split(RANGES, tmp_path / "out", to="megatron", dp=1, ckpt_format=form)
+    assert any("from 0.15 on" in note for note in report.notes) is told

@@ -26,6 +26,8 @@ from reshard.training.state import WritableState, describe_lost_setup, describe_
 
 __all__ = ["MegatronOptions", "lay_out"]
 
+_OLDER = ("fully_sharded_model_space", "fully_sharded_bucket_space")
+
 
 def lay_out(state: WritableState, wanted: MegatronOptions, described: Described) -> LaidOut:
     """Return the layout of the run directory.
@@ -55,9 +57,26 @@ def _notes(choice: Resolved) -> list[str]:
     notes += filter(None, [choice.scaler_lost()])
     if choice.state.manifest.origin.format != NAME:
         notes += describe_lost_setup(choice.state)
+    notes += _describe_core(choice)
     if choice.wanted.form == "torch" and not choice.wanted.carried.rng:
         notes.append("no random states: Megatron loads it with --no-load-rng")
     return notes
+
+
+def _describe_core(choice: Resolved) -> Iterator[str]:
+    """Yield a warning if the core that saved the source may not load the written optimizer.
+
+    Megatron-core up to 0.14 knows neither ``fully_reshardable`` nor ``dp_reshardable`` (0.13.1,
+    0.14.0 and 0.15.3 ``core/optimizer/distrib_optimizer.py``, ``sharded_state_dict``).
+    """
+    metadata = choice.state.manifest.train.opaque.get("content_metadata")
+    saved = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, Mapping) else None
+    if choice.wanted.form == "torch_dist" and choice.wanted.distributed and saved in _OLDER:
+        yield (
+            f"the source's distributed optimizer is in {saved}, which 0.16 does not load; it is"
+            " written as fully_reshardable, which Megatron-core loads from 0.15 on: for an older"
+            " one write --ckpt-format torch, which all load on the grid that it is written for"
+        )
 
 
 def _describe_builder(args: Mapping[str, Any]) -> Iterator[str]:
