@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _OPTIONS: dict[str, Any] = {"trust_remote_code": False}  # never run code beside a config
 _REMEDY = "pass the model as module:factory; code beside a config is not run"
+_TABLES = "_MAPPING_NAMES"
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 # torch methods that fill a tensor in place with random numbers
@@ -118,6 +119,19 @@ def _find_model_class(transformers: Any, config: Any) -> Any:
     cls = getattr(transformers, name, None) or _find_beside(type(config).__module__, name)
     is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     return cls if is_model else None
+
+
+def list_classes(model_type: str) -> list[str]:
+    """Return the names of the transformers classes for a model type.
+
+    Source: transformers 5.23 ``models/auto/modeling_auto.py``, a table for each task.
+    """
+    from transformers.models.auto import modeling_auto
+
+    tables = (table for name, table in vars(modeling_auto).items() if name.endswith(_TABLES))
+    found = (table.get(model_type, ()) for table in tables if isinstance(table, Mapping))
+    classes = ((name,) if isinstance(name, str) else name for name in found)
+    return list(dict.fromkeys(name for names in classes for name in names))
 
 
 def _find_beside(module: str, name: str) -> Any:

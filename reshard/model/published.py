@@ -76,6 +76,14 @@ class Published:
         is_of_files = manifest.origin.format in FILE_FORMATS
         return fitting[-1] if is_of_files and not conversion.changes_nothing else fitting[0]
 
+    def knows(self, manifest: Manifest) -> bool:
+        """Return whether all weights have names of this model, in one of its forms."""
+        try:
+            self.recognize_form(manifest)
+        except UsageError:
+            return False
+        return True
+
     def fits(self, manifest: Manifest) -> bool:
         """Return whether weights are in the published form; see `recognize_form`."""
         try:

@@ -7,7 +7,7 @@ on the Hub has the published ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +39,10 @@ class ModelConfig:
     content: Mapping[str, Any]
     path: Path | None = None
 
-    def trace(self) -> Published | None:
-        """Return the published form of the model.
+    def trace(self, manifest: Manifest) -> Published | None:
+        """Return the published form of the model that a manifest has the weights of.
+
+        A config that does not name its class is that of the first class with these names.
 
         Raises:
             UsageError: transformers cannot build the model.
@@ -48,7 +50,24 @@ class ModelConfig:
         """
         from reshard.model.published import describe_published
 
-        return describe_published(str(self.path) if self.path else self.content)
+        published = describe_published(str(self.path) if self.path else self.content)
+        if published is None or self.content.get("architectures") or published.knows(manifest):
+            return published
+        others = (other for other in self._trace_classes() if other.knows(manifest))
+        return next(others, published)
+
+    def _trace_classes(self) -> Iterator[Published]:
+        """Yield the published form of each class that transformers has for the model type."""
+        from reshard.model.build import list_classes
+        from reshard.model.published import describe_published
+
+        for name in list_classes(str(self.content.get("model_type"))):
+            try:
+                published = describe_published({**self.content, "architectures": [name]})
+            except (UsageError, UnsupportedError):  # a class that needs more than the config states
+                continue
+            if published is not None:
+                yield published
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +113,7 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
     if names is None and not _may_differ(manifest, config.content):
         return ChosenForm(manifest)
     try:
-        published = config.trace()
+        published = config.trace(manifest)
         return ChosenForm(manifest) if published is None else _convert(manifest, published, names)
     except (UsageError, UnsupportedError) as error:
         if names is not None:
@@ -118,7 +137,7 @@ def restore_memory_form(manifest: Manifest) -> Manifest | None:
     if path is None or content is None or not library.may_be_converted(content):
         return None
     try:
-        published = ModelConfig(content, path.parent).trace()
+        published = ModelConfig(content, path.parent).trace(manifest)
         if published is None or not published.fits(manifest):
             return None
         return published.restore_memory_form(manifest)

@@ -216,6 +216,22 @@ def test_a_head_that_save_pretrained_leaves_out_is_left_out(name, config, asked,
     assert got.keys() == want.keys()
 
 
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "ViTForImageClassification"])
+def test_a_config_without_a_class_is_that_of_the_class_with_these_names(name, tmp_path):
+    model_type, config = MODELS[name]
+    model = getattr(transformers, name)(transformers.AutoConfig.for_model(model_type, **config))
+    model.save_pretrained(tmp_path / "want")
+    content = json.loads((tmp_path / "want" / "config.json").read_text())
+    del content["architectures"]
+    (tmp_path / "run").mkdir()
+    torch.save(model.state_dict(), tmp_path / "run" / "pytorch_model.bin")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(content))
+    report = reshard.merge(tmp_path / "run", tmp_path / "got")
+    assert any(f"save_pretrained of {name}" in text for text in report.changes)
+    got, want = (load_file(tmp_path / at / "model.safetensors") for at in ("got", "want"))
+    assert got.keys() == want.keys()
+
+
 def test_a_class_that_transformers_does_not_export_is_found():
     name = "UnlimitedOcrVisionEncoder"
     assert not hasattr(transformers, name)
