@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 
 PROVED = (
     families.CONFIGS["nemotron_h"],
+    families.CONFIGS["nemotron_h_moe"],
     "deepseek_v3",
     "glm4_moe",
     "qwen2",

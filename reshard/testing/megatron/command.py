@@ -81,11 +81,12 @@ def write_table(proofs: Iterable[Proof], page: str) -> str:
     """
     from reshard.testing.megatron.proof import CONFIGS
 
+    by_config = {config: name for name, config in CONFIGS.items()}
     text, _, table = page.partition(_HEAD)
     rows = {row.split(" | ")[0]: row for row in table.strip().splitlines()[1:]}
     for proof in proofs:
-        is_own = proof.name.startswith("{") and proof.name not in CONFIGS.values()
-        name = f"| `{proof.name if is_own else proof.model_type}`"
+        own = proof.name if proof.name.startswith("{") else proof.model_type
+        name = f"| `{by_config.get(proof.name, own)}`"
         rows[name] = f"{name} | {proof.verdict} | {proof.describe()} |"
     by_verdict = sorted(rows.values(), key=lambda row: row.split(" | ")[1] == "refused")
     return "\n".join([text + _HEAD, "| --- | --- | --- |", *by_verdict, ""])

@@ -79,6 +79,7 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
     """Return ``mamba_builder``'s model: this rank's stage."""
     stand_in_for_kernels()
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
     from megatron.core.models.mamba import MambaModel
     from megatron.core.ssm import mamba_block
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -91,11 +92,12 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
         TransformerLayer,
         TransformerLayerSubmodules,
     )
 
-    from reshard.testing.megatron.fused import Core, NormThenLinear
+    from reshard.testing.megatron.fused import Core, FusedSpecProvider, NormThenLinear
 
     mamba_block.TENorm = WrappedTorchNorm
     config.use_mamba_mem_eff_path = False
@@ -134,6 +136,16 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
                     submodules=MLPSubmodules(
                         linear_fc1=NormThenLinear, linear_fc2=RowParallelLinear
                     ),
+                ),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        ),
+        moe_layer=ModuleSpec(
+            module=MoETransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=get_moe_module_spec_for_backend(
+                    FusedSpecProvider(), num_experts=8, moe_grouped_gemm=True
                 ),
                 mlp_bda=get_bias_dropout_add,
             ),

@@ -40,7 +40,7 @@ CONVERT, LOAD, LOGITS = "convert", "load", "logits"
 MERGE, MOMENTS, PUBLISHED, RANKS = "merge", "moments", "published", "ranks"
 STEPS = (CONVERT, LOAD, LOGITS, MERGE, MOMENTS, PUBLISHED, RANKS)
 _SHOWN = 4
-# Configurations of types whose class has other defaults. transformers raises the steps of a Mamba
+# Configurations of families whose class has other defaults. transformers raises the steps of a Mamba
 # layer to time_step_min, and Megatron does not. Megatron-Bridge builds Exaone 4 without a window
 # alone.
 CONFIGS = {
@@ -49,6 +49,8 @@ CONFIGS = {
         "num_hidden_layers": 4}""",
     "nemotron_h": """{"model_type": "nemotron_h", "time_step_min": 1e-9, "layers_block_type":
         ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"]}""",
+    "nemotron_h_moe": """{"model_type": "nemotron_h", "time_step_min": 1e-9, "layers_block_type":
+        ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"]}""",
 }
 HYBRID = ("nemotron_h",)
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with gated delta nets
@@ -388,5 +390,7 @@ def list_known() -> list[str]:
 
     Some are configurations.
     """
-    known = dict.fromkeys(family.model_type for family in families.load_families().values())
-    return [*(CONFIGS.get(name, name) for name in known), *config_keys.load_settings().lacking]
+    known = dict.fromkeys(
+        CONFIGS.get(family.name, family.model_type) for family in families.load_families().values()
+    )
+    return [*known, *config_keys.load_settings().lacking]
