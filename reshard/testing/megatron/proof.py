@@ -40,9 +40,9 @@ CONVERT, LOAD, LOGITS = "convert", "load", "logits"
 MERGE, MOMENTS, PUBLISHED, RANKS = "merge", "moments", "published", "ranks"
 STEPS = (CONVERT, LOAD, LOGITS, MERGE, MOMENTS, PUBLISHED, RANKS)
 _SHOWN = 4
-# Configurations of families whose class has other defaults. transformers raises the steps of a Mamba
-# layer to time_step_min, and Megatron does not. Megatron-Bridge builds Exaone 4 without a window
-# alone.
+# Configurations of families whose class has other defaults. transformers raises the steps of a
+# Mamba layer to time_step_min, and Megatron does not. Megatron-Bridge builds Exaone 4 without a
+# window alone.
 CONFIGS = {
     "exaone4": """{"model_type": "exaone4", "sliding_window": null, "layer_types":
         ["full_attention", "full_attention", "full_attention", "full_attention"],
