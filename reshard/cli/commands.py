@@ -69,7 +69,8 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     """Write the full weights of SOURCE to DESTINATION.
 
     Pass several directories if each node stored its own files. DESTINATION is one file if its name
-    ends in .safetensors, .pt, .bin or .pth, else a directory in Hugging Face format.
+    ends in .safetensors, .pt, .bin or .pth, a commit to the Hub if it is hf://ORG/NAME, else a
+    directory in Hugging Face format.
     """
     from reshard.commands.merge.command import merge as run
     from reshard.commands.merge.options import MergeOptions

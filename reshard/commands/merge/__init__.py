@@ -9,5 +9,6 @@ adapter   only a LoRA adapter
 quantising  weights as codes and scales, like a quantised release
 blocks    codes and scales as computed bytes
 lora      a LoRA adapter, added to its base model
+upload    the same files in a commit to the Hugging Face Hub, without a copy on a disk
 report    what was written, cast, dropped and noted
 """

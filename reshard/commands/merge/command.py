@@ -12,6 +12,7 @@ from reshard.commands.merge import codes, passes
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.merge.passes import Merge
 from reshard.commands.merge.report import MergeReport, describe_merge
+from reshard.commands.merge.upload import find_repository, upload
 from reshard.commands.output import Job, check_skeleton, convert, is_single_file
 from reshard.commands.output_report import OutputReport
 from reshard.commands.reading import Meter
@@ -48,14 +49,17 @@ def merge(
 
     Args:
         source: several directories if each node stored its own files.
-        destination: ``*.safetensors`` or ``*.pt|.bin|.pth`` for one file, else a directory in
-            Hugging Face format.
+        destination: ``*.safetensors`` or ``*.pt|.bin|.pth`` for one file, ``hf://org/name`` for a
+            repository of the Hub, else a directory in Hugging Face format.
         meter: opens a progress display for a number of bytes.
 
     Raises:
         ReshardError: see its subclasses; the destination is then unchanged.
     """
     options = options or MergeOptions()
+    repository = find_repository(destination)
+    if repository is not None:
+        return upload(source, repository, options, partial(plan_merge, options=options))
     sources = formats.as_paths(source)
     if options.writes_adapter and is_single_file(destination):
         raise UsageError(destination, "the name is that of a file; --adapter writes a directory")

@@ -1,0 +1,165 @@
+"""Upload of a merged model to a repository of the Hugging Face Hub, without a copy on a disk.
+
+The files are computed when huggingface_hub reads them: once for the SHA-256 that the Hub asks for
+before an upload, and once for the upload. One commit has all of them, so that the repository never
+has a part of the model. Source: huggingface_hub 2.4 ``_commit_api.py`` (``CommitOperationAdd``).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard import formats
+from reshard.commands.merge.options import MergeOptions
+from reshard.commands.merge.report import MergeReport
+from reshard.commands.unwritten import plan_unwritten
+from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
+from reshard.files import SourceFiles
+from reshard.manifest import Manifest
+from reshard.move.on_demand import OnDemandFiles
+from reshard.paths import as_path
+from reshard.units import some
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reshard.commands.output import Job
+
+    Plan = Callable[[Manifest, Path, Path], Job[MergeReport]]
+
+# pathlib collapses two slashes into one.
+_REPOSITORY = re.compile(r"hf://?(?P<name>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/?")
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A model repository of the Hub, and the branch to commit to."""
+
+    name: str
+    revision: str | None
+
+
+def find_repository(destination: str | Path) -> Repository | None:
+    """Return the repository that a destination names; None if it is none of the Hub.
+
+    Raises:
+        UsageError: it begins like one, and is not ``hf://organization/name``.
+    """
+    text = str(destination)
+    if not text.startswith("hf:/"):
+        return None
+    match = _REPOSITORY.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            destination, "is not hf://organization/name or hf://organization/name@branch"
+        )
+    return Repository(match["name"], match["revision"])
+
+
+def upload(
+    source: formats.Paths, repository: Repository, options: MergeOptions, plan: Plan
+) -> MergeReport:
+    """Merge a checkpoint into a repository, in one commit.
+
+    Args:
+        plan: plans a merge, given the source, its path and the name of the output.
+
+    Raises:
+        ReshardError: the source cannot be read, trusted or written so, the repository does not
+            exist or has one of the files, or the Hub refuses the commit. It is then unchanged.
+    """
+    _refuse_options(options)
+    began = time.perf_counter()
+    job = plan_unwritten(
+        source, options, lambda manifest, first: plan(manifest, first, as_path("uploaded"))
+    )
+    report = job.report
+    report.destination, report.options = f"hf://{repository.name}", options.given()
+    if options.dry_run:
+        return report
+    workers, _ = options.budget()
+    with SourceFiles() as pool, _explaining(repository):
+        files = OnDemandFiles(job.plan, job.manifest.files, pool, workers=workers)
+        _commit(files, repository, overwrite=options.overwrite)
+        report.overflowed = dict(files.overflowed)
+    report.done = True
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _refuse_options(options: MergeOptions) -> None:
+    """Refuse options that need files.
+
+    Raises:
+        UsageError: one is given.
+    """
+    given = {
+        "--resume": options.resume,
+        "--html": options.html is not None,
+        f"--on-overflow {options.on_overflow}": options.on_overflow != "error",
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise UsageError(
+                name, "is not possible for an upload to the Hub", "leave it out, or merge to a disk"
+            )
+
+
+def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) -> None:
+    """Upload all files and commit them.
+
+    Raises:
+        ExistsError: the repository has one of them.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi()
+    info = api.model_info(repository.name, revision=repository.revision)
+    present = {each.rfilename for each in info.siblings or ()} & set(files)
+    if present and not overwrite:
+        raise ExistsError(
+            f"hf://{repository.name}",
+            f"has {some(sorted(present))} already",
+            "pass --overwrite to replace them in a new commit",
+        )
+    additions = [CommitOperationAdd(name, files.open(name, checks=True)) for name in files]
+    api.create_commit(
+        repository.name,
+        additions,
+        commit_message="Upload merged weights",
+        revision=repository.revision,
+        parent_commit=info.sha,
+    )
+
+
+@contextmanager
+def _explaining(repository: Repository) -> Iterator[None]:
+    """Turn errors of huggingface_hub and of its HTTP client into one of this package.
+
+    Raises:
+        ReshardError: an error of a file that was read; else one that names the repository.
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    where = f"hf://{repository.name}"
+    try:
+        yield
+    except RepositoryNotFoundError as error:
+        raise ResourceError(
+            where,
+            "is not a model repository that your token may read",
+            "create it with `hf repo create`, and log in with `hf auth login`",
+        ) from error
+    except ReshardError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ReshardError):  # in a thread that uploads
+            raise cause from error
+        raise ResourceError(where, f"the upload failed: {cause}", "run it again") from error
