@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,8 @@ from reshard.sizing.strategies import STRATEGIES, forecast, forecast_one
 from tests.judges.memory_cases import CASES, CONFIG, JUDGE, SEQ_LEN
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SMALL = {
     "vocab_size": 101,
@@ -194,6 +198,21 @@ def test_with_checkpointing_blocks_save_their_inputs(family):
     assert share.recomputed_bytes - counted == pytest.approx(block, rel=0.2)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize(("targets", "given"), [("all-linear", ()), (["q_proj", "v_proj"],) * 2])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_adapters_have_as_many_parameters_as_pefts(family, targets, given):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = config_of(family) | {"attention_bias": False, "mlp_bias": False}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    training = Training(lora_rank=4, lora_targets=tuple(given))
+    assert take_share(count_config(config, family), training).trained == trained
+
+
 def test_deepspeeds_own_estimate_counts_more_gradients():
     """DeepSpeed counts the float32 gradients of the step, too: 18 bytes instead of 14 or 16."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
@@ -266,3 +285,34 @@ def test_the_hugging_face_trainer_accepts_its_arguments(config, tmp_path, strate
     made = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, **arguments)
     assert made.per_device_train_batch_size == 1
     assert bool(made.fsdp) == (strategy != "ddp")
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [
+        ("tiny-llama", {"tp": 2}),
+        ("tiny-llama", {"pp": 2}),
+        ("tiny-llama", {"tp": 2, "pp": 2}),
+        ("tiny-mixtral", {"ep": 2}),
+    ],
+    ids=str,
+)
+def test_cut_models_are_as_large_as_our_trainer_makes_them(model, axes):
+    """`--report-memory` measures the largest rank; without data parallelism nothing else is cut."""
+    from tests.support.programs import run_python
+    from trainer.config.huggingface import TINY
+
+    flags = [word for axis, size in axes.items() for word in (f"--{axis}", str(size))]
+    world = str(math.prod(axes.values()))
+    command = ("-m", "trainer", "--report-memory", "--strategy", "fsdp2", "--model", model)
+    done = run_python(
+        *command, *flags, "--nproc", world, "--accumulation", "2", check=True, cwd=ROOT
+    )
+    row = next(line for line in done.stdout.splitlines() if line.startswith("fsdp2"))
+    parameters, gradients, optimizer = (int(word.replace(",", "")) for word in row.split()[-4:-1])
+    sizes = count_config(TINY[model] | {"vocab_size": 257}, model)
+    # The trainer's expert-parallel ranks see the same samples: one data-parallel rank for each.
+    share = take_share(sizes, Training(**axes))
+    assert parameters == pytest.approx(4 * share.numel, rel=0.01)
+    assert gradients == pytest.approx(4 * share.numel, rel=0.01)
+    assert optimizer == pytest.approx(8 * share.numel, rel=0.01)
