@@ -182,7 +182,7 @@ def _check_identical(history: History) -> Check:
     trained, tags = history.trained, history.tags
     how = "every bit" if history.is_whole else "a sample"
     check = Check(IDENTICAL, f"{how} of {counted(len(trained), 'trained weight')}, and their slots")
-    contents: dict[tuple[str, ...], Tag] = {}
+    contents: dict[tuple[int, ...], Tag] = {}
     for number, tag in enumerate(tags):
         digests = tuple(each.digests[number] for each in trained)
         same = contents.setdefault(digests, tag)

@@ -7,7 +7,6 @@ the model nor on the number of checkpoints.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from reshard.checksum import crc32
 from reshard.derived import list_files
 from reshard.dtypes import FLOAT32, FLOAT64, DType
 from reshard.files import SourceFiles
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _SAMPLED = 512  # elements of a tensor
 _FEWEST_RUNS, _MOST_RUNS = 4, 8  # of a tensor; more where more ranks store it
-_BLOCK = 1 << 18  # elements that are read at a time if all are read
+_BLOCK = 1 << 17  # elements that are read at a time if all are read
+_JUDGED = 4096  # elements of a run whose update is computed
 _MARGIN = 16  # roundings of a weight; an update below this many may leave its bits as they are
 _BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}  # of a significand, stored
 
@@ -46,7 +47,8 @@ class Change:
         elements: the number of elements that were compared.
         moved: those whose weight has other bits.
         expected: those that the optimizer's own state says must move: the update that it implies is
-            many times the rounding of the weight. Without such state, none.
+            many times the rounding of the weight. Without such state, none. Some thousands of each
+            run of elements are judged, at equal distances.
         expected_moved: those of them that moved.
         momenta: elements whose first slot is not zero in the later checkpoint.
         momenta_moved: those of them with other bits in any slot.
@@ -88,7 +90,7 @@ class Movement:
     Args:
         changes: from each checkpoint to the next.
         jumps: the sum of squared changes from each checkpoint to the one after the next.
-        digests: for each checkpoint, a digest of the weights and slots that were read.
+        digests: for each checkpoint, the CRC-32 of the weights and slots that were read.
         files: (number of the later checkpoint, name of the file in it) -> what changed in the
             elements whose weight that file stores; and the same of slots.
         not_finite: for each checkpoint, the number of weights that are infinite or NaN.
@@ -97,7 +99,7 @@ class Movement:
     fqn: str
     changes: list[Change]
     jumps: list[float]
-    digests: list[str]
+    digests: list[int]
     not_finite: list[int]
     weight_files: dict[tuple[int, str], Change] = field(default_factory=dict)
     slot_files: dict[tuple[int, str], Change] = field(default_factory=dict)
@@ -190,7 +192,7 @@ class _Series:
         self._rates = [tag.find_rate(fqn) for tag in tags]
         self.numel = self._weights[0].numel
         self.parts = max(entry.layout.part_count for entry in self._weights)
-        self._digests = [hashlib.blake2b(digest_size=16) for _ in tags]
+        self._digests = [0] * len(tags)
         pairs = len(tags) - 1
         self._found = Movement(
             fqn,
@@ -219,7 +221,7 @@ class _Series:
 
     def finish(self) -> Movement:
         """Return what was found."""
-        self._found.digests = [digest.hexdigest() for digest in self._digests]
+        self._found.digests = self._digests
         return self._found
 
     def _read(
@@ -230,7 +232,8 @@ class _Series:
         for kind, planner in self._planners[number].items():
             entry = self._weights[number] if not kind else self._tags[number].slots[self._fqn][kind]
             values[kind], pieces[kind] = self._read_run(planner, entry, start, stop)
-            self._digests[number].update(values[kind].tobytes())
+            data = values[kind].data.cast("B")
+            self._digests[number] = crc32(data, self._digests[number])
         weight = values.pop("")
         return _Values(weight, values), pieces
 
@@ -285,18 +288,19 @@ class _Series:
         """Return the elements that must move, by the optimizer's state and the learning rate."""
         import numpy as np
 
-        rate, slots = self._rates[number], now.slots
-        earlier = self._rates[number - 1]
-        if not slots or not rate or not earlier:
-            return np.zeros(len(now.weight), bool)
-        first = np.abs(slots[_find_first(list(slots))])
-        if set(MOMENTS) <= slots.keys():
+        flags: Array = np.zeros(len(now.weight), bool)
+        rates = self._rates[number - 1], self._rates[number]
+        is_adam = set(MOMENTS) <= now.slots.keys()
+        if not all(rates) or not (is_adam or "momentum_buffer" in now.slots):
+            return flags
+        judged = slice(None, None, max(len(flags) // _JUDGED, 1))
+        update = np.abs(now.slots[_find_first(list(now.slots))][judged])
+        if is_adam:
             with np.errstate(all="ignore"):
-                first = first / (np.sqrt(slots[MOMENTS[1]]) + 1e-8)
-        elif "momentum_buffer" not in slots:
-            return np.zeros(len(now.weight), bool)
-        rounding = np.abs(now.weight) * 2.0 ** -_BITS[self._weights[number].dtype.name]
-        flags: Array = first * min(rate, earlier) > np.maximum(rounding * _MARGIN, 1e-37)
+                update = update / (np.sqrt(now.slots[MOMENTS[1]][judged]) + 1e-8)
+        bits = _BITS[self._weights[number].dtype.name]
+        rounding = np.abs(now.weight[judged]) * (_MARGIN * 2.0**-bits)
+        flags[judged] = update * min(rate or 0 for rate in rates) > np.maximum(rounding, 1e-37)
         return flags
 
 
@@ -323,7 +327,7 @@ def _sum_squares(a: Array, b: Array) -> float:
 
     with np.errstate(all="ignore"):
         difference = a.astype(np.float64) - b
-        return float(np.dot(difference, difference))
+        return _sum_of_squares(difference)
 
 
 def _describe(before: Array, now: Array, flags: Sequence[Array]) -> Change:
@@ -333,13 +337,26 @@ def _describe(before: Array, now: Array, flags: Sequence[Array]) -> Change:
     with np.errstate(all="ignore"):
         wide = now.astype(np.float64)
         difference = wide - before
-        change.largest = float(np.abs(difference).max(initial=0))
-        change.largest_weight = float(
-            max(np.abs(now).max(initial=0), np.abs(before).max(initial=0))
-        )
-        change.squares = float(np.dot(difference, difference))
-        change.weight_squares = float(np.dot(wide, wide))
+        change.largest = _find_largest(difference)
+        change.largest_weight = max(_find_largest(now), _find_largest(before))
+        change.squares = _sum_of_squares(difference)
+        change.weight_squares = _sum_of_squares(wide)
     return change
+
+
+def _find_largest(values: Array) -> float:
+    """Return the largest magnitude."""
+    return max(float(values.max(initial=0)), -float(values.min(initial=0)))
+
+
+def _sum_of_squares(values: Array) -> float:
+    """Return the sum of the squares of a float64 array, which is overwritten.
+
+    ``np.dot`` would start threads of the BLAS library, which wait actively for work.
+    """
+    import numpy as np
+
+    return float(np.square(values, out=values).sum())
 
 
 def _count(flags: Sequence[Array]) -> Change:

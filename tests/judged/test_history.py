@@ -284,7 +284,7 @@ def test_the_numbers_are_those_of_torch(sequences_made):
     size = sum(float(value.double().square().sum()) for value in found[4].values())
     row = report.tags[1]
     assert row["largest"] == largest
-    assert row["change"] == pytest.approx((squares / size) ** 0.5, rel=1e-12)
+    assert row["change"] == pytest.approx((squares / size) ** 0.5, rel=1e-9)
     assert row["lr"] == 1e-2
     assert row["updates"] == 4
     assert {"model.embed_tokens", "model.layers.0", "model.layers.1"} <= report.groups.keys()
