@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from multiprocessing import get_context
 from pathlib import Path
 
 from contest import HERE, PYTHON, Contender, compete, limits, report
@@ -112,7 +113,9 @@ def main() -> None:
     for form in args.forms:
         args.place.mkdir(parents=True)
         try:
-            paths = make(args.place, form, args.count, args.size)
+            # A process of its own: the peak memory of a child counts what its parent has.
+            with get_context("spawn").Pool(1) as pool:
+                paths = pool.apply(make, (args.place, form, args.count, args.size))
             contenders = list_contenders(paths, form, args.place / "spans.json")
             compete(contenders, args.place / "out" / "x", args.rounds)
             report(f"mean of {args.count} x {args.size} M parameters, {form}", contenders)

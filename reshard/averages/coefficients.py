@@ -19,7 +19,7 @@ class Rank:
     """What decides the place of a checkpoint in the sum.
 
     Args:
-        path: where it is, without symbolic links.
+        path: where it is.
         step: the step that its files state; None if they state none.
     """
 

@@ -15,7 +15,8 @@ from reshard.tensors import first_difference, read_block
 from reshard.units import counted, some
 from reshard.weights import Weights
 
-_SAMPLED = 64  # elements of each weight that are compared to recognize a copy
+_SAMPLED = 64  # elements of a weight that are compared to recognize a copy
+_COMPARED = 32  # weights of which they are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,12 +262,14 @@ def _note_copies(
 ) -> Iterator[str]:
     """Yield a note for each checkpoint that seems to be a copy of an earlier one."""
     samples: dict[tuple[bytes, ...], str] = {}
+    names = list(tables[-1])
+    names = names[:: max(len(names) // _COMPARED, 1)]
     for source, table in zip(sources, tables, strict=True):
-        found = tuple(_sample(entry, pool) for entry, _ in table.values())
+        found = tuple(_sample(table[fqn][0], pool) for fqn in names)
         other = samples.setdefault(found, source.path)
         if other != source.path:
             yield (
-                f"{other} and {source.path} have equal values in a sample of every weight: if one"
+                f"{other} and {source.path} have equal values in a sample of their weights: if one"
                 " is a copy of the other, it counts twice"
             )
 

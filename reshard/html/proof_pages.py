@@ -119,12 +119,13 @@ def _checkpoints_table(tags: Sequence[Document]) -> Table:
             Column("Step", "number", values("step")),
             Column("Updates", "number", values("updates")),
             Column("Learning rate", "number", values("lr")),
-            Column("Weights moved", "number", values("moved")),
-            Column("Relative change", "number", values("change")),
-            Column("Largest change", "number", values("largest")),
+            Column("Moved", "number", values("moved")),
+            Column("Change", "number", values("change")),
+            Column("Largest", "number", values("largest")),
             Column("Moments moved", "number", values("moments_moved")),
         ),
-        "Changes since the checkpoint before; moved: the fraction of elements with other bits.",
+        "Since the checkpoint before: the fraction of weights with other bits, their change relative"
+        " to the weights, the largest change, and the fraction of moments with other bits.",
     )
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.html import document, shards
-from reshard.html.curves import Curves
+from reshard.html.curves import Curves, LossRun
 from reshard.html.page import Column, Maps, Page, Table
 from tests.html.test_pages import EXAMPLE, HOSTILE, hostile_page
 from tests.support import browser, large_manifests
@@ -185,6 +185,19 @@ def test_curves_and_their_difference_are_drawn(show):
     assert texts(tab, ".u-title") == ["Loss", "Difference from unbroken"]
     assert tab.js("document.querySelectorAll('.uplot canvas').length") == 2
     assert tab.js("document.documentElement.dataset.error") is None
+
+
+def test_curves_without_a_baseline_have_no_difference(show):
+    """As the history of a run has them: a line for each group of layers."""
+    runs = tuple(
+        LossRun(f"model.layers.{n}", (2, 4, 6), {"change": (1e-3, None, 2e-5 * n)})
+        for n in range(12)
+    )
+    tab = show(Curves(runs, None, {"change": "Change per update"}))
+    assert texts(tab, ".u-title") == ["Change per update"]
+    assert len(texts(tab, ".u-series .u-label")) == 13  # and the step
+    assert tab.js("document.documentElement.dataset.error") is None
+    assert texts(tab, ".apart") == []
 
 
 def test_the_button_changes_the_colours(show):

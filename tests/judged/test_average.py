@@ -168,6 +168,27 @@ def test_a_tied_head_that_one_file_stores_again_must_be_equal(tag, tmp_path):
         reshard.average(paths, tmp_path / "b.safetensors")
 
 
+def test_a_training_layout_of_an_average(tag, truth, tmp_path):
+    """In two steps: the fp32 mean, which becomes the master weights of a new run in bf16."""
+    reshard.average([tag("z1_bf16", s) for s in (2, 6)], tmp_path / "mean", dtype="fp32")
+    groups = tmp_path / "groups.json"
+    groups.write_text(json.dumps([{"lr": 1e-3}]))
+    reshard.split(
+        tmp_path / "mean",
+        tmp_path / "run",
+        to="deepspeed",
+        zero_stage=3,
+        world_size=3,
+        dtype="bf16",
+        init_optimizer="zeros",
+        param_groups=groups,
+    )
+    weights = [truth("z1_bf16", s) for s in (2, 6)]
+    with reshard.open(tmp_path / "run") as checkpoint:
+        for name in weights[0]:
+            assert same(checkpoint[name][...], mean_of(weights, name)), name
+
+
 def test_what_is_refused(sequences_made, tag, tmp_path):
     out = tmp_path / "mean.safetensors"
 
