@@ -124,8 +124,8 @@ def _checkpoints_table(tags: Sequence[Document]) -> Table:
             Column("Largest", "number", values("largest")),
             Column("Moments moved", "number", values("moments_moved")),
         ),
-        "Since the checkpoint before: the fraction of weights with other bits, their change relative"
-        " to the weights, the largest change, and the fraction of moments with other bits.",
+        "Since the checkpoint before: the fraction of weights with other bits, their change"
+        " relative to the weights, the largest change, the fraction of moments with other bits.",
     )
 
 
