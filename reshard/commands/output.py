@@ -109,7 +109,8 @@ def convert(
         with replicas.average_replicas(manifest, options.replicas, kinds) as (averaged, means):
             job = prepare(averaged, output, means)
             report = job.report
-            report.destination, report.identity = str(destination), identity
+            report.set_destination(str(destination))
+            report.identity = identity
             report.options = options.given()
             if occupied is not None:
                 from reshard.commands.existing_output import is_written

@@ -41,6 +41,7 @@ class OutputReport(Report):
     source: str
     format: str
     destination: str = ""
+    load_line: str = ""  # how a program loads the output; ``{path}`` until `set_destination`
     options: dict[str, Any] = field(default_factory=dict)  # those that were given
     done: bool = False
     already_there: bool = False  # an earlier command wrote the same output
@@ -60,6 +61,11 @@ class OutputReport(Report):
         """Return one document with a stable schema."""
         return {"schema": self.SCHEMA, "command": self.COMMAND, **asdict(self)}
 
+    def set_destination(self, destination: str) -> None:
+        """Set where the output is written."""
+        self.destination = destination
+        self.load_line = self.load_line.replace("{path}", destination)
+
     def add_result(self, written: WriteResult, *, verified: bool) -> None:
         """Add what is known once the output is complete."""
         self.overflowed = dict(written.outcome.overflowed)
@@ -75,10 +81,7 @@ class OutputReport(Report):
     def _format_written(self, nbytes: int) -> str:
         """Return the first line: what was written, or would be without ``--dry-run``."""
         if self.already_there:
-            return (
-                f"already there: {self.destination}, from the same source with the same options"
-                " (--overwrite writes it again)"
-            )
+            return f"already there: {self.destination}, from the same source with the same options"
         verb = "wrote" if self.done else "would write"
         count = units.counted(len(self.files), "file")
         return f"{verb} {self.destination}: {units.show_bytes(nbytes)} in {count}"
@@ -93,6 +96,8 @@ class OutputReport(Report):
             yield format_row("resumed", f"{size} of an interrupted run")
         if self.done and not self.already_there:
             yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
+        if self.done and self.load_line:
+            yield format_row("load it", self.load_line)
         if self.forecast is not None:
             yield format_row("forecast", self.forecast.describe())
 

@@ -116,9 +116,12 @@ class Writer(ABC):
         keeps_grid_of: sources (``Origin.format``) whose model-parallel sizes are the default.
         keeps_wrappers_of: sources whose program loads the output with the same code, so that
             wrapper prefixes stay in the names.
+        load_line: the line of a script or command that loads the files, for reports, with
+            ``{path}`` for their directory; empty: there is no single one.
     """
 
     name: str
+    load_line: str = ""
     options: tuple[str, ...] = ()
     random_states: RandomStates = "none"
     weights_alone = False

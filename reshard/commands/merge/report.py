@@ -17,6 +17,8 @@ from reshard.planning.planner import Plan
 if TYPE_CHECKING:
     from reshard.commands.merge.passes import Merge
 
+_HEAD = "lm_head.weight"
+
 
 @dataclass(kw_only=True, repr=False)
 class MergeReport(OutputReport):
@@ -134,6 +136,7 @@ def describe_merge(
         sums = merge.addition.worker_nbytes if merge.addition else 0
     return MergeReport(
         **describe_common(manifest, merge.skeleton, plan, notes.warnings),
+        load_line=_describe_load(merge),
         tensors=len(chosen.tensors),
         parameters=sum(entry.numel for entry, _ in chosen.tensors),
         dtypes=dict(Counter(dtype.name for _, dtype in chosen.tensors)),
@@ -155,3 +158,23 @@ def describe_merge(
         changes=notes.derived,
         peak_buffer_bytes=workers * (2 * plan.window_bytes + sums + merge.worker_nbytes),
     )
+
+
+def _describe_load(merge: Merge) -> str:
+    """Return the line of a script that loads the output, with ``{path}`` for its path."""
+    if not merge.is_directory:
+        is_safetensors = merge.output.suffix == ".safetensors"
+        return f'{"safetensors.torch.load_file" if is_safetensors else "torch.load"}("{{path}}")'
+    if merge.adapter is not None:
+        return 'peft.PeftModel.from_pretrained(base, "{path}")'
+    return f'{_name_class(merge)}.from_pretrained("{{path}}")'
+
+
+def _name_class(merge: Merge) -> str:
+    """Return the class of the model that transformers loads a directory into."""
+    classes = (merge.companions.config or {}).get("architectures")
+    if isinstance(classes, list) and classes and isinstance(classes[0], str):
+        return f"transformers.{classes[0]}"
+    written = {entry.fqn for entry, _ in merge.weights.tensors}
+    has_head = _HEAD in written or _HEAD in merge.weights.dropped_aliases
+    return f"transformers.AutoModel{'ForCausalLM' if has_head else ''}"

@@ -100,6 +100,7 @@ class Native(_Writer):
     """DeepSpeed's native directory, for one number of ranks."""
 
     name = NAME
+    load_line = 'engine.load_checkpoint("{path}")'
     options = (
         "zero_stage",
         *("tp", "pp", "ep", "dp"),
@@ -144,6 +145,7 @@ class Universal(_Writer):
     """DeepSpeed's universal directory, which any number of ranks loads."""
 
     name = "ds-universal"
+    load_line = 'engine.load_checkpoint("{path}"), with "checkpoint": {"load_universal": true}'
     options = ("zero_stage",)
     keeps_grid_of = (NAME,)
 

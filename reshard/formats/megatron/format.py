@@ -65,6 +65,7 @@ class Megatron(Writer):
     """Megatron-LM's directory: a folder per model-parallel rank, or torch_dist."""
 
     name = NAME
+    load_line = "--load {path}"
     options = (
         *("tp", "pp", "ep", "dp", "vpp", "stage_layers", "make_vocab_size_divisible_by"),
         *("ckpt_format", "distributed_optimizer", "adam", "transformer_impl", "extra_state"),

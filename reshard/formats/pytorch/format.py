@@ -74,6 +74,7 @@ class Dcp(_Writer):
     """A DCP directory, which any number of ranks reads."""
 
     name = "dcp"
+    load_line = 'torch.distributed.checkpoint.load(state, checkpoint_id="{path}")'
     weights_alone = True
 
     def numbers_parameters(self, _request: Request) -> bool:
@@ -85,6 +86,7 @@ class Accelerate(_StateDicts):
     """Accelerate's directory of an FSDP run, of DDP, or of one process."""
 
     name = "accelerate"
+    load_line = 'accelerator.load_state("{path}")'
     options = ("state_dict_type", "rank_files", "device")
     random_states = "per rank"
 
@@ -96,6 +98,7 @@ class HFTrainer(_StateDicts):
     """A ``checkpoint-N`` of HF Trainer: with DeepSpeed, FSDP, DDP or one process."""
 
     name = "hf-trainer"
+    load_line = 'trainer.train(resume_from_checkpoint=True), with output_dir="{path}"'
     options = ("zero_stage", "state_dict_type")
     random_states = "per rank"
 
@@ -166,6 +169,7 @@ class OurTrainer(_StateDicts):
     """A run of ``python -m trainer``, in the form in which it was saved."""
 
     name = trainer_run.NAME
+    load_line = "python -m trainer --resume {path}"
     options = ("state_dict_type", "rank_files", "device")
     is_tagged = True
 
@@ -201,6 +205,7 @@ class Torch(_Writer):
     """One file with torch.optim's own state."""
 
     name = NAME
+    load_line = 'torch.load("{path}")'
     weights_alone = True
     writes_file = True
 

@@ -1,0 +1,56 @@
+"""The line of a report that says how to load what was written: it does so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import reshard
+from reshard.formats import registry
+
+LLAMA = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
+NORM = "model.norm.weight"
+
+
+def load(report):
+    """Run the last line of a report as a script would."""
+    import safetensors.torch
+    import torch
+
+    *_, last = report.lines()
+    assert last.split(maxsplit=2) == ["load", "it", report.load_line]
+    return eval(report.load_line, {"reshard": reshard, "safetensors": safetensors, "torch": torch})
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_a_merged_file(name, tmp_path):
+    import torch
+
+    state = load(reshard.merge(LLAMA, tmp_path / name, dtype="fp32"))
+    with reshard.open(LLAMA) as checkpoint:
+        assert torch.equal(state[NORM], checkpoint[NORM][...])
+
+
+def test_a_merged_directory_names_the_class_of_the_model(tmp_path):
+    report = reshard.merge(LLAMA, tmp_path / "model")
+    assert (
+        report.load_line == f'transformers.AutoModelForCausalLM.from_pretrained("{tmp_path}/model")'
+    )
+
+
+def test_a_converted_file(tmp_path):
+    state = load(reshard.split(LLAMA, tmp_path / "state.pt", to="torch"))
+    assert state
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "dcp", "accelerate"])
+def test_a_layout_has_the_line_of_its_framework(name, tmp_path):
+    report = reshard.split(LLAMA, tmp_path / "out", to=name)
+    expected = registry.find_writer(name).load_line
+    assert report.load_line == expected.replace("{path}", str(tmp_path / "out"))
+
+
+def test_a_dry_run_shows_no_line(tmp_path):
+    report = reshard.merge(LLAMA, tmp_path / "model.safetensors", dry_run=True)
+    assert not any(line.startswith("load it") for line in report.lines())
