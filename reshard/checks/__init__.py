@@ -12,5 +12,6 @@ quick     the checks that read no tensor data
 scan      reads every byte, once if possible; values: examines elements (NaN, signs, zeros);
           gaps: finds bytes between tensors
 deep      the checks that use the results of the scan
-hashes    manifests of contents: SHA-256 digests of every tensor
+hashes    manifests of contents: the digests of every tensor
+digests   SHA-256, and BLAKE3 if it is installed
 """

@@ -10,6 +10,7 @@ from typing import Any
 from reshard import units, weights
 from reshard.box import index_of
 from reshard.checks import names
+from reshard.checks.digests import Digest
 from reshard.checks.gaps import count_unexpected, find_gaps
 from reshard.checks.result import Check, not_applicable
 from reshard.checks.scan import (
@@ -45,7 +46,7 @@ def plan_tasks(
     *,
     config: Mapping[str, Any] | None,
     shapes: ModelShapes | None,
-    digests: Mapping[Key, tuple[DType, ...]],
+    digests: Mapping[Key, tuple[Digest, ...]],
 ) -> list[Task]:
     """Return a task for every tensor, with the counterparts that must be equal to it.
 
@@ -53,7 +54,7 @@ def plan_tasks(
         manifest: the checkpoint.
         config: the transformers config beside the checkpoint, which may declare tied weights.
         shapes: the model given by ``--model``.
-        digests: the dtypes in which tensors are hashed, by key.
+        digests: the digests to compute of tensors, by key.
     """
     masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
     copies = {e.fqn: e for e in manifest.of_kind(PARAM) if e.fqn in masters}

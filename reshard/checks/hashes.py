@@ -1,13 +1,15 @@
 """Manifests of contents: the digest of each tensor, independent of the layout of the checkpoint.
 
-A tensor's digest is the SHA-256 of its elements, row-major, little-endian. A weight is listed at
-its highest precision, also with the digests of its casts to narrower dtypes, so that a file merged
-in any of these dtypes can be compared with the manifest of the sharded run that it came from.
+A tensor's digests (`digests`) are those of its elements, row-major, little-endian. A weight is
+listed at its highest precision, also with the digests of its casts to narrower dtypes, so that a
+file merged in any of these dtypes can be compared with the manifest of the sharded run that it came
+from.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +18,7 @@ from typing import Any
 
 from reshard.box import Index, as_index
 from reshard.checks import names, pairs, train
+from reshard.checks.digests import BLAKE3, SHA256, Digest, list_algorithms, start
 from reshard.checks.result import Check
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError, UsageError
@@ -34,13 +37,36 @@ _OPTIONAL = ("samples", "skipped_steps", "optimizer state")
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One tensor; ``kind`` is ``weight`` or the optimizer's slot, ``sha256`` is by dtype."""
+    """One tensor; ``kind`` is ``weight`` or the optimizer's slot.
+
+    The digests are by dtype; those of BLAKE3 are empty if it was not installed.
+    """
 
     kind: str
     fqn: str
     dtype: str
     shape: Index
     sha256: Mapping[str, str]
+    blake3: Mapping[str, str] = field(default_factory=dict)
+
+    def list_digests(self, algorithm: str) -> Mapping[str, str]:
+        """Return the digests of an algorithm, by dtype."""
+        return self.blake3 if algorithm == BLAKE3 else self.sha256
+
+    def choose_digest(self, dtype: DType) -> Digest:
+        """Return the fastest digest in a dtype that the manifest lists and that can be computed.
+
+        Raises:
+            UsageError: it lists only BLAKE3, which is not installed.
+        """
+        for algorithm in list_algorithms():
+            if dtype.name in self.list_digests(algorithm):
+                return Digest(algorithm, dtype)
+        raise UsageError(
+            "--against",
+            f"the manifest has only BLAKE3 digests of {self.fqn!r}, and blake3 is not installed",
+            "pip install blake3",
+        )
 
 
 @dataclass(slots=True)
@@ -58,28 +84,31 @@ class Contents:
         return any(kind != pairs.WEIGHT for kind, _ in self.tensors)
 
 
-def choose_dtypes(manifest: Manifest) -> dict[Key, tuple[DType, ...]]:
-    """Return the dtypes in which each tensor is hashed for a new manifest, by the entry's key."""
-    return {
-        entry.key: (
-            entry.dtype,
-            *(_list_narrower_dtypes(entry.dtype) if kind == pairs.WEIGHT else ()),
-        )
-        for (kind, _), entry in pairs.collect_tensors(manifest).items()
-        if entry.numel
-    }
+def choose_digests(manifest: Manifest) -> dict[Key, tuple[Digest, ...]]:
+    """Return the digests of each tensor for a new manifest, by the entry's key."""
+    chosen = {}
+    for (kind, _), entry in pairs.collect_tensors(manifest).items():
+        if entry.numel:
+            narrower = _list_narrower_dtypes(entry.dtype) if kind == pairs.WEIGHT else ()
+            found = itertools.product(list_algorithms(), (entry.dtype, *narrower))
+            chosen[entry.key] = tuple(itertools.starmap(Digest, found))
+    return chosen
 
 
-def choose_dtypes_to_compare(
+def choose_digests_to_compare(
     manifest: Manifest, contents: Contents
-) -> dict[Key, tuple[DType, ...]]:
-    """Return the dtypes in which each tensor is hashed to be compared with a manifest."""
-    chosen: dict[Key, tuple[DType, ...]] = {}
+) -> dict[Key, tuple[Digest, ...]]:
+    """Return the digests of each tensor that are compared with a manifest.
+
+    Raises:
+        UsageError: see `Content.choose_digest`.
+    """
+    chosen: dict[Key, tuple[Digest, ...]] = {}
     for _, content, entry in _match(manifest, contents):
         dtype = _choose_common_dtype(entry, content)
         if dtype is not None and entry.numel:
-            chosen[entry.key] = (*chosen.get(entry.key, ()), dtype)
-    return {key: tuple(dict.fromkeys(dtypes)) for key, dtypes in chosen.items()}
+            chosen[entry.key] = (*chosen.get(entry.key, ()), content.choose_digest(dtype))
+    return {key: tuple(dict.fromkeys(digests)) for key, digests in chosen.items()}
 
 
 def _list_narrower_dtypes(dtype: DType) -> Iterator[DType]:
@@ -102,19 +131,28 @@ def _choose_common_dtype(entry: Entry, content: Content) -> DType | None:
     }
     if content.kind == pairs.WEIGHT and content.dtype in narrower:
         return narrower[content.dtype]
-    return entry.dtype if entry.dtype.name in content.sha256 else None
+    listed = content.sha256.keys() | content.blake3.keys()
+    return entry.dtype if entry.dtype.name in listed else None
 
 
-def build_contents(manifest: Manifest, digests: Mapping[Key, Mapping[str, str]]) -> Contents:
+def build_contents(manifest: Manifest, digests: Mapping[Key, Mapping[Digest, str]]) -> Contents:
     """Build the contents of a checkpoint from its digests."""
-    empty = hashlib.sha256().hexdigest()
     contents = Contents(tied=dict(manifest.tied), train=_round_trip(manifest.train))
     for (kind, fqn), entry in pairs.collect_tensors(manifest).items():
-        sha256 = digests.get(entry.key) or {entry.dtype.name: empty}
-        contents.tensors[kind, fqn] = Content(kind, fqn, entry.dtype.name, entry.shape, sha256)
+        found: dict[str, dict[str, str]] = {SHA256: {}, BLAKE3: {}}
+        for digest, value in (digests.get(entry.key) or _hash_nothing(entry.dtype)).items():
+            found[digest.algorithm][digest.dtype.name] = value
+        contents.tensors[kind, fqn] = Content(
+            kind, fqn, entry.dtype.name, entry.shape, found[SHA256], found[BLAKE3]
+        )
     origin = manifest.origin
     contents.source = {"format": origin.format, "detail": origin.detail, "mesh": dict(origin.mesh)}
     return contents
+
+
+def _hash_nothing(dtype: DType) -> dict[Digest, str]:
+    """Return the digests of a tensor without elements."""
+    return {Digest(name, dtype): start(name).hexdigest() for name in list_algorithms()}
 
 
 # The file
@@ -122,7 +160,7 @@ def build_contents(manifest: Manifest, digests: Mapping[Key, Mapping[str, str]])
 
 def to_bytes(contents: Contents) -> bytes:
     """Return the manifest as JSON; its ``digest`` shows whether the list of tensors was altered."""
-    tensors = [asdict(contents.tensors[key]) for key in sorted(contents.tensors)]
+    tensors = [_content_to_json(contents.tensors[key]) for key in sorted(contents.tensors)]
     head = {
         "schema": SCHEMA,
         "kind": _KIND,
@@ -135,6 +173,19 @@ def to_bytes(contents: Contents) -> bytes:
     lines = [f'"{key}": {json.dumps(value)}' for key, value in head.items()]
     listed = ",\n".join(map(json.dumps, tensors))
     return ("{\n" + ",\n".join([*lines, f'"tensors": [\n{listed}\n]']) + "\n}\n").encode()
+
+
+def _content_to_json(content: Content) -> dict[str, Any]:
+    document = asdict(content)
+    return {key: value for key, value in document.items() if key != BLAKE3 or value}
+
+
+def _content_from_json(document: Mapping[str, Any]) -> Content:
+    shape = as_index(document["shape"])
+    sha256, blake3 = dict(document.get(SHA256, {})), dict(document.get(BLAKE3, {}))
+    if not (sha256 or blake3):
+        raise ValueError(f"{document['fqn']!r} has no digest")
+    return Content(document["kind"], document["fqn"], document["dtype"], shape, sha256, blake3)
 
 
 def read(path: Path) -> Contents:
@@ -157,10 +208,7 @@ def read(path: Path) -> Contents:
         tensors = document["tensors"]
         if _compute_digest(tensors) != document["digest"]:
             raise CorruptError(path, "was altered: its digest does not match its list of tensors")
-        listed = [
-            Content(t["kind"], t["fqn"], t["dtype"], as_index(t["shape"]), dict(t["sha256"]))
-            for t in tensors
-        ]
+        listed = [_content_from_json(each) for each in tensors]
         return Contents(
             tensors={(each.kind, each.fqn): each for each in listed},
             tied=dict(document["tied"]),
@@ -210,7 +258,7 @@ def _train_from_json(document: Mapping[str, Any]) -> TrainState:
 
 
 def check_against(
-    manifest: Manifest, listed: Contents, digests: Mapping[Key, Mapping[str, str]]
+    manifest: Manifest, listed: Contents, digests: Mapping[Key, Mapping[Digest, str]]
 ) -> Check:
     """Check that a checkpoint has the contents that a manifest lists.
 
@@ -288,7 +336,7 @@ def _select_compared(keys: Iterable[Key], *, both: bool) -> list[Key]:
     return [key for key in keys if both or key[0] == pairs.WEIGHT]
 
 
-def _describe_difference(content: Content, entry: Entry, digests: Mapping[str, str]) -> str:
+def _describe_difference(content: Content, entry: Entry, digests: Mapping[Digest, str]) -> str:
     """Describe how one tensor differs from the manifest; return an empty text if it does not."""
     if entry.shape != content.shape:
         return f"shape {list(entry.shape)}, {list(content.shape)} in the manifest"
@@ -297,7 +345,8 @@ def _describe_difference(content: Content, entry: Entry, digests: Mapping[str, s
     dtype = _choose_common_dtype(entry, content)
     if dtype is None:
         return f"{entry.dtype}, {content.dtype} in the manifest"
-    if digests[dtype.name] != content.sha256[dtype.name]:
+    digest = content.choose_digest(dtype)
+    if digests[digest] != content.list_digests(digest.algorithm)[dtype.name]:
         return f"other contents than in the manifest (as {dtype})"
     return ""
 

@@ -8,7 +8,6 @@ then combined from those of their blocks; only bytes that no tensor covers are r
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,8 @@ from typing import Any
 
 from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.checks.compare import TensorDifference, Tolerance, compare_blocks
+from reshard.checks.digests import Digest
+from reshard.checks.digests import start as start_hash
 from reshard.checks.values import ElementFacts, examine
 from reshard.chunks import Chunk
 from reshard.dtypes import DType
@@ -52,13 +53,13 @@ class Task:
 
     Args:
         counterparts: the stored values to compare with it.
-        digests: the dtypes in which its content is hashed.
+        digests: the digests of its content to compute.
         signs: whether to count negative elements.
     """
 
     entry: Entry
     counterparts: tuple[Counterpart, ...] = ()
-    digests: tuple[DType, ...] = ()
+    digests: tuple[Digest, ...] = ()
     signs: bool = False
 
     @property
@@ -84,7 +85,7 @@ class ScanResult:
 
     facts: dict[Key, ElementFacts] = field(default_factory=dict)
     unequal: list[Mismatch] = field(default_factory=list)
-    digests: dict[Key, dict[str, str]] = field(default_factory=dict)  # by key and dtype: SHA-256
+    digests: dict[Key, dict[Digest, str]] = field(default_factory=dict)  # hexadecimal
     altered: list[tuple[str, Record]] = field(
         default_factory=list
     )  # records that do not match their CRC
@@ -217,7 +218,7 @@ class _Worker:
     def __call__(self, item: _Item) -> None:
         """Read all blocks of an item."""
         task, result = item.task, self._reader.result
-        hashes = {dtype: hashlib.sha256() for dtype in task.digests}
+        hashes = {digest: start_hash(digest.algorithm) for digest in task.digests}
         facts = ElementFacts()
         for box in item.boxes:
             start = flat_span(box, task.entry.shape)[0]
@@ -227,13 +228,16 @@ class _Worker:
             for counterpart, planner in zip(task.counterparts, item.counterparts, strict=True):
                 other = self._read_block("other", planner, counterpart.entry, box)
                 self._compare(task.entry, counterpart, block, other, start, seen)
-            for dtype, digest in hashes.items():
-                digest.update(self._cast(block, task.entry.dtype, dtype)[0])
+            for dtype in dict.fromkeys(digest.dtype for digest in hashes):
+                content = self._cast(block, task.entry.dtype, dtype)[0]
+                for digest, started in hashes.items():
+                    if digest.dtype == dtype:
+                        started.update(content)
         with self._reader.lock:
             result.facts.setdefault(task.entry.key, ElementFacts()).add(facts)
             if hashes:
                 result.digests[task.entry.key] = {
-                    dtype.name: digest.hexdigest() for dtype, digest in hashes.items()
+                    digest: started.hexdigest() for digest, started in hashes.items()
                 }
 
     def _get_buffer(self, name: str, nbytes: int) -> bytearray:

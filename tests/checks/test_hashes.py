@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
+from reshard.checks import digests, hashes
 from reshard.errors import CorruptError, ExistsError, UsageError
 from tests.support.sample_tensors import raw, sample_tensors
 
@@ -38,6 +39,60 @@ def manifest(source, tmp_path):
 
 def against(path, manifest):
     return reshard.verify(path, against=manifest, ignore=["^float|^bfloat"]).check("against")
+
+
+@pytest.fixture
+def without_blake3(monkeypatch):
+    monkeypatch.setattr(digests, "has_blake3", lambda: False)
+    monkeypatch.setattr(hashes, "list_algorithms", lambda: (digests.SHA256,))
+
+
+def test_blake3_stands_beside_sha256_and_suffices(source, tensors, manifest, tmp_path, monkeypatch):
+    """What a loader computes of one tensor is what the manifest has of it."""
+    blake3 = pytest.importorskip("blake3").blake3
+    document = json.loads(manifest.read_text())
+    for content in document["tensors"]:
+        assert content["blake3"].keys() == content["sha256"].keys()
+        value = raw(tensors[content["fqn"]])
+        assert content["blake3"][content["dtype"]] == blake3(value).hexdigest()
+    computed = []
+    monkeypatch.setattr(
+        "reshard.checks.scan.start_hash", lambda name: computed.append(name) or digests.start(name)
+    )
+    assert against(source, manifest).status == "passed"
+    assert set(computed) == {"blake3"}
+    value = load_file(source)
+    value["float32"] = value["float32"].clone()
+    value["float32"].view(torch.uint8).view(-1)[0] ^= 1
+    save_file(value, tmp_path / "other.safetensors")
+    failed = against(tmp_path / "other.safetensors", manifest)
+    assert failed.failures == ["weight float32: other contents than in the manifest (as float32)"]
+
+
+def test_a_manifest_with_blake3_is_compared_without_the_package(source, manifest, without_blake3):
+    assert against(source, manifest).status == "passed"
+
+
+def test_without_blake3_the_manifest_has_sha256_and_says_so(source, tmp_path, without_blake3):
+    path = tmp_path / "plain.json"
+    report = reshard.verify(source, write_manifest=path, ignore=["^float|^bfloat"])
+    assert any("SHA-256 digests only" in note for note in report.notes)
+    assert not any("blake3" in each for each in json.loads(path.read_text())["tensors"])
+    assert against(source, path).status == "passed"
+
+
+def test_a_manifest_with_blake3_alone_needs_the_package(source, manifest, tmp_path, monkeypatch):
+    pytest.importorskip("blake3")
+    document = json.loads(manifest.read_text())
+    for content in document["tensors"]:
+        del content["sha256"]
+    document["digest"] = hashes._compute_digest(document["tensors"])
+    path = tmp_path / "blake3.json"
+    path.write_text(json.dumps(document))
+    assert against(source, path).status == "passed"
+    monkeypatch.setattr(hashes, "list_algorithms", lambda: (digests.SHA256,))
+    with pytest.raises(UsageError, match="blake3 is not installed"):
+        against(source, path)
 
 
 def test_digests_are_of_the_elements(tensors, manifest):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from reshard import dtypes
 from reshard.box import index_of, whole
+from reshard.checks.digests import SHA256, Digest
 from reshard.checks.gaps import count_unexpected, find_gaps
 from reshard.checks.scan import Counterpart, Task, find_chunk, scan, split_replicas
 from reshard.chunks import contiguous
@@ -34,11 +35,15 @@ def scanned(tasks, files, *, workers=2, window_bytes=1 << 20):
 def test_a_digest_does_not_depend_on_the_layout(tmp_path, seed, workers, window):
     made = random_checkpoints.scene(tmp_path / str(seed), seed)
     files = made.files()
-    tasks = [Task(entry, digests=(entry.dtype,)) for entry in made.entries.values() if entry.numel]
+    tasks = [
+        Task(entry, digests=(Digest(SHA256, entry.dtype),))
+        for entry in made.entries.values()
+        if entry.numel
+    ]
     found = scanned(tasks, files, workers=workers, window_bytes=window)
     for task in tasks:
         wanted = hashlib.sha256(made.values[task.entry.fqn].tobytes()).hexdigest()
-        assert found.digests[task.entry.key] == {task.entry.dtype.name: wanted}
+        assert found.digests[task.entry.key] == {Digest(SHA256, task.entry.dtype): wanted}
     assert found.altered == []
     assert found.records == sum(len(file.records) for file in files.values())
 

@@ -150,10 +150,10 @@ def _run_deep_checks(
     from reshard.checks import deep, hashes, scan
 
     config = _read_config(manifest)
-    digests = hashes.choose_dtypes(manifest) if options.write_manifest else {}
+    digests = hashes.choose_digests(manifest) if options.write_manifest else {}
     if listed:
-        for key, dtypes in hashes.choose_dtypes_to_compare(manifest, listed).items():
-            digests[key] = tuple(dict.fromkeys((*digests.get(key, ()), *dtypes)))
+        for key, compared in hashes.choose_digests_to_compare(manifest, listed).items():
+            digests[key] = tuple(dict.fromkeys((*digests.get(key, ()), *compared)))
     planned = deep.plan_tasks(manifest, config=config, shapes=shapes, digests=digests)
     workers, window_bytes = options.budget()
     with open_progress(meter, sum(task.nbytes for task in planned)) as progress:
@@ -201,6 +201,7 @@ def _read_config(manifest: Manifest) -> dict[str, Any] | None:
 def _write_manifest(contents: Contents, report: VerifyReport, options: VerifyOptions) -> None:
     """Write the manifest if every check passed: a damaged checkpoint must not get one."""
     from reshard.checks import hashes
+    from reshard.checks.digests import has_blake3
     from reshard.output import commit
 
     path = as_path(options.write_manifest or "")
@@ -209,4 +210,9 @@ def _write_manifest(contents: Contents, report: VerifyReport, options: VerifyOpt
         return
     with commit.stage_output(path, is_directory=False, overwrite=options.overwrite) as staging:
         (staging / path.name).write_bytes(hashes.to_bytes(contents))
+    if not has_blake3():
+        report.notes.append(
+            "the manifest has SHA-256 digests only; with BLAKE3 (pip install blake3), --against"
+            " takes less time"
+        )
     report.manifest = str(path)

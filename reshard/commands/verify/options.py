@@ -24,7 +24,7 @@ class VerifyOptions(ReadOptions):
         unset="only headers; with --history a sample",
     )
     write_manifest: str | Path | None = _checked(
-        None, "Write the SHA-256 of every tensor, if all checks pass.", metavar="FILE"
+        None, "Write the digests of every tensor, if all checks pass.", metavar="FILE"
     )
     against: str | Path | None = _checked(
         None, "Compare with such a manifest, made from any layout.", metavar="FILE"
