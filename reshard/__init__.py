@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.inspect import InspectOptions as InspectOptions
     from reshard.commands.merge.options import MergeOptions as MergeOptions
     from reshard.commands.merge.report import MergeReport as MergeReport
-    from reshard.commands.plan import PlanOptions as PlanOptions
-    from reshard.commands.plan import PlanReport as PlanReport
+    from reshard.commands.plan.options import PlanOptions as PlanOptions
+    from reshard.commands.plan.report import PlanReport as PlanReport
     from reshard.commands.resume_check.options import ResumeCheckOptions as ResumeCheckOptions
     from reshard.commands.resume_check.report import ResumeReport as ResumeReport
     from reshard.commands.serve import ServeOptions as ServeOptions
@@ -63,8 +63,8 @@ _HOMES = {
     "LazyTensor": "reshard.tensors",
     "MergeOptions": "reshard.commands.merge.options",
     "MergeReport": "reshard.commands.merge.report",
-    "PlanOptions": "reshard.commands.plan",
-    "PlanReport": "reshard.commands.plan",
+    "PlanOptions": "reshard.commands.plan.options",
+    "PlanReport": "reshard.commands.plan.report",
     "ResumeCheckOptions": "reshard.commands.resume_check.options",
     "ResumeReport": "reshard.commands.resume_check.report",
     "ServeOptions": "reshard.commands.serve",

@@ -17,7 +17,7 @@ from reshard.commands.diff import DiffOptions
 from reshard.commands.inspect import InspectOptions
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.options import SourceOptions
-from reshard.commands.plan import PlanOptions
+from reshard.commands.plan.options import PlanOptions
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.verify.options import VerifyOptions
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.commands.diff import DiffReport
     from reshard.commands.inspect import Inspection
     from reshard.commands.merge.report import MergeReport
-    from reshard.commands.plan import PlanReport
+    from reshard.commands.plan.report import PlanReport
     from reshard.commands.resume_check.report import ResumeReport
     from reshard.commands.split.report import SplitReport
     from reshard.commands.verify.report import VerifyReport
@@ -262,6 +262,6 @@ def plan(source: Paths | None = None, options: PlanOptions | None = None) -> Pla
     Raises:
         ReshardError: the source cannot be read, or the options contradict each other.
     """
-    from reshard.commands.plan import plan as run
+    from reshard.commands.plan.command import plan as run
 
     return run(source, options)

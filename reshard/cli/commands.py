@@ -257,8 +257,8 @@ def plan(sources: tuple[Path, ...], **values: Any) -> None:
     The model is --model, --params, or that of the checkpoint SOURCE. Nothing is read but configs
     and headers. The exit code is 0 if the recommended strategy fits, 1 if none does.
     """
-    from reshard.commands.plan import PlanOptions
-    from reshard.commands.plan import plan as run
+    from reshard.commands.plan.command import plan as run
+    from reshard.commands.plan.options import PlanOptions
 
     def run_at_once(paths: tuple[Path, ...], chosen: PlanOptions, _meter: Any) -> Any:
         return run(paths or None, chosen)

@@ -167,6 +167,8 @@ def _describe_load(merge: Merge) -> str:
         return f'{"safetensors.torch.load_file" if is_safetensors else "torch.load"}("{{path}}")'
     if merge.adapter is not None:
         return 'peft.PeftModel.from_pretrained(base, "{path}")'
+    if merge.companions.config is None:
+        return 'reshard.open("{path}").state_dict()'
     return f'{_name_class(merge)}.from_pretrained("{{path}}")'
 
 

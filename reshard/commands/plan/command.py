@@ -1,34 +1,32 @@
-"""``plan``: which strategy fits a cluster, what it needs, and the configuration for it."""
+"""The plan for a model, or for the run in a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
 from reshard.commands.forecast import Forecast
-from reshard.commands.lines import Report, format_row
-from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
+from reshard.commands.plan.options import DEFAULT_SEQ_LEN, PlanOptions
+from reshard.commands.plan.report import PlanReport
 from reshard.errors import ReshardError, UsageError
 from reshard.manifest import MASTER, PARAM, Manifest
 from reshard.model_parallel.sizes import parse_mesh
-from reshard.options import option
 from reshard.paths import as_path
 from reshard.sizing import sources
-from reshard.sizing.choice import Advice, Choice, advise, choose, choose_named, find_nodes
+from reshard.sizing.choice import Choice, advise, choose, choose_named, find_nodes
 from reshard.sizing.model import ModelSizes
-from reshard.sizing.setup import Cluster, Optimizer, Precision, Training, parse_gpus
-from reshard.sizing.strategies import MARGIN, Row, fit_micro_batch, forecast
+from reshard.sizing.setup import Cluster, Precision, Training, parse_gpus
+from reshard.sizing.strategies import MARGIN, fit_micro_batch, forecast
 from reshard.training import trainer_run
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
 
-_SEQ_LEN = 4096
 _PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SLOTS = (  # a slot of the optimizer's state, and the first optimizer that has it
     ("exp_avg_sq", "adamw"),
@@ -37,258 +35,6 @@ _SLOTS = (  # a slot of the optimizer's state, and the first optimizer that has 
     ("sum", "adagrad"),
 )
 _HYPER = ("lr", "betas", "eps", "weight_decay")
-StrategyName = Literal[
-    "ddp",
-    "hsdp",
-    "fsdp",
-    "zero1",
-    "zero2",
-    "zero2-offload",
-    "zero3",
-    "zero3-offload-optimizer",
-    "zero3-offload",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(ReportOptions):
-    """The options of ``plan``."""
-
-    gpus: str = option(
-        "1x80GB",
-        "GPUs of a node and the memory of each, e.g. 8x80GB.",
-        group="Cluster",
-        is_common=True,
-    )
-    nodes: int = option(1, "Number of nodes.", group="Cluster", minimum=1, is_common=True)
-    host_memory_bytes: int | None = option(
-        None,
-        "Memory of a node, e.g. 512GB.",
-        group="Cluster",
-        flags=("--host-memory",),
-        parse=lambda text: units.parse_bytes(text, "--host-memory"),
-        unset="not compared",
-    )
-    params: str | None = option(
-        None,
-        "Number of parameters instead of a model, e.g. 7B.",
-        group="Training",
-        is_common=True,
-    )
-    seq_len: int | None = option(
-        None,
-        "Tokens of a sample.",
-        group="Training",
-        minimum=1,
-        unset=f"as SOURCE states, else {_SEQ_LEN} or the most that the model supports",
-        is_common=True,
-    )
-    micro_batch: int | None = option(
-        None,
-        "Samples of a forward pass on one GPU.",
-        group="Training",
-        minimum=1,
-        unset="as SOURCE states, else 1",
-    )
-    global_batch: int | None = option(
-        None,
-        "Samples of a step on all GPUs.",
-        group="Training",
-        minimum=1,
-        unset="as SOURCE states, else one micro batch on each data-parallel rank",
-        is_common=True,
-    )
-    optimizer: Optimizer | None = option(
-        None,
-        "Optimizer.",
-        group="Training",
-        unset="as SOURCE states, else adamw",
-        is_common=True,
-    )
-    precision: Precision | None = option(
-        None,
-        "Precision of the forward and backward pass.",
-        group="Training",
-        unset="as SOURCE states, else bf16",
-        is_common=True,
-    )
-    lora_rank: int = option(
-        0, "Train LoRA adapters of this rank; 0: train the model.", group="Training", minimum=0
-    )
-    lora_targets: Sequence[str] = option(
-        (),
-        "Name of modules with adapters, e.g. q_proj.",
-        group="Training",
-        unset="all matrices of the layers except routers and routed experts",
-    )
-    freeze: str | None = option(
-        None, "Regular expression of parameters that are not trained.", group="Training"
-    )
-    tp: int = option(1, "Tensor-parallel ranks.", group="Training", minimum=1)
-    pp: int = option(1, "Pipeline stages.", group="Training", minimum=1)
-    ep: int = option(
-        1,
-        "Expert-parallel ranks, which divide the data-parallel ranks as in DeepSpeed.",
-        group="Training",
-        minimum=1,
-    )
-    strategy: StrategyName | None = option(
-        None,
-        "Strategy for --write and for the advice.",
-        group="Output",
-        unset="the recommended one",
-        is_common=True,
-    )
-    write: str | Path | None = option(
-        None,
-        "Write the configuration of the chosen strategy: .json for DeepSpeed (or HF Trainer's"
-        " arguments for FSDP), .yaml for accelerate, .sh for python -m trainer.",
-        group="Output",
-        metavar="FILE",
-        shapes_output=False,
-        is_common=True,
-    )
-
-
-@dataclass(kw_only=True, repr=False)
-class PlanReport(Report):
-    """The result of `plan`."""
-
-    model: ModelSizes
-    cluster: Cluster
-    training: Training
-    rows: list[Row]
-    choice: Choice
-    micro_batch: int  # the largest that fits with the chosen strategy
-    advice: list[Advice]
-    next_steps: list[str] = field(default_factory=list)
-    split: Forecast | None = None  # of the split of a source for the chosen strategy
-    notes: list[str] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
-    written: str = ""
-
-    @property
-    def exit_code(self) -> int:
-        """0 if the chosen strategy fits, else 1."""
-        return 0 if self.choice.fits else 1
-
-    def to_json(self) -> dict[str, Any]:
-        """Return one document with a stable schema; sizes are in bytes."""
-        return {
-            "schema": 1,
-            "command": "plan",
-            "options": self.options,
-            "model": {
-                "source": self.model.source,
-                "counted_by": self.model.counted_by,
-                "parameters": self.model.numel,
-                "largest_layer": self.model.largest_block,
-                "layers": len(self.model.blocks),
-            },
-            "cluster": asdict(self.cluster),
-            "training": asdict(self.training),
-            "rows": [self._row_to_json(row) for row in self.rows],
-            "recommended": {
-                "strategy": self.choice.row.strategy.name,
-                "activation_checkpointing": self.choice.checkpointing,
-                "fits": self.choice.fits,
-                "reason": self.choice.reason,
-                "largest_micro_batch": self.micro_batch,
-            },
-            "advice": [asdict(each) for each in self.advice],
-            "next_steps": self.next_steps,
-            "split": None if self.split is None else asdict(self.split),
-            "notes": self.notes,
-            "written": self.written,
-        }
-
-    def _row_to_json(self, row: Row) -> dict[str, Any]:
-        sizes = asdict(row)
-        sizes["strategy"] = row.strategy.name
-        return {
-            **sizes,
-            "total": row.count_total(checkpointing=False),
-            "total_with_checkpointing": row.count_total(checkpointing=True),
-            "fits": row.fits(self.cluster, checkpointing=False),
-            "fits_with_checkpointing": row.fits(self.cluster, checkpointing=True),
-        }
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the report as text."""
-        training, cluster = self.training, self.cluster
-        yield format_row("model", f"{self.model.source}: {sources.describe_count(self.model)}")
-        gpus = units.counted(cluster.world, "GPU")
-        yield format_row("cluster", f"{gpus} of {units.show_bytes(cluster.gpu_bytes)}")
-        axes = ", ".join(f"{a} {n}" for a in ("tp", "pp", "ep") if (n := getattr(training, a)) > 1)
-        yield format_row(
-            "training",
-            f"{training.precision}, {training.optimizer}, {training.seq_len} tokens x micro batch"
-            f" {training.micro_batch}{', ' if axes else ''}{axes}",
-        )
-        yield from _format_table(self.rows, cluster)
-        word = "use" if self.choice.fits else "none fits"
-        yield format_row(word, self.choice.reason)
-        if self.choice.fits and self.micro_batch > training.micro_batch:
-            yield format_row("", f"a micro batch of {self.micro_batch} still fits")
-        for line in self.next_steps:
-            yield format_row("next", line)
-        if not self.choice.fits:
-            for each in self.advice:
-                yield format_row("saves", f"{units.show_bytes(each.saved):>8}  {each.what}")
-        for note in self.notes:
-            yield format_row("note", note)
-        if self.written:
-            yield format_row("wrote", self.written)
-
-
-_HEADERS = (
-    "params grads masters moments gathered buckets logits margin activ. ckpt total total+ckpt"
-    " host disk sent fits"
-).split()
-
-
-def _format_table(rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
-    """Yield the table of all strategies, in decimal gigabytes."""
-    cells = [_format_cells(row, cluster) for row in rows]
-    widths = [
-        max(len(header), *(len(each[n]) for each in cells)) for n, header in enumerate(_HEADERS)
-    ]
-    name = max(len(row.strategy.name) for row in rows)
-    yield f"{'GB per GPU':<{name}}  " + "  ".join(
-        f"{header:>{width}}" for header, width in zip(_HEADERS, widths, strict=True)
-    )
-    for row, each in zip(rows, cells, strict=True):
-        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(each, widths, strict=True))
-        yield f"{row.strategy.name:<{name}}  {line}"
-
-
-def _format_cells(row: Row, cluster: Cluster) -> list[str]:
-    names = (
-        "parameters gradients masters moments gathered buckets logits margin activations recomputed"
-    ).split()
-    totals = [row.count_total(checkpointing=each) for each in (False, True)]
-    sizes = [*(getattr(row, name) for name in names), *totals, row.host, row.disk, row.sent]
-    return [*map(_format_size, sizes), describe_fit(row, cluster)]
-
-
-def _format_size(nbytes: int) -> str:
-    """Return gigabytes with three digits.
-
-    >>> _format_size(112_000_000_000), _format_size(1_940_000_000), _format_size(0)
-    ('112', '1.94', '-')
-    """
-    if not nbytes:
-        return "-"
-    return f"{nbytes / 1e9:.0f}" if nbytes >= 1e12 else f"{nbytes / 1e9:.3g}"
-
-
-def describe_fit(row: Row, cluster: Cluster) -> str:
-    """Return whether a row fits, in a word."""
-    if row.fits(cluster, checkpointing=False):
-        return "yes"
-    if row.fits(cluster, checkpointing=True):
-        return "with ckpt"
-    return "no"
 
 
 def plan(source: formats.Paths | None = None, options: PlanOptions | None = None) -> PlanReport:
@@ -402,7 +148,11 @@ def _describe_source(manifest: Manifest, options: PlanOptions) -> ModelSizes:
 def _find_training(options: PlanOptions, manifest: Manifest | None, model: ModelSizes) -> Training:
     """Return the settings that the options give, else those of the run, else the defaults."""
     stated = _read_settings(manifest) if manifest is not None else {}
-    length = options.seq_len or stated.get("seq_len") or min(_SEQ_LEN, model.positions or _SEQ_LEN)
+    length = (
+        options.seq_len
+        or stated.get("seq_len")
+        or min(DEFAULT_SEQ_LEN, model.positions or DEFAULT_SEQ_LEN)
+    )
     return Training(
         precision=options.precision or stated.get("precision", "bf16"),
         optimizer=options.optimizer or stated.get("optimizer", "adamw"),

@@ -1,0 +1,157 @@
+"""The report of a plan, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from reshard import units
+from reshard.commands.forecast import Forecast
+from reshard.commands.lines import Report, format_row
+from reshard.sizing import sources
+from reshard.sizing.choice import Advice, Choice
+from reshard.sizing.model import ModelSizes
+from reshard.sizing.setup import Cluster, Training
+from reshard.sizing.strategies import Row
+
+
+@dataclass(kw_only=True, repr=False)
+class PlanReport(Report):
+    """The result of `plan`."""
+
+    model: ModelSizes
+    cluster: Cluster
+    training: Training
+    rows: list[Row]
+    choice: Choice
+    micro_batch: int  # the largest that fits with the chosen strategy
+    advice: list[Advice]
+    next_steps: list[str] = field(default_factory=list)
+    split: Forecast | None = None  # of the split of a source for the chosen strategy
+    notes: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)  # those that were given
+    written: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the chosen strategy fits, else 1."""
+        return 0 if self.choice.fits else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return one document with a stable schema; sizes are in bytes."""
+        return {
+            "schema": 1,
+            "command": "plan",
+            "options": self.options,
+            "model": {
+                "source": self.model.source,
+                "counted_by": self.model.counted_by,
+                "parameters": self.model.numel,
+                "largest_layer": self.model.largest_block,
+                "layers": len(self.model.blocks),
+            },
+            "cluster": asdict(self.cluster),
+            "training": asdict(self.training),
+            "rows": [self._row_to_json(row) for row in self.rows],
+            "recommended": {
+                "strategy": self.choice.row.strategy.name,
+                "activation_checkpointing": self.choice.checkpointing,
+                "fits": self.choice.fits,
+                "reason": self.choice.reason,
+                "largest_micro_batch": self.micro_batch,
+            },
+            "advice": [asdict(each) for each in self.advice],
+            "next_steps": self.next_steps,
+            "split": None if self.split is None else asdict(self.split),
+            "notes": self.notes,
+            "written": self.written,
+        }
+
+    def _row_to_json(self, row: Row) -> dict[str, Any]:
+        sizes = asdict(row)
+        sizes["strategy"] = row.strategy.name
+        return {
+            **sizes,
+            "total": row.count_total(checkpointing=False),
+            "total_with_checkpointing": row.count_total(checkpointing=True),
+            "fits": row.fits(self.cluster, checkpointing=False),
+            "fits_with_checkpointing": row.fits(self.cluster, checkpointing=True),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report as text."""
+        training, cluster = self.training, self.cluster
+        yield format_row("model", f"{self.model.source}: {sources.describe_count(self.model)}")
+        gpus = units.counted(cluster.world, "GPU")
+        yield format_row("cluster", f"{gpus} of {units.show_bytes(cluster.gpu_bytes)}")
+        axes = ", ".join(f"{a} {n}" for a in ("tp", "pp", "ep") if (n := getattr(training, a)) > 1)
+        yield format_row(
+            "training",
+            f"{training.precision}, {training.optimizer}, {training.seq_len} tokens x micro batch"
+            f" {training.micro_batch}{', ' if axes else ''}{axes}",
+        )
+        yield from _format_table(self.rows, cluster)
+        word = "use" if self.choice.fits else "none fits"
+        yield format_row(word, self.choice.reason)
+        if self.choice.fits and self.micro_batch > training.micro_batch:
+            yield format_row("", f"a micro batch of {self.micro_batch} still fits")
+        for line in self.next_steps:
+            yield format_row("next", line)
+        if not self.choice.fits:
+            for each in self.advice:
+                yield format_row("saves", f"{units.show_bytes(each.saved):>8}  {each.what}")
+        for note in self.notes:
+            yield format_row("note", note)
+        if self.written:
+            yield format_row("wrote", self.written)
+
+
+_HEADERS = (
+    "params grads masters moments gathered buckets logits margin activ. ckpt total total+ckpt"
+    " host disk sent fits"
+).split()
+
+
+def _format_table(rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
+    """Yield the table of all strategies, in decimal gigabytes."""
+    cells = [_format_cells(row, cluster) for row in rows]
+    widths = [
+        max(len(header), *(len(each[n]) for each in cells)) for n, header in enumerate(_HEADERS)
+    ]
+    name = max(len(row.strategy.name) for row in rows)
+    yield f"{'GB per GPU':<{name}}  " + "  ".join(
+        f"{header:>{width}}" for header, width in zip(_HEADERS, widths, strict=True)
+    )
+    for row, each in zip(rows, cells, strict=True):
+        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(each, widths, strict=True))
+        yield f"{row.strategy.name:<{name}}  {line}"
+
+
+def _format_cells(row: Row, cluster: Cluster) -> list[str]:
+    names = (
+        "parameters gradients masters moments gathered buckets logits margin activations recomputed"
+    ).split()
+    totals = [row.count_total(checkpointing=each) for each in (False, True)]
+    sizes = [*(getattr(row, name) for name in names), *totals, row.host, row.disk, row.sent]
+    return [*map(_format_size, sizes), describe_fit(row, cluster)]
+
+
+def _format_size(nbytes: int) -> str:
+    """Return gigabytes with three digits.
+
+    >>> _format_size(112_000_000_000), _format_size(1_940_000_000), _format_size(0)
+    ('112', '1.94', '-')
+    """
+    if not nbytes:
+        return "-"
+    return f"{nbytes / 1e9:.0f}" if nbytes >= 1e12 else f"{nbytes / 1e9:.3g}"
+
+
+def describe_fit(row: Row, cluster: Cluster) -> str:
+    """Return whether a row fits, in a word."""
+    if row.fits(cluster, checkpointing=False):
+        return "yes"
+    if row.fits(cluster, checkpointing=True):
+        return "with ckpt"
+    return "no"
