@@ -10,6 +10,7 @@ from reshard import formats
 from reshard.commands.output_options import ReadOptions
 from reshard.errors import UnsafeError
 from reshard.manifest import Manifest
+from reshard.model import ModelShapes
 from reshard.ranks.team import Progress, ignore_progress
 
 Meter = Callable[[int], AbstractContextManager[Progress]]  # opens a display for a number of bytes
@@ -20,13 +21,15 @@ def open_progress(meter: Meter | None, nbytes: int) -> AbstractContextManager[Pr
     return meter(nbytes) if meter else nullcontext(ignore_progress)
 
 
-def read_trusted(sources: Sequence[Path], options: ReadOptions) -> Manifest:
+def read_trusted(
+    sources: Sequence[Path], options: ReadOptions, live: ModelShapes | None = None
+) -> Manifest:
     """Read the manifest of a checkpoint and check that its pickles are safe.
 
     Raises:
         ReshardError: the checkpoint cannot be read or trusted.
     """
-    manifest = formats.read(sources, **options.reader_arguments())
+    manifest = formats.read(sources, **options.reader_arguments(), live=live)
     check_trust(manifest, options.allow_pickle)
     return manifest
 

@@ -12,16 +12,21 @@ from reshard.commands.reading import read_trusted
 from reshard.errors import UsageError
 from reshard.identity import check_identity
 from reshard.manifest import Manifest
+from reshard.model import ModelShapes
 
 
 def plan_unwritten(
-    source: formats.Paths, options: ValueOptions, plan: Callable[[Manifest, Path], Job[R]]
+    source: formats.Paths,
+    options: ValueOptions,
+    plan: Callable[[Manifest, Path], Job[R]],
+    live: ModelShapes | None = None,
 ) -> Job[R]:
     """Read a source, check that it can be trusted, and plan an output.
 
     Args:
         source: a path as for `reshard.open`.
         plan: plans the output, given the source and its path.
+        live: the model of the program that reads the output, if it runs already.
 
     Raises:
         ReshardError: the source cannot be read, trusted or written so.
@@ -33,7 +38,7 @@ def plan_unwritten(
             "use --replicas first, or write a checkpoint with reshard split --replicas mean",
         )
     sources = formats.as_paths(source)
-    manifest = read_trusted(sources, options)
+    manifest = read_trusted(sources, options, live)
     identity = check_identity(manifest, options.trust)
     job = plan(manifest, sources[0])
     job.report.identity = identity

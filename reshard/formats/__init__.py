@@ -27,6 +27,7 @@ from reshard.formats import placeholders, registry, run, unclear
 from reshard.formats.base import ReadHints
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, check
+from reshard.model import ModelShapes
 from reshard.paths import as_path
 
 __all__ = ["PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_outputs"]
@@ -43,6 +44,7 @@ def read(  # noqa: PLR0913 - a keyword an option
     model: str | None = None,
     wrap: str | None = None,
     rules: Path | None = None,
+    live: ModelShapes | None = None,
     prove: bool = True,
     is_filled: bool = False,
 ) -> Manifest:
@@ -56,6 +58,8 @@ def read(  # noqa: PLR0913 - a keyword an option
         model: ``config.json``, a directory of one, or ``module:factory``, where files do not say
             what they hold; ``wrap``: how FSDP 1 wrapped it (see `model.describe`).
         rules: file with the user's rules for the parameters of a model-parallel checkpoint.
+        live: the model of the program that loads the checkpoint, which gives names and order where
+            neither the files nor ``model`` do.
         prove: False leaves the proof (`manifest.check`) to the caller.
         is_filled: whether another model provides the weights that are ZeRO-3 placeholders.
 
@@ -65,7 +69,7 @@ def read(  # noqa: PLR0913 - a keyword an option
     """
     location = Location.of(as_paths(paths))
     with understood(location):
-        manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules))
+        manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules, live))
     if prove:
         check(manifest)
     return placeholders.warn(manifest, is_filled=is_filled)

@@ -36,13 +36,14 @@ RandomStates = Literal["none", "per rank", "own"]
 
 @dataclass(frozen=True, slots=True)
 class ReadHints:
-    """The user's options for reading a source, as in `formats.read`."""
+    """The user's options for reading a source, as in `formats.read`; and the live model."""
 
     tag: str | None = None
     key: str | None = None
     model: str | None = None
     wrap: str | None = None
     rules: Path | None = None
+    live: ModelShapes | None = None
 
 
 _MEGATRON_ARGS = {"num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"}

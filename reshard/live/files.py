@@ -178,7 +178,7 @@ def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | Non
         job.report.notes += [str(prefix)] if prefix else []
         return job
 
-    job = plan_unwritten(source, options, plan)
+    job = plan_unwritten(source, options, plan, target.shapes if target else None)
     entries, skeleton = job.manifest.entries, job.plan.target
     needed = {e.key: entries[e.key] for e in skeleton.entries if e.key in entries}
     train = job.manifest.train

@@ -36,11 +36,13 @@ class ModelHint:
     Args:
         by_blocks: without ``wrap``: FSDP wrapped the classes that transformers declares as blocks,
             see `wrap.blocks_of`.
+        known: the model, if a running program has it; it does not tell how FSDP 1 wrapped it.
     """
 
     model: str
     wrap: str | None = None
     by_blocks: bool = False
+    known: ModelShapes | None = None
 
     def shapes(self, units: Iterable[str] = ()) -> ModelShapes:
         """Return the names, shapes and units of the model.
@@ -52,6 +54,8 @@ class ModelHint:
         Raises:
             UsageError, UnsupportedError: see `describe`.
         """
+        if self.known is not None:
+            return self.known
         if self.by_blocks and self.wrap is None:
             root = build(self.model)
             return of_module(root, self.model, wrapping.blocks_of(root), mixed_precision=False)

@@ -247,7 +247,7 @@ def _resolve_model(
     open_end = [] if parsed.proved else [_OPEN_END.format(parsed.world)]
     wrapped = nearby and (nearby.wrap or (nearby.by_blocks and numbered))
     needed = wrapped or unordered or open_end or (prefixes and not named)
-    if nearby is None or not needed:
+    if nearby is None or not needed or (nearby.known is not None and prefixes):
         return None, open_end
     try:
         model = nearby.shapes(prefixes)

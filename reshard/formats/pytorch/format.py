@@ -28,7 +28,7 @@ _SHARDED = ("dcp", "fsdp", "torchtitan", "verl")  # sources of sharded training 
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats.pytorch import reader
 
-    return reader.read(location, key=hints.key, model=hints.model, wrap=hints.wrap)
+    return reader.read(location, key=hints.key, model=hints.model, wrap=hints.wrap, live=hints.live)
 
 
 class _Writer(Writer):

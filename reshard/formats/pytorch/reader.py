@@ -19,7 +19,7 @@ from reshard.formats.pytorch.ranks import RankFiles, group_by_family
 from reshard.join import join
 from reshard.location import Location
 from reshard.manifest import Manifest, Origin
-from reshard.model import ModelHint
+from reshard.model import ModelHint, ModelShapes
 from reshard.state_dict import assemble, sections
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 from reshard.training import copied_files, trainer_run
@@ -36,6 +36,7 @@ def read(
     key: str | None = None,
     model: str | None = None,
     wrap: str | None = None,
+    live: ModelShapes | None = None,
 ) -> Manifest:
     """Read every part of a checkpoint as one manifest, or one file by itself.
 
@@ -43,6 +44,7 @@ def read(
         key: the dotted path of the state dict that is the model.
         model: the user's description of the model (see `model.describe`).
         wrap: how FSDP 1 wrapped that model, or the one of a config beside the checkpoint.
+        live: the model of the program that loads the checkpoint, for what the files leave open.
 
     Raises:
         IncompleteError: a rank's file is missing.
@@ -67,6 +69,8 @@ def read(
     model_hint = ModelHint(model, wrap) if model else None
     own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
     nearby = beside.nearby(location, wrap or own_wrap)
+    if live is not None and not (wrap or own_wrap):
+        nearby = ModelHint("the live model", known=live)
     if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "needs --model: what was wrapped so?")
     if len(saved) > 1:
