@@ -41,6 +41,7 @@ def main() -> int:
     from reshard.testing.megatron import proof
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # layers that predict more tokens are unexpected to it
     place = options.work or Path(tempfile.mkdtemp(prefix="families-"))
     place.mkdir(parents=True, exist_ok=True)
     try:
