@@ -5,9 +5,11 @@
 writes random codes and scales below WORK (DeepSeek V3's blocks of 128 x 128, GPT-OSS's experts),
 and runs each program in a process of its own: into memory with `torch.distributed.checkpoint.load`,
 by `QuantizedHuggingFaceStorageReader` of torch and by `reshard.dcp.StorageReader`, and from disk to
-disk with `reshard merge --dtype bf16`. For MXFP4 torch's reader gives matrices that are not
-transposed as transformers' are. Seconds are of the load or merge alone, as wall time and as CPU
-time; the peak memory is that of the whole process, imports and loaded tensors included.
+disk with `reshard merge --dtype bf16`. Its output is merged again, as it is (plain), with
+`--quantise-like` the model (quantise), and like a model with other values (changed). For MXFP4
+torch's reader gives matrices that are not transposed as transformers' are. Seconds are of the load
+or merge alone, as wall time and as CPU time; the peak memory is that of the whole process, imports
+and loaded tensors included.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROWS, COLUMNS = 7168, 2048  # a matrix of an expert of DeepSeek V3
 EXPERT = (5760, 90)  # rows and groups of GPT-OSS's gate_up_proj
 METHODS = ("fp8", "mxfp4")
-PROGRAMS = ("torch", "reshard", "merge")
+PROGRAMS = ("torch", "reshard", "merge", "plain", "quantise", "changed")
 
 
 def make(place: Path, method: str, nbytes: int) -> None:
@@ -100,15 +102,41 @@ def load(place: Path, *, ours: bool) -> None:
     say(seconds, memory, held, digests)
 
 
-def merge(place: Path, out: Path) -> None:
-    """Write all values as bf16 to a directory."""
+def merge(place: Path, program: str) -> None:
+    """Merge a model, or its values as bf16, to another directory."""
     import reshard.commands.merge.command  # the imports are not measured
 
+    values, out = (place.parent / f"{place.name}-{end}" for end in ("values", program))
     shutil.rmtree(out, ignore_errors=True)
+    source, options = values, {}
+    if program == "merge":
+        shutil.rmtree(values, ignore_errors=True)
+        source, options, out = place, {"dtype": "bf16"}, values
+    elif program == "quantise":
+        options = {"quantise_like": place}
+    elif program == "changed":
+        options = {"quantise_like": change(place)}
     began = time.perf_counter(), time.process_time()
-    report = reshard.merge(place, out, dtype="bf16")
+    report = reshard.merge(source, out, **options)
     say(elapsed(began), peak(), report.bytes_written, {})
-    shutil.rmtree(out)
+    if program != "merge":
+        shutil.rmtree(out)
+
+
+def change(place: Path) -> Path:
+    """Return a copy of a model with other codes."""
+    import mmap
+
+    other = place.parent / f"{place.name}-other"
+    shutil.rmtree(other, ignore_errors=True)
+    shutil.copytree(place, other)
+    table = bytes(number ^ 0x11 for number in range(256))
+    codes = other / "model-00001-of-00002.safetensors"
+    with codes.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+        for at in range(8 + int.from_bytes(data[:8], "little"), len(data), 1 << 20):
+            piece = data[at : at + (1 << 20)]
+            data[at : at + len(piece)] = piece.translate(table)
+    return other
 
 
 def elapsed(began: tuple[float, float]) -> tuple[float, float]:
@@ -142,7 +170,7 @@ def main(work: Path, mebibytes: int) -> None:
             (wall, cpu), memory, nbytes, digests = json.loads(done.stdout.splitlines()[-1])
             found[program] = digests
             print(
-                f"{method:6} {program:8} {nbytes / 2**20:7.0f} MiB of bf16  {wall:7.2f} s, CPU "
+                f"{method:6} {program:8} {nbytes / 2**20:7.0f} MiB  {wall:7.2f} s, CPU "
                 f"{cpu:7.2f} s  peak memory {memory / 2**20:6.0f} MiB",
                 flush=True,
             )
@@ -153,9 +181,9 @@ def main(work: Path, mebibytes: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--run":
         program, place = sys.argv[2], Path(sys.argv[3])
-        if program == "merge":
-            merge(place, place.parent / f"{place.name}-out")
-        else:
+        if program in ("torch", "reshard"):
             load(place, ours=program == "reshard")
+        else:
+            merge(place, program)
     else:
         main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 512)
