@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from trainer.errors import SettingsError
-from trainer.settings import AUTO, FSDP, ZERO, Settings, get_default_reduction
+from trainer.settings import AUTO, FSDP, ZERO, Settings, get_default_reduction, supports_canonical
 
 
 def resolve(chosen: dict[str, Any], nproc: int) -> Settings:
@@ -226,12 +226,13 @@ def _check_strategy(settings: Settings) -> None:
             f"--engine deepspeed does not support --strategy {strategy}",
             f"use --strategy {', '.join(ZERO[:-1])} or {ZERO[-1]}",
         )
-    if settings.reduction == "canonical" and get_default_reduction(settings) != "canonical":
+    if settings.reduction == "canonical" and not supports_canonical(settings):
         cut = f", {settings.grid}" if settings.grid.cuts_model else ""
+        replicas = f", {settings.fsdp_sharding_strategy}" if strategy in FSDP else ""
         raise SettingsError(
             f"--reduction canonical is not supported by {strategy} ({settings.engine} "
-            f"engine{cut}), whose gradients are summed inside the framework",
-            "use --reduction fast, or ddp or a ZeRO strategy of the native engine"
+            f"engine{cut or replicas}), whose gradients are summed inside the framework",
+            "use --reduction fast, or ddp, ZeRO or FSDP's FULL_SHARD of the native engine"
             + (" with --tp 1 --pp 1 --ep 1" if cut else ""),
         )
     if settings.offload_param != "none" and strategy != "zero3":

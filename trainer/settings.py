@@ -215,6 +215,14 @@ class Settings:
 
 
 def get_default_reduction(settings: Settings) -> str:
-    """Return "canonical" if this engine and strategy support it."""
-    supported = settings.engine == "native" and settings.layout == "DeepSpeed"
-    return "canonical" if supported else "fast"
+    """Return "canonical" for ddp and ZeRO, if the engine supports it."""
+    is_zero = supports_canonical(settings) and settings.strategy in ZERO
+    return "canonical" if is_zero else "fast"
+
+
+def supports_canonical(settings: Settings) -> bool:
+    """Return whether the run can add gradients in micro batch order."""
+    if settings.engine != "native" or settings.grid.cuts_model:
+        return False
+    sharded = settings.fsdp_sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+    return settings.strategy in ZERO or sharded

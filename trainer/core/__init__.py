@@ -18,6 +18,7 @@ zero2             stage 2: the gradients are partitioned too
 zero3             stage 3: the parameters are partitioned too
 units             stage 3: layers that are gathered for their forward and backward pass
 fsdp              the same idea in PyTorch: what both generations of FSDP share
+fsdp_reduce       gradients of FSDP, added in micro batch order
 fsdp2             ``fully_shard``, the second generation (the first: ``engines/fsdp1.py``)
 
 Nothing here knows a file format or another program's configuration. From the rest of ``trainer``

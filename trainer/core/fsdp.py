@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.core.engine import ModelState, NativeEngine, count_storage_bytes
+from trainer.core.fsdp_reduce import UnitSums
 from trainer.core.norm import compute_norm
 from trainer.core.optimizer import (
     ParamGroup,
@@ -52,7 +53,10 @@ class ShardedEngine(NativeEngine):
             self.model = self._wrap(weights)
         self.groups = self._select_groups(make_param_groups(shapes, settings))
         self.optimizer = self._make_optimizer()
-        self._gradient_bytes = 0
+        self._gradient_bytes = self._sum_bytes = 0
+        self._sums = UnitSums() if settings.reduction == "canonical" else None
+        if self._sums:
+            self._order_additions(self._sums)
 
     # What a generation decides
 
@@ -71,6 +75,10 @@ class ShardedEngine(NativeEngine):
     @abstractmethod
     def _get_shard(self, tensor: Tensor) -> Tensor:
         """Return the part of a parameter or gradient that is on this rank."""
+
+    @abstractmethod
+    def _order_additions(self, sums: UnitSums) -> None:
+        """Let torch add gradients in micro batch order."""
 
     @abstractmethod
     def _live_tensors(self) -> Iterator[Tensor]:
@@ -99,20 +107,27 @@ class ShardedEngine(NativeEngine):
     # The step
 
     def _reduce_gradients(self, *, last: bool) -> None:
-        """Do nothing: FSDP has reduced the micro batch during its backward pass.
+        """Leave the sums to FSDP, which has reduced the micro batch during its backward pass.
 
         To reduce only the last one (``no_sync``) would save communication and keep whole gradients
         on every rank, which sharding is there to avoid.
         """
+        if self._sums:
+            self._sums.end_microbatch()
+            if not last:
+                self.optimizer.zero_grad()  # the next gradient is the sum up to there
 
     @property
     def _summed_microbatches(self) -> int:
+        if self._sums:
+            return self.settings.microbatches
         return self.settings.accumulation  # FSDP has divided by the number of ranks
 
     def _collect_gradients(self) -> list[Tensor]:
         parameters = self._optimized_parameters()
         gradients = [self._get_shard(p.grad).view(-1) for p in parameters if p.grad is not None]
         self._gradient_bytes = count_storage_bytes(gradients)
+        self._sum_bytes = self._sums.count_bytes() if self._sums else 0
         return gradients
 
     def _compute_norm(self, gradients: list[Tensor]) -> float:
@@ -133,6 +148,8 @@ class ShardedEngine(NativeEngine):
     def discard_gradients(self) -> None:
         """Clear the gradients, see Engine."""
         self.optimizer.zero_grad()
+        if self._sums:
+            self._sums.clear()
 
     # The optimizer
 
@@ -182,4 +199,5 @@ class ShardedEngine(NativeEngine):
             parameters=count_storage_bytes(self._live_tensors()),
             gradients=self._gradient_bytes or count_storage_bytes(shards),
             optimizer=count_storage_bytes(map(self._get_shard, moments)),
+            accumulators=self._sum_bytes,
         )

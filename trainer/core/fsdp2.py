@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.core.engine import DTYPES
 from trainer.core.fsdp import ShardedEngine
+from trainer.core.fsdp_reduce import UnitSums, order_fsdp2
 from trainer.core.optimizer import ParamGroup
 from trainer.errors import SettingsError
 from trainer.fsdp_options import InitialWeights
@@ -98,6 +99,9 @@ class Fsdp2Engine(ShardedEngine):
     def _select_parameters(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
         live = dict(self.model.named_parameters())
         return [[live[name] for name in group.names] for group in groups]
+
+    def _order_additions(self, sums: UnitSums) -> None:
+        order_fsdp2(self.model, sums, self.ranks.world)
 
     def _get_shard(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor

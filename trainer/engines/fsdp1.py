@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from trainer.core.engine import DTYPES
 from trainer.core.fsdp import ShardedEngine
+from trainer.core.fsdp_reduce import UnitSums, order_fsdp1
 from trainer.core.optimizer import ParamGroup, list_trainable, make_param_groups
 from trainer.errors import SettingsError
 from trainer.fsdp_options import InitialWeights, find_unit, is_hybrid
@@ -102,6 +104,9 @@ class FsdpEngine(ShardedEngine):
             return [[p for p in self.model.parameters() if p.requires_grad]]
         live = {name.replace(_WRAPPER, ""): p for name, p in self.model.named_parameters()}
         return [[live[name] for name in group.names] for group in groups]
+
+    def _order_additions(self, sums: UnitSums) -> None:
+        order_fsdp1(cast("FullyShardedDataParallel", self.model), sums)
 
     def _get_shard(self, tensor: Tensor) -> Tensor:
         return tensor

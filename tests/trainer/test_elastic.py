@@ -1,0 +1,226 @@
+"""Real torchrun agents are killed and added at random moments; the run ends with the same bits.
+
+Each agent stands for a node with one rank. Nobody restarts anything: the agents form a new world of
+those that are left, and ``--resume auto`` goes on from the last whole save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.test_imports import ROOT
+from tests.trainer import worlds
+
+pytestmark = [pytest.mark.slow, pytest.mark.judge]
+
+STEPS, EVERY = 80, 2
+LIMIT_S = 500.0
+FLAGS = {
+    "device": "cpu",
+    "steps": STEPS,
+    "global_batch": 12,
+    "seq_len": 8,
+    "precision": "bf16",
+    "dropout": 0.1,
+}
+RUNS = {
+    "zero3": {"strategy": "zero3"},
+    "fsdp2": {"strategy": "fsdp2", "reduction": "canonical"},
+}
+NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""By default torch 2.13 keeps the store of the first world's first agent, which may be killed."""
+SIZES = (3, 2, 0, 4, 1, 3)
+"""How many agents there are from one save to the next; 0: a rank dies, and its agent lives."""
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from trainer.cli import main
+from trainer.log import StepLog
+
+GATE = Path(__file__).with_name("gate")  # the step up to which the test lets the ranks train
+log_step = StepLog.step
+
+def step(self, progress, *rest):
+    log_step(self, progress, *rest)
+    while int(GATE.read_text() or 0) < progress.step:
+        time.sleep(0.01)
+
+StepLog.step = step
+if os.environ["RANK"] == "0":
+    print("world", os.environ["WORLD_SIZE"], flush=True)
+code = main(sys.argv[1:])
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
+@dataclass
+class Agents:
+    """Agents of torchrun, one rank each, around a store that none of them owns.
+
+    The first agent usually owns the store; without it the others cannot meet.
+    """
+
+    place: Path
+    flags: list[str]
+    chance: random.Random
+    found: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        from torch.distributed import TCPStore
+
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (self.place / "program.py").write_text(PROGRAM)
+        self.open_gate(0)
+
+    def alive(self) -> list[subprocess.Popen[bytes]]:
+        return [agent for agent in self.found if agent.poll() is None]
+
+    def add(self) -> None:
+        rendezvous = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4"),
+            *("--nproc-per-node", "1", "--max-restarts", "30", "--monitor-interval", "0.1"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.store.port}"),
+            *("--rdzv-id", "elastic", "--rdzv-conf", rendezvous),
+            *(str(self.place / "program.py"), *self.flags),
+        ]
+        with (self.place / f"agent{len(self.found)}").open("wb") as output:
+            self.found.append(
+                subprocess.Popen(
+                    command,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONPATH": str(ROOT), **NEW_STORE},
+                )
+            )
+
+    def kill(self) -> None:
+        """Kill one agent and its rank, whatever it is doing."""
+        agent = self.chance.choice(self.alive())
+        os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
+
+    def kill_rank(self) -> None:
+        """Kill a rank whose agent lives, which starts it again."""
+        for agent in self.chance.sample(self.alive(), len(self.alive())):
+            children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+            if children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(children[0]), signal.SIGKILL)
+                return
+
+    def open_gate(self, step: int) -> None:
+        """Let the ranks train up to a step."""
+        (self.place / "gate.new").write_text(str(step))
+        (self.place / "gate.new").rename(self.place / "gate")
+
+    def count_worlds(self, size: int) -> int:
+        """How often so many ranks began together."""
+        return self.read().count(f"world {size}\n")
+
+    def resize(self, size: int) -> None:
+        while len(self.alive()) > size:
+            self.kill()
+        while len(self.alive()) < size:
+            self.add()
+
+    def close(self) -> None:
+        for agent in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+
+    def read(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.place.glob("agent*")))
+
+
+def read_step(run: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int((run / "latest").read_text().removeprefix("global_step"))
+    return 0
+
+
+def wait_for(condition, agents):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert agents.alive(), agents.read()
+        assert time.monotonic() < deadline, agents.read()
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The hash of the same training on one rank that nobody disturbs."""
+    path = tmp_path_factory.mktemp("unbroken") / "run"
+    job = {**FLAGS, "strategy": "ddp", "save": str(path), "log": f"{path}.jsonl"}
+    return worlds.train_on(1, [job])[0][0].digest
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ranks_come_and_go_and_the_run_ends_with_the_bits_of_the_unbroken_one(
+    name, unbroken, tmp_path
+):
+    run = tmp_path / "run"
+    chosen = {**FLAGS, **RUNS[name], "save": run, "save_every": EVERY, "keep": 3, "resume": "auto"}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
+    agents = Agents(tmp_path, [*flags, "--async-save", "--no-progress"], random.Random(name))
+    size = 0
+    try:
+        for wanted in SIZES:
+            if wanted == size or not wanted:
+                worlds_before = agents.count_worlds(size)
+                agents.kill_rank()
+            else:
+                size, worlds_before = wanted, agents.count_worlds(wanted)
+                agents.resize(size)
+            # A kill while agents of torchrun look for each other can end them all.
+            wait_for(lambda n=worlds_before: agents.count_worlds(size) > n, agents)  # noqa: B023
+            before = read_step(run)
+            agents.open_gate(before + 4 * EVERY)
+            wait_for(lambda b=before: read_step(run) > b, agents)
+            time.sleep(agents.chance.uniform(0, 0.3))
+        agents.open_gate(STEPS)
+        wait_for(lambda: "parameters sha256" in agents.read(), agents)
+        assert read_step(run) == STEPS
+        assert re.findall("parameters sha256 (.*)", agents.read()) == [unbroken]
+        assert "saving in the background" in agents.read()
+    finally:
+        agents.close()
+    assert not list(run.glob(".global_step*")), "what a kill left is removed"
+
+
+def test_our_own_launcher_starts_the_ranks_again(unbroken, tmp_path):
+    run = tmp_path / "run"
+    chosen = {**FLAGS, "nproc": 3, "strategy": "zero2", "save": run, "save_every": EVERY}
+    chosen |= {"resume": "auto", "max_restarts": 5}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
+    command = [sys.executable, "-m", "trainer", *flags, "--async-save", "--no-progress"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            killed = 0
+            while killed < 2 and process.poll() is None:
+                if read_step(run) >= EVERY * (1 + 4 * killed):
+                    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+                    with contextlib.suppress(IndexError, ProcessLookupError):
+                        os.kill(int(children.split()[killed]), signal.SIGKILL)
+                        killed += 1
+                time.sleep(0.05)
+            printed, _ = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert killed == 2
+    assert process.returncode == 0
+    assert re.findall("parameters sha256 (.*)", printed) == [unbroken]
