@@ -48,7 +48,7 @@ class History:
     Args:
         tags: oldest first.
         movements: of the weights that all checkpoints have.
-        unreadable: name of a checkpoint -> why it cannot be read.
+        unreadable: name of a checkpoint that cannot be read -> the check that failed.
         interrupted: numbers of directories without a complete checkpoint.
         is_whole: whether every element was read.
         differs: returns whether a weight of the first checkpoint differs from that of the last,
@@ -57,7 +57,7 @@ class History:
 
     tags: Sequence[Tag]
     movements: Sequence[Movement]
-    unreadable: Mapping[str, str] = field(default_factory=dict)
+    unreadable: Mapping[str, Check] = field(default_factory=dict)
     interrupted: Sequence[int] = ()
     is_whole: bool = False
     differs: Callable[[str], bool] = lambda _fqn: False
@@ -107,8 +107,10 @@ def check_history(history: History) -> list[Check]:
 
 def _check_readable(history: History) -> Check:
     total = len(history.tags) + len(history.unreadable)
-    check = Check(READABLE, f"{counted(total, 'checkpoint')} of the run", exit_code=3)
-    check.failures += [f"{name}: {why}" for name, why in history.unreadable.items()]
+    check = Check(READABLE, f"{counted(total, 'checkpoint')} of the run")
+    for name, failed in history.unreadable.items():
+        check.failures.append(f"{name}: {'; '.join(failed.failures)}")
+        check.exit_code = max(check.exit_code, failed.exit_code)
     check.warnings += [
         f"step {number}: its directory has no complete checkpoint; the save was interrupted, or"
         " still runs"

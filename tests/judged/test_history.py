@@ -268,6 +268,19 @@ def test_an_interrupted_save_is_a_warning(run):
     assert report.exit_code == 0
 
 
+def test_an_unsafe_checkpoint_is_not_read(run):
+    path = run("hf")
+    (tag(path, 4) / "model.safetensors").unlink()
+    torch.save({"weight": torch.ones(3), "x": Stranger()}, tag(path, 4) / "pytorch_model.bin")
+    report = reshard.verify(path, history=True)
+    assert "no known framework writes" in report.check(names.READABLE).failures[0]
+    assert report.exit_code == 5
+
+
+class Stranger:
+    """A class that no framework has."""
+
+
 def test_the_sample_is_the_same_every_time(sequences_made):
     path = sequences_made / "z3_bf16/run"
     a, b = (reshard.verify(path, history=True, workers=n) for n in (1, 3))

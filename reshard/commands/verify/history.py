@@ -125,14 +125,14 @@ def _open(sources: Sequence[Path], options: VerifyOptions) -> History:
             "pass the directory of a run that keeps several checkpoints",
         )
     tags: list[Tag] = []
-    unreadable: dict[str, str] = {}
+    unreadable: dict[str, Check] = {}
     for number, place in found.items():
         if place is None:
             continue
         name = _name(place, sources)
         manifest = _read(place, options)
         if isinstance(manifest, Check):
-            unreadable[name] = "; ".join(manifest.failures)
+            unreadable[name] = manifest
         else:
             tags.append(Tag(name, number, manifest))
     interrupted = [number for number, place in found.items() if place is None]
