@@ -415,4 +415,9 @@ def test_nemo_s_keys_and_counters(monkeypatch):
 def test_an_older_core_is_told_which_form_it_loads(form, told, tmp_path):
     """Up to 0.14 Megatron-core knows flat ranges, which 0.16 refuses, and not fully_reshardable."""
     report = reshard.split(RANGES, tmp_path / "out", to="megatron", dp=1, ckpt_format=form)
-    assert any("from 0.15 on" in note for note in report.notes) is told
+    assert any("loads it up to 0.15" in note for note in report.notes) is told
+    difference = reshard.diff(RANGES, tmp_path / "out")
+    assert not difference.unequal
+    assert not difference.only_a
+    with reshard.open(tmp_path / "out") as written:
+        assert ("fully_sharded_model_space" in written.manifest.origin.detail) is told

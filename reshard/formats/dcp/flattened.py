@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 from reshard.box import Box, Index
@@ -45,13 +46,15 @@ def restore(where: object, key: str, stored: GlobalTensor, shape: Index) -> Glob
 
 
 def _iterate_boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterator[Chunk]:
-    """Yield the boxes that a run of one part fills."""
+    """Yield the boxes that a run of one part fills, or the same run of several parts."""
     *numbers, start = chunk.box.origin
-    *ones, length = chunk.box.shape
-    if any(extent != 1 for extent in ones) or start + length > prod(part):
+    *counts, length = chunk.box.shape
+    if start + length > prod(part):
         raise CorruptError(where, f"places a range of {key!r} at {chunk.box}, outside its part")
-    at = [number * extent for number, extent in zip(numbers, part, strict=True)]
-    boxes = run_chunks(chunk.file, chunk.byte_offset, chunk.dtype, part, start, start + length)
-    for box in boxes:
-        origin = tuple(a + b for a, b in zip(at, box.box.origin, strict=True))
-        yield replace(box, box=Box(origin, box.box.shape))
+    for steps in product(*map(range, counts)):
+        at = [(n + m) * extent for n, m, extent in zip(numbers, steps, part, strict=True)]
+        strides = chunk.byte_strides[: len(steps)]
+        offset = chunk.byte_offset + sum(n * by for n, by in zip(steps, strides, strict=True))
+        for box in run_chunks(chunk.file, offset, chunk.dtype, part, start, start + length):
+            origin = tuple(a + b for a, b in zip(at, box.box.origin, strict=True))
+            yield replace(box, box=Box(origin, box.box.shape))

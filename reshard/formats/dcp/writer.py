@@ -122,8 +122,17 @@ class StoredObject:
     value: Any
 
 
-def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") -> Skeleton:
+def lay_out_state(
+    root: Mapping[str, Any],
+    *,
+    shards: int,
+    directory: str = "",
+    attributes: Mapping[str, Any] | None = None,
+) -> Skeleton:
     """Lay out the directory of any nested state dict with a `Value` for each tensor.
+
+    Args:
+        attributes: what a program adds to the object in ``.metadata``.
 
     Raises:
         UnsupportedError: two of its keys are the same once joined.
@@ -131,7 +140,7 @@ def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") 
     prefix = f"{directory}/" if directory else ""
     forms = _TemplateCache()
     files = [_DataFile(prefix, f"__{rank}_0.distcp", forms) for rank in range(shards)]
-    about = _MetadataBuilder()
+    about = _MetadataBuilder(attributes or {})
     for path, value in flatten(Canonicalizer().of(root)):
         key = ".".join(map(str, path))
         if key in about.paths:
@@ -290,6 +299,7 @@ class _DataFile:
 class _MetadataBuilder:
     """The content of ``.metadata``, as it grows."""
 
+    attributes: Mapping[str, Any]
     paths: dict[str, _Path] = field(default_factory=dict)
     announced: dict[str, Call] = field(default_factory=dict)
     stored: dict[Call, Call] = field(default_factory=dict)
@@ -326,6 +336,7 @@ class _MetadataBuilder:
             "storage_data": self.stored,
             "storage_meta": None,  # names the directory; torch's reader accepts None
             "version": _VERSION,
+            **self.attributes,
         }
         pickler = Pickler(where)
         root = _build_object("Metadata", state)

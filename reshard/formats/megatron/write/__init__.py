@@ -26,8 +26,6 @@ from reshard.training.state import WritableState, describe_lost_setup, describe_
 
 __all__ = ["MegatronOptions", "lay_out"]
 
-_OLDER = ("fully_sharded_model_space", "fully_sharded_bucket_space")
-
 
 def lay_out(state: WritableState, wanted: MegatronOptions, described: Described) -> LaidOut:
     """Return the layout of the run directory.
@@ -64,18 +62,18 @@ def _notes(choice: Resolved) -> list[str]:
 
 
 def _describe_core(choice: Resolved) -> Iterator[str]:
-    """Yield a warning if the core that saved the source may not load the written optimizer.
+    """Yield a note on the cores that load the written optimizer, if it is in an older form.
 
-    Megatron-core up to 0.14 knows neither ``fully_reshardable`` nor ``dp_reshardable`` (0.13.1,
-    0.14.0 and 0.15.3 ``core/optimizer/distrib_optimizer.py``, ``sharded_state_dict``).
+    Source: 0.13.1, 0.14.0, 0.15.3 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
+    (``sharded_state_dict``), ``core/dist_checkpointing/mapping.py``.
     """
-    metadata = choice.state.manifest.train.opaque.get("content_metadata")
-    saved = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, Mapping) else None
-    if choice.wanted.form == "torch_dist" and choice.wanted.distributed and saved in _OLDER:
+    from reshard.formats.megatron.write import dist
+
+    if choice.wanted.form == "torch_dist" and dist.writes_ranges(choice):
         yield (
-            f"the source's distributed optimizer is in {saved}, which 0.16 does not load; it is"
-            " written as fully_reshardable, which Megatron-core loads from 0.15 on: for an older"
-            " one write --ckpt-format torch, which all load on the grid that it is written for"
+            f"the distributed optimizer is in {dist.RANGES}, as in the source: Megatron-core loads"
+            " it up to 0.15; for 0.16 write --ckpt-format torch, which all load on the grid that it"
+            " is written for"
         )
 
 

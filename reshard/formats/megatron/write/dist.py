@@ -22,7 +22,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from reshard.box import Box, Index, intersect, whole
+from reshard.box import Box, Index, intersect, row_major, whole
 from reshard.chunks import Chunk
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import Slot
@@ -50,6 +50,7 @@ _LINEAR = re.compile(
 _MIXER = "mixer."  # of MambaModel's layers
 _INPUT = re.compile(r"\.self_attention\.(?:linear_qkv|linear_kv_up_proj)$")
 _RENAMED = re.compile(r"\.(?:input|pre_mlp)_layernorm\.")
+RANGES = "fully_sharded_model_space"
 _METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -74,11 +75,27 @@ def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
     extra_states.update(carried.of_dist([*extra_states]))
     root.update((key, dcp.StoredObject([value])) for key, value in extra_states.items())
     root.update(_lay_out_random(choice))
-    skeleton = dcp.lay_out_state(root, shards=shards, directory=directory)
+    attributes = stacks.describe_ranges()
+    skeleton = dcp.lay_out_state(root, shards=shards, directory=directory, attributes=attributes)
     yield stacks.unstacked(skeleton)
     stamp = choice.state.stamp("common.pt", 0, choice.world)
     yield torch_writer.lay_out_object(f"{directory}/common.pt", _make_common(choice), stamp=stamp)
     yield skeletons.lay_out_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
+
+
+def writes_ranges(choice: Resolved) -> bool:
+    """Return whether the distributed optimizer is written as flat ranges, as the source has it.
+
+    Megatron-core up to 0.14 loads no other form on any grid, and 0.16 none of it.
+    """
+    metadata = choice.state.manifest.train.opaque.get("content_metadata")
+    saved = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, Mapping) else None
+    has_segments = any(known.found.rule.segments for known in choice.weights)
+    return choice.wanted.distributed and saved == RANGES and not has_segments
+
+
+def _name_sharding(choice: Resolved) -> str:
+    return RANGES if writes_ranges(choice) else "fully_reshardable"
 
 
 def _lay_out_random(choice: Resolved) -> Iterator[tuple[str, dcp.StoredObject]]:
@@ -93,16 +110,17 @@ def _lay_out_random(choice: Resolved) -> Iterator[tuple[str, dcp.StoredObject]]:
 
 
 def _add_optimizer(choice: Resolved, stacks: _Stacks) -> None:
-    master = "param" if choice.wanted.distributed else "fp32_param"
+    in_ranges = writes_ranges(choice)
+    master = "param" if choice.wanted.distributed and not in_ranges else "fp32_param"
     for known in choice.weights:
         member = choice.groups.members.get(known.weight.fqn)
         if member is None:
             continue
         for slot, entry in member.slots.items():
-            stacks.add(f"optimizer.state.{slot}.", known, entry, entry.dtype)
+            stacks.add(f"optimizer.state.{slot}.", known, entry, entry.dtype, in_ranges=in_ranges)
         if choice.wanted.distributed or choice.stored(known.weight)[1] != FLOAT32:
             value = known.weight.value
-            stacks.add(f"optimizer.state.{master}.", known, value, FLOAT32)
+            stacks.add(f"optimizer.state.{master}.", known, value, FLOAT32, in_ranges=in_ranges)
 
 
 # Tensors
@@ -115,12 +133,15 @@ class _Stack:
     Args:
         shape: shape of each.
         row: the row of each weight at which the tensor begins: that of a segment.
+        ranges: number of parts of each along its first dim, each of which is stored as a flat range
+            (``fully_sharded_model_space``); 0: the tensors are stored in their shape.
     """
 
     kind: str
     dtype: DType
     shape: Index
     row: int = 0
+    ranges: int = 0
     members: dict[Index, Entry] = field(default_factory=dict)
 
     @property
@@ -146,6 +167,29 @@ class _Stack:
             )
         return (*extents, *self.shape)
 
+    def stored(self) -> Index:
+        """Return the shape that is stored; see `formats.dcp.flattened`."""
+        if not self.ranges:
+            return self.full()
+        ones = (1,) * (len(self.shape) - 1)
+        parts = (*self.full()[: self.dims], self.ranges, *ones)
+        return (*parts, prod(self.shape) // self.ranges)
+
+    def restore(self, chunk: Chunk) -> Iterator[Chunk]:
+        """Yield the blocks of the stack that a stored block is, one a part of a tensor."""
+        if not self.ranges:
+            yield chunk
+            return
+        rows, at = self.shape[0] // self.ranges, self.dims
+        (*before, first), (*counts, parts) = chunk.box.origin[: at + 1], chunk.box.shape[: at + 1]
+        shape = (*counts, rows, *self.shape[1:])
+        strides = (*chunk.byte_strides[:at], *row_major(shape[at:], chunk.dtype.itemsize))
+        for part in range(parts):
+            origin = (*before, (first + part) * rows, *(0,) * (len(self.shape) - 1))
+            offset = chunk.byte_offset + part * chunk.byte_strides[at]
+            box = Box(origin, shape)
+            yield replace(chunk, box=box, byte_offset=offset, byte_strides=strides)
+
 
 class _Stacks:
     """The stacked tensors of a directory, and the way back to their members."""
@@ -157,14 +201,23 @@ class _Stacks:
         self._te = choice.wanted.dialect == "te"
         self._hybrid = any(_MIXER in known.found.name for known in choice.weights)
 
-    def add(self, prefix: str, known: KnownWeight, entry: Entry, dtype: DType) -> None:
+    def add(
+        self,
+        prefix: str,
+        known: KnownWeight,
+        entry: Entry,
+        dtype: DType,
+        *,
+        in_ranges: bool = False,
+    ) -> None:
         """Add a tensor, or each of its segments, at its position in its stack."""
+        ranges = max(1, len(known.split.parts)) if in_ranges and known.shape else 0
         key = prefix + self.key(known)
         for ending, row, rows in _list_segments(known):
             shape = known.shape if rows is None else (rows, *known.shape[1:])
             stack = self._stacks.get(key + ending)
             if stack is None:
-                stack = self._stacks[key + ending] = _Stack(entry.kind, dtype, shape, row)
+                stack = self._stacks[key + ending] = _Stack(entry.kind, dtype, shape, row, ranges)
             if (stack.shape, stack.dtype) != (shape, dtype):
                 raise UnsupportedError(
                     entry.fqn,
@@ -177,9 +230,19 @@ class _Stacks:
     def values(self) -> Iterator[tuple[str, Value]]:
         """Yield each stack as one tensor."""
         for key, stack in self._stacks.items():
-            shape = stack.full()
+            shape = stack.stored()
             entry = Entry(key, stack.kind, stack.dtype, shape, ())
             yield key, Value(stack.dtype, shape, entry, divided=True)
+
+    def describe_ranges(self) -> dict[str, Any]:
+        """Return what ``.metadata`` states about flat ranges: the shapes that the tensors have.
+
+        Source: Megatron-LM core_v0.15.3 ``core/dist_checkpointing/strategies/torch.py``
+        (``mcore_data``, which `get_reformulation_metadata` reads).
+        """
+        shapes = {key: stack.full() for key, stack in self._stacks.items() if stack.ranges}
+        about = {key: {"nd_reformulated_orig_global_shape": shape} for key, shape in shapes.items()}
+        return {"mcore_data": about} if about else {}
 
     def key(self, known: KnownWeight) -> str:
         """Return torch_dist's key of a parameter: a name without its numbers."""
@@ -237,8 +300,9 @@ class _Stacks:
                 chunks[stacked.key] = list(stacked.chunks)
                 continue
             stack = self._stacks[stacked.fqn]
+            restored = [block for chunk in stacked.chunks for block in stack.restore(chunk)]
             for position, entry in stack.members.items():
-                own = list(stacked.chunks)
+                own = restored
                 for number in position:
                     own = list(moves.take_slice(own, number))
                 key = entry.kind, entry.fqn
@@ -303,8 +367,9 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
     wanted = choice.wanted
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if wanted.distributed:
-        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
-        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+        metadata["distrib_optim_sharding_type"] = _name_sharding(choice)
+        if not writes_ranges(choice):
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     # Megatron requires random states and an optimizer of the directory unless these are set.
     args = {
         **choice.args,
@@ -327,7 +392,8 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
 def _make_optimizers(choice: Resolved) -> dict[Any, Any]:
     chained = chain.make_states(choice, lambda groups: (_make_optimizer(choice, groups), {}))
     if choice.wanted.distributed:
-        chained = [{**state, "param_state_sharding_type": "fully_reshardable"} for state in chained]
+        sharding = _name_sharding(choice)
+        chained = [{**state, "param_state_sharding_type": sharding} for state in chained]
     return chained[0] if len(chained) == 1 else dict(enumerate(chained))
 
 
