@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, index_entries
+from reshard.manifest import (
+    BUFFER,
+    MASTER,
+    PARAM,
+    WEIGHT_KINDS,
+    Entry,
+    Key,
+    Manifest,
+    index_entries,
+)
 from reshard.model_parallel import forms, moves, shifted, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
@@ -140,7 +149,10 @@ class _Renaming:
         self.notes[f"the two sides define some norms differently: {added:+g} to their weights"] = (
             None
         )
-        return replace(entry, chunks=tuple(shifted.add_to_chunks(entry.chunks, added)))
+        # A 16-bit copy stays the rounded master: both come from the same values.
+        master = self.manifest.entries.get((MASTER, entry.fqn)) if entry.kind == PARAM else None
+        source = master if master and master.shape == entry.shape else entry
+        return replace(entry, chunks=tuple(shifted.add_to_chunks(source.chunks, added)))
 
 
 def _join_parts(

@@ -73,3 +73,15 @@ def test_a_family_goes_to_the_names_of_megatron_bridge_and_back(proofs, name):
     assert proofs[name].problems == []
     assert proofs[name].refused == {}
     assert proofs[name].verdict == families.THERE_AND_BACK
+
+
+def test_a_16_bit_norm_stays_the_rounded_master(tmp_path):
+    """One is taken off the master of a norm; the copy beside it is rounded from the same value."""
+    sources = models.write_sources(models.shrink(models.read_config("qwen3_5_text")), tmp_path)
+    told = {"to": "megatron", "tp": 2, "adam": "torch", "model": str(sources.model)}
+    reshard.split(sources.run, tmp_path / "there", dtype="bf16", **told)
+    named = {"names": "hf", "family": "qwen3_5"}
+    reshard.split(tmp_path / "there", tmp_path / "ds", to="deepspeed", world_size=2, **named)
+    reshard.split(tmp_path / "ds", tmp_path / "again", **told)  # compares copies with masters
+    kinds = ["weights", "optimizer"]
+    assert reshard.diff(tmp_path / "there", tmp_path / "again", kinds=kinds).same
