@@ -2,8 +2,8 @@
 
 Layers are stacked along a first dim, experts along a second; Megatron cuts when it loads. Layers
 that differ are not stacked but numbered. The segments of a fused parameter are tensors of their
-own. The optimizer is in the form that every grid loads, which
-is ``fully_reshardable`` for the distributed one.
+own. The optimizer is in a form that every grid loads: of the distributed one
+``fully_reshardable``, or flat ranges if the source has them (Megatron-core up to 0.15).
 
 Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py`` and
 ``core/transformer/moe/experts.py`` (``sharded_state_dict``), ``core/ssm/mamba_mixer.py`` and
