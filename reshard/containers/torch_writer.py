@@ -179,7 +179,7 @@ class Template:
         self._pickler = _TensorPickler(where, slot_of or (lambda _value: None))
         self._pickler.write(root)
         self._root = root
-        self._shared = b""
+        self._shared = self._whole = b""
 
     def file(
         self,
@@ -221,10 +221,11 @@ class Template:
     def _pickle(self, stamp: Stamp | None) -> tuple[bytes, bytes]:
         """Return the pickle; the stamp is last: a key of the root, or an attribute of a state dict.
 
-        The first part is one object for all files that have a stamp: there may be thousands.
+        The first part is one object for all files, of which there may be thousands.
         """
         if stamp is None or not isinstance(self._root, dict):
-            return b"", self._pickler.finish()
+            self._whole = self._whole or self._pickler.finish()
+            return self._whole, b""
         is_module = isinstance(self._root, OrderedDict)
         size, rest = self._pickler.finish_with({KEY: stamp.as_dict()}, as_state=is_module)
         self._shared = self._shared or bytes(self._pickler.out[:size])

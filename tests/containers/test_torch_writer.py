@@ -530,6 +530,21 @@ def test_a_stamp_is_the_last_key_of_the_root(source, tmp_path, keys):
     assert torch_reader.read(tmp_path / "rank.300.pt").stamp == STAMP
 
 
+@pytest.mark.parametrize("stamp", [None, STAMP])
+def test_the_files_of_many_ranks_share_their_pickle(tmp_path, stamp):
+    template = torch_writer.Template("x", {"names": [f"layer {n}" for n in range(1000)]})
+    files = [template.file(f"rank{n}.pt", stamp).files[0] for n in range(3)]
+    own = [{id(data) for _, data in file.literals if len(data) > 5000} for file in files]
+    assert len(own[0]) == 1
+    assert own[0] == own[1] == own[2]
+    for file in files:
+        data = bytearray(file.nbytes)
+        for offset, literal in file.literals:
+            data[offset : offset + len(literal)] = literal
+        (tmp_path / file.name).write_bytes(data)
+        assert zipfile.ZipFile(tmp_path / file.name).testzip() is None
+
+
 def test_a_stamped_file_is_torchs(source, tmp_path):
     root = {"model": OrderedDict(sample_tensors()), "world": 3}
     ours = source.fill(
