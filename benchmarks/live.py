@@ -8,7 +8,13 @@ Four ranks train a Llama with real DeepSpeed at stage 2 and save. Then two ranks
     split       reshard split, then DeepSpeed's load_checkpoint
     universal   ds_to_universal, then DeepSpeed's load_checkpoint with load_universal
 
-and each prints the seconds until the state is loaded, the peak RSS of a rank, and bytes written.
+Four ranks of FSDP 2 also save with DCP, and two ranks of FSDP 2 load that
+
+    dcp         torch.distributed.checkpoint.load
+    reader      the same, through reshard.dcp.StorageReader
+
+and each prints the seconds until the state is loaded, the peak RSS of a rank, the bytes that the
+rank has read, and the bytes written.
 The page cache is warm for all; engines are made before the clock starts.
 """
 
@@ -23,9 +29,9 @@ import sys
 import time
 from pathlib import Path
 
-RANKS = {"train": 4, "live": 2, "split": 2, "universal": 2}
+RANKS = {"train": 4, "train-dcp": 4, "live": 2, "split": 2, "universal": 2, "dcp": 2, "reader": 2}
 STAGE = 2  # DeepSpeed finds no universal checkpoint of another stage
-HOW = ("live", "split", "universal")
+HOW = ("live", "split", "universal", "train-dcp", "dcp", "reader")
 
 
 def train(work: Path, hidden: int, layers: int) -> None:
@@ -46,7 +52,7 @@ def load(work: Path, hidden: int, layers: int, how: str) -> None:
     universal = how == "universal"
     engine, tokens = start(hidden, layers, stage=STAGE, universal=universal)
     dist.barrier()
-    began = time.perf_counter()
+    began, before = time.perf_counter(), count_read()
     if how == "live":
         import reshard.deepspeed
 
@@ -57,13 +63,62 @@ def load(work: Path, hidden: int, layers: int, how: str) -> None:
         dist.barrier()
         engine.load_checkpoint(str(copy))
     dist.barrier()
-    seconds = time.perf_counter() - began
+    seconds, read = time.perf_counter() - began, count_read() - before
     loss = float(engine(input_ids=tokens, labels=tokens).loss)
     if engine.global_rank == 0:
         written = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         figures = {"how": how, "seconds": round(seconds, 2), "peak MiB": peak, "loss": loss}
+        figures["read MB"] = read // 10**6
         print(json.dumps({**figures, "written MB": written // 10**6}), flush=True)
+
+
+def count_read() -> int:
+    """Return the bytes that this process has read, from the page cache too."""
+    (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if "rchar" in line)
+    return int(line.split()[1])
+
+
+def use_dcp(work: Path, hidden: int, layers: int, how: str) -> None:
+    """Save the state of a model under FSDP 2 with DCP, or load it, as rank of torchrun."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as live
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import reshard.dcp
+
+    dist.init_process_group("gloo")
+    model = build(hidden, layers)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if how == "train-dcp":
+        tokens = torch.arange(64).reshape(1, 64)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    state = {
+        "model": live.get_model_state_dict(model),
+        "optim": live.get_optimizer_state_dict(model, optimizer),
+    }
+    if how == "train-dcp":
+        dcp.save(state, checkpoint_id=work / "dcp-run")
+        return
+    dist.barrier()
+    began, before = time.perf_counter(), count_read()
+    source = work / "dcp-run"
+    reader = reshard.dcp.StorageReader(source) if how == "reader" else dcp.FileSystemReader(source)
+    dcp.load(state, storage_reader=reader)
+    dist.barrier()
+    seconds, read = time.perf_counter() - began, count_read() - before
+    if dist.get_rank() == 0:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        figures = {"how": how, "seconds": round(seconds, 2), "peak MiB": peak}
+        print(json.dumps({**figures, "read MB": read // 10**6, "written MB": 0}), flush=True)
 
 
 def convert(source: Path, copy: Path, how: str) -> None:
@@ -92,21 +147,10 @@ def start(hidden: int, layers: int, *, stage: int, universal: bool = False):  # 
     """Return an engine and a batch."""
     import deepspeed
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8192,
-            hidden_size=hidden,
-            intermediate_size=hidden * 3,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 64,
-        )
-    )
+    model = build(hidden, layers)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -120,6 +164,24 @@ def start(hidden: int, layers: int, *, stage: int, universal: bool = False):  # 
     return engine, torch.arange(64).reshape(1, 64)
 
 
+def build(hidden: int, layers: int):  # noqa: ANN201
+    """Return a Llama."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8192,
+            hidden_size=hidden,
+            intermediate_size=hidden * 3,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64,
+        )
+    )
+
+
 def main() -> None:
     """Start the ranks of each phase, one after the other."""
     work = Path(sys.argv[1])
@@ -128,6 +190,8 @@ def main() -> None:
         how = sys.argv[4]
         if how == "train":
             train(work, *map(int, sizes))
+        elif "dcp" in how or how == "reader":
+            use_dcp(work, *map(int, sizes), how)
         else:
             load(work, *map(int, sizes), how)
         return
