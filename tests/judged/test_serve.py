@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection, IncompleteRead
 
@@ -130,3 +133,18 @@ def test_a_layout_of_split_is_served_too(run, tmp_path):
     with serving(run, to="dcp", world_size=2) as (address, _, _):
         for path in (tmp_path / "dcp").iterdir():
             assert ask(address, f"/{path.name}")[1] == path.read_bytes()
+
+
+def test_a_client_that_is_killed_does_not_disturb_two_others(run, merged):
+    wanted = (merged / "model.safetensors").read_bytes()
+    with serving(run) as (address, said, _):
+        killed = socket.create_connection(address[:2])
+        killed.sendall(b"GET /model.safetensors HTTP/1.1\r\nHost: here\r\n\r\n")
+        killed.recv(100)
+        # As the kernel does for a process that is killed with unread data: a reset.
+        killed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        killed.close()
+        with ThreadPoolExecutor(2) as pool:
+            answers = pool.map(lambda _: ask(address, "/model.safetensors"), range(2))
+            assert list(answers) == [(200, wanted)] * 2
+        assert said == []
