@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -110,12 +110,15 @@ def _read_indexed(location: Location, index: Path) -> Manifest:
     entries: list[Entry] = []
     sources: dict[str, SourceFile] = {}
     globals_: set[str] = set()
+    promised: dict[str, set[str]] = {name: set() for name in names}
+    for fqn, name in weight_map.items():
+        promised[name].add(fqn)
     for name in names:
         shard = location.files.get(name)
         if shard is None:
             raise IncompleteError(index, f"names {name}, which is missing", "fetch that file")
         tensors, source, seen = _read_shard(shard)
-        _check_shard(index, shard, {entry.fqn for entry in tensors}, weight_map)
+        _check_shard(index, shard, {entry.fqn for entry in tensors}, promised[name])
         entries += tensors
         sources[source.path] = source
         globals_ |= seen
@@ -128,8 +131,7 @@ def _is_plain_name(name: str) -> bool:
     return bool(name) and PurePosixPath(name).name == name and name not in (".", "..")
 
 
-def _check_shard(index: Path, shard: Path, stored: set[str], weight_map: Mapping[str, str]) -> None:
-    promised = {fqn for fqn, name in weight_map.items() if name == shard.name}
+def _check_shard(index: Path, shard: Path, stored: set[str], promised: set[str]) -> None:
     if promised - stored:
         fqn = min(promised - stored)
         raise IncompleteError(index, f"lists {fqn!r} in {shard.name}, which does not contain it")
