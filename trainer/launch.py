@@ -50,7 +50,7 @@ def start(settings: Settings, arguments: Sequence[str], task: str) -> int:
     Raises:
         TrainerError: the only rank failed.
     """
-    if (settings.nproc > 1 or settings.max_restarts) and launcher_world_size() is None:
+    if settings.nproc > 1 and launcher_world_size() is None:
         return _start_ranks(settings, arguments)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # our own launcher and torchrun set it
         starter = int(os.environ.get(STARTER, os.getppid()))
@@ -94,7 +94,7 @@ def _start_ranks(settings: Settings, arguments: Sequence[str]) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=settings.max_restarts,
+        max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )

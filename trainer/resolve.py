@@ -121,7 +121,7 @@ _BOUNDS = {
         (1, 10**12),
     ),
     **dict.fromkeys(
-        "save_every keep max_restarts persistence_threshold warmup_steps schedule_steps "
+        "save_every keep persistence_threshold warmup_steps schedule_steps "
         "fsdp_hybrid_size fsdp_min_num_params".split(),
         (0, 10**15),
     ),
@@ -281,11 +281,6 @@ def _check_files(settings: Settings) -> None:
         raise SettingsError(
             "--resume auto continues the run in the directory that --save names, and there is none",
             "add --save DIRECTORY",
-        )
-    if settings.max_restarts and settings.resume != AUTO:
-        raise SettingsError(
-            f"--max-restarts {settings.max_restarts} would start the run again from its beginning",
-            "add --resume auto",
         )
     if settings.async_save and settings.engine == "deepspeed":
         raise SettingsError(

@@ -32,9 +32,6 @@ class Settings:
     seed: int = _field(0, "random seed of the initial weights, the data order and dropout")
     nproc: int = _field(1, "number of ranks; a launcher (torchrun, accelerate launch) sets it")
     device: str = _field("auto", "auto: cuda if there is a GPU", "auto", "cpu", "cuda")
-    max_restarts: int = _field(
-        0, "start the ranks again after a failure, so many times (needs --resume auto)"
-    )
     threads: int = _field(1, "CPU threads per rank; bitwise equal results need the same number")
     timeout: int = _field(300, "seconds to wait for another rank before giving up")
 

@@ -41,7 +41,7 @@ _AXES = ("tp", "pp", "ep")
 # Settings that may differ at each start of the program, and those that only distribute a run over
 # ranks: two checkpoints of the same training may differ in them.
 _OF_A_START = frozenset(
-    "steps nproc device max_restarts threads timeout accumulation nvme_path save save_every"
+    "steps nproc device threads timeout accumulation nvme_path save save_every"
     " async_save overwrite keep resume tag log progress wall_clock_breakdown parameter_hash"
     " save_16bit_model".split()
 )

@@ -200,27 +200,3 @@ def test_ranks_come_and_go_and_the_run_ends_with_the_bits_of_the_unbroken_one(
     finally:
         agents.close()
     assert not list(run.glob(".global_step*")), "what a kill left is removed"
-
-
-def test_our_own_launcher_starts_the_ranks_again(unbroken, tmp_path):
-    run = tmp_path / "run"
-    chosen = {**FLAGS, "nproc": 3, "strategy": "zero2", "save": run, "save_every": EVERY}
-    chosen |= {"resume": "auto", "max_restarts": 5}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
-    command = [sys.executable, "-m", "trainer", *flags, "--async-save", "--no-progress"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            killed = 0
-            while killed < 2 and process.poll() is None:
-                if read_step(run) >= EVERY * (1 + 4 * killed):
-                    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-                    with contextlib.suppress(IndexError, ProcessLookupError):
-                        os.kill(int(children.split()[killed]), signal.SIGKILL)
-                        killed += 1
-                time.sleep(0.05)
-            printed, _ = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-    assert killed == 2
-    assert process.returncode == 0
-    assert re.findall("parameters sha256 (.*)", printed) == [unbroken]

@@ -29,7 +29,7 @@ from trainer.scaling import LossScaler
 from trainer.settings import Settings, get_default_reduction
 
 NOT_INHERITED = frozenset(
-    "nproc device max_restarts threads timeout accumulation nvme_path save async_save overwrite "
+    "nproc device threads timeout accumulation nvme_path save async_save overwrite "
     "keep resume tag log "
     "progress wall_clock_breakdown parameter_hash save_16bit_model".split()
 )
@@ -37,7 +37,7 @@ NOT_INHERITED = frozenset(
 
 FORMAT = 1
 _REMEDY = "the file is damaged; resume from another --tag"
-SINCE_FORMAT_1 = frozenset({"tp", "pp", "ep", "pp_schedule", "max_restarts", "async_save"})
+SINCE_FORMAT_1 = frozenset({"tp", "pp", "ep", "pp_schedule", "async_save"})
 """Settings that an older file of this format may lack."""
 
 
