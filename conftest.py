@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+# Their doctests would be found by an import of megatron-core, which warns.
+collect_ignore_glob = ["reshard/testing/megatron/*.py"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where real frameworks' checkpoints are kept, and whether to make the slow ones."""

@@ -43,7 +43,9 @@ _NAMED = {
     "samples": re.compile(r"global_samples"),  # these two as DeepSpeed calls them
     "skipped_steps": re.compile(r"skipped_steps"),
 }
+_COUNTERS = ("step", "samples", "skipped_steps")
 TRAIN_STATE = "train_state"  # the file in which reshard writes what is neither model nor optimizer
+_OF_FRAMEWORKS = (TRAIN_STATE, "meta")  # Lightning 2.6 calls its dict of counters ``meta``
 # In `TrainState.opaque`: what Accelerate 1.15 (``accelerator.py``, ``_do_sync``) saves as its step,
 # among the random states: calls of ``accumulate`` in this epoch, 0 where a program makes none.
 ACCUMULATED = "accelerate's micro batches"
@@ -249,6 +251,9 @@ def _has_named_sections(value: Any) -> bool:
 
 def _sort_one(parts: Sections, path: Path, value: Any) -> None:
     kind = _classify(path)
+    if kind in _COUNTERS and type(value) is int and len(path) > 1 and path[0] not in _OF_FRAMEWORKS:
+        # A script's own dict may count anything: its value travels besides, under its own name.
+        parts.client[format_path(path)] = value
     if kind == "step" and type(value) is int:
         parts.step = value if parts.step is None else max(parts.step, value)
     elif kind in ("samples", "skipped_steps") and type(value) is int:

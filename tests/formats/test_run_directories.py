@@ -212,3 +212,20 @@ def test_a_run_directory_may_have_the_name_of_a_folder_of_a_checkpoint(name, tmp
     shutil.copytree(ROOT / "examples" / "llama-zero3-4ranks", run)
     with reshard.open(run) as checkpoint:
         assert "model.norm.weight" in checkpoint
+
+
+@pytest.mark.parametrize("name", ["step", "iteration", "global_samples"])
+def test_a_counter_in_a_dict_of_the_script_keeps_its_name(name, tmp_path):
+    """It counts for the run too, but the script may have meant anything by it."""
+    layer = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(3)).sum().backward()
+    optimizer.step()
+    saved = {"model": layer.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**saved, "own": {name: 3, "x": 1}}, tmp_path / "s.pt")
+    reshard.split(tmp_path / "s.pt", tmp_path / "out.pt", to="torch")
+    for path in (tmp_path / "s.pt", tmp_path / "out.pt"):
+        with reshard.open(path) as checkpoint:
+            client = checkpoint.manifest.train.client
+            assert client[f"own.{name}"] == 3, path
+            assert client["own.x"] == 1

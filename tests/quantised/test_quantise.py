@@ -50,7 +50,7 @@ def round_trip(source, place, dtype):
     return read(place / "codes")
 
 
-@pytest.mark.parametrize("case", CASES.keys() - {*WHOLE})
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WHOLE])
 def test_values_of_a_release_get_its_bytes(tmp_path, case):
     """Whatever the codes and scales: zeros, scales of blocks that use small codes only."""
     tensors, settings, _ = CASES[case]
