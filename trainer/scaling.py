@@ -22,6 +22,7 @@ class LossScaler:
     minimum: float = 1.0
     hysteresis: int = 2
     iteration: int = 0
+    """Steps counted so far; 0 if the scale is fixed, as no rule needs them."""
     last_overflow: int = -1
     patience: int = 2
 
@@ -31,11 +32,12 @@ class LossScaler:
         Raises:
             TrainingError: the gradients overflow at the smallest scale.
         """
-        if self.dynamic:
-            if overflow:
-                self._back_off()
-            else:
-                self._grow()
+        if not self.dynamic:
+            return
+        if overflow:
+            self._back_off()
+        else:
+            self._grow()
         self.iteration += 1
 
     def _grow(self) -> None:
