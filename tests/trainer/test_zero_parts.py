@@ -278,7 +278,15 @@ def test_the_batch_identity_fills_in_what_is_not_given(chosen, world, expected):
         ({"steps": 0}, 1, "steps is 0"),
         ({"lr": -1.0}, 1, "lr is -1"),
         ({"seq_len": 1}, 1, "seq_len is 1"),
-        ({"strategy": "fsdp", "reduction": "canonical"}, 1, "canonical"),
+        (
+            {
+                "strategy": "fsdp",
+                "fsdp_sharding_strategy": "NO_SHARD",
+                "reduction": "canonical",
+            },
+            1,
+            "canonical",
+        ),
         ({"strategy": "zero2", "offload_param": "cpu"}, 1, "needs zero3"),
         ({"strategy": "ddp", "offload_optimizer": "cpu"}, 1, "offload_optimizer"),
         ({"strategy": "zero3", "offload_param": "nvme"}, 1, "nvme-path"),
