@@ -20,6 +20,7 @@ from reshard.move import compiled
 
 _BLOCK = 1 << 18  # elements; with shorter blocks, calls and waits for the GIL dominate
 _NUMPY = {FLOAT64: "<f8", FLOAT32: "<f4", FLOAT16: "<f2", BFLOAT16: "<u2"}
+# numpy has no integer of 16 bytes; a complex128 is copied bit for bit as well.
 _BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 _EXPONENT_BITS = {FLOAT64: 11, FLOAT32: 8, BFLOAT16: 8, FLOAT16: 5}
 _MAX_FINITE = {FLOAT16: 65504.0, BFLOAT16: 3.3895313892515355e38, FLOAT32: 3.4028234663852886e38}
@@ -68,6 +69,7 @@ def cast(
         has fewer exponent bits. From float32 to bfloat16, only subnormals below 1e-38 can become
         zero; they are not counted.
     """
+    # The loops below take contiguous lines. Strided blocks pass through contiguous arrays.
     if not (source.ndim == 1 and source.flags.c_contiguous and target.flags.c_contiguous):
         flat = np.empty(source.size, target.dtype)
         line = np.ascontiguousarray(source).reshape(-1)
@@ -87,6 +89,8 @@ def cast(
             block = slice(start, start + _BLOCK)
             numbers, computed = as_numbers(source[block], dtype), dtype
             if factor != 1.0:
+                # The product has at least float32, so that the cast to
+                # the target is the only rounding to 16 bits.
                 wide = numbers.astype(np.float32) if dtype.itemsize < FLOAT32.itemsize else numbers
                 numbers = wide * wide.dtype.type(factor)
                 computed = FLOAT64 if dtype == FLOAT64 else FLOAT32
@@ -110,6 +114,7 @@ def _cast_block(
         overflowed, flushed = _fix_special_values(numbers, target, target_dtype, clamp)
         return overflowed, flushed if narrower else 0
     if narrower:
+        # No cast makes a zero nonzero, so the difference of two counts is the number of new zeros.
         return 0, int(np.count_nonzero(numbers != 0)) - _count_nonzeros(target)
     return 0, 0
 
@@ -119,6 +124,8 @@ def _has_special(target: Array) -> bool:
     bits = target.view(_BITS[target.itemsize])
     sign = 1 << (8 * target.itemsize - 1)
     infinity = int(np.asarray(np.inf, target.dtype).view(bits.dtype))
+    # As signed integers, +inf and positive NaNs are the largest; as
+    # unsigned ones, -inf and the others.
     signed = bits.view(f"<i{target.itemsize}")
     return bool(signed.max(initial=0) >= infinity or bits.max(initial=0) >= sign | infinity)
 
@@ -161,6 +168,7 @@ def _to_bfloat16(values: Array, target: Array) -> bool:
     np.right_shift(work, 16, out=work)
     np.copyto(target, work, casting="unsafe")
     limit = _MAX_FINITE[BFLOAT16]
+    # The minimum and maximum of values with a NaN are NaN, for which every comparison is false.
     return not (-limit <= values.min(initial=0) and values.max(initial=0) <= limit)
 
 

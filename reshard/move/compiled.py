@@ -40,4 +40,5 @@ def cast(
     if _cast is None or len(pair) < 2 or not pair.issubset(_DTYPES):
         return None
     counts = _cast(dtype.name, target_dtype.name, source, target)
+    # The compiled loops do not clamp: numpy repeats a cast in which a value became infinite.
     return None if clamp and counts[0] else counts

@@ -65,6 +65,8 @@ def execute(
         share.check()
         outcome = merge_across_ranks(team, seen)
         outcome.add(before)  # after the merge: all ranks have the same `before`
+        # Several ranks and earlier runs may have read parts of one
+        # record, so records are compared last.
         check_records(outcome.reads, sources, pool, options)
         builder.store_checksums(select_share(team, target.checksums), outcome)
     team.barrier()
@@ -196,11 +198,14 @@ class _Worker:
         self._crc: int | None = None  # of the window at hand, if its file stores checksums
         self._writer = writer
         self._checksums = checksums
+        # The block must hold one element, or `_stream` would never end.
         self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), WIDEST)))
         self._window = bytearray()
 
     def __call__(self, batch: Batch) -> None:
         self.filler.expect(batch)
+        # Only the bands of interleaved tensors are batches of several
+        # windows, which read the same bytes.
         if len(batch) > 1:
             self.filler.read_shared(copy for window in batch for copy in window.copies)
         for window in batch:
@@ -245,6 +250,7 @@ class _Worker:
         """Assemble copies with interleaved bytes in memory, then write the whole window."""
         if len(self._window) < window.nbytes:
             self._window = bytearray(window.nbytes)
+        # The buffer need not be cleared: `_fill` has checked that the copies fill every byte.
         data = memoryview(self._window)[: window.nbytes]
         for copy in window.copies:
             self.filler.fill(copy, data)

@@ -187,6 +187,7 @@ class Filler:
             if counts is not None:  # without the import of numpy
                 self._count(copy.fqn, *counts)
                 return
+        # The import takes about 0.2 s, and plans of plain runs and usual casts do without it.
         import numpy as np
 
         from reshard.move import cast
@@ -226,6 +227,8 @@ class Filler:
     def _read(self, file: str, offset: int, into: memoryview) -> None:
         """Read a range and compute its checksum, which continues that of an adjacent range."""
         if isinstance(file, Derived):
+            # What the computation reads comes back here by way of
+            # `_inner`, under the names of real files.
             file.computation.read_into(self._inner, offset, into)
             return
         self._pool.read_into(file, offset, into)
@@ -272,6 +275,7 @@ def _find_shared_ranges(copies: Iterable[Copy], limit: int) -> list[tuple[str, i
         merged = 0
     if ranges and not merged:
         ranges.pop()
+    # The chosen ranges stay in memory together, so the limit holds for their sum.
     free = limit
     chosen = []
     for file, start, stop in ranges:
@@ -292,6 +296,7 @@ def _split_copy(copy: Copy, limit: int) -> Iterator[Copy]:
         yield copy
         return
     wide = [d for d in range(len(copy.shape)) if copy.shape[d] > 1]
+    # A cut of the dim with the largest stride shortens the reads the most.
     dim = max(wide, key=lambda d: copy.byte_strides[d])
     stride = copy.byte_strides[dim]
     row = span - (copy.shape[dim] - 1) * stride

@@ -83,6 +83,8 @@ class Journal(Unfinished[LocalPartial]):
         the file exists at its full size: they were read back and flushed when they were written.
         """
         team = self._options.team
+        # Only the first rank has records and looks for files; the
+        # merge gives its list to the others.
         complete = self._find_complete_files() if team.first else set()
         present = Spans(span for span in left.windows if span[0] in complete)
         seen = merge_across_ranks(team, replace(left, windows=present))
@@ -120,6 +122,7 @@ class Journal(Unfinished[LocalPartial]):
                 self._stopped = True  # after a signal, do not wait for the thread
                 raise
             finally:
+                # After an error this ends the thread; otherwise it has ended already.
                 self._batches.put(None)
         return outcome
 
@@ -145,12 +148,14 @@ class Journal(Unfinished[LocalPartial]):
         """Make the files durable first, then write the line that records them."""
         output, text = self._partial.output, jobs.format_line(seen.to_json())
         sync(output / name for name in seen.windows.files)
+        # All files exist before the first window is written, so their names are made durable once.
         first = self._end is None
         if first:  # also the names of the files, which their directories store
             sync([output, *(path for path in output.rglob("*") if path.is_dir())])
         try:
             with _durable(self._path) as descriptor:
                 if self._end is None:
+                    # A resumed run appends to the valid lines of the last one.
                     self._end = sum(len(each) for each in _read_valid_lines(self._path))
                     os.ftruncate(descriptor, self._end)  # drop a line that was cut off
                 if not self._end:
@@ -160,6 +165,7 @@ class Journal(Unfinished[LocalPartial]):
             raise disk_error(self._path, error) from error
         self._end += len(text)
         if first:
+            # A crash must not lose the name of the journal, or that of the hidden directory.
             sync([self._partial.path, self._partial.path.parent])
         self._partial.resumable_bytes += seen.nbytes
 
@@ -187,6 +193,8 @@ class Journal(Unfinished[LocalPartial]):
             status = path.lstat() if os.path.lexists(path) else None
             if status is None:
                 continue
+            # A file with a second name is not written to: the change
+            # would show under that name as well.
             if S_ISREG(status.st_mode) and (status.st_size, status.st_nlink) == (file.nbytes, 1):
                 complete.add(file.name)
             else:

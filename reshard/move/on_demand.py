@@ -117,9 +117,12 @@ class OnDemandFiles:
         for offset, data in file.literals:
             _overlay(target, byte_offset, offset, data)
         parts = self._parts_of(name)
+        # A range can begin inside an element, and copies move whole
+        # elements: a cut part is read whole.
         for part in parts.find_cut(byte_offset, stop):
             _overlay(target, byte_offset, part.byte_offset, self._read_part(parts, part))
         self._fill(parts.find_whole(byte_offset, stop), byte_offset, target)
+        # Checksums come last: the literals around them have zeros in their place.
         if self._has_checksums:
             for stored in self._checksums.get(name, ()):
                 for location in stored.locations:
@@ -204,6 +207,7 @@ class OnDemandFiles:
 
     def _read_part(self, parts: _Parts, part: WindowPart) -> bytes:
         """Return the bytes of a part; the last one is kept, because readers often go on in it."""
+        # The pair is read and replaced as one object, so threads need no lock.
         kept, data = parts.last
         if kept is not part:
             buffer = bytearray(part.nbytes)
@@ -216,6 +220,8 @@ class OnDemandFiles:
         """Return the CRC-32 of a record, as the file stores it; its bytes are read for it once."""
         key = stored.file, stored.byte_offset
         if key not in self._crcs:
+            # No record contains its own checksum, so this reading does
+            # not call `_compute_checksum` for it.
             crc = compute_crc(self, stored.file, stored.byte_offset, stored.nbytes)
             self._crcs[key] = crc.to_bytes(4, "little")
         return self._crcs[key]
@@ -283,6 +289,7 @@ class _Parts:
 
     def _find(self, start: int, stop: int) -> list[WindowPart]:
         """Return the parts that share a byte with a range."""
+        # The last part that begins before the range can reach into it.
         first = max(bisect_right(self._starts, start) - 1, 0)
         last = bisect_right(self._starts, stop - 1)
         return [part for part in self._parts[first:last] if part.byte_offset + part.nbytes > start]

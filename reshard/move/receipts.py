@@ -58,9 +58,11 @@ class Receipts(Unfinished[RemotePartial]):
             UsageError: the receipts belong to another job; the message says what differs.
         """
         partial = self._partial
+        # Other processes may have written since the folder was listed.
         partial.path.store.forget()
         recorded = list(partial.path.glob(f"{JOB}-*"))
         has_run = self._job_path in recorded
+        # The record of another job is an error only if this job itself has left nothing to resume.
         for path in () if has_run else recorded:
             for line in jobs.iterate_valid_lines(path.read_bytes().splitlines(keepends=True)):
                 jobs.check_same_job(partial.destination, jobs.parse_line(line), self._job)
@@ -119,6 +121,8 @@ class Receipts(Unfinished[RemotePartial]):
         mine = Share(self._options.team, sum(sizes.values())).files(sizes)
         files = {name: file for name, file in missing.items() if name in mine}
         uploads.reserve(files.values())
+        # Interleaved tensors would fill all of their files at once,
+        # but only two fit on the local disk.
         for file, batches in _iterate_files(self._plan.without_interleaving(), files):
             uploads.make_room(file)
             builder.create([file])
@@ -126,6 +130,7 @@ class Receipts(Unfinished[RemotePartial]):
             checksums = (each for each in target.checksums if each.file == file.name)
             builder.store_checksums(checksums, part)
             uploads.send(file, partial(self.keep, file, part))
+            # The windows were needed for the file's own checksums only.
             seen.add(replace(part, windows=Spans()))
         uploads.finish()
         return seen
@@ -138,6 +143,7 @@ class Receipts(Unfinished[RemotePartial]):
         """
         if file.nbytes < MIN_BYTES:
             return
+        # Two threads may both write it, with the same content.
         if not self._is_job_written:
             self._job_path.write_bytes(jobs.format_line(self._job))
             self._is_job_written = True

@@ -58,6 +58,8 @@ class Share:
         check_ranks_agree(self._team, "the plan", self._digest.hexdigest())
 
     def _is_mine(self, at: int) -> bool:
+        # A window that an earlier run has filled in part is filled
+        # again, so `at` can reach `nbytes`.
         owner = min(at * self._team.size // self._nbytes, self._team.size - 1)
         return owner == self._team.rank
 
@@ -96,6 +98,7 @@ def interleave_files(batches: Iterable[Batch], workers: int) -> Iterator[Batch]:
             queued += 1
         if not waiting:
             return
+        # A dict keeps the order of insertion: the file that has waited longest comes first.
         file = next(iter(waiting))
         lane = waiting.pop(file)
         yield lane.popleft()

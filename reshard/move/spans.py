@@ -117,6 +117,7 @@ class _OfFile:
             size, second = self._take(after)
             nbytes, crc = nbytes + size, _joined(crc, second, size)
         if offset in self.spans:
+            # A shorter range with the same start gives way to this one.
             self._take(offset)
         self.spans[offset] = nbytes, crc
         self._ending[offset + nbytes] = offset
@@ -141,6 +142,7 @@ class _OfFile:
 
     def _joins(self, start: int, nbytes: int, crc: int | None) -> bool:
         size, other = self.spans[start]
+        # The CRC of a joined range needs those of both parts.
         return (crc is None) == (other is None) and size + nbytes <= LARGEST
 
     def _take(self, start: int) -> tuple[int, int | None]:

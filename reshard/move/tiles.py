@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _PLANNERS = 8  # a tile is computed from a few tensors
 
+# The threads' memory for computations ends with the pool that they read from.
 _readers: WeakKeyDictionary[Reader, threading.local] = WeakKeyDictionary()
 
 
@@ -82,6 +83,7 @@ class TileReader:
     def _find_planner(self, entry: Entry) -> CopyPlanner:
         """Return the planner of a tensor, which indexes all its chunks."""
         for kept, planner in self._planners:
+            # Entries are compared by identity: equality would compare all of their chunks.
             if kept is entry:
                 return planner
         self._planners.appendleft((entry, CopyPlanner(entry)))
@@ -108,6 +110,8 @@ class TileReader:
 
     def _get_tile(self, tiled: Tiled, number: int) -> memoryview:
         if self._last is None or self._last[0] is not tiled or self._last[1] != number:
+            # The next tile overwrites the memory of the last one,
+            # which counts no longer if this one fails.
             self._last = None
             self._last = tiled, number, tiled.compute(number, self)
         return self._last[2]
@@ -117,6 +121,7 @@ def find_reader(pool: Reader) -> TileReader:
     """Return the reader of this thread for a pool of open files."""
     own = _readers.get(pool)
     if own is None:
+        # Two threads may get here together: both must use the object that is kept.
         own = _readers.setdefault(pool, threading.local())
     if not hasattr(own, "reader"):
         own.reader = TileReader(pool)
