@@ -128,6 +128,7 @@ def claim_output(
             team.barrier()  # claimed
             yield partial
             partial.make_durable()
+            # The name must not become durable before the bytes of every rank are.
             team.barrier()  # written
             partial.publish(is_directory=is_directory, overwrite=overwrite)
             signals.add_message(_WRITTEN.format(partial.destination))
@@ -144,6 +145,7 @@ def claim_output(
 
 
 def _open_partial(destination: Path) -> PartialOutput:
+    # A link at the destination is replaced itself, not the file or directory that it refers to.
     real = destination.parent.resolve() / destination.name
     if not is_remote(str(real)):
         return LocalPartial(real)

@@ -91,6 +91,7 @@ def _check_apart(destination: Path, sources: list[Path], *, overwrite: bool) -> 
                 f"is inside the source {source}, and sources are never written to",
                 "choose a destination outside of the source",
             )
+        # Without --overwrite, `_check_directory` refuses such a destination, as it is not empty.
         if real in inside.parents and overwrite:
             raise ExistsError(
                 destination, f"contains the source {source}", "choose another destination"

@@ -102,6 +102,7 @@ class Writer:
     def _check(self, file: Descriptor, byte_offset: int, block: memoryview) -> None:
         """Read a block back and compare it."""
         nbytes = len(block)
+        # A comparison of bytearrays is one memcmp, one of memoryviews is not; a slice costs a copy.
         if nbytes == BLOCK_BYTES:
             file.read_into(byte_offset, self._whole)
             stored = self._back

@@ -26,6 +26,7 @@ from reshard.errors import ExistsError, ReshardError, ResourceError
 from reshard.output import holder
 
 _SYNCS = 16  # concurrent calls of fsync
+# EFBIG: the file system, or a limit of the process, allows no file of that size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # flock is not supported
 _BLOCK = 512  # bytes: the unit of st_blocks
@@ -90,6 +91,7 @@ class LocalPartial:
     @property
     def used_bytes(self) -> int:
         """Disk usage of the output in bytes."""
+        # Files have their full size from the start; only the blocks show how much was written.
         files = (path.lstat() for path in self.output.rglob("*"))
         return sum(file.st_blocks * _BLOCK for file in files if stat.S_ISREG(file.st_mode))
 
@@ -290,6 +292,7 @@ class LocalPartial:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            # Without locks, the file alone decides. A process on another machine counts as alive.
             who = _read_holder(lock)
             if who is not None and not holder.is_dead(who):
                 raise ExistsError(

@@ -74,6 +74,8 @@ def copy_directory(
             early, lambda name: _copy(source / name, destination / name), _COPIES_AT_ONCE
         )
         _check_sizes({destination / name: sizes[name] for name in early})
+        # From the first marker on, programs may take the output for complete.
+        # The outermost comes last.
         with signals.deferred():
             for name in reversed(late):
                 _copy(source / name, destination / name)

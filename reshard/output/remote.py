@@ -115,6 +115,8 @@ class RemotePartial:
         old = objects.list_sizes(self.destination)
         if old and not overwrite:
             self._check_only_own_files(old)
+        # The marker comes first: after a crash, files at the destination are
+        # known to be of this run.
         moving = self.path / _MOVING
         moving.write_bytes(b"")
         try:

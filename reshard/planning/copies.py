@@ -175,6 +175,7 @@ def _collapse_dims(shape: Index, source: Index, target: Index) -> tuple[Index, I
     """Drop dimensions of size 1 and merge dimensions that are contiguous on both sides."""
     dims: list[tuple[int, int, int]] = []
     for extent, a, b in zip(shape, source, target, strict=True):
+        # A dim of size 1 is never stepped along, so its stride must not keep its neighbours apart.
         if extent == 1:
             continue
         if dims and dims[-1][1] == a * extent and dims[-1][2] == b * extent:

@@ -134,9 +134,11 @@ class FileIndex:
         positions = self._positions[file]
         for number, position in positions:
             table = self._table(number)
+            # `WindowPart.step` moves all parts by the same number of positions.
             if table is None or not table.is_disjoint or position != positions[0][1]:
                 return None
             begin = table.byte_offsets[position]
+            # Files on the same side of every change have parts of the same sizes.
             key.append((number, bisect_right(table.changes, position), begin))
             ranges.append((begin + table.first, begin + table.stop))
         first = key[0][2]

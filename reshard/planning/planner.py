@@ -120,11 +120,13 @@ class Plan:
                 windows = self._group(extents, planners)
                 if placement is not None:
                     if len(known) == _KNOWN:
+                        # Forgetting costs time only: the next file of a kind is planned anew.
                         known.clear()
                     listed = list(windows)
                     known[placement.key], windows = (placement, listed), iter(listed)
                 for start, nbytes, parts in windows:
                     yield Window(file, start, nbytes, _PartCopies(parts, 0))
+                # The parts of a known placement refer to their planners, which later files need.
                 if placement is None:
                     planners.drop(extents)
             index.drop(file)
@@ -214,6 +216,7 @@ def _is_run(box: Box, shape: Index) -> bool:
 
 def _count_copied_bytes(source: Entry, target: Entry) -> int:
     """Return how many source bytes are read to fill `target`, whose elements are copied once."""
+    # With one size of elements, no copy has to be planned to know the bytes.
     sizes = {dtype.itemsize for dtype in source.layout.dtypes}
     if len(sizes) <= 1:
         return target.layout.stored_numel * sum(sizes)
@@ -309,6 +312,7 @@ def _cut_extent(
     """Yield parts of at most `limit` elements: runs where possible, otherwise boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
+    # Windows of whole tiles: a tile that two windows share would be computed twice.
     limit -= limit % planner.step if planner.step < limit else 0
     # A run of flat chunks can be cut at any element, and without the geometry of boxes.
     if box is None or (planner.is_flat and extent.is_run):

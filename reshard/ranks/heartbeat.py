@@ -44,6 +44,7 @@ def publish_failure(store: Store, where: str, failure: BaseException) -> None:
         report |= {"problem": failure.problem, "remedy": failure.remedy, "code": failure.exit_code}
     elif isinstance(failure, KeyboardInterrupt):
         report |= {"problem": "was interrupted", "code": INTERRUPTED}
+    # With an empty expected value, `compare_set` writes only where the key does not exist.
     store.compare_set("failed", "", json.dumps({**report, "outside": is_outside(failure)}))
 
 
@@ -92,6 +93,7 @@ class Heartbeat:
 
     def measure_silence(self) -> float:
         """Return for how many seconds the heartbeat has not changed, at most since `__init__`."""
+        # `get` would wait for a key that does not exist yet.
         text = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
         if text != self.text:
             self.text, self._changed = text, time.monotonic()

@@ -102,6 +102,7 @@ class Ranks(Team):
 
         self.rank = rank
         self.size = size
+        # torchrun's agent may have keys in the same store (torch 2.13 distributed/rendezvous.py).
         self._store = PrefixStore("reshard", store)
         self._barriers = 0
         self._gathers = 0
@@ -126,6 +127,7 @@ class Ranks(Team):
                 signals.check()
                 time.sleep(step)
                 step = min(step * 1.5, _STEP[1])
+                # Adding 0 reads a counter without waiting.
                 count = self._store.add(name, 0)
         except RuntimeError as error:
             raise _build_store_error(error) from error

@@ -19,6 +19,7 @@ _STEP = 0.1  # seconds between two looks for an interrupt
 _PATIENT = {"gs": 2, "gcs": 2, "az": 2, "abfs": 2}  # their libraries repeat requests themselves
 _FINAL = (IsADirectoryError, NotADirectoryError)
 _REFUSED = (401, 403)
+# Errors are recognized by names, so that no store's library has to be imported or installed.
 _LIBRARIES = frozenset(
     "adlfs aiobotocore aiohttp azure botocore fsspec gcsfs google requests s3fs urllib3".split()
 )

@@ -47,6 +47,7 @@ class RemotePath(PosixPath):
         return self.store.name_of(str(self))
 
     def __str__(self) -> str:
+        # pathlib keeps only one of the two slashes behind the scheme.
         scheme, *rest = self.parts or ("",)
         return f"{scheme}//{'/'.join(rest)}" if scheme.endswith(":") else super().__str__()
 

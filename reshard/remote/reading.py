@@ -79,6 +79,7 @@ class RemoteFile:
         return nbytes
 
     def _block(self, index: int) -> bytes:
+        # The blocks of an object that is rewritten get other keys, so two versions are never mixed.
         key = (self.url, self._version, index)
         data = _blocks.get(key)
         if data is None:
@@ -105,6 +106,7 @@ def fetch_ranges(store: Store, ranges: Sequence[Range]) -> list[bytes]:
     Raises:
         CorruptError, ReshardError: as in `fetch`.
     """
+    # A repeated request asks only for the ranges that have not arrived.
     received: dict[int, bytes] = {}
     url = ranges[0][0]
 

@@ -47,6 +47,8 @@ class Store:
             return children
         name = self.name_of(url)
         try:
+            # fsspec may have a listing of its own, which does not expire
+            # when another process writes.
             infos = attempt(url, lambda: self.files.ls(name, detail=True, refresh=True))
         except IncompleteError:
             infos = []
