@@ -222,6 +222,7 @@ def _parse_dtype(call: Any) -> DType:
     if not isinstance(call, Call) or call.name != "numpy.dtype" or not call.args:
         raise ValueError("a numpy array of unknown dtype")
     kind = call.args[0]
+    # numpy pickles the byte order in the dtype's state: its name 'f4' stands for either order.
     order = call.state[1] if isinstance(call.state, tuple) and len(call.state) > 1 else "|"
     if not isinstance(kind, str) or kind not in _DTYPES:
         letter = kind[:1] if isinstance(kind, str) else ""

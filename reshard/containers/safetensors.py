@@ -55,6 +55,7 @@ def read_section(section: Section) -> SafetensorsFile:
         CorruptError, UnsupportedError: as `read`.
     """
     path, size = section.path, section.nbytes
+    # A file without room for the length of its header fails the next check.
     length = struct.unpack("<Q", section.read(0, 8))[0] if size >= 8 else size + 1
     if length > min(size - 8, _MAX_HEADER):
         raise CorruptError(path, f"its header claims {length} bytes, the file has {size}", DAMAGED)
@@ -100,6 +101,7 @@ def _parse_chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
         code, shape = value["dtype"], tuple(value["shape"])
         start, stop = value["data_offsets"]
         numbers = (*shape, start, stop)
+        # `isinstance` would accept JSON's true and false.
         sane = len(shape) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(path, f"the header's entry {name!r} is malformed", DAMAGED) from error

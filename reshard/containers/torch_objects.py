@@ -174,6 +174,8 @@ class Storages:
             ValueError: the id is not that of a storage.
             UnsupportedError: the storage has no plain dtype.
         """
+        # Streams have a sixth item, which torch 2.13 always writes as None
+        # (serialization.py, `is_view`).
         tag, kind, key, _location, numel, *view = pid
         if tag != "storage" or not isinstance(kind, Global) or (view and view[0] is not None):
             raise ValueError("a persistent id that is not a storage")
@@ -270,6 +272,7 @@ def _get_first(value: Any, *_rest: Any) -> Any:
 
 def _rebuild_typed(function: Global, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
     """Return a tensor, or a `Call` of its class if that is a wrapper (ShardedTensor, DTensor)."""
+    # torch never nests these calls. Nested ones would recurse through `TORCH_BUILDERS`.
     if function.name.startswith("torch._tensor."):
         raise ValueError("a rebuild of a rebuild")
     builder = TORCH_BUILDERS.get(function.name)

@@ -159,6 +159,7 @@ def read_archive(
         path, archive.nbytes, value, done.globals, archive=root.rstrip("/"), stamp=stamp
     )
     stored = (members.get(f"{root}data/{storage.key}") for storage in storages)
+    # Each storage's local header is read by itself: in an object store, that is a request each.
     archive.expect(member.header for member in stored if member)
     for storage in storages:
         _place_storage(
@@ -242,6 +243,7 @@ def _read_structure(
         except CorruptError:  # a pickle that the head cuts off looks damaged
             if nbytes == limit:
                 raise
+            # The attempt on a shorter head may have registered storages.
             storages.by_key.clear()
             nbytes = min(limit, nbytes * 8)
 

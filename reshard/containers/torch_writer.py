@@ -228,6 +228,7 @@ class Template:
             return self._whole, b""
         is_module = isinstance(self._root, OrderedDict)
         size, rest = self._pickler.finish_with({KEY: stamp.as_dict()}, as_state=is_module)
+        # The pickles of all files begin with the bytes of the root, and share one copy of them.
         self._shared = self._shared or bytes(self._pickler.out[:size])
         return self._shared, rest
 

@@ -45,6 +45,8 @@ class Member(NamedTuple):
         Raises:
             CorruptError: there is no local header, or the data would run into the next member.
         """
+        # torch pads only the extra field of the local header, so the directory does not
+        # show where the data begin.
         head = archive.read(*self.header)
         if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
             raise CorruptError(
@@ -115,6 +117,7 @@ def _list_directory(archive: Section) -> tuple[int, list[tuple[str, int, int, in
 
 def _read_tail(archive: Section) -> tuple[bytes, int]:
     """Return the archive's last bytes, and where the end record begins; torch has no comment."""
+    # An archive without a comment, as torch writes it, needs no read of the last 64 KiB.
     for comment in (0, _MAX_COMMENT):
         nbytes = min(archive.nbytes, _END.size + comment + _LOCATOR64.size)
         tail = archive.read(archive.nbytes - nbytes, nbytes)

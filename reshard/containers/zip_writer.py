@@ -88,6 +88,7 @@ class ZipLayout:
     def _add(self, member: str, nbytes: int, data: bytes | None, shared: bytes = b"") -> int:
         name, header = member.encode(), self._at
         crc = 0 if data is None else crc32(data, crc32(shared))
+        # miniz writes no data descriptor behind an empty member.
         flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
         wide = _build_zip64(nbytes, 0, header)  # torch does not know the packed size yet
         padding = _build_padding(header + _LOCAL.size + len(name) + len(wide))
