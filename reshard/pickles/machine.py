@@ -64,6 +64,7 @@ class Machine:
         data, stack, memo = self.data, self.stack, self.memo
         at = self.position
         while True:
+            # Past the end of the data this raises IndexError, which `loads` reports as damage.
             op = data[at]
             at += 1
             if op == 0x94:  # MEMOIZE
@@ -223,6 +224,7 @@ class Machine:
 def _text(data: bytes, start: int, stop: int) -> str:
     if stop > len(data):
         raise ValueError(f"a string of {stop - start} bytes is declared, {len(data) - start} left")
+    # Python pickles half of a surrogate pair as well, which UTF-8 proper does not have.
     return data[start:stop].decode("utf-8", "surrogatepass")
 
 

@@ -62,6 +62,7 @@ def _unicode(data: bytes) -> str:
 
 
 def _latin(data: bytes) -> str:
+    # A string of Python 2 has no known encoding; Latin-1 keeps each of its bytes as one letter.
     return data.decode("latin-1")
 
 
@@ -281,6 +282,7 @@ def _put(machine: Machine) -> None:
 @_opcode(0x49)  # INT
 def _int(machine: Machine) -> None:
     text = machine.take_line()
+    # Protocols 0 and 1 write False and True as integers with a leading zero.
     machine.stack.append({"00": False, "01": True}.get(text) if text in ("00", "01") else int(text))
 
 

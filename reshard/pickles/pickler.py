@@ -22,6 +22,7 @@ from reshard.errors import UnsupportedError
 from reshard.pickles import trust
 from reshard.pickles.values import Call, Global, Located
 
+# CPython's `BATCHSIZE`: items that one opcode adds to a container.
 _BATCH = 1000
 _MAX_DEPTH = 100  # checkpoints are about ten levels deep; a level takes up to five Python frames
 _LONG_MEMO = struct.Struct("<cI").pack

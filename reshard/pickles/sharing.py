@@ -34,6 +34,7 @@ def is_too_large(root: Any, nbytes: int) -> bool:
     """
     most = _MOST + _EACH * nbytes
     sizes: dict[int, int] = {}  # 0 while a container is open, which ends a cycle
+    # A stack instead of recursion, because a value can be nested deeper than Python recurses.
     waiting: list[tuple[Any, bool]] = [(root, False)]
     while waiting:
         value, is_closed = waiting.pop()

@@ -102,6 +102,7 @@ ENCODE = "_codecs.encode"  # protocol 2 writes bytes as a call of it
 
 BUILDERS: dict[str, Builder] = {
     "collections.OrderedDict": _mapping,
+    # The factory would be code of the file. The items follow as opcodes of their own.
     "collections.defaultdict": lambda *_factory: {},
     "collections.Counter": _mapping,
     "collections.deque": lambda *items: list(*items[:1]),
