@@ -116,6 +116,7 @@ def compute_ema(decay: float, ranks: Sequence[Rank]) -> list[Fraction]:
                 f" {ranks[after].step}, so they have no order",
                 f"leave out one of them, or give the factors: {WEIGHTS}",
             )
+    # By its text, 0.9 is exactly 9/10; `Fraction(0.9)` is the nearest binary number.
     kept = Fraction(str(decay))
     weights = [Fraction(0)] * len(ranks)
     for place, number in enumerate(order):

@@ -263,6 +263,7 @@ def _note_copies(
     """Yield a note for each checkpoint that seems to be a copy of an earlier one."""
     samples: dict[tuple[bytes, ...], str] = {}
     names = list(tables[-1])
+    # A copy is noted, not proved: a few weights from all over the model suffice.
     names = names[:: max(len(names) // _COMPARED, 1)]
     for source, table in zip(sources, tables, strict=True):
         found = tuple(_sample(table[fqn][0], pool) for fqn in names)

@@ -76,6 +76,8 @@ class Mean:
     @property
     def name(self) -> Derived:
         """The name under which the values can be read."""
+        # Equal names mean equal bytes (`Derived`), so the name states the
+        # checkpoints and their weights.
         fqn, first = self.tensors[0].fqn, self.files[0]
         return Derived(first, f"mean of {fqn} of {self.where} by {self.weights}", self)
 
@@ -110,6 +112,7 @@ class Mean:
             for slot in ("mean", "product")
         )
         for number, planner in enumerate(self._planners):
+            # `out` holds the values of one checkpoint after the other, and the mean at the end.
             reader.read_run(planner, first, first + len(out), self.dtype, out.data.cast("B"))
             into = product if number else total
             if self.weights is None:
@@ -127,6 +130,7 @@ class Mean:
         """Raise the error of a block in which a mean is infinite or not a number."""
         import numpy as np
 
+        # Of booleans, argmin is the position of the first False.
         at = first + int(np.argmin(np.isfinite(block)))
         raise CorruptError(
             self.tensors[0].fqn,

@@ -342,6 +342,8 @@ def _find_limit(
     one, other = before.count_updates(fqn), now.count_updates(fqn)
     if group is None or not is_adam(group.hyper, slots) or one is None or other is None:
         return None
+    # A schedule can have been higher between two saves than in either, so the
+    # highest known rate counts.
     rates = [rate for tag in history.tags if (rate := tag.find_rate(fqn)) is not None]
     stated = now.find_highest_rate(fqn)
     if not rates or other <= one:
@@ -391,6 +393,7 @@ def _check_content(history: History) -> Check:
             f"{tag.name}: {conflict.file}: {conflict.problem}"
             for conflict in find_conflicts(tag.manifest.files)
         ]
+    # The first and the last checkpoint lack a neighbour to compare with.
     for number in range(1, len(history.tags) - 1):
         eligible = [e for e in history.trained if e.changes[number].elements >= _MANY]
         away = [each.fqn for each in eligible if _goes_away(each, number)]

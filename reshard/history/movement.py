@@ -208,6 +208,7 @@ class _Series:
         """Compare a run of elements in all checkpoints."""
         import numpy as np
 
+        # Only the last two checkpoints are kept, which `jumps` needs.
         earlier: list[_Values] = []
         for number in range(len(self._tags)):
             now, pieces = self._read(number, start, stop)
@@ -297,9 +298,11 @@ class _Series:
         update = np.abs(now.slots[_find_first(list(now.slots))][judged])
         if is_adam:
             with np.errstate(all="ignore"):
+                # 1e-8 is the default `eps` of torch's Adam.
                 update = update / (np.sqrt(now.slots[MOMENTS[1]][judged]) + 1e-8)
         bits = _BITS[self._weights[number].dtype.name]
         rounding = np.abs(now.weight[judged]) * (_MARGIN * 2.0**-bits)
+        # The rate between the two saves is not known: the smaller one is the cautious choice.
         flags[judged] = update * min(rate or 0 for rate in rates) > np.maximum(rounding, 1e-37)
         return flags
 
@@ -316,6 +319,7 @@ def _find_first(kinds: Sequence[str]) -> str:
 
 def _differ(before: Array, now: Array) -> Array:
     """Return the elements whose bits differ."""
+    # As bits, a NaN is equal to itself, and 0 differs from -0.
     if before.dtype == now.dtype:
         before, now = (values.view(f"<u{now.itemsize}") for values in (before, now))
     flags: Array = before != now

@@ -22,6 +22,7 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
         return []
     problems = []
     applied = set(train.optimizer_step.values())
+    # A step that the loss scaler skips counts for the run, not for the optimizer.
     expected = train.step - (train.skipped_steps or 0)
     if applied and max(applied) - expected not in train.updates_at_start:
         problems.append(

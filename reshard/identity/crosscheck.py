@@ -237,6 +237,7 @@ def _cast(masters: bytearray, source: DType, trained: DType) -> bytes | None:
         numbers = memoryview(masters).cast("I")  # a NaN can round to 17 bits
         return array("H", (min(_rounded(bits), 0xFFFF) for bits in numbers)).tobytes()
     if (source, trained) == (FLOAT32, FLOAT16):
+        # `struct` refuses numbers that would round to infinity; they are compared with numpy.
         with contextlib.suppress(OverflowError):
             floats = memoryview(masters).cast("f")
             return struct.pack(f"<{len(floats)}e", *floats)

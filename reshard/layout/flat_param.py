@@ -52,6 +52,7 @@ def place_members(
     for fqn, shape in members:
         starts[fqn] = _round_up(total, aligned_to)
         total = starts[fqn] + prod(shape)
+    # FSDP with aligned members pads to a multiple of the ranks, to spare the reduce-scatter a copy.
     return starts, total if aligned_to == 1 else _round_up(total, ranks)
 
 

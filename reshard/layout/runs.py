@@ -113,6 +113,7 @@ class EqualRuns(Partition):
             self.skipped,
             self.step * self.dtype.itemsize,
             self.step,
+            # A tensor without elements has steps of 0.
             self.numel // max(self.step, 1),
             self.part_count,
         )
@@ -167,6 +168,7 @@ class EqualRuns(Partition):
     @overload
     def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
     def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        # Callers often need the first chunk only, and a tensor has one or more for each rank.
         if index == 0 and self:
             return next(iter(self))
         return tuple(self)[index]
