@@ -33,6 +33,7 @@ from reshard.paths import as_path
 from reshard.training.optimizers import NEVER_NEGATIVE
 from reshard.units import counted, some
 
+# In DeepSpeed's names, mp_rank and expp_rank are the tensor-parallel and the expert-parallel rank.
 _RANK = re.compile(r"(?<!mp_)(?<!expp_)rank[-_]?(\d+)|^__(\d+)_\d+\.distcp$|^shard-(\d+)-")
 # torch 2.13 ``distributed/fsdp/_flat_param.py`` (``_FLAT_PARAM_PADDING_VALUE``) fills the padding
 # between parameters with this number. The padding of shards, also of FSDP 2's rows, is zero.
@@ -238,6 +239,7 @@ def _describe_location(entry: Entry, flat: int) -> str:
 
 def check_padding(manifest: Manifest, block_bytes: int) -> Check:
     """Check that the padding of flat partitions is zero, if the format zeroes it."""
+    # The bytes of copies that the model does not use are no padding either.
     stored = (*manifest.entries.values(), *manifest.tied_copies, *manifest.unused_copies)
     gaps = find_gaps(stored, manifest.files)
     if not gaps:
@@ -279,6 +281,7 @@ def _list_padding_values(dtype: DType, *, fsdp: bool) -> frozenset[bytes]:
         return frozenset((zero,))
     number = bytearray(dtype.itemsize)
     cast_into(number, bytearray(struct.pack("<f", _FSDP_PADDING)), FLOAT32, dtype)
+    # Minus zero: the sign is the highest bit of the last byte.
     negative = zero[:-1] + b"\x80"
     return frozenset((zero, negative, *([bytes(number)] * fsdp)))
 

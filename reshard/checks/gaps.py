@@ -56,6 +56,7 @@ def _find_record_gaps(path: str, record: Record, spans: Sequence[_Span]) -> Iter
     for span in spans:
         if span[0] > at:
             yield Gap(path, at, span[0] - at, *before[2:])
+        # Tensors can share bytes, so a span can end before an earlier one.
         at, before = max(at, span[1]), span
     end = record.byte_offset + record.nbytes
     if at < end:

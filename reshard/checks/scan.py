@@ -242,6 +242,7 @@ class _Worker:
 
     def _get_buffer(self, name: str, nbytes: int) -> bytearray:
         """Return a buffer of exactly ``nbytes``, reused while the size stays the same."""
+        # Whole buffers are compared, hashed and examined, so a longer one does not do.
         if len(self._buffers.get(name, b"")) != nbytes:
             self._buffers[name] = bytearray(nbytes)
         return self._buffers[name]

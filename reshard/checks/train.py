@@ -37,6 +37,7 @@ def find_differences(a: Manifest, b: Manifest) -> Iterator[StateDifference]:
     """
     one, two = a.train, b.train
     yield from _compare_values("step", _get_step(one), _get_step(two))
+    # No count is the same as 0: not every layout can store it.
     yield from _compare_values(
         "skipped_steps", one.skipped_steps or None, two.skipped_steps or None
     )

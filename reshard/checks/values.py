@@ -127,6 +127,7 @@ def _examine_float(values: Any, _dtype: DType, signs: bool) -> tuple[Any, ...]:
     import numpy as np
 
     low, high = values.min(), values.max()  # NaN if there is one
+    # `not low >= 0` also holds where `low` is NaN.
     negative = values < 0 if signs and not low >= 0 else None
     if np.isfinite(low) and np.isfinite(high):
         return bool(low == high == 0), None, None, negative
