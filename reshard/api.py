@@ -96,6 +96,7 @@ def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -
 
     @functools.wraps(function)
     def call(*args: Any, **values: Any) -> _Result:
+        # Paths can be passed by keyword as well; all other keywords are options.
         given = {each.name: values.pop(each.name) for each in paths if each.name in values}
         return function(*args, **given, options=kind(**values))
 

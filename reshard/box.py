@@ -72,6 +72,7 @@ def row_major(shape: Sequence[int], unit: int = 1) -> Index:
     step = unit
     for extent in reversed(shape):
         strides.append(step)
+        # As in torch, an empty dim counts as 1, so that no stride is 0.
         step *= max(extent, 1)
     return tuple(reversed(strides))
 

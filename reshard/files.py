@@ -265,11 +265,13 @@ class Descriptor:
 
     def close(self) -> None:
         """Close the descriptor now, even if it is still referred to."""
+        # The system may give the number to another file at once: it must not be closed twice.
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
 
     def __del__(self) -> None:
+        # The file may not have been opened: `__init__` then raised an error.
         if hasattr(self, "number"):
             self.close()
 

@@ -411,6 +411,7 @@ def _check_coverage(entry: Entry) -> None:
         return
     stored = sum(box.volume for box in distinct)
     where = entry.chunks[0].file if entry.chunks else entry.fqn
+    # More elements than the tensor has are found below: some of them overlap.
     if stored < entry.numel:
         raise CorruptError(
             where,

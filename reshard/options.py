@@ -136,6 +136,7 @@ class Option:
     def _check_one(self, value: Any) -> None:
         least, most = self.declared.minimum, self.declared.maximum
         if self.choices and value not in self.choices:
+            # Only now, because this imports the extensions.
             known = self.all_choices
             if value not in known:
                 raise UsageError(
@@ -157,6 +158,7 @@ def options_of(kind: type[Any]) -> tuple[Option, ...]:
 def _read_declarations(kind: type[Any]) -> Iterator[Option]:
     hints = get_type_hints(kind)
     by_name = {each.name: each for each in fields(kind)}
+    # `fields` lists those of the bases first; help lists a command's own options first.
     names = dict.fromkeys(
         name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())
     )

@@ -109,6 +109,7 @@ def _read_checksum(chunk: Chunk, files: Mapping[str, SourceFile]) -> tuple[objec
         return None
     record = records[at]
     offset = start - record.byte_offset
+    # Records with equal CRCs count as equal, and so do chunks at the same position in them.
     return record.crc32, record.nbytes, offset, chunk.byte_strides, chunk.dtype
 
 

@@ -161,6 +161,7 @@ class LazyTensor:
         dtype = getattr(torch, self.dtype)
         # torch.frombuffer refuses an empty buffer.
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        # A box has no steps: elements between the steps are read and left out here.
         view = flat.reshape(shape)[tuple(slice(None, None, step) for step in steps)]
         keep = tuple(0 if dim in dropped else slice(None) for dim in range(len(shape)))
         return view[keep]

@@ -214,6 +214,7 @@ def repeat(act: Callable[[], bool], seconds: float, name: str) -> Callable[[], N
         stopped.set()
         thread.join(_STOP_SECONDS)
 
+    # As a daemon, a call that hangs does not keep the process from ending.
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return stop

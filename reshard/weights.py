@@ -144,6 +144,7 @@ def resolve_ties(
         DifferentError: two weights are tied by the checkpoint or the config, but differ.
         IncompleteError: a weight is listed, but no rank has a value for it.
     """
+    # With `drop`, the user accepts that a copy differs.
     if policy != "drop":
         check_tied_copies(manifest, pool)
     declared = config.get("tie_word_embeddings") if config else None
@@ -193,6 +194,7 @@ def _check_no_missing(weights: Weights, manifest: Manifest, *, tied: bool) -> No
     embedding = next((name for name in EMBEDDINGS if name in names), None)
     lacking = list(manifest.absent)
     if tied and embedding and HEAD in lacking:
+        # transformers makes a tied head from the embedding.
         lacking.remove(HEAD)
         weights.dropped_aliases[HEAD] = embedding
     if lacking:
