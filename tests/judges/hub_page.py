@@ -13,25 +13,26 @@ from tests.judges.hub_proof import AS_TRANSFORMERS, FRAMEWORKS, SAME
 
 HEAD = """# Names of transformers models
 
-transformers 5 holds many models in memory under other names and shapes than those it publishes:
-experts are stacked, projections are joined, prefixes differ. A training framework saves the form in
-memory. `reshard merge` to a directory writes the published form, and every command reads both.
+This page is for users of transformers who want to know whether `reshard` converts the names of their
+model. In memory, transformers 5 gives many models other parameter names and shapes than in their
+published files: it stacks experts, joins projections and changes prefixes. Training frameworks save
+the form in memory. `reshard merge` to a directory writes the published form. All commands read both.
 
-This page shows that for every model type. `python -m tests.judged.hub_names OUT --page
-docs/hub-names.md` makes it: it builds a tiny random model of each type on CPU, in the default
-configuration with fewer layers, heads, experts and words, and then
+The tables below have the test results of every model type. `python -m tests.judged.hub_names OUT
+--page docs/hub-names.md` creates them. For each type it builds a tiny random model on CPU, in the
+default configuration with fewer layers, heads, experts and a smaller vocabulary. Then it
 
-1. trains it for two steps with AdamW under **FSDP 2** (2 ranks, DCP checkpoint) and **ZeRO-3**
-   (DeepSpeed, 2 ranks). The loss is made of the model's output; where the model needs more inputs
-   than a program can guess, it is the sum of the squares of all parameters, each in the forward
-   call of its own module;
-2. merges each checkpoint to a directory, and compares it with what `save_pretrained` writes: every
+1. trains the model for two steps with AdamW under **FSDP 2** (2 ranks, DCP checkpoint) and **ZeRO-3**
+   (DeepSpeed, 2 ranks). The loss is computed from the model's output. If a model needs inputs that
+   the test cannot create, the loss is the sum of the squares of all parameters, each added in the
+   forward call of its own module;
+2. merges each checkpoint to a directory and compares it with the output of `save_pretrained`: every
    name, dtype, shape and byte (column *merge*);
-3. loads it with `from_pretrained`: no missing or unexpected key, every weight in memory bitwise
-   equal, and equal outputs where the model runs (column *load*);
-4. converts what `save_pretrained` wrote to DCP with a new Adam (`--to dcp --init-optimizer zeros`),
-   and loads it into a live model that was initialized with other values: every weight bitwise
-   equal, every moment zero (column *back*).
+3. loads the directory with `from_pretrained`: no missing or unexpected key, every weight in memory
+   bitwise equal, and equal outputs if the model runs (column *load*);
+4. converts the output of `save_pretrained` to DCP with a new Adam (`--to dcp --init-optimizer
+   zeros`), and loads it into a live model that was initialized with other values: every weight
+   bitwise equal, every moment zero (column *back*).
 
 """
 
