@@ -71,6 +71,8 @@ class Arguments:
     @property
     def vp(self) -> int:
         """Number of model chunks of a pipeline stage."""
+        # Megatron ignores the setting without pipeline stages (``transformer_block.py``,
+        # get_num_layers_to_build).
         return max(self.number("virtual_pipeline_model_parallel_size"), 1) if self.pp > 1 else 1
 
     @property
@@ -178,6 +180,8 @@ class Arguments:
                 f"states {total} layers over {self.pp} pipeline stages of {self.vp} chunks, which"
                 " do not divide them",
             )
+        # The first chunks of all stages precede the second ones, as a micro batch passes through
+        # them.
         counts = [stage // self.vp for stage in stages] * self.vp
         counts[0] -= embedding
         counts[-1] -= loss

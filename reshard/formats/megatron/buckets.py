@@ -62,6 +62,8 @@ def make_buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
 
     for param in reversed(params):
         start = _align(end)
+        # Megatron aligns first and closes then, so the gap before a shared parameter counts as
+        # elements of the bucket in front of it.
         if param.alone and members:
             close(start)
             start = 0
@@ -81,6 +83,8 @@ def fit_buckets(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] 
     for numel in numels:
         members: list[Member] = []
         end = 0
+        # Taking as many as fit is exact: the order is fixed, and the next one would exceed the
+        # bucket.
         while left:
             start = _align(end)
             stop = start + prod(left[-1].shape)

@@ -86,8 +86,11 @@ def read(location: Location, table: Table) -> Manifest:
         if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
         for entry in keys.entries(slot[2], optimizer.get_kind(slot[1]), tensor)
     ]
+    # The optimizer's groups are filled in the order of ``named_parameters``, which DCP keys lack.
     whole = index_entries(grid.sort_entries(weights))
     params = [RankParam(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
+    # Forms that only the same grid can load keep the groups as objects of each model-parallel
+    # group.
     chained = dist_flat.find_group_states(objects)
     state = optimizer.read(chained or common.get("optimizer"), params, args, table, str(location))
     flat = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location)).read_entries()

@@ -33,6 +33,8 @@ _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
     """Return the state of each optimizer, as its first model-parallel group saved it."""
     states: dict[int, dict[str, Any]] = {}
+    # Any group would do, because all ranks have the same param groups (``_get_param_groups``);
+    # sorting makes the choice independent of the order in the file.
     for key in sorted(objects):
         chain = CHAIN.fullmatch(key)
         match = _GROUP.fullmatch(chain[2]) if chain else None
@@ -162,4 +164,6 @@ class FlatBuffers:
 def _are_on_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:
     """Return whether no stored piece crosses the edge of a parameter."""
     edges = sorted({edge for member in members for edge in (member.start, member.stop)})
+    # Megatron stores each parameter's range on a rank, and each gap, as a piece of its own
+    # (sharded_param_state_dp_reshardable): a piece across an edge proves another layout.
     return not any(start < edge < start + c.box.volume for start, c in pieces for edge in edges)

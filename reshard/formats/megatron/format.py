@@ -26,6 +26,8 @@ _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
     """Read the directory of one iteration, or of the one that a run directory points to."""
+    # Imports are inside functions, because every format is loaded to detect a directory, and only
+    # one of them reads it.
     from reshard.formats import beside
     from reshard.formats.megatron import dist, legacy
     from reshard.model_parallel.rules import add_user_rules, load_whole_table
@@ -88,6 +90,8 @@ class Megatron(Writer):
         args, sizes = _read_args(source), request.parallel
         virtual = options.vpp
         if virtual is None:
+            # The source's chunks divide the layers of its own stages; other stages start with one
+            # chunk.
             keeps = args.get("pipeline_model_parallel_size") == sizes.pipeline
             virtual = (args.get("virtual_pipeline_model_parallel_size") if keeps else None) or 1
         distributed = options.distributed_optimizer
@@ -140,6 +144,8 @@ class Megatron(Writer):
             table = add_user_rules(load_whole_table(NAME), names.rules)
             saved = objects.attributes(manifest.train.objects.get("args"))
             architecture = tables.build_architecture(traits, names)
+            # The config has what JSON can state; the saved attributes add enums and dtypes as they
+            # were.
             described = Described(table, architecture, {**manifest.train.config, **saved})
             return _trim(Naming(manifest, described=described), conversion.request.own)
         manifest, traits, family = tables.rename_to_hf_first(

@@ -65,6 +65,7 @@ def classify_group(group: Mapping[str, Any]) -> GroupKind:
     return GroupKind(
         decays=scale != 0,
         expert=group.get("is_expert_parallel") is True,
+        # ``default_config`` is False for a group that overrides the learning rate's schedule.
         decoupled=group.get("is_decoupled_lr") is True or group.get("default_config") is False,
     )
 

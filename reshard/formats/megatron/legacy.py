@@ -55,6 +55,7 @@ def read(location: Location, table: Table) -> Manifest:
     distributed = args.flag("use_distributed_optimizer")
     detail = "torch, distributed optimizer" if distributed else "torch"
     flat = any(file.flat is not None for file in opened.values())
+    # A checkpoint without an optimizer (--no-save-optim) lacks nothing.
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         note = f"no rank has {directory.OPTIMIZER}: the optimizer's states are not here"
         whole = replace(whole, warnings=(*whole.warnings, note))
@@ -188,6 +189,7 @@ def _claim_stage(rank: GridPosition, file: RankFile, args: Arguments) -> Iterato
     (``post_process``).
     """
     names = [name for chunk in file.read_chunks() for name in chunk.params]
+    # In a model with other names no stage would have the norm, so a file must show a known name.
     is_known = any(_FINAL_NORM.search(name) or _EMBEDDING.search(name) for name in names)
     if args.pp > 1 and is_known:
         has_norm = any(map(_FINAL_NORM.search, names))

@@ -51,6 +51,8 @@ def list_params(
         shapes = {fqn: _get_local_shape(fqn, whole, rank, args, table) for fqn in ordered}
         dtypes = {fqn: _get_stored(fqn, whole).dtype.name for fqn in ordered}
         params += [
+            # GroupedMLP's parameters are not among the model's names: they take the first one's
+            # dtype.
             RankParam(fqn, shape, dtypes.get(fqn, dtypes[next(iter(dtypes))]), number)
             for fqn, shape in _group_experts(shapes, args).items()
         ]

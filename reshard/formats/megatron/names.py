@@ -30,6 +30,7 @@ _DIST_EXPERT = re.compile(
 )
 _LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.weight$")
 _EXTRA = "_extra_state"
+# A state dict does not tell buffers from parameters: these are the router's and rotary ones.
 _BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
 
 
@@ -151,6 +152,7 @@ def spell_as_saved(table: Table, name: str, args: Arguments) -> str:
     if rule is None:
         return name
     if find_expert(name) is None:
+        # torch_dist has Transformer Engine's names also for a model of Megatron's own layers.
         return name if args.te else rule.name
     grouped = args.flag("moe_grouped_gemm") and not args.flag("moe_use_legacy_grouped_gemm")
     return rule.spelled("te", {}) if args.te and grouped else rule.name

@@ -113,6 +113,7 @@ def _read_scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
     with SourceFiles() as pool:
         return {
             "scale": read_counter(state["scale"], pool),
+            # get_megatron_optimizer passes these two factors as constants; no argument states them.
             "growth_factor": 2.0,
             "backoff_factor": 0.5,
             "growth_interval": args.number("loss_scale_window", default=1000),
@@ -177,6 +178,7 @@ def _get_shape(state: Any) -> Index | None:
     if not isinstance(state, dict):
         return None
     shapes = [tensor.shape for value in state.values() if (tensor := as_global(value))]
+    # A counter of steps may be a tensor too; the moments have the most dims.
     return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
 
 
@@ -260,6 +262,8 @@ def group_buffers(params: Sequence[RankParam], args: Arguments) -> list[tuple[in
         members = buffers_of.setdefault((param.chunk, param.dtype), [])
         members.append(Param(param.fqn, param.shape, alone=param.fqn in shared))
     return [
+        # The sort is stable: Megatron makes a chunk's buffers in the order in which their dtypes
+        # first occur (``distributed_data_parallel.py``, _allocate_buffers_for_parameters).
         (chunk, members)
         for (chunk, _), members in sorted(buffers_of.items(), key=lambda i: i[0][0])
     ]

@@ -97,6 +97,7 @@ def sort_key(fqn: str) -> SortKey:
         return (3, int(mtp[1]), _find_prefix(_IN_MTP, mtp[2]), *_sort_in_layer(fqn, module))
     if layer is None:
         outside = [number for number, part in enumerate(_OUTSIDE) if f".{part}" in f".{fqn}"]
+        # GPTModel makes embedding, layers (1), final norm (2), MTP (3) and the output layer (4).
         group = 0 if is_embedding(fqn) else 2 if outside else 4
         return (group, min(outside, default=len(_OUTSIDE)), bias)
     match = _IN_LAYER.fullmatch(fqn)

@@ -114,6 +114,7 @@ def _is_stream(value: Any) -> bool:
     if not isinstance(value, Call) or value.name != _STREAM or value.args:
         return False
     match value.state:
+        # What ``BytesIO.__getstate__`` returns: the contents, the position and the instance's dict.
         case (bytes(), int(), None):
             return True
     return False

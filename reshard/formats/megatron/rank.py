@@ -66,6 +66,7 @@ class RankFile:
         """
         if "model" in self.root:
             return [self._read_chunk("model")]
+        # The keys are counted, not sorted: as text, model10 would precede model2.
         keys = [f"model{n}" for n in range(len(self.root))]
         chunks = [self._read_chunk(key) for key in keys if key in self.root]
         if not chunks:

@@ -45,6 +45,7 @@ def _choose_extra_states(states: OwnStates, conversion: StateConversion) -> Carr
     """
     manifest, wanted, notes = conversion.manifest, conversion.request.own, conversion.notes
     policy, what = conversion.options.extra_state, name_extra_states(manifest)
+    # Also dropped states keep their keys: the files list with None which modules have a state.
     blank = carry.make_blank(states, manifest, wanted.impl)
     reason = "--extra-state drop"
     if policy != "drop":

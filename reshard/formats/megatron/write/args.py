@@ -40,6 +40,7 @@ def adapt(
     )
     if padded is not None:
         adapted["padded_vocab_size"] = padded
+    # check_checkpoint_args compares it too, and takes a missing one for True.
     adapted.setdefault("add_position_embedding", True)
     return adapted
 

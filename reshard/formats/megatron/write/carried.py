@@ -81,6 +81,7 @@ def find_extra_obstacle(
 ) -> str:
     """Return the reason why modules' extra states cannot be kept; empty if they can."""
     source_impl = _get_impl(manifest)
+    # The pipeline size may differ: a state goes with its layer, whichever stage has that.
     loses = (
         states.form == form == "torch"
         and _get_source_sizes(manifest)[1:] != _get_target_sizes(sizes)[1:]
@@ -165,6 +166,7 @@ def find_rng_obstacle(
         return "they are those of each model-parallel rank, and there are to be other ranks"
     if sizes.expert > 1 and states.form != form:
         return "torch and torch_dist keep them in different ways where experts are parallel"
+    # A list of several has a state for each data rank (--data-parallel-random-init).
     several = any(isinstance(value, list) and len(value) > 1 for value in states.rng.values())
     data_before = manifest.origin.mesh.get("dp", 1)
     if data_before != data and (several or (sizes.expert > 1 and form == "torch_dist")):

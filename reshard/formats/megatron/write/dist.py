@@ -283,6 +283,8 @@ class _Stacks:
             done.add(match[1])
             extents = stack.full()[: stack.dims] or (1,)
             modules = [match[1]]
+            # The core of attention has a state but no parameter: the projection before it stands
+            # for it.
             if self._te and _INPUT.search(match[1]):
                 modules.append(_INPUT.sub(".self_attention.core_attention", match[1]))
             size = ".".join(map(str, extents))
@@ -365,6 +367,8 @@ def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
 def _make_common(choice: Resolved) -> dict[str, Any]:
     """Return the contents of ``common.pt``."""
     wanted = choice.wanted
+    # Without the second setting, Megatron expects ``chained_N.`` before keys of a chained
+    # optimizer.
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if wanted.distributed:
         metadata["distrib_optim_sharding_type"] = _name_sharding(choice)

@@ -68,6 +68,8 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
     for hyper, fqns in sources:
         for is_expert in (False, True):
             members_here = [fqn for fqn in fqns if (fqn in experts) == is_expert]
+            # Megatron's own groups stay even if empty: all ranks must have the same
+            # (_get_param_groups).
             if not members_here and (is_expert or not is_megatron):
                 continue
             completed = {
@@ -137,6 +139,7 @@ def _group_by_shape(
                     f"has {key} {value!r}, others {known!r}: Megatron has no such group",
                     "give like groups with --param-groups FILE, or the weights with --weights-only",
                 )
+    # The zero of parameters that do not decay must not become the decay of those that do.
     decay = max((hyper.get("weight_decay", 0.0) for _, hyper in members), default=0.0)
     decayed[0]["weight_decay"], plain[0]["weight_decay"] = decay, 0.0
     if changed:

@@ -232,6 +232,7 @@ class _Rank:
                     local for local in mine if self._choice.stored(local.known.weight)[1] == dtype
                 ]
                 key = (Global(f"torch.{dtype.name}"), Global("torch.float32"))
+                # Buffers are numbered from 0, and ``buckets_coalesced`` is the first key.
                 state[len(state) - 1] = {key: self._flat(same_dtype, number)}
         return state
 

@@ -164,6 +164,7 @@ def list_ranks(sizes: Sizes) -> list[WriterRank]:
     (core ``parallel_state.py``, ``initialize_model_parallel``: "tp-cp-ep-dp-pp").
     """
     each = sizes.expert_tensor or sizes.tensor
+    # After this many ranks the positions repeat.
     # In reverse, so that the dict keeps the first rank of each position.
     places = {
         (r % sizes.tensor, r // each % sizes.expert): r

@@ -29,6 +29,7 @@ def make_scheduler(state: WritableState) -> tuple[dict[str, Any], list[str]]:
         "lr_warmup_steps": 0,
         "num_steps": steps,
         "lr_decay_style": "constant",
+        # OptimizerParamScheduler asserts that this is positive.
         "lr_decay_steps": max(steps, 1),
         "min_lr": 0.0,
         "start_wd": decay,
