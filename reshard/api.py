@@ -159,6 +159,7 @@ def open(path: Paths, options: SourceOptions) -> Checkpoint:  # noqa: A001 - res
     Raises:
         ReshardError: the checkpoint is unknown, incomplete or corrupt.
     """
+    # Each function imports its command when it is called, so that none imports what others need.
     from reshard import formats, keys
     from reshard.tensors import Checkpoint
 

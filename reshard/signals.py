@@ -104,6 +104,8 @@ class _Interrupts:
         if dropped.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(dropped)
             return
+        # `_raise` has made the process ignore signals; as its interrupt was
+        # lost, another one may come.
         self.is_dropped = True
         self._handle(self._raise)
 

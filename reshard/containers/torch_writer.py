@@ -201,6 +201,7 @@ class Template:
             get_archive_root(name if archive_of is None else archive_of),
         )
         archive.add(f"{root}/data.pkl", pickle, shared)
+        # The members have the order in which torch writes them (`_save`).
         head = [(".format_version", b"1")]
         head += [(".storage_alignment", b"%d" % ALIGNMENT), ("byteorder", b"little")]
         for member, data in head:

@@ -112,6 +112,7 @@ def _other_saves(files: Mapping[str, SourceFile]) -> Iterator[Conflict]:
             if claim.expected is None and claim.about != FILE_NAME:
                 stated[claim.about].append((file, claim))
     for about, claims in stated.items():
+        # Nothing says which save is the right one: the value of most files counts.
         usual, _ = Counter(claim.value for _, claim in claims).most_common(1)[0]
         witness = next(PurePath(file.path) for file, claim in claims if claim.value == usual)
         for file, claim in claims:

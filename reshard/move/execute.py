@@ -69,6 +69,7 @@ def execute(
         # record, so records are compared last.
         check_records(outcome.reads, sources, pool, options)
         builder.store_checksums(select_share(team, target.checksums), outcome)
+    # The first rank must not go on before the others have stored their checksums.
     team.barrier()
     return outcome
 

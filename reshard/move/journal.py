@@ -129,6 +129,7 @@ class Journal(Unfinished[LocalPartial]):
     def _keep(self, seen: Outcome) -> Outcome:
         """Hand over the outcome to the thread once it is large enough; see `outcome.Keep`."""
         if self._error is not None:
+            # The workers stop as soon as progress can no longer be recorded.
             raise self._error
         if seen.nbytes < BATCH_BYTES:
             return seen
@@ -179,6 +180,7 @@ class Journal(Unfinished[LocalPartial]):
             with _durable(new, os.O_TRUNC) as descriptor:
                 write_at(descriptor, memoryview(job_line + jobs.format_line(seen.to_json())), 0)
             new.replace(partial.path / NAME)
+            # The first journal in sorted order is the new one.
             for path in partial.journals[1:]:
                 path.unlink()
         except OSError as error:

@@ -178,6 +178,7 @@ class Receipts(Unfinished[RemotePartial]):
         output = self._partial.output
         info = output.store.info(str(output / receipt.file))
         version = version_of(info) if info else ()
+        # A tuple comes back from JSON as a list.
         return bool(version) and list(version) == receipt.version
 
 

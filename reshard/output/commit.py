@@ -158,6 +158,7 @@ def _open_partial(destination: Path) -> PartialOutput:
 def _join_output(partial: PartialOutput, team: Team, *, resume: bool) -> Iterator[None]:
     """Take part in the commit as a rank other than the first."""
     try:
+        # The barriers here pair with those of the first rank, in `claim_output`.
         team.barrier()  # claimed
         partial.join(team.rank)
         yield
@@ -217,6 +218,7 @@ def _is_outside(error: BaseException, *, resume: bool) -> bool:
 def _append_remedy(error: BaseException, what: str, *, instead: bool = False) -> None:
     """Add to the error's message what happened to the output."""
     if isinstance(error, KeyboardInterrupt):
+        # `signals.add_message` may have added the same text.
         error.args = (*error.args, *({what} - {*error.args}))
     elif isinstance(error, MemoryError):
         error.args = (what,)

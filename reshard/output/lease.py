@@ -51,6 +51,7 @@ class Lease:
 
     def release(self) -> None:
         """End the heartbeats and remove the object, so that another process can take the lease."""
+        # The heartbeats end first: one more could create the object again.
         if self._stop is not None:
             self._stop()
         with contextlib.suppress(ReshardError):  # if it cannot be removed, it expires

@@ -271,6 +271,8 @@ class LocalPartial:
     def _open_lock(self, name: str) -> int:
         path = self.path / name
         try:
+            # O_NOFOLLOW: `_write_holder` must not overwrite the file that a link
+            # in this place refers to.
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
             raise

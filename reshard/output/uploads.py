@@ -98,6 +98,7 @@ class Uploads(ThreadGroup):
         upload(local_path, remote_path, self._stop)
         if self._verify:
             check_uploaded(local_path, remote_path, self._stop)
+        # The receipt comes after the check, so that it never stands for a file that arrived wrong.
         on_arrival()
         local_path.unlink()
 

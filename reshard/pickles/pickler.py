@@ -210,6 +210,7 @@ class Pickler:
         elif -1 << 31 <= value < 1 << 31:
             self.out += struct.pack("<ci", b"J", value)
         else:
+            # The sign takes a bit of its own, so eight bits of a value need a second byte.
             bits = (value if value >= 0 else ~value).bit_length()
             data = value.to_bytes(bits // 8 + 1, "little", signed=True)
             short = len(data) < 256
