@@ -84,6 +84,7 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
         unclear.refuse_one_of_many(location)
     if force and not registry.detects(force, location):
         raise UnrecognisedError(location, f"is not a {force} checkpoint", "leave out --from")
+    # A tag chooses inside a run, so a checkpoint directly at the path is not what is meant.
     name = force or (registry.detect(location) if hints.tag is None else None)
     if name and not force:
         unclear.refuse_beside_runs(location)

@@ -163,4 +163,5 @@ def random_files(location: Location) -> tuple[str, ...]:
         for name, path in location.files.items()
         if (match := _RANDOM.fullmatch(name)) and is_torch_file(path)
     }
+    # The position is the rank: after a gap, states would be taken for those of other ranks.
     return tuple(by_rank[rank] for rank in takewhile(by_rank.__contains__, count()))

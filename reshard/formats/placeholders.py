@@ -33,6 +33,7 @@ def warn(manifest: Manifest, *, is_filled: bool = False) -> Manifest:
     if not hollow:
         return manifest
     weights = {entry.fqn for entry in manifest.entries.values()}
+    # A single weight without elements may be a real one, even in a model of one weight.
     if 2 * len(hollow) > len(weights) and len(hollow) > 1 and not is_filled:
         raise _build_incomplete_error(manifest, hollow, len(weights))
     text = f"{_describe(hollow)}, unless the model has parameters without elements"

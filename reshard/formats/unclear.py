@@ -89,6 +89,7 @@ def refuse_beside_runs(location: Location) -> None:
     """
     if location.chosen or not registry.is_loose(location):
         return
+    # Trainers save the final model beside the folders of its checkpoints: that is not refused.
     files = [name for name in find_torch_files(location) if not _MODEL.fullmatch(name)]
     runs = [str(folder) for folder in location.folders.values() if files and _is_run(folder)]
     if runs:

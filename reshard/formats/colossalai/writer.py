@@ -108,6 +108,7 @@ def _split_into_shards(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[dict[
     """Yield the items in order, up to a shard's size; the names of one tensor stay together."""
     shard: dict[Any, Any] = {}
     size = 0
+    # Names share a storage only inside one file; apart, a tied tensor would be stored twice.
     for together in _group_aliases(items):
         nbytes = _count_bytes(next(iter(together.values())))
         if shard and size + nbytes > _SHARD_BYTES:

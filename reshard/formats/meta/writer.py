@@ -95,6 +95,7 @@ def _split(name: str, entry: Entry, table: Table) -> Split:
 
 def _slot(name: str, entry: Entry, dtype: DType, split: Split, ranks: int, rank: int) -> Slot:
     shape, pairs = list_blocks(name, entry.shape, split, ranks, rank)
+    # Meta's files have no fused tensors, so a rank's piece is a single block.
     ((box, _),) = pairs
     part = Part(entry.kind, entry.fqn, entry.shape, box)
     return Slot(Storage(dtype, box.volume, (part,)), shape)

@@ -135,6 +135,7 @@ def add_layout(state: WritableState, described: Described, pipeline: int) -> Wri
             f"leaves stage {empty} without a parameter, by the costs of blocks",
             "pass a smaller --pp",
         )
+    # Reversed, so that the first of two stages wins: that one saves a tied parameter.
     first = {fqn: stage for stage, fqns in reversed([*enumerate(held)]) for fqn in fqns}
     cuts = dict(_make_cuts(weights, first, described))
     known = Layout(cuts, tuple(_make_stages(state, held)), config, 0, ())
@@ -195,6 +196,7 @@ def _make_scheduler(hypers: Sequence[Mapping[str, Any]], step: int) -> dict[str,
         "_is_initial": False,
         "_get_lr_called_within_step": False,
         "_last_lr": [hyper["lr"] for hyper in hypers],
+        # ``LambdaLR.load_state_dict`` updates each lambda of the new run with its dict: no change.
         "lr_lambdas": [{} for _ in hypers],
     }
 

@@ -69,6 +69,8 @@ def stages(costs: Sequence[int], ranks: int) -> list[int]:
     >>> stages([0, 40, 40, 40, 0, 16], 2), stages([0, 40, 40, 40, 0, 500], 3)
     ([0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0])
     """
+    # The operations and their order are those of ``build_model``: a share that is rounded
+    # differently can move a block to another stage.
     shares = [float(sum(costs)) * ((rank + 1) / ranks) for rank in range(ranks)]
     assigned, stage = list[int](), 0
     for so_far in accumulate(costs):

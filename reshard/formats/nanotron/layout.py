@@ -114,6 +114,7 @@ def cut(fqn: str, shape: Index, stage: int, headers: Sequence[Mapping[str, str]]
         written = [derived.header(fqn, shape, ranks, rank) for rank in range(ranks)]
     except UsageError:
         return None
+    # Headers from which the same headers follow prove that the cut is understood.
     return derived if written == list(headers) else None
 
 

@@ -90,6 +90,7 @@ class _Run:
         """Return the entry that fills a weight, and its dtype in the output."""
         dtype = self._wanted.dtype if weight.dtype.family == "float" else None
         trained = self._state.manifest.entries.get((PARAM, weight.fqn))
+        # A stored working copy is written as it is; only another dtype is rounded from the master.
         if trained is None or dtype not in (None, trained.dtype):
             return weight.value, dtype or weight.dtype
         return trained, trained.dtype
@@ -187,6 +188,7 @@ class _Run:
         own: list[_Piece] = []
         for group in self._known.stages[stage].groups:
             pieces = (self._build_piece(fqn, rank, data) for fqn in group.fqns)
+            # If a parameter has fewer elements than there are data ranks, the last ones get none.
             mine = [piece for piece in pieces if piece.start < piece.stop]
             numbers = range(len(own), len(own) + len(mine))
             groups.append({**group.hyper, "params": [*numbers]})
