@@ -66,6 +66,7 @@ def _from_config(path: Path) -> nn.Module:
         )
     try:
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, **_OPTIONS)
+    # Each class of config refuses values with errors of its own, so no narrower class is possible.
     except Exception as error:
         problem = f"transformers {transformers.__version__} cannot read it: {_summarize(error)}"
         raise UsageError(file, problem, _REMEDY) from error
@@ -99,6 +100,7 @@ def _build_from(config: Any, source: Path | str) -> nn.Module:
                 if type(config) in auto._model_mapping:  # noqa: SLF001 - as from_config checks it
                     built = auto.from_config(config, **_OPTIONS)
                     return built
+    # Model code of transformers runs here, and can raise anything.
     except Exception as error:
         raise UsageError(
             source, f"constructing the model fails: {_summarize(error)}", _REMEDY
@@ -161,6 +163,7 @@ def _from_factory(spec: str) -> nn.Module:
         try:
             with _without_values():
                 built = factory()
+        # The user's own code runs here, and can raise anything.
         except Exception as error:
             raise UsageError(
                 option,

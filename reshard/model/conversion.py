@@ -152,6 +152,7 @@ class FormConversion:
         inverse = self.invert()
         for one, other in ((self, inverse), (inverse, self)):
             files = {fqn: SourceFile(fqn, prod(shape)) for fqn, shape in one.before.items()}
+            # Each tensor is a file of one byte per element, so that `check` counts every element.
             whole_tensors = (
                 Entry(fqn, PARAM, UINT8, shape, (_store_alone(fqn, shape),))
                 for fqn, shape in one.before.items()
@@ -216,6 +217,7 @@ class _RowFinder:
         )
         self._starts = [chunk.box.origin[0] for chunk in self._chunks]
         stops = (chunk.box.origin[0] + chunk.box.shape[0] for chunk in self._chunks)
+        # Ends are not sorted, but their running maximum is, and a bisection needs a sorted list.
         self._reaches = list(accumulate(stops, max))
 
     def find(self, start: int, stop: int) -> list[Chunk]:

@@ -102,6 +102,7 @@ def of_module(
     buffers: dict[str, Index] = {}
     tied: dict[str, str] = {}
     saved: dict[Any, str] = {}
+    # Under all of its names, because a file may have any name of a tied tensor.
     for path, module in root.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = _join(path, name)

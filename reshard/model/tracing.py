@@ -50,6 +50,7 @@ class Traced:
         """Return the tensor in another shape, of which one size can be -1."""
         sizes = tuple(shape)
         if -1 in sizes:
+            # The product includes the -1, so its negative is that of the known sizes.
             known = -prod(sizes) or 1
             sizes = tuple(prod(self.shape) // known if n == -1 else n for n in sizes)
         return self.view(Reshape(self.shape, sizes), sizes)
@@ -115,6 +116,7 @@ def _slice(
     first, last, _ = slice(start, stop).indices(size)
     if step == 1:
         return tensor.narrow(dim % len(tensor.shape), first, max(first, last))
+    # With a step that divides the dim the slice is one index of a folded dim; else it is no block.
     if size % step or last != size or first >= step:
         raise UnsupportedError("slice", f"takes every {step}th of {size} elements")
     dim %= len(tensor.shape)
@@ -224,6 +226,7 @@ def _tracer() -> Any:
         operation = _OPERATIONS.get(name)
         values = [_unwrap(value) for value in args]
         others = {key: value for key, value in kwargs.items() if key not in _WITHOUT_EFFECT}
+        # Other options, for example a dtype, would change values and not only their positions.
         if operation is None or others:
             raise UnsupportedError(f"aten.{name}", "is not a movement of whole elements")
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]

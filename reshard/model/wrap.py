@@ -66,6 +66,7 @@ def _parse_count(text: str) -> int:
         )
     whole, _, decimals = match[1].partition(".")
     factor = 10 ** int(match[2] or 0) * _FACTORS.get((match[3] or "").upper(), 1)
+    # In integers, because a float does not hold every count above 2**53.
     count: int = int(whole + decimals) * factor // 10 ** len(decimals)
     if count == 0:
         raise UsageError(
