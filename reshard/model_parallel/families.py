@@ -445,6 +445,7 @@ def _read_traits(
             layers=traits.layers or len(traits.get("hybrid_pattern") or "") or None,
             groups=traits.groups or heads,
             head_dim=traits.head_dim or (hidden // heads if hidden and heads else None),
+            # GPT-2's config has null for this width (``n_inner``) by default.
             ffn=traits.ffn or (4 * hidden if hidden else None),
         ),
         odd,

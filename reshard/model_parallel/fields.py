@@ -212,6 +212,7 @@ def normalize_name(value: Any) -> Any:
 
 
 def _parse_default(text: str) -> Any:
+    # Imported late, as in `rules`: commands that need no table start without it.
     import yaml  # type: ignore[import-untyped]
 
     return yaml.safe_load(text)

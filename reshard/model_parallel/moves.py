@@ -63,6 +63,7 @@ def _apply_move(chunk: Chunk, move: Move) -> Chunk | None:
 
 def align_copies(a: Sequence[Chunk], b: Sequence[Chunk]) -> tuple[Chunk, ...]:
     """Cut two copies of a tensor into the same boxes, because only equal boxes are replicas."""
+    # Dicts, because a set has no order and the chunks of a manifest must always have the same one.
     boxes = dict.fromkeys(chunk.box for chunk in a if chunk.box.volume)
     others = dict.fromkeys(chunk.box for chunk in b if chunk.box.volume)
     if boxes.keys() == others.keys():

@@ -92,6 +92,7 @@ class _Renaming:
         self.model = model
         numbers = {name: n for name in NUMBERS if (n := getattr(model, name)) is not None}
         self.spellings = Spellings(table, numbers, dialect)
+        # A dict as an ordered set: the tensors of every layer give the same notes.
         self.notes: dict[str, None] = {}
         self.repeated: set[str] = set()  # tensors of which the source has copies
         self.shapes = {e.fqn: e.shape for e in manifest.of_kind(*WEIGHT_KINDS)}

@@ -46,6 +46,7 @@ class Pattern:
             if added is None:
                 return None
             value: str | int = text if field == _WORD else int(text) - added
+            # A field that occurs twice, or that the model gives, has the same value everywhere.
             known = constants.get(field, values.get(field, value))
             if known != value or (isinstance(value, int) and value < 0):
                 return None
@@ -56,6 +57,7 @@ class Pattern:
     @property
     def group(self) -> str | None:
         """The `make_group_key` of every name that matches; None if they have different keys."""
+        # A word inside the name can be any text, so no single key covers the names.
         if f"{{{_WORD}}}" in self.text.rpartition(".")[0]:
             return None
         return make_group_key(_FIELD.sub("0", self.text))

@@ -337,10 +337,12 @@ def parse_document(text: str, source: str) -> Mapping[str, Any]:
     Raises:
         UsageError: the text is not YAML, or has no sections.
     """
+    # Imported late: commands that need no table start without it.
     import yaml  # type: ignore[import-untyped]
 
     try:
         root = yaml.safe_load(text)
+    # PyYAML calls itself for each level of nesting, so a deeply nested text exceeds Python's limit.
     except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(
             source, f"is not valid YAML: {str(error).splitlines()[0]}", FORM
