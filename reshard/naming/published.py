@@ -197,6 +197,7 @@ def _keep_written_names(manifest: Manifest, aliases: Mapping[str, str]) -> Manif
     names: dict[str, str] = {}
     for alias, written in aliases.items():
         if alias in stored and written not in stored and written not in names.values():
+            # Exchanged, because the manifest may have the written name as the tied one already.
             names |= {alias: written, written: alias}
     if not names:
         return manifest
