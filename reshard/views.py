@@ -85,6 +85,7 @@ class Reshape:
 
     def apply(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Yield the chunks as chunks of the reshaped tensor, cut where a box needs it."""
+        # `_group_dims` compares products of dims, which a dim of 0 makes equal too early.
         if not prod(self.before):
             return
         groups = _group_dims(self.before, self.after)

@@ -74,6 +74,7 @@ def collect_tensors(manifest: Manifest) -> dict[PairKey, Entry]:
     tensors.update(((WEIGHT, entry.fqn), entry) for entry in manifest.of_kind(MASTER))
     for alias, kept in manifest.tied.items():
         if (WEIGHT, kept) in tensors:
+            # An alias that is stored itself keeps its own value.
             tensors.setdefault((WEIGHT, alias), tensors[WEIGHT, kept])
     tensors.update(
         ((entry.kind, entry.fqn), entry)

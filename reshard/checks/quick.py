@@ -251,6 +251,7 @@ def check_slots(manifest: Manifest) -> Check:
     check = Check(names.SLOTS, f"{', '.join(slot_names)} of {counted(len(states), 'parameter')}")
     for members in _group_by_settings(manifest, list(states)):
         slots = {fqn: _classify_slots(states[fqn], shapes.get(fqn)) for fqn in members}
+        # Reversed, so that of parameters with the same slots the first one is named.
         first = {kinds: fqn for fqn, kinds in reversed(slots.items())}
         for fqn, (every, full) in slots.items():
             more = [kinds for kinds in first if every < kinds[0] and full < kinds[1]]

@@ -225,6 +225,7 @@ def _may_be_equal(before: Tag, now: Tag, trained: Sequence[Movement]) -> bool:
     """Return whether two equal states are sound: no update between them, or no learning rate."""
     if before.updates is not None and before.updates == now.updates:
         return True  # `steps` judges whether that is sound
+    # A learning rate of 0 keeps the weights, but not the moments of an optimizer.
     rates = [tag.find_rate(each.fqn) for tag in (before, now) for each in trained]
     return not now.slots and bool(rates) and not any(rate is None or rate for rate in rates)
 

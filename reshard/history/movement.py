@@ -249,6 +249,8 @@ class _Series:
         copies = list(planner.plan_run(start, stop, dtype, 0))
         self._reader.fill(copies, values.data.cast("B"))
         self._found.bytes_read += len(values) * entry.dtype.itemsize
+        # A strided copy fills elements between those of others: they are
+        # counted for no single file.
         pieces = [
             (slice(copy.target_offset // size, copy.target_offset // size + copy.numel), copy.file)
             for copy in copies

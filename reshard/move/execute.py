@@ -62,6 +62,7 @@ def execute(
         team.barrier()  # no rank may open a file that does not exist yet
         batches = share.of(_skip_done(plan, before, files) if done else plan.batches())
         seen = builder.fill(interleave_files(batches, options.workers), keep)
+        # Batches enter the digest as they are drawn, so it is complete only now.
         share.check()
         outcome = merge_across_ranks(team, seen)
         outcome.add(before)  # after the merge: all ranks have the same `before`

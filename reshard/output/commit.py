@@ -114,6 +114,8 @@ def claim_output(
         ExistsError: another process is writing there, or the destination exists already.
     """
     partial = _open_partial(destination)
+    # An interrupt is raised between two pieces of work only, so never
+    # between two steps of a commit.
     with signals.checked():
         if not team.first:
             with _join_output(partial, team, resume=resume):
