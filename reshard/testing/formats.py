@@ -166,6 +166,7 @@ def _check_damage(
 ) -> Iterator[str]:
     """Yield damage that is answered with anything but an error of reshard, or an equal manifest."""
     sound = _summarize(_read(candidate, example.path))
+    # Sorted, so that a seed gives the same damage on every file system.
     files = [example.path] if example.path.is_file() else sorted(_list_files(example.path))
     copy = folder / "damaged" / example.path.name
     for file in files:

@@ -179,6 +179,7 @@ class LatentCore(DotProductAttention):
 
 def load(model: GPTModel, place: Path) -> Any:
     """Load this rank's file, strictly, into the model and a new optimizer, which is returned."""
+    # torch's AdamW, whatever is installed: the proof writes its form (``adam: torch``).
     mcore_optimizer.USING_PYTORCH_OPTIMIZER = True
     mcore_optimizer.Adam = torch.optim.AdamW
     distrib_optimizer.HAVE_APEX_OR_TE = False
@@ -270,6 +271,7 @@ def compute_logits(model: GPTModel, tokens: torch.Tensor) -> list[torch.Tensor]:
         forward_only=True,
         collect_non_loss_data=True,
     )
+    # GPTModel calls the output layer for the MTP layers first, and for the model itself last.
     found = computed[-1:] + computed[:-1]
     return [gather_from_tensor_model_parallel_region(logits).float() for logits in found]
 

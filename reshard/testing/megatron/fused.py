@@ -28,6 +28,7 @@ class NormThenLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **told: Any) -> None:
         super().__init__(input_size, output_size, config=config, **told)
         norm = getattr(torch.nn, config.normalization)(input_size, eps=config.layernorm_epsilon)
+        # Transformer Engine registers the norm's parameters first, and optimizers number them so.
         own, self._parameters = self._parameters, {}
         for name, param in norm.named_parameters():
             param.sequence_parallel = config.sequence_parallel

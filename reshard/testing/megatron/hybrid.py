@@ -100,6 +100,7 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
     from reshard.testing.megatron.fused import Core, FusedSpecProvider, NormThenLinear
 
     mamba_block.TENorm = WrappedTorchNorm
+    # That path calls ``mamba_split_conv1d_scan_combined``, which has no stand-in.
     config.use_mamba_mem_eff_path = False
     attention = SelfAttentionSubmodules(
         linear_qkv=NormThenLinear, core_attention=Core, linear_proj=RowParallelLinear
@@ -144,6 +145,7 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
             module=MoETransformerLayer,
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=WrappedTorchNorm,
+                # The number of experts only must not be None (``mamba_layer_specs.py``).
                 mlp=get_moe_module_spec_for_backend(
                     FusedSpecProvider(), num_experts=8, moe_grouped_gemm=True
                 ),

@@ -122,6 +122,7 @@ def _count_layers(values: dict[str, Any]) -> int:
     """Return the number of layers: an even one that has a whole period of what differs by layer."""
     periods = [_find_period(list(values[key])) for key in _LAYERWISE if values.get(key)]
     most = max([_LAYERS, *(each for each in periods if each <= _MOST_LAYERS)])
+    # Even, because two pipeline stages share the layers.
     return most + most % 2
 
 

@@ -224,6 +224,7 @@ def _begin(proof: Proof, dense: Grids, sparse: Grids) -> Proof:
     for ranks in sparse if _has_experts(tiny) else dense:
         try:
             told: dict[str, Any] = {"transformer_impl": proof.impl}
+            # transformers' own class lacks MTP layers: a model that it builds would not fit.
             told |= {} if proof.sources.mtp else {"model": str(proof.sources.model)}
             _convert(proof, proof.sources.run, proof.locate_run(ranks), ranks, **told)
         except ReshardError as error:

@@ -69,6 +69,7 @@ def _run_worker(jobs: Sequence[Job], place: Path) -> str:
     told, log = place / "jobs.json", place / LOG
     told.write_text(json.dumps([asdict(job) for job in jobs]))
     with log.open("w") as output:
+        # A session of its own, so that `os.killpg` ends the ranks that the worker forked as well.
         worker = subprocess.Popen(
             [sys.executable, "-m", "reshard.testing.megatron.worker", str(told)],
             env=_make_environment(),
