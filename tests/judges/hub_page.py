@@ -14,23 +14,23 @@ from tests.judges.hub_proof import AS_TRANSFORMERS, FRAMEWORKS, SAME
 HEAD = """# Names of transformers models
 
 This page is for users of transformers who want to know whether `reshard` converts the names of
-their model. In memory, transformers 5 gives many models other parameter names and shapes than in their
-published files: it stacks experts, joins projections and changes prefixes. Training frameworks save
-the form in memory. `reshard merge` to a directory writes the published form. All commands read
-both.
+their model. In memory, transformers 5 gives many models other parameter names and shapes than in
+their published files: it stacks experts, joins projections and changes prefixes. Training
+frameworks save the form in memory. `reshard merge` to a directory writes the published form. All
+commands read both.
 
 The tables below have the test results of every model type. `python -m tests.judged.hub_names OUT
 --page docs/hub-names.md` creates them. For each type it builds a tiny random model on CPU, in the
 default configuration with fewer layers, heads, experts and a smaller vocabulary. Then it
 
 1. trains the model for two steps with AdamW under **FSDP 2** (2 ranks, DCP checkpoint) and
-   **ZeRO-3** (DeepSpeed, 2 ranks). The loss is computed from the model's output. If a model needs inputs that
-   the test cannot create, the loss is the sum of the squares of all parameters, each added in the
-   forward call of its own module;
-2. merges each checkpoint to a directory and compares it with the output of `save_pretrained`: every
-   name, dtype, shape and byte (column *merge*);
-3. loads the directory with `from_pretrained`: no missing or unexpected key, every weight in memory
-   bitwise equal, and equal outputs if the model runs (column *load*);
+   **ZeRO-3** (DeepSpeed, 2 ranks). The loss is computed from the model's output. If a model needs
+   inputs that the test cannot create, the loss is the sum of the squares of all parameters, each
+   added in the forward call of its own module;
+2. merges each checkpoint to a directory and compares it with the output of `save_pretrained`:
+   every name, dtype, shape and byte (column *merge*);
+3. loads the directory with `from_pretrained`: no missing or unexpected key, every weight in
+   memory bitwise equal, and equal outputs if the model runs (column *load*);
 4. converts the output of `save_pretrained` to DCP with a new Adam (`--to dcp --init-optimizer
    zeros`), and loads it into a live model that was initialized with other values: every weight
    bitwise equal, every moment zero (column *back*).
