@@ -40,6 +40,7 @@ def may_be_converted(config: Mapping[str, Any]) -> bool:
     if not keys:
         return False
     named = {*_list_model_types(config), *_list_classes(config)}
+    # A source that is not found leaves a doubt, so the answer is yes.
     return bool(named & keys) or any(
         words is None or not words.isdisjoint(keys) for words in _read_models(config)
     )
@@ -83,6 +84,7 @@ def _read_mapping_keys() -> frozenset[str]:
     if path is None or not path.is_file():
         return frozenset()
     keys: set[str] = set()
+    # The mapping is a dict literal, to which later statements assign further keys.
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Dict):
             keys |= set(_list_texts(node.keys))

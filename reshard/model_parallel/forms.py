@@ -142,6 +142,7 @@ def _make_gate_up(rows: int, model: Architecture) -> Form:
 def _make_gate_up_rows(rows: int, model: Architecture) -> Form:
     """Return the form of `_make_gate_up` whose one part has a row of the gate, one of up, ..."""
     half = _make_gate_up(rows, model).parts[0]
+    # Two neighbouring rows of the part, gate and up, are half the tensor apart.
     return Form((rows,), tuple(RowRun(0, 2 * row, row, 2, half) for row in range(half)))
 
 
@@ -259,6 +260,7 @@ def _make_rope(rows: int, model: Architecture) -> Form:
     if rows % size or size % 2:
         raise UsageError(model.source, f"{rows} rows cannot be heads of {size}")
     half = size // 2
+    # Each half of Hugging Face's rows takes every other row of Meta's.
     runs = (
         RowRun(0, head * size + odd * half, head * size + odd, half, 2)
         for head in range(rows // size)

@@ -262,6 +262,7 @@ class _FromHf(_Renaming):
     def __init__(self, manifest: Manifest, table: Table, model: Architecture) -> None:
         super().__init__(manifest, table, model)
         self._parts: dict[str, Part] = {}
+        # Before any entry is converted: a copy has no name of its own on the table's side.
         self.manifest = self._merge_copies(manifest)
 
     def _merge_copies(self, manifest: Manifest) -> Manifest:
