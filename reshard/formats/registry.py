@@ -85,6 +85,7 @@ def _load_extensions() -> tuple[Format, ...]:
 
 def _names_group(folder: str) -> bool:
     """Return whether a package in a folder of ``sys.path`` declares entry points of the group."""
+    # An empty entry of ``sys.path`` stands for the working directory.
     declared = as_path(folder or ".").glob("*-info/entry_points.txt")
     return any(ENTRY_POINTS.encode() in path.read_bytes() for path in declared)
 

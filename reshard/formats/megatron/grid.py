@@ -141,6 +141,7 @@ def _tie_embeddings(manifest: Manifest, args: Arguments) -> Manifest:
     for entry in manifest.entries.values():
         if entry.fqn in tied:
             continue
+        # The copy on the last stage has moments too, so each kind of entry is joined.
         copies = [
             manifest.entries[entry.kind, alias]
             for alias, kept in tied.items()

@@ -215,6 +215,7 @@ def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterato
     dense, expert = map(
         _read_seed, map(trackers.get, ("model-parallel-rng", "expert-parallel-rng"))
     )
+    # A difference that is no rank's number shows seeds that were made in another way: no claim.
     if base is not None and dense is not None and 0 <= (tp := dense - base - 2718) < args.tp:
         yield Claim("tensor-parallel rank", str(tp), _SEED, str(rank.tp))
     if base is not None and expert is not None and expert >= base + 1024:

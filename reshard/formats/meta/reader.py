@@ -165,6 +165,7 @@ def traits(manifest: Manifest) -> Traits:
     params: Mapping[str, Any] = manifest.train.config
     heads, hidden = params.get("n_heads"), params.get("dim")
     gate = manifest.entries.get((PARAM, _GATE))
+    # Llama 1 and 2 state none: theirs is the default of ``precompute_freqs_cis``.
     theta = float(params.get("rope_theta") or 10000.0)
     odd = (
         "rotations scaled by a factor that it does not state (use_scaled_rope): Llama 3.1 has 8,"

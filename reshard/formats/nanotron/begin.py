@@ -160,6 +160,7 @@ def _make_cuts(
 ) -> Iterator[tuple[str, Cut]]:
     """Yield how tensor-parallel ranks share each parameter; a whole one is left out."""
     for weight in weights:
+        # Both families, Llama and Qwen2, have gated linear units.
         split = described.table.require(weight.fqn, {}).rule.split(gated=True)
         if split.dim is not None:
             parts = _find_parts(weight, described.architecture)

@@ -126,6 +126,7 @@ def _find_part(file: TorchFile, rank: RankFile, part_table: PartTable, fqn: str)
             "copy the weights here",
         )
     tp, exp = rank.rank("tp"), rank.rank("exp")
+    # A parameter that has a single file is whole on every rank.
     whole = next(iter(parts.values())) if len(parts) == 1 else None
     # Only the files of experts name an expert rank; all others count as rank 0.
     part = whole or parts.get((tp, exp)) or parts.get((tp, 0))

@@ -131,6 +131,7 @@ def _parse_box(path: str, text: str, shape: Index) -> Box:
         start, stop, step = (None if n == "None" else int(n) for n in part.split(","))
         if step not in (None, 1):
             raise UnsupportedError(path, f"its slices have a step of {step}")
+        # `indices` clips bounds that lie outside and shifts negative ones: both are refused below.
         low, high, _ = slice(start, stop).indices(size)
         if (start or 0) != low or (size if stop is None else stop) != high or low > high:
             raise ValueError(f"{part!r} is not a slice of {size} elements")

@@ -179,6 +179,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
             f"does not state {', '.join(missing)}, which Megatron compares as it loads",
             "pass the model's config: --model config.json|DIR",
         )
+    # A few tensors may be fp32 in a run of 16 bits, so the most common dtype is the run's.
     precision = wanted.dtype or find_most_common_dtype(w for w in state.weights if w.is_float)
     param_groups = groups.make_groups(
         state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam

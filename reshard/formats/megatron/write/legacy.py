@@ -160,6 +160,7 @@ class _Rank:
             if self._choice.wanted.dialect == "te" and _INPUT.search(module) and not is_listed:
                 module_state[_INPUT.sub(".core_attention._extra_state", module)] = None
         end(last, expert=of_expert)
+        # What is left belongs to modules without parameters, such as the core of attention.
         module_state.update(own)
         return module_state
 
@@ -217,6 +218,7 @@ class _Rank:
         buffers = [self._buffers(own) if own else None for own in members]
         if not buffers[1]:
             return buffers[0]
+        # Of the ranks with the same dense layers the first saves their buffers.
         return [buffers[0] if self._rank.is_first else None, buffers[1]]
 
     def _buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
