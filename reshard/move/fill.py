@@ -97,7 +97,6 @@ class Filler:
         self._read_bytes = read_bytes
         self._needs_checksum = needs_checksum
         self._last: tuple[str, int, int, int] | None = None  # file, byte offset, nbytes, crc
-        self._inner = _InnerFiles(self._read)
         self._buffer = bytearray()
         self._shared_buffer = bytearray()
         self._expected: Sequence[tuple[str, int, int]] = ()
@@ -227,9 +226,9 @@ class Filler:
     def _read(self, file: str, offset: int, into: memoryview) -> None:
         """Read a range and compute its checksum, which continues that of an adjacent range."""
         if isinstance(file, Derived):
-            # What the computation reads comes back here by way of
-            # `_inner`, under the names of real files.
-            file.computation.read_into(self._inner, offset, into)
+            # What the computation reads comes back here under the names of real files. If this
+            # object kept these files, which refer to it, its buffers would wait for gc.
+            file.computation.read_into(_InnerFiles(self._read), offset, into)
             return
         self._pool.read_into(file, offset, into)
         if not self._needs_checksum(file):

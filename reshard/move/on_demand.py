@@ -135,13 +135,14 @@ class OnDemandFiles:
         Raises:
             CorruptError: a record does not match its stored checksum.
         """
-        for path in self._reads.files:
-            for record in self._sources[path].records:
-                span = path, record.byte_offset, record.nbytes
-                if record.crc32 is None or span in self._checked or not self._reads.covers(*span):
-                    continue
-                check_record(self._pool, path, record, self._reads)
-                self._checked.add(span)
+        with self._lock:  # other threads add what they read
+            for path in self._reads.files:
+                for record in self._sources[path].records:
+                    span = path, record.byte_offset, record.nbytes
+                    is_due = record.crc32 is not None and span not in self._checked
+                    if is_due and self._reads.covers(*span):
+                        check_record(self._pool, path, record, self._reads)
+                        self._checked.add(span)
 
     def check(self) -> None:
         """Check what was read so far: stored checksums, and casts.
@@ -158,7 +159,9 @@ class OnDemandFiles:
         Raises:
             DifferentError: names the tensor that has most of them.
         """
-        for fqn, count in self.overflowed.most_common(1):
+        with self._lock:
+            worst = self.overflowed.most_common(1)
+        for fqn, count in worst:
             problem = (
                 f"{counted(count, 'finite value')} would become infinite in the target's dtype"
             )

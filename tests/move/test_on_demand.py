@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
 from reshard.live.files import log_report, open_live_files, read_options
+from reshard.move.fill import Filler
 from reshard.move.on_demand import OnDemandFiles
 from reshard.planning.planner import Plan
 from tests.support.random_checkpoints import contents, run, scene, sharded_target, whole_target
@@ -115,3 +117,8 @@ def test_a_name_that_is_no_file(saved):
         pytest.raises(IncompleteError, match="not a file of this checkpoint"),
     ):
         live.files.open("nothing.pt")
+
+
+def test_buffers_are_freed_without_garbage_collection():
+    filler = weakref.ref(Filler(SourceFiles(), needs_checksum=lambda _path: False))
+    assert filler() is None  # nothing that it made refers back to it
