@@ -42,9 +42,10 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.resume_check.options import ResumeCheckOptions as ResumeCheckOptions
     from reshard.commands.resume_check.report import ResumeReport as ResumeReport
     from reshard.commands.serve import ServeOptions as ServeOptions
-    from reshard.commands.serve import open_files as open_files
     from reshard.commands.split.options import SplitOptions as SplitOptions
     from reshard.commands.split.report import SplitReport as SplitReport
+    from reshard.commands.unwritten_files import FilesOptions as FilesOptions
+    from reshard.commands.unwritten_files import open_files as open_files
     from reshard.commands.verify.options import VerifyOptions as VerifyOptions
     from reshard.commands.verify.report import VerifyReport as VerifyReport
     from reshard.hooks import stamp as stamp
@@ -58,6 +59,7 @@ _HOMES = {
     "Checkpoint": "reshard.tensors",
     "DiffOptions": "reshard.commands.diff",
     "DiffReport": "reshard.commands.diff",
+    "FilesOptions": "reshard.commands.unwritten_files",
     "InspectOptions": "reshard.commands.inspect",
     "Inspection": "reshard.commands.inspect",
     "LazyTensor": "reshard.tensors",
@@ -77,7 +79,7 @@ _HOMES = {
     "inspect": "reshard.api",
     "merge": "reshard.api",
     "open": "reshard.api",
-    "open_files": "reshard.commands.serve",
+    "open_files": "reshard.commands.unwritten_files",
     "plan": "reshard.api",
     "resume_check": "reshard.api",
     "split": "reshard.api",
@@ -91,6 +93,7 @@ __all__ = [
     "Checkpoint",
     "DiffOptions",
     "DiffReport",
+    "FilesOptions",
     "InspectOptions",
     "Inspection",
     "LazyTensor",

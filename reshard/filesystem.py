@@ -18,7 +18,7 @@ from typing import Any
 
 import fsspec
 
-from reshard.commands.serve import ServeOptions, open_files
+from reshard.commands.unwritten_files import FilesOptions, open_files
 from reshard.errors import UsageError
 
 __all__ = ["CheckpointFileSystem"]
@@ -58,7 +58,7 @@ class CheckpointFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc] # i
         is_local = target_protocol in (None, "file", "local")
         source = fo if is_local or "://" in fo else f"{target_protocol}://{fo}"
         self._stack = ExitStack()
-        self._files = self._stack.enter_context(open_files(source, ServeOptions(**options)))
+        self._files = self._stack.enter_context(open_files(source, FilesOptions(**options)))
 
     def close(self) -> None:
         """Close the files of the checkpoint."""

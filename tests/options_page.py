@@ -24,6 +24,7 @@ _COMMANDS = (
     *("inspect", "merge", "average", "split", "convert", "diff", "verify", "resume-check"),
     "plan",
     "serve",
+    "mount",
 )
 
 

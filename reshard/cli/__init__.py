@@ -25,7 +25,12 @@ __all__ = ["cli", "main"]
 
 _LACKING = "out of memory; pass a smaller --max-memory or fewer --workers"
 # Libraries that only some commands need -> the extra of the package that installs them.
-_EXTRAS = {"torch": "torch", "transformers": "transformers", "fsspec": "remote"}
+_EXTRAS = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "fsspec": "remote",
+    "mfusepy": "mount",
+}
 # New objects per garbage collection; the default of 700 costs a tenth of the start.
 _NEW_OBJECTS = 50_000
 

@@ -286,6 +286,29 @@ def serve(sources: tuple[Path, ...], **values: Any) -> None:
     run(sources, take_options(ServeOptions, values), say)
 
 
+@cli.command(
+    declared="FilesOptions",
+    examples=[
+        ("reshard mount run/ model/", "a Hugging Face directory"),
+        ("reshard mount run/ dcp/ --to dcp", "for torch.distributed.checkpoint"),
+    ],
+)
+@_sources
+@click.argument("directory", type=PATH)
+@_verbose
+def mount(sources: tuple[Path, ...], directory: Path, **values: Any) -> None:
+    """Show the files of SOURCE in DIRECTORY, without writing them.
+
+    By default they are those of a merge to a directory in Hugging Face format. Nothing is written:
+    every byte is computed when a program reads it. DIRECTORY must be empty. Runs until Ctrl-C, or
+    until DIRECTORY is unmounted.
+    """
+    from reshard.commands.mount import mount as run
+    from reshard.commands.unwritten_files import FilesOptions
+
+    run(sources, directory, take_options(FilesOptions, values), say)
+
+
 @cli.command(examples=[("reshard demo --keep files/", "and look at the files afterwards")])
 @click.option("--keep", type=PATH, metavar="DIR", help="Keep all files in DIR.")
 @_verbose

@@ -1,6 +1,7 @@
 """One module or folder for each command, which the command line and the Python API call.
 
-inspect, merge, average, split, diff, verify, resume_check, plan, serve, demo
+inspect, merge, average, split, diff, verify, resume_check, plan, serve, mount,
+demo
             the commands; split is convert too
 options, output_options
             options that several commands share
@@ -10,7 +11,8 @@ output, output_report
 forecast    memory, disk and time of a dry run
 existing_output
             comparison of a planned output with files that are there already
-unwritten   planning of an output whose files are read without being written
+unwritten, unwritten_files
+            planning of an output whose files are read without being written, and opening them
 passes      passes over a conversion that merge and split share
 balance     counts of the values that were read
 lines, page

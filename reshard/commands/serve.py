@@ -13,31 +13,19 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from reshard import formats
-from reshard.commands.merge.options import MergeOptions
-from reshard.commands.output import Job
-from reshard.commands.output_options import ValueOptions
-from reshard.commands.split.options import SplitOptions
-from reshard.commands.unwritten import plan_unwritten
+from reshard.commands.unwritten_files import FilesOptions, open_files
 from reshard.errors import ReshardError, UsageError
-from reshard.files import SourceFiles
-from reshard.formats import registry
-from reshard.manifest import Manifest
 from reshard.move.on_demand import OnDemandFiles
 from reshard.options import option
-from reshard.paths import as_path
 
-MODEL = "huggingface"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BLOCK_BYTES = 4 << 20
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
@@ -46,21 +34,9 @@ _MODEL_INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/[^/]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(ValueOptions):
+class ServeOptions(FilesOptions):
     """The options of ``serve``."""
 
-    to: str = option(
-        MODEL,
-        "Layout to serve: huggingface, as merge writes it, or a layout of split.",
-        group="Target",
-        choices=(MODEL, *registry.list_built_in_writers()),
-    )
-    world_size: int | None = option(
-        None, "Number of ranks of a layout of split.", group="Target", minimum=1, unset="as saved"
-    )
-    dtype: str | None = option(
-        None, "Dtype of the weights: bf16, fp16 or fp32.", group="Target", unset="as merge or split"
-    )
     host: str = option("127.0.0.1", "Address to listen on.", group="Server")
     port: int = option(8000, "Port; 0 takes a free one.", group="Server", minimum=0, maximum=65535)
     token: str | None = option(
@@ -69,46 +45,6 @@ class ServeOptions(ValueOptions):
         group="Server",
         unset="none on this machine, else a new one, which is printed",
     )
-
-
-@contextmanager
-def open_files(
-    source: formats.Paths, options: ServeOptions | None = None
-) -> Iterator[OnDemandFiles]:
-    """Open the files that `merge` or `split` would write; nothing is written.
-
-    Args:
-        source: a path as for `reshard.open`.
-
-    Raises:
-        ReshardError: the source cannot be read, trusted or written so.
-    """
-    options = options or ServeOptions()
-    job = plan_unwritten(source, options, partial(_plan, options=options))
-    workers, _ = options.budget()
-    with SourceFiles() as pool:
-        yield OnDemandFiles(job.plan, job.manifest.files, pool, workers=workers)
-
-
-def _plan(manifest: Manifest, source: Path, options: ServeOptions) -> Job[Any]:
-    inherited = {
-        name: getattr(options, name)
-        for name in ValueOptions.__dataclass_fields__
-        if name not in ("html", "overwrite")
-    }
-    if options.to == MODEL:
-        from reshard.commands.merge.command import plan_merge
-
-        if options.world_size is not None:
-            raise UsageError("--world-size", "changes nothing of a model's files", "leave it out")
-        chosen = MergeOptions(**inherited, dtype=options.dtype)
-        return plan_merge(manifest, source, as_path("served"), chosen)
-    from reshard.commands.split.command import plan_split
-
-    split = SplitOptions(
-        **inherited, dtype=options.dtype, to=options.to, world_size=options.world_size
-    )
-    return plan_split(manifest, as_path("served"), split)
 
 
 def serve(
@@ -264,7 +200,8 @@ class _Handler(BaseHTTPRequestHandler):
                     files.check()  # before the last block: a range with an error is never complete
                 self.wfile.write(data)
         except ReshardError as error:
-            self.server.say(str(error))
+            for line in error.lines:
+                self.server.say(line)
             self.close_connection = True
         except ConnectionError:  # the client has gone
             self.close_connection = True

@@ -31,6 +31,10 @@ SPLIT_OPTIONS = {
     *("--mesh", "--tp-plan"),
     *("--init-optimizer", "--param-groups", "--rng"),
 }
+FILES_OPTIONS = (SOURCE_OPTIONS - {"--json"}) | {
+    *("--to", "--world-size", "--dtype", "--on-overflow", "--trust", "--replicas"),
+    *("--allow-pickle", "--workers", "--max-memory"),
+}
 OPTIONS = {
     "inspect": SOURCE_OPTIONS | {"--tensors", "--html", "--overwrite"},
     "merge": SOURCE_OPTIONS
@@ -48,6 +52,8 @@ OPTIONS = {
         *("--html", "--overwrite"),
     },
     "demo": {"--keep", "-v", "--verbose"},
+    "serve": FILES_OPTIONS | {"--host", "--port", "--token"},
+    "mount": FILES_OPTIONS,
     "split": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
     "convert": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
     "diff": SOURCE_OPTIONS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -148,3 +149,20 @@ def test_a_client_that_is_killed_does_not_disturb_two_others(run, merged):
             answers = pool.map(lambda _: ask(address, "/model.safetensors"), range(2))
             assert list(answers) == [(200, wanted)] * 2
         assert said == []
+
+
+def test_a_server_that_is_killed_leaves_no_complete_response(tmp_path):
+    run = tmp_path / "run.safetensors"  # larger than what the kernel takes of an answer
+    safetensors.torch.save_file({"weight": torch.arange(16 << 20, dtype=torch.int32)}, run)
+    command = [sys.executable, "-m", "reshard", "serve", str(run), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        host, port = re.search(r"http://(.+):(\d+)/", server.stderr.readline()).groups()
+        with closing(HTTPConnection(host, int(port), timeout=20)) as client:
+            client.request("GET", "/model.safetensors")
+            with client.getresponse() as answer:
+                assert int(answer.headers["Content-Length"]) > 64 << 20
+                answer.read(100)
+                server.kill()
+                server.wait()
+                with pytest.raises((IncompleteRead, ConnectionResetError)):
+                    answer.read()

@@ -1,0 +1,87 @@
+"""The files that `merge` or `split` would write, opened without being written.
+
+`serve`, `mount` and the file system of fsspec show them to other programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reshard import formats
+from reshard.commands.merge.options import MergeOptions
+from reshard.commands.output import Job
+from reshard.commands.output_options import ValueOptions
+from reshard.commands.split.options import SplitOptions
+from reshard.commands.unwritten import plan_unwritten
+from reshard.errors import UsageError
+from reshard.files import SourceFiles
+from reshard.formats import registry
+from reshard.manifest import Manifest
+from reshard.move.on_demand import OnDemandFiles
+from reshard.options import option
+from reshard.paths import as_path
+
+MODEL = "huggingface"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesOptions(ValueOptions):
+    """The options that determine files which are read without being written."""
+
+    to: str = option(
+        MODEL,
+        "Layout of the files: huggingface, as merge writes it, or a layout of split.",
+        group="Target",
+        choices=(MODEL, *registry.list_built_in_writers()),
+    )
+    world_size: int | None = option(
+        None, "Number of ranks of a layout of split.", group="Target", minimum=1, unset="as saved"
+    )
+    dtype: str | None = option(
+        None, "Dtype of the weights: bf16, fp16 or fp32.", group="Target", unset="as merge or split"
+    )
+
+
+@contextmanager
+def open_files(
+    source: formats.Paths, options: FilesOptions | None = None
+) -> Iterator[OnDemandFiles]:
+    """Open the files that `merge` or `split` would write; nothing is written.
+
+    Args:
+        source: a path as for `reshard.open`.
+
+    Raises:
+        ReshardError: the source cannot be read, trusted or written so.
+    """
+    options = options or FilesOptions()
+    job = plan_unwritten(source, options, partial(_plan, options=options))
+    workers, _ = options.budget()
+    with SourceFiles() as pool:
+        yield OnDemandFiles(job.plan, job.manifest.files, pool, workers=workers)
+
+
+def _plan(manifest: Manifest, source: Path, options: FilesOptions) -> Job[Any]:
+    inherited = {
+        name: getattr(options, name)
+        for name in ValueOptions.__dataclass_fields__
+        if name not in ("html", "overwrite")
+    }
+    if options.to == MODEL:
+        from reshard.commands.merge.command import plan_merge
+
+        if options.world_size is not None:
+            raise UsageError("--world-size", "changes nothing of a model's files", "leave it out")
+        chosen = MergeOptions(**inherited, dtype=options.dtype)
+        return plan_merge(manifest, source, as_path("unwritten"), chosen)
+    from reshard.commands.split.command import plan_split
+
+    split = SplitOptions(
+        **inherited, dtype=options.dtype, to=options.to, world_size=options.world_size
+    )
+    return plan_split(manifest, as_path("unwritten"), split)

@@ -1,0 +1,283 @@
+"""`reshard mount`: a run of real DeepSpeed as a directory that other programs read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import reshard
+from reshard.commands.mount import Blocks, check_directory
+from reshard.errors import UsageError
+from tests.support.programs import run_python, run_reshard
+from tests.support.sample_tensors import same
+
+RUN = Path(__file__).parents[2] / "examples" / "llama-zero3-4ranks"
+WEIGHTS = "model.safetensors"
+READS_SLOWLY = """
+import sys, time
+with open(sys.argv[1], "rb", buffering=0) as file:
+    file.read(100)
+    print("reading", flush=True)
+    while True:
+        file.seek(0)
+        file.read()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def can_mount():
+    """Skip without libfuse, the device, or the right to mount (as in most containers)."""
+    pytest.importorskip("mfusepy", exc_type=(ImportError, OSError))
+    try:
+        os.close(os.open("/dev/fuse", os.O_RDWR))
+    except OSError as error:
+        pytest.skip(f"/dev/fuse cannot be used: {error.strerror}")
+
+
+@pytest.fixture
+def place(tmp_path):
+    """An empty directory, which is unmounted in the end whatever happens."""
+    directory = tmp_path / "mounted"
+    directory.mkdir()
+    yield directory
+    subprocess.run(["umount", "-l", directory], capture_output=True, check=False)
+
+
+@pytest.fixture
+def merged(tmp_path):
+    reshard.merge(RUN, tmp_path / "merged")
+    return tmp_path / "merged"
+
+
+@pytest.fixture
+def mounted(place):
+    """Source and options -> the process of the command once the files are there."""
+    with contextlib.ExitStack() as stack:
+
+        def start(source, *words, **options):
+            command = [sys.executable, "-m", "reshard", "mount", *map(str, (source, place, *words))]
+            program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+            stack.callback(program.stderr.close)
+            stack.callback(program.wait, 30)
+            stack.callback(program.kill)
+            lines = []
+            while not lines or not lines[-1].startswith("mounted "):  # libfuse may warn before
+                lines.append(program.stderr.readline())
+                assert lines[-1], lines
+            return program
+
+        yield start
+
+
+def digest(directory):
+    """Name -> bytes of each file."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def is_mounted(place):
+    return str(place) in Path("/proc/mounts").read_text()
+
+
+def test_transformers_and_safetensors_load_the_bits_of_merge(mounted, merged, place):
+    from transformers import AutoModelForCausalLM
+
+    mounted(RUN)
+    assert digest(place) == digest(merged)
+    got = AutoModelForCausalLM.from_pretrained(place, dtype="auto").state_dict()
+    wanted = AutoModelForCausalLM.from_pretrained(merged, dtype="auto").state_dict()
+    assert wanted
+    assert all(same(got[fqn], value) for fqn, value in wanted.items())
+    with (
+        safetensors.safe_open(place / WEIGHTS, "pt") as one,
+        safetensors.safe_open(merged / WEIGHTS, "pt") as other,
+    ):
+        assert set(one.keys()) == set(other.keys())
+        assert all(same(one.get_tensor(fqn), other.get_tensor(fqn)) for fqn in set(other.keys()))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_a_dcp_checkpoint(mounted, place, tmp_path):
+    reshard.split(RUN, tmp_path / "dcp", to="dcp", world_size=2)
+    mounted(RUN, "--to", "dcp", "--world-size", 2)
+    assert digest(place) == digest(tmp_path / "dcp")
+    shapes = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    tensors = {
+        fqn: each
+        for fqn, each in shapes.items()
+        if isinstance(each, dcp.metadata.TensorStorageMetadata)
+    }
+    got, wanted = (
+        {fqn: torch.zeros(each.size, dtype=each.properties.dtype) for fqn, each in tensors.items()}
+        for _ in range(2)
+    )
+    dcp.load(got, storage_reader=dcp.FileSystemReader(place), no_dist=True)
+    dcp.load(wanted, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    assert any(value.any() for value in wanted.values())
+    assert all(same(got[fqn], value) for fqn, value in wanted.items())
+
+
+def test_a_layout_with_folders_has_the_names_of_split(mounted, place, tmp_path):
+    reshard.split(RUN, tmp_path / "split", to="deepspeed", world_size=2)
+    mounted(RUN, "--to", "deepspeed", "--world-size", 2)
+
+    def files(top):
+        return {
+            path.relative_to(top): path.read_bytes() for path in top.rglob("*") if path.is_file()
+        }
+
+    assert files(place) == files(tmp_path / "split")
+
+
+def test_readers_at_once_and_one_that_is_killed(mounted, merged, place):
+    wanted = (merged / WEIGHTS).read_bytes()
+    server = mounted(RUN)
+    command = [sys.executable, "-c", READS_SLOWLY, str(place / WEIGHTS)]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout.readline() == "reading\n"
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    killed.stdout.close()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(Path.read_bytes, [place / WEIGHTS] * 2)) == [wanted] * 2
+    assert server.poll() is None
+
+
+def test_writing_is_refused(mounted, place):
+    mounted(RUN)
+    for write in (
+        lambda: (place / "new").write_bytes(b"x"),
+        lambda: (place / WEIGHTS).write_bytes(b"x"),
+        (place / WEIGHTS).unlink,
+        lambda: (place / WEIGHTS).rename(place / "other"),
+        lambda: (place / WEIGHTS).chmod(0o777),
+        (place / "folder").mkdir,
+        lambda: os.truncate(place / WEIGHTS, 1),
+        lambda: os.utime(place / WEIGHTS),
+    ):
+        with pytest.raises(OSError, match="Read-only file system"):
+            write()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_unmounts(mounted, place, number):
+    server = mounted(RUN)
+    server.send_signal(number)
+    assert server.wait(30) == 0
+    assert not is_mounted(place)
+    assert list(place.iterdir()) == []
+
+
+def test_umount_ends_the_command(mounted, place):
+    server = mounted(RUN)
+    subprocess.run(["umount", place], check=True)
+    assert server.wait(30) == 0
+    assert server.stderr.read() == ""
+
+
+def test_a_server_that_is_killed_leaves_errors_and_can_be_cleaned_up(mounted, place):
+    server = mounted(RUN)
+    file = os.open(place / WEIGHTS, os.O_RDONLY)
+    server.kill()
+    server.wait()
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - its number is looked at
+        os.read(file, 100)
+    assert caught.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    with contextlib.suppress(OSError):  # the kernel cannot tell the server
+        os.close(file)
+    with pytest.raises(UsageError, match=r"umount -l .*"):
+        check_directory(place)
+    subprocess.run(["umount", "-l", place], check=True)
+    assert list(place.iterdir()) == []
+    mounted(RUN)  # the same directory can be used again
+
+
+def test_a_source_that_disappears_is_an_error_not_other_bytes(mounted, place, tmp_path):
+    import shutil
+
+    run = Path(shutil.copytree(RUN, tmp_path / "run"))
+    server = mounted(run)
+    for path in run.rglob("*.pt"):
+        os.truncate(path, 100)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+        (place / WEIGHTS).read_bytes()
+    assert caught.value.errno == errno.EIO
+    assert (place / "config.json").read_bytes() == (RUN / "config.json").read_bytes()
+    server.send_signal(signal.SIGINT)
+    assert "the file became shorter" in server.stderr.read()
+
+
+def test_a_relative_source_is_found_by_reads_too(mounted, merged, place):
+    mounted(RUN.name, cwd=RUN.parent)
+    assert digest(place) == digest(merged)
+
+
+def test_what_cannot_be_mounted(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for name, said in (("full", "it contains file"), ("none", "mkdir -p")):
+        done = run_reshard("mount", RUN, tmp_path / name)
+        assert done.returncode == 2
+        assert said in done.stderr
+
+
+def test_without_libfuse_the_system_package_is_named(tmp_path):
+    probe = (
+        "import sys, ctypes.util\n"
+        "ctypes.util.find_library = lambda _name: None\n"
+        "from reshard.cli import main\n"
+        f"sys.argv = ['reshard', 'mount', {str(RUN)!r}, {str(tmp_path)!r}]\n"
+        "main()\n"
+    )
+    done = run_python("-c", probe)
+    assert done.returncode == 2
+    assert "apt install fuse3" in done.stderr
+
+
+def test_blocks_are_computed_once_for_all_readers_and_kept_within_the_limit():
+    options = reshard.FilesOptions(max_memory_bytes=16 << 20, workers=2)
+
+    class Zeros:
+        """Files of 40 MiB whose reads are counted."""
+
+        def __init__(self):
+            self.reads = []
+
+        def nbytes(self, _name):
+            return 40 << 20
+
+        def read_into(self, name, byte_offset, _target):
+            self.reads.append((name, byte_offset))
+            time.sleep(0.01)
+
+        def refuse_overflow(self):
+            pass
+
+        check = refuse_overflow
+
+    files = Zeros()
+    blocks = Blocks(files, options)
+    start = threading.Barrier(8)
+
+    def read(_):
+        start.wait()
+        return blocks.read("a", 100, 1000)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(read, range(8))) == {bytes(1000)}
+    assert files.reads == [("a", 0)]
+    assert len(blocks.read("a", 0, 40 << 20)) == 40 << 20
+    assert len(blocks._kept) <= 2
