@@ -177,7 +177,7 @@ def _format_time(seconds: float) -> str:
     """Return a time with its largest two units.
 
     >>> _format_time(0.3), _format_time(75), _format_time(7300)
-    ('1 s', '1 min 15 s', '2 h 2 min')
+    ('1 s', '1 min 15 s', '2 h 1 min')
     """
     whole = max(round(seconds), 1)
     if whole < 60:

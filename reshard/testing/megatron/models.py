@@ -175,16 +175,16 @@ def write_sources(config: PreTrainedConfig, place: Path) -> Sources:
     place.mkdir(parents=True, exist_ok=True)
     torch.save(tokens, place / TOKENS)
     more = mtp.build(model, SPREAD)
-    if more is not None:
-        named = mtp.name_as_published(more, config.num_hidden_layers)
+    named = {} if more is None else mtp.name_as_published(more, config.num_hidden_layers)
+    if more is None:
+        _save_run(model, place / "run")
+    else:
         path = place / "model" / "model.safetensors"
         save_file(load_file(path) | mtp.cut_experts(named), path, {"format": "pt"})
         _save_run(_WithMore(model, named), place / "run")
         config.save_pretrained(place / "run")  # as transformers' own class lacks these tensors
-    else:
-        _save_run(model, place / "run")
-    predicted = mtp.compute_logits(model, more, tokens) if more is not None else []
-    held = [*_list_saved_buffers(model), *(named.values() if more is not None else [])]
+    predicted = [] if more is None else mtp.compute_logits(model, more, tokens)
+    held = [*_list_saved_buffers(model), *named.values()]
     held = [tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter)]
     # A published name may be another one than that in memory; values are random.
     published = load_file(place / "model" / "model.safetensors")
