@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reshard import dtypes
 from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
@@ -17,12 +18,18 @@ from reshard.manifest import Entry
 from reshard.tensors import read_block
 from reshard.threads import parallel_for
 
+_NO_ULPS = (1 << 64) - 1  # the distance of two elements that no number of ulps makes equal
+_UNSIGNED_FLOAT = "float8_e8m0fnu"
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """The allowed distance of two elements: ``|a - b| <= atol + rtol |b|``, or ``ulp`` steps.
 
-    If all are zero, only equal bits are equal: two NaNs with different bits differ.
+    If all are zero, only equal bits are equal: two NaNs with different bits differ. Otherwise, two
+    NaNs are equal, as are 0 and -0, and an infinity equals only itself. ``ulp`` applies to the
+    elements of floating point and, part by part, of complex tensors; ``atol`` and ``rtol`` apply
+    to all, and for complex numbers to the modulus of a finite difference.
     """
 
     atol: float = 0.0
@@ -44,7 +51,8 @@ class TensorDifference:
         count: how many elements are unequal under the tolerance.
         max_abs, max_rel: the largest distance between finite elements, absolute and relative to
             the larger of the two.
-        max_ulp: the largest distance in units in the last place; 0 if the dtype is not a float.
+        max_ulp: the largest distance of finite elements in units in the last place; 0 if the dtype
+            is neither floating point nor complex.
         not_finite: the number of unequal elements of which one is NaN or infinite.
     """
 
@@ -149,20 +157,19 @@ def compare_blocks(
     unequal = (raw[0] != raw[1]).any(axis=1).nonzero()[0]
     one, two = (_to_numbers(side, unequal, dtype) for side in (left, right))
     with np.errstate(all="ignore"):
-        apart = np.abs(one - two)
-        larger = np.maximum(np.abs(one), np.abs(two))
-        ulps = _count_ulps(raw, unequal, dtype)
+        apart = _measure_distances(one, two)
+        sizes = [np.abs(side * 1.0) for side in (one, two)]
+        ulps = _count_ulps(left, right, unequal, dtype)
         finite = np.isfinite(apart)
         if not tolerance.is_exact:
-            near = (apart <= tolerance.atol + tolerance.rtol * np.abs(two)) & finite
-            near |= finite & (ulps <= tolerance.ulp) & (tolerance.ulp > 0)
-            near |= np.isnan(one) & np.isnan(
-                two
-            )  # with a tolerance, the bits of a NaN do not count
+            near = (apart <= tolerance.atol + tolerance.rtol * sizes[1]) & finite
+            near |= ulps <= min(tolerance.ulp, _NO_ULPS - 1)
             unequal, one, two = unequal[~near], one[~near], two[~near]
-            apart, larger, finite, ulps = (x[~near] for x in (apart, larger, finite, ulps))
+            apart, finite, ulps = (x[~near] for x in (apart, finite, ulps))
+            sizes = [side[~near] for side in sizes]
         if not unequal.size:
             return None
+        larger = np.maximum(*sizes)
         relative = np.where(larger > 0, apart / larger, 0.0)
     return TensorDifference(
         first=start + int(unequal[0]),
@@ -170,42 +177,62 @@ def compare_blocks(
         count=int(unequal.size),
         max_abs=float(apart[finite].max(initial=0.0)),
         max_rel=float(relative[finite].max(initial=0.0)),
-        max_ulp=int(ulps[finite].max(initial=0)),
+        max_ulp=int(ulps[ulps < _NO_ULPS].max(initial=0)),
         not_finite=int((~finite).sum()),
     )
 
 
 def _to_numbers(side: bytearray, at: Any, dtype: DType) -> Any:
-    """Return the elements at positions ``at`` as float64 or complex128."""
+    """Return the elements at positions ``at`` as float64, complex128, int64 or uint64."""
     import numpy as np
 
     from reshard.move import cast
+    from reshard.quantised.decode import decode_table
 
     if dtype.family == "float8":
-        import torch  # numpy has no float8
-
-        elements = torch.frombuffer(side, dtype=getattr(torch, dtype.name))
-        return elements[torch.from_numpy(at)].to(torch.float64).numpy()
+        return decode_table(dtype)[np.frombuffer(side, np.uint8)[at]].astype(np.float64)
     if dtype.family == "float":
         stored: Any = np.frombuffer(side, cast.numpy_dtype(dtype, casting=True))[at]
         return cast.as_numbers(stored, dtype).astype(np.float64)
     values: Any = np.frombuffer(side, np.dtype(dtype.name))[at]
     if dtype.family == "complex":
         return values.astype(np.complex128)
-    return values.astype(np.float64)  # precise enough for the distance of two integers
+    return values.astype(np.uint64 if dtype.name == "uint64" else np.int64)
 
 
-def _count_ulps(raw: list[Any], at: Any, dtype: DType) -> Any:
-    """Return the distances of the elements at ``at`` in ulp; zeros if the dtype is not a float."""
+def _measure_distances(one: Any, two: Any) -> Any:
+    """Return the distances of the elements as float64; those of unequal integers are not 0."""
     import numpy as np
 
+    if one.dtype.kind in "iu":
+        # float64 does not have every integer above 2**53. The difference modulo 2**64 is exact.
+        larger, smaller = np.maximum(one, two), np.minimum(one, two)
+        return (larger.astype(np.uint64) - smaller.astype(np.uint64)).astype(np.float64)
+    return np.abs(one - two)
+
+
+def _count_ulps(left: bytearray, right: bytearray, at: Any, dtype: DType) -> Any:
+    """Return the distances of the elements at ``at`` in ulp, as uint64.
+
+    Equal values are 0 ulp apart: 0 and -0, and two NaNs with any bits. `_NO_ULPS` is the distance
+    of a NaN or an infinity to another value, and of unequal elements that are not floats. The
+    distance of complex numbers is the larger of those of their real and imaginary parts.
+    """
+    import numpy as np
+
+    if dtype.family == "complex":
+        half = dtypes.FLOAT32 if dtype.itemsize == 2 * dtypes.FLOAT32.itemsize else dtypes.FLOAT64
+        parts = [_count_ulps(left, right, 2 * at + part, half) for part in (0, 1)]
+        return np.maximum(*parts)
     if dtype.family not in ("float", "float8"):
-        return np.zeros(at.size, np.int64)
-    sign = np.uint64(1 << (8 * dtype.itemsize - 1))
+        return np.full(at.size, _NO_ULPS, np.uint64)
+    words = [np.frombuffer(side, f"<u{dtype.itemsize}")[at] for side in (left, right)]
+    a, b = (_to_numbers(side, at, dtype) for side in (left, right))
     # Without the sign bit, the bits of floats are integers in the order of the magnitudes.
-    ordered = []
-    for side in raw:
-        bits = side[at, 0].astype(np.uint64)
-        magnitude = (bits & ~sign).astype(np.int64)
-        ordered.append(np.where(bits & sign, -magnitude, magnitude))
-    return np.abs(ordered[0] - ordered[1])
+    sign = 0 if dtype.name == _UNSIGNED_FLOAT else 1 << (8 * dtype.itemsize - 1)
+    x, y = ((word & ~word.dtype.type(sign)).astype(np.uint64) for word in words)
+    same_sign = (words[0] ^ words[1]) & words[0].dtype.type(sign) == 0
+    ulps = np.where(same_sign, np.maximum(x, y) - np.minimum(x, y), x + y)
+    ulps[~(np.isfinite(a) & np.isfinite(b))] = _NO_ULPS
+    ulps[(a == b) | (np.isnan(a) & np.isnan(b))] = 0
+    return ulps

@@ -37,9 +37,11 @@ _compared = partial(option, group="Comparison")
 class DiffOptions(ReadOptions):
     """What is compared, and how strictly; the options of the source apply to both sides."""
 
-    atol: float = _compared(0.0, "Absolute tolerance.")
-    rtol: float = _compared(0.0, "Tolerance relative to B.")
-    ulp: int = _compared(0, "Tolerance in units in the last place.")
+    atol: float = _compared(0.0, "Absolute tolerance.", minimum=0)
+    rtol: float = _compared(0.0, "Tolerance relative to B.", minimum=0)
+    ulp: int = _compared(
+        0, "Tolerance in units in the last place, for floating point and complex.", minimum=0
+    )
     exact: bool = _compared(False, "Require equal bits.", unset="without a tolerance")
     dtype: str | None = _compared(None, "Cast weights to bf16, fp16 or fp32 before comparing.")
     ignore: Sequence[str] = _compared(
@@ -354,7 +356,10 @@ def _describe_difference(
     a, b = each.a, each.b
     values = Unequal(each.kind, each.fqn, "values", "", "", numel=a.numel)
     if difference is not None:
-        values.a, values.b = (f"{value:.9g}" for value in difference.first_values)
+        values.a, values.b = (
+            str(value) if isinstance(value, int) else f"{value:.9g}"
+            for value in difference.first_values
+        )
         values.at = index_of(difference.first, a.shape)
         values.count, values.not_finite = difference.count, difference.not_finite
         values.max_abs, values.max_rel = difference.max_abs, difference.max_rel

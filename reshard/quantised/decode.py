@@ -27,6 +27,13 @@ Array = NDArray[Any]
 
 E4M3, E5M2 = BY_NAME["float8_e4m3fn"], BY_NAME["float8_e5m2"]
 E8M0 = BY_NAME["float8_e8m0fnu"]
+# Mantissa bits and exponent bias (torch 2.13 ``torch/headeronly/util/Float8_*.h``).
+_FLOAT8 = {
+    "float8_e4m3fn": (3, 7),
+    "float8_e5m2": (2, 15),
+    "float8_e4m3fnuz": (3, 8),
+    "float8_e5m2fnuz": (2, 16),
+}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, table 5
 
 _BLOCK = 1 << 16  # values; a block stays in the cache
@@ -66,14 +73,21 @@ def decode_scales(raw: bytes, dtype: DType) -> Array:
 @cache
 def decode_table(dtype: DType) -> Array:
     """Return the 256 values of a float8 dtype as float32."""
-    codes = np.arange(256, dtype=np.uint8)
-    if dtype == E5M2:  # the upper half of a float16
-        return (codes.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-    exponent, mantissa = (codes >> 3) & 15, (codes & 7).astype(np.float32)
-    normal = np.ldexp(8 + mantissa, exponent.astype(np.int32) - 10)
-    values = np.where(exponent == 0, np.ldexp(mantissa, -9), normal).astype(np.float32)
-    values[127] = np.nan  # e4m3fn has no infinity
-    values[128:] = -values[:128]
+    if dtype == E8M0:
+        return _powers()
+    mantissa_bits, bias = _FLOAT8[dtype.name]
+    codes = np.arange(128, dtype=np.int32)
+    exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
+    significand = np.where(exponent == 0, mantissa, mantissa + (1 << mantissa_bits))
+    scale = np.maximum(exponent, 1) - bias - mantissa_bits
+    half = np.ldexp(significand.astype(np.float32), scale)
+    if dtype == E5M2:
+        half[124:] = np.inf, np.nan, np.nan, np.nan
+    elif dtype == E4M3:
+        half[127] = np.nan  # e4m3fn has no infinity
+    values = np.concatenate([half, -half])
+    if dtype.name.endswith("fnuz"):
+        values[128] = np.nan  # the only NaN, in the place of -0
     return values
 
 
