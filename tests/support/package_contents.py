@@ -53,4 +53,4 @@ def find_problems(place: Path) -> list[str]:
 
 if __name__ == "__main__":
     problems = find_problems(Path(sys.argv[1]))
-    sys.exit("\n".join(problems))
+    sys.exit("\n".join(problems) or 0)
