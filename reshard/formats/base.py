@@ -194,6 +194,15 @@ class Writer(ABC):
         """
         return conversion
 
+    def keeps_value(self, _name: str, _request: Request) -> bool:
+        """Return whether weights without an optimizer are written with this value beside them.
+
+        Args:
+            name: one of `torch_state_dict.list_values`. A writer that keeps values notes in
+                `lay_out` which ones it cannot store.
+        """
+        return False
+
     def list_own_entries(self, _request: Request) -> Sequence[Entry]:
         """Return entries of the output that the training state does not contain."""
         return ()

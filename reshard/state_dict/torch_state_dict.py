@@ -46,6 +46,7 @@ _SWITCHES: dict[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
+SCALER = "loss scaler"  # its name in reports
 _STAND_INS = ("class", "tensor", "bytes")  # keys of descriptions by `plain_values.to_plain`
 
 
@@ -405,6 +406,16 @@ def list_dropped(train: TrainState, storable: Collection[str] | None = None) -> 
     if not loss_scale.is_idle(train.scaler) and loss_scale.convert_to_torch(train.scaler) is None:
         lost.append("loss scaler, because it is not dynamic")
     return lost
+
+
+def list_values(train: TrainState) -> list[str]:
+    """Return the names of all values beside weights, optimizer and random states."""
+    names = [*train.client, *(name for name in collect_extra_state(train) if name != "scaler")]
+    if train.scheduler is not None:
+        names.append("scheduler")
+    if not loss_scale.is_idle(train.scaler):
+        names.append(SCALER)
+    return list(dict.fromkeys(names))
 
 
 def is_restorable(value: Any) -> bool:

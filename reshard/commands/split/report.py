@@ -11,10 +11,11 @@ from reshard import units
 from reshard.commands.balance import describe_leaves
 from reshard.commands.lines import format_list, format_row
 from reshard.commands.output_report import OutputReport, describe_common, list_values
-from reshard.formats.base import StateConversion
+from reshard.formats.base import StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
 from reshard.planning.planner import Plan
+from reshard.state_dict import torch_state_dict
 from reshard.training import copied_files
 from reshard.training.state import WritableState
 
@@ -97,9 +98,19 @@ def describe_split(
     elif before:
         why = "--init-optimizer zeros" if state.groups else "--weights-only"
         report.dropped.append(f"{len(before)} optimizer tensors ({why})")
+    report.dropped += _list_values_of_training(manifest, writer, request)
     if state.zero_slots:
         report.derived += _masters(state, request)
     return report
+
+
+def _list_values_of_training(manifest: Manifest, writer: Writer, request: Request) -> Iterator[str]:
+    """Yield a line with the names of the values that are dropped together with the optimizer."""
+    if request.weights_only:
+        values = torch_state_dict.list_values(manifest.train)
+        lost = [name for name in values if not writer.keeps_value(name, request)]
+        if lost:
+            yield f"{', '.join(lost)} (--weights-only)"
 
 
 def _unread(manifest: Manifest) -> Iterator[str]:

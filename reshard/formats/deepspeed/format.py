@@ -113,6 +113,12 @@ class Native(_Writer):
         """Return True: ZeRO updates fp32 partitions."""
         return True
 
+    def keeps_value(self, name: str, _request: Request) -> bool:
+        """Return True for all but the loss scaler, which is part of the optimizer's state."""
+        from reshard.state_dict.torch_state_dict import SCALER
+
+        return name != SCALER
+
     def describe(self, request: Request) -> str:
         """Return the stage, and the grid of model-parallel ranks if there is one."""
         return request.describe_zero()

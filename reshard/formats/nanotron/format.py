@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
-from reshard.formats.nanotron.directory import NAME, detect
+from reshard.formats.nanotron.directory import METADATA, NAME, detect
 from reshard.location import Location
 from reshard.manifest import Manifest
 
@@ -48,6 +48,10 @@ class Nanotron(Writer):
             return super().rename(conversion, names)
         return begin.rename(conversion, names)
 
+    def keeps_value(self, name: str, _request: Request) -> bool:
+        """Return True for the counters, which ``checkpoint_metadata.json`` and its folder have."""
+        return name in (METADATA, "step", "global_samples")
+
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the directory.
 
@@ -76,7 +80,7 @@ class Nanotron(Writer):
         if request.described is not None:
             state = begin.add_layout(state, request.described, request.parallel.pipeline)
             notes = tuple(begin.describe(request.described))
-        return LaidOut(writer.lay_out(state, wanted), (*writer.notes(state), *notes))
+        return LaidOut(writer.lay_out(state, wanted), (*writer.notes(state, wanted), *notes))
 
 
 FORMAT = Format(

@@ -49,14 +49,15 @@ def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
     return skeletons.join([skeletons.lay_out_bytes("latest.txt", step.encode()), *moved])
 
 
-def notes(state: WritableState) -> Iterator[str]:
+def notes(state: WritableState, wanted: Wanted) -> Iterator[str]:
     """Yield a note on each part of the source that is not copied."""
     train = state.manifest.train
-    for name in (
-        *torch_state_dict.list_dropped(train),
-        *train.client.keys() & train.objects.keys(),
-    ):
-        yield f"not carried: {name}"
+    if not wanted.weights_only:
+        for name in (
+            *torch_state_dict.list_dropped(train),
+            *train.client.keys() & train.objects.keys(),
+        ):
+            yield f"not carried: {name}"
     for name in choice.layout_of(state).beside:
         why = " (nanotron does not load it either)" if name == "random" else ""
         yield f"not carried: {name}{why}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import UsageError
+from reshard.formats import registry
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.pytorch.directory import NAME, detect, detect_loosely
 from reshard.location import Location
@@ -81,6 +82,10 @@ class Dcp(_Writer):
         """Return False: the optimizer has names."""
         return False
 
+    def keeps_value(self, _name: str, _request: Request) -> bool:
+        """Return True: values of any name are items of the directory."""
+        return True
+
 
 class Accelerate(_StateDicts):
     """Accelerate's directory of an FSDP run, of DDP, or of one process."""
@@ -122,6 +127,12 @@ class HFTrainer(_StateDicts):
         if request.separate_masters:
             return request.describe_zero()
         return request.state_dict_type
+
+    def keeps_value(self, name: str, request: Request) -> bool:
+        """Return whether DeepSpeed's checkpoint keeps the value, or the name of the directory."""
+        if request.separate_masters:
+            return registry.find_writer("deepspeed").keeps_value(name, request)
+        return name == "step"
 
     def find_companion_folders(
         self, _skeleton: Skeleton, state: WritableState, _request: Request

@@ -38,7 +38,7 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     skeleton = dcp.lay_out(
         state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
     )
-    return LaidOut(skeleton, _notes(state))
+    return LaidOut(skeleton, _describe_lost(state))
 
 
 def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
@@ -73,7 +73,7 @@ def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
     if source.origin.format == "fsdp" and source.keyed == "fqn":
         naming = replace(naming, keyed="fqn")
     skeleton = _rank_files(state, request, naming)
-    return LaidOut(skeleton, (*_note_tensor_plan(state, request), *_notes(state)))
+    return LaidOut(skeleton, (*_note_tensor_plan(state, request), *_notes(state, request)))
 
 
 def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
@@ -85,7 +85,8 @@ def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
     """
     lay_out = _flat_ranks if request.fsdp_version == 1 else _verl_ranks
     return LaidOut(
-        lay_out(state, request), (*_note_tensor_plan(state, request), *_notes(state, "scheduler"))
+        lay_out(state, request),
+        (*_note_tensor_plan(state, request), *_notes(state, request, "scheduler")),
     )
 
 
@@ -100,7 +101,8 @@ def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
     if deepspeed:
         files, notes = registry.find_writer("deepspeed").lay_out(state, request)
     else:
-        files, notes = _lay_out_state_dicts(state, request), _notes(state, "scheduler", "step")
+        files = _lay_out_state_dicts(state, request)
+        notes = _notes(state, request, "scheduler", "step")
     skeleton = hf_trainer.lay_out_run(
         state,
         files,
@@ -134,7 +136,8 @@ def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
         )
     checkpoint = _lay_out_checkpoint(state, request, run)
     return LaidOut(
-        run.directory(checkpoint), _notes(state, "step", "global_samples", "skipped_steps")
+        run.directory(checkpoint),
+        _notes(state, request, "step", "global_samples", "skipped_steps"),
     )
 
 
@@ -151,7 +154,7 @@ def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
         weights_only=request.weights_only,
         dtype=request.dtype,
     )
-    return LaidOut(skeleton, _notes(state))
+    return LaidOut(skeleton, _notes(state, request))
 
 
 LAYOUTS: dict[str, Callable[[WritableState, Request], LaidOut]] = {  # by the names for --to
@@ -353,13 +356,23 @@ def _lay_out_state_dicts(state: WritableState, request: Request) -> Skeleton:
 def _by_accelerate(state: WritableState, request: Request) -> tuple[str, ...]:
     """Return notes on what is derived and dropped in a directory that Accelerate loads."""
     if request.weights_only:
-        return _notes(state, *_BY_ACCELERATE)
+        return ()
     copied = {Path(name).stem for name in state.manifest.train.kept_files}
     schedule = schedules.describe_changes(state.manifest, request.world_size)
-    return (*schedule, *_notes(state, *_BY_ACCELERATE, copied=copied))
+    return (*schedule, *_describe_lost(state, *_BY_ACCELERATE, copied=copied))
 
 
-def _notes(state: WritableState, *storable: str, copied: Container[str] = ()) -> tuple[str, ...]:
+def _notes(state: WritableState, request: Request, *storable: str) -> tuple[str, ...]:
+    """Return notes on what is derived and dropped beside the optimizer.
+
+    The report itself lists what is dropped with the optimizer (`Writer.keeps_value`).
+    """
+    return () if request.weights_only else _describe_lost(state, *storable)
+
+
+def _describe_lost(
+    state: WritableState, *storable: str, copied: Container[str] = ()
+) -> tuple[str, ...]:
     """Return notes on what is derived and dropped.
 
     Args:

@@ -1,0 +1,59 @@
+"""Conversions without the optimizer: what they leave out beside it is in the report."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+import reshard
+from reshard.formats import registry
+
+OWN = {"epoch": 3, "args": Namespace(seed=1, table=torch.ones(3)), "queue": [1, 2]}
+VALUES = ["epoch", "args", "queue", "step", "scheduler", "loss scaler"]
+NOT_FOR_ANY_MODEL = {"ds-universal", "megatron", "meta", "nanotron", "trainer"}
+WRITERS = sorted(set(registry.list_built_in_writers()) - NOT_FOR_ANY_MODEL)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A script's checkpoint with values of its own."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    path = tmp_path_factory.mktemp("source") / "checkpoint.pt"
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "step": 1,
+    }
+    torch.save({**state, **OWN}, path)
+    return path
+
+
+def read_values(path):
+    """Return the names of the values that a checkpoint has."""
+    with reshard.open(path) as checkpoint:
+        train = checkpoint.manifest.train
+    found = {"step": train.step, "scheduler": train.scheduler, "loss scaler": train.scaler}
+    return {*train.client, *(name for name, value in found.items() if value is not None)}
+
+
+@pytest.mark.parametrize("to", WRITERS)
+def test_every_value_is_written_or_reported(to, source, tmp_path):
+    assert read_values(source) == set(VALUES)
+    report = reshard.split(source, tmp_path / "out", to=to, weights_only=True)
+    dropped = [line for line in report.dropped if line.endswith("(--weights-only)")]
+    named = {name for line in dropped[1:] for name in line.split(" (")[0].split(", ")}
+    kept = read_values(tmp_path / "out")
+    if to == "hf-trainer":
+        assert (tmp_path / "out" / "checkpoint-1").is_dir()
+        kept.add("step")
+    assert named == set(VALUES) - kept
+    assert not [note for note in report.notes if note.startswith("not carried")]
