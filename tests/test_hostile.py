@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from benchmarks.hostile import case, damage, recipes, seeds, targets
 from reshard import cli, formats
 from reshard.errors import CorruptError, UsageError
-from tests.support.programs import run_python
+from tests.support.programs import LIMIT_S, run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = Path(tempfile.gettempdir(), f".hostile-{os.getpid()}")
@@ -124,7 +124,7 @@ def test_the_judge_notices_what_is_left_behind(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "latest"])
 def test_a_pipe_is_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    done = run("-m", "reshard", "inspect", tmp_path / name, timeout=60)
+    done = run("-m", "reshard", "inspect", tmp_path / name, timeout=LIMIT_S)
     assert done.returncode == 2
     assert "neither a directory nor a plain file" in done.stderr
 

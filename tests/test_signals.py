@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.programs import run_python
+from tests.support.programs import LIMIT_S, run_python
 
 BEGIN = """
 import os, signal, sys, time, weakref
@@ -43,7 +43,7 @@ IGNORED = "raised SIGINT SIGTERM SIGHUP"
 
 def lines(number: int, block: str) -> list[str]:
     indented = "".join(f"        {line}\n" for line in block.strip().splitlines())
-    ended = run_python("-c", BEGIN + indented + END, int(number), timeout=120, check=True)
+    ended = run_python("-c", BEGIN + indented + END, int(number), timeout=LIMIT_S, check=True)
     assert ended.stderr == ""
     return ended.stdout.splitlines()
 

@@ -5,6 +5,7 @@ The programs stand for training; real ones are in tests/judged/test_resume_check
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from reshard.cli.run import show_programs
 from reshard.commands import programs
 from reshard.errors import IncompleteError, NotRunError, ReshardError, UsageError
 from tests.html.test_pages import parsed
+from tests.support.programs import LIMIT_S
 
 STEP, MORE = 3, 4
 PROGRAM = """
@@ -161,16 +163,26 @@ def test_an_unbroken_run_that_fails_is_no_verdict(source):
     assert any("SyntaxError" in line for line in caught.value.output)
 
 
-def test_time_and_last_line_of_a_program_are_told(tmp_path):
-    told = []
-    code = "import sys, time; print('one'); print('two', flush=True); time.sleep(2.5)"
-    programs.run([sys.executable, "-c", code], tmp_path, 60, lambda *each: told.append(each))
-    assert [round(seconds) for seconds, _ in told] == [1, 2]
+def test_time_and_last_line_of_a_program_are_told(tmp_path, monkeypatch):
+    told, seen = [], tmp_path / "seen"
+
+    def watch(seconds, line):
+        told.append((seconds, line))
+        if line == "two" and len(told) > 1:
+            seen.touch()
+
+    monkeypatch.setattr(programs, "_WATCH_EVERY_S", 0.2)
+    code = "import os, sys, time\nprint('one')\nprint('two', flush=True)\n"
+    code += "while not os.path.exists(sys.argv[1]): time.sleep(0.05)"
+    ended = programs.run([sys.executable, "-c", code, str(seen)], tmp_path, LIMIT_S, watch)
+    assert ended.exit_code == 0
     assert told[-1][1] == "two"
-    slow = "import time; time.sleep(60)"
-    ended = programs.run([sys.executable, "-c", slow], tmp_path, 1.5, lambda *each: None)
+    times = [0.0, *(seconds for seconds, _ in told)]
+    assert all(later - earlier > 0.19 for earlier, later in itertools.pairwise(times))
+    slow = f"import time; time.sleep({LIMIT_S})"
+    ended = programs.run([sys.executable, "-c", slow], tmp_path, 0.5, lambda *each: None)
     assert ended.timed_out
-    assert ended.seconds < 10
+    assert 0.5 <= ended.seconds < LIMIT_S
 
 
 def test_where_no_terminal_is_a_line_comes_every_30_seconds(capsys):
@@ -291,11 +303,11 @@ def test_an_interrupt_ends_the_program_and_leaves_nothing(source, program, tmp_p
         stderr=subprocess.PIPE,
         preexec_fn=default,  # noqa: PLW1509
     )
-    until = time.monotonic() + 60
+    until = time.monotonic() + LIMIT_S
     while not (pid.exists() and pid.read_text()) and time.monotonic() < until:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     assert b"interrupted" in told
     assert gone(int(pid.read_text()))

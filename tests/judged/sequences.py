@@ -10,7 +10,7 @@ from typing import Any
 from tests.judges import server
 from tests.judges.deepspeed_cases import CASES, WARMUP, Case, ds_config
 
-JUDGE = server.Judge("tests.judges.sequence_worker", "DeepSpeed and PyTorch", {}, limit_s=120.0)
+JUDGE = server.Judge("tests.judges.sequence_worker", "DeepSpeed and PyTorch", {})
 SAVES = (2, 4, 6)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.judged import hub_names
+from tests.support.programs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {
@@ -36,7 +37,7 @@ def results(tmp_path_factory):
         cwd=ROOT,
         check=True,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        timeout=600,
+        timeout=LIMIT_S,
     )
     return {name: hub_names.read_result(out, name) for name in FAMILIES}
 

@@ -15,8 +15,8 @@ from tests.judges import server
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.slow
 
-LIGHTNING = server.Judge("tests.judges.lightning_worker", "Lightning", {}, limit_s=120.0)
-ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, limit_s=60.0)
+LIGHTNING = server.Judge("tests.judges.lightning_worker", "Lightning", {})
+ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {})
 SAVED = 3  # as `accelerate_worker.SAVED`
 NOISE = 1e-6  # absolute, of losses of about 4.6: another order of summing gradients
 STRATEGIES = {

@@ -14,8 +14,8 @@ from tests.judges import server
 
 pytestmark = pytest.mark.slow
 
-JUDGE = server.Judge("tests.judges.torchtitan_worker", "torchtitan", {}, limit_s=60.0)
-ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, limit_s=60.0)
+JUDGE = server.Judge("tests.judges.torchtitan_worker", "torchtitan", {})
+ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {})
 SAVED = 3  # as `accelerate_worker.SAVED`
 NOISE = 1e-6  # absolute, of losses of about 4.6: another order of summing gradients
 RESUMED = (("torchtitan", 4), ("torchtitan", 1), ("accelerate", 4))

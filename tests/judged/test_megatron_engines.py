@@ -87,7 +87,7 @@ def went_on(megatron_case, tmp_path_factory):
             **({"tp": route.options["tp"]} if "tp" in route.options else {}),
         }
         jobs[str(route)] = (route.ranks, told)
-    judge = Judge("tests.judges.engine_worker", "an engine", {}, 180.0)
+    judge = Judge("tests.judges.engine_worker", "an engine", {})
     return judge.run(out / "runs", jobs)
 
 

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 import reshard
 from reshard.commands.mount import Blocks, check_directory
 from reshard.errors import UsageError
-from tests.support.programs import run_python, run_reshard
+from tests.support.programs import LIMIT_S, run_python, run_reshard
 from tests.support.sample_tensors import same
 
 RUN = Path(__file__).parents[2] / "examples" / "llama-zero3-4ranks"
@@ -176,7 +176,7 @@ def test_writing_is_refused(mounted, place):
 def test_a_signal_unmounts(mounted, place, number):
     server = mounted(RUN)
     server.send_signal(number)
-    assert server.wait(30) == 0
+    assert server.wait(LIMIT_S) == 0
     assert not is_mounted(place)
     assert list(place.iterdir()) == []
 
@@ -184,7 +184,7 @@ def test_a_signal_unmounts(mounted, place, number):
 def test_umount_ends_the_command(mounted, place):
     server = mounted(RUN)
     subprocess.run(["umount", place], check=True)
-    assert server.wait(30) == 0
+    assert server.wait(LIMIT_S) == 0
     assert server.stderr.read() == ""
 
 

@@ -10,12 +10,13 @@ import subprocess
 import pytest
 
 from tests.support import forked, object_stores
-from tests.support.object_stores import EXAMPLE, bucket, free_port  # noqa: F401
+from tests.support.object_stores import EXAMPLE, bucket  # noqa: F401
 from tests.support.object_stores import started as served  # noqa: F401
+from tests.support.ports import find_free_port
+from tests.support.programs import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 120
 TORCHRUN = ("-m", "torch.distributed.run")
 IMPORTED = ["reshard.cli", "reshard.commands.merge.command", "reshard.commands.split.command"]
 IMPORTED += [
@@ -92,7 +93,7 @@ class Launcher:
 
     def nodes(self, count, each, *program):
         """Start ``torchrun`` once per node; all of them on this machine."""
-        port = free_port()
+        port = find_free_port()
         shape = (f"--nnodes={count}", f"--nproc-per-node={each}", "--no-python")
         where = ("--master-addr=127.0.0.1", f"--master-port={port}")
         return [
@@ -102,7 +103,7 @@ class Launcher:
 
     def ranks(self, count, *program):
         """Start processes as any launcher may: no process watches over them."""
-        port = free_port()
+        port = find_free_port()
         return [
             self.start(
                 *program, RANK=rank, WORLD_SIZE=count, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
@@ -125,7 +126,7 @@ def launcher():
 def ended(programs):
     """(exit codes, stdout, stderr) of all."""
     try:
-        outputs = [program.communicate(timeout=TIMEOUT_S) for program in programs]
+        outputs = [program.communicate(timeout=LIMIT_S) for program in programs]
     finally:
         for program in programs:
             program.kill()
@@ -248,7 +249,7 @@ def test_what_one_rank_meets_is_said_once_and_ends_all(launcher, tmp_path, misha
 
 def test_ranks_that_were_not_given_the_same_are_refused(launcher, tmp_path):
     start = ("-m", "reshard", "convert", EXAMPLE, tmp_path / "out", "--to")
-    port = free_port()
+    port = find_free_port()
     both = [
         launcher.start(
             *start,

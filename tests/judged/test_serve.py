@@ -20,6 +20,7 @@ import torch
 
 import reshard
 from reshard.commands.serve import ServeOptions, create_server
+from tests.support.programs import LIMIT_S
 from tests.support.sample_tensors import same
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ def serving(source, **chosen):
 
 def ask(address, path, method="GET", **headers):
     """The status and the content of an answer."""
-    with closing(HTTPConnection(*address[:2], timeout=20)) as connection:
+    with closing(HTTPConnection(*address[:2], timeout=LIMIT_S)) as connection:
         connection.request(method, path, headers=headers)
         with connection.getresponse() as answer:
             return answer.status, answer.read()
@@ -157,7 +158,7 @@ def test_a_server_that_is_killed_leaves_no_complete_response(tmp_path):
     command = [sys.executable, "-m", "reshard", "serve", str(run), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         host, port = re.search(r"http://(.+):(\d+)/", server.stderr.readline()).groups()
-        with closing(HTTPConnection(host, int(port), timeout=20)) as client:
+        with closing(HTTPConnection(host, int(port), timeout=LIMIT_S)) as client:
             client.request("GET", "/model.safetensors")
             with client.getresponse() as answer:
                 assert int(answer.headers["Content-Length"]) > 64 << 20

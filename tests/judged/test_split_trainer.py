@@ -20,7 +20,7 @@ from tests.judges import resume_worker as worker
 from tests.judges import server
 from tests.support.sample_tensors import same
 
-JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, limit_s=90.0)
+JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {})
 RUNS = {  # what saves
     "ddp": {"kind": "ddp"},
     "fsdp2": {"kind": "fsdp2", "type": "SHARDED_STATE_DICT"},

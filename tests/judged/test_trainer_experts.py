@@ -15,7 +15,7 @@ from tests.judges import resume_worker as worker
 from tests.judges import server
 from tests.support.sample_tensors import same
 
-JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, limit_s=90.0)
+JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {})
 FSDP2 = {"kind": "fsdp2", "type": "SHARDED_STATE_DICT"}
 RUNS = {  # name -> how the Trainer trains and saves at two ranks
     "mixtral ddp": {"kind": "ddp", "family": "mixtral"},

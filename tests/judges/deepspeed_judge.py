@@ -20,11 +20,12 @@ from typing import Any
 from tests.judges import server
 from tests.judges.deepspeed_cases import CASES
 from tests.judges.server import CaseResult, JudgeError
+from tests.support.programs import LIMIT_S
 
 __all__ = ["CASES", "CaseResult", "JudgeError", "deepspeed_load", "make_all"]
 
 COMPILE_LIMIT_S = 1200.0
-JUDGE = server.Judge("tests.judges.deepspeed_worker", "DeepSpeed", CASES, limit_s=120.0)
+JUDGE = server.Judge("tests.judges.deepspeed_worker", "DeepSpeed", CASES)
 
 
 def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:
@@ -61,7 +62,7 @@ def deepspeed_load(
 
 
 def _start_s(names: Iterable[str]) -> float:
-    return server.START_LIMIT_S + COMPILE_LIMIT_S * any(CASES[name].nvme for name in names)
+    return LIMIT_S + COMPILE_LIMIT_S * any(CASES[name].nvme for name in names)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ __all__ = [
     "make_all",
 ]
 
-WORKER, LIMIT_S = "tests.judges.megatron_worker", 180.0
+WORKER = "tests.judges.megatron_worker"
 
 
 def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:
@@ -64,7 +64,7 @@ def load_all(out: Path, cases: Mapping[str, Case]) -> dict[str, CaseResult]:
 
 
 def _ask(out: Path, cases: Mapping[str, Case]) -> dict[str, CaseResult]:
-    judge = server.Judge(WORKER, "Megatron-core", cases, LIMIT_S)
+    judge = server.Judge(WORKER, "Megatron-core", cases)
     return judge.make(out, cases, table=dict(cases))
 
 

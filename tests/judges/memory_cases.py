@@ -50,4 +50,4 @@ CASES = {
         Case("fsdp", 2, frozen="mlp"),
     )
 }
-JUDGE = Judge("tests.judges.memory_worker", "memory", CASES, limit_s=120.0)
+JUDGE = Judge("tests.judges.memory_worker", "memory", CASES)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -23,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tests.judges.library_stubs import stand_in
+from tests.support.ports import find_free_port
 
 STEPS = 3
 _ABSENT = ("datasets", "datatrove", "dion", "flash_attn", "grouped_gemm", "triton", "wandb")
@@ -313,9 +313,7 @@ def make(out, cases):
     """Run each case in processes of its own."""
     sys.path.insert(0, os.environ["RESHARD_NANOTRON"])
     for name, case in cases.items():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = find_free_port()
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         torch.multiprocessing.spawn(
             _save, (case, Path(out) / name, port), nprocs=case.tp * case.pp * case.dp

@@ -23,9 +23,9 @@ from typing import Any
 
 from tests.judges.ranks import Job, Report
 from tests.support.crashed import crashed, warn_of
+from tests.support.programs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-START_LIMIT_S = 120.0
 LOG_TAIL = 3000
 NOT_HERE = "not_made.json"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -66,10 +66,10 @@ class Judge:
     worker: str
     name: str
     cases: Mapping[str, Any]
-    limit_s: float
+    limit_s: float = LIMIT_S
 
     def make(
-        self, out: Path, names: Iterable[str], *, start_s: float = START_LIMIT_S, **told: Any
+        self, out: Path, names: Iterable[str], *, start_s: float = LIMIT_S, **told: Any
     ) -> dict[str, CaseResult]:
         """Make the named cases; each is renamed into place as soon as it is finished.
 
@@ -103,7 +103,7 @@ class Judge:
         world = self.cases[name].world if world is None else world
         return Job(name, world, out.resolve(), logs.resolve(), self.limit_s, told)
 
-    def ask(self, jobs: Sequence[Job], start_s: float = START_LIMIT_S) -> Iterator[Report]:
+    def ask(self, jobs: Sequence[Job], start_s: float = LIMIT_S) -> Iterator[Report]:
         """Have one worker process do the jobs; yields its reports as they come.
 
         It may take ``start_s`` for its imports and every job its limit; the ranks of a job that is
@@ -152,7 +152,7 @@ class Judge:
             for name, (world, told) in jobs.items()
         }
         found: dict[str, Any] = {}
-        for report in self.ask(list(made.values())):
+        for report in self._asked(list(made.values()), LIMIT_S):
             job = made[report.case]
             if report.missing is not None:
                 found[report.case] = Missing(report.missing)

@@ -18,6 +18,7 @@ from reshard.output.destination import check_destination
 from reshard.ranks.heartbeat import build_connection_error
 from reshard.ranks.team import Team
 from reshard.ranks.torchrun import Ranks
+from tests.support.programs import LIMIT_S
 
 
 def stage(destination, *, is_directory, overwrite=False, content=b"new"):
@@ -224,7 +225,7 @@ def test_a_signal_ends_a_merge_with_a_message_and_nothing_written(tmp_path, numb
     with subprocess.Popen(command, **pipes, preexec_fn=default) as child:  # noqa: PLW1509
         assert child.stdout.readline() == b"writing\n"
         child.send_signal(number)
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=LIMIT_S)
     assert child.returncode == code
     assert out == b""
     assert b"interrupted; nothing was written" in err

@@ -24,6 +24,7 @@ from reshard.output import commit
 from reshard.output import local as on_disk
 from reshard.output.local import LocalPartial
 from tests.cli.test_cli import run
+from tests.support.programs import LIMIT_S
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="/proc says which file a descriptor is of"
@@ -74,7 +75,7 @@ class Child:
         return int(self.answer())
 
     def end(self) -> None:
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=LIMIT_S)
 
     @property
     def said(self) -> str:

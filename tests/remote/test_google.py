@@ -11,7 +11,8 @@ import reshard
 from reshard.errors import ExistsError, ReshardError, UsageError
 from reshard.move import receipts
 from reshard.remote import store
-from tests.support.object_stores import CUT, DROP, EXAMPLE, Proxy, contents, free_port, local
+from tests.support.object_stores import CUT, DROP, EXAMPLE, Proxy, contents, local
+from tests.support.ports import find_free_port
 
 OUT = "gs://bucket/out/dcp"
 
@@ -25,7 +26,7 @@ async def wait_briefly(_seconds):
 def proxy():
     emulator = pytest.importorskip("gcp_storage_emulator.server")
     retry = pytest.importorskip("gcsfs.retry")
-    port = free_port()
+    port = find_free_port()
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
     proxy = Proxy(port)

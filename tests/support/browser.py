@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.programs import LIMIT_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _FLAGS = (
     *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"),
@@ -81,7 +83,7 @@ class Tab:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.requests.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while not self.js("document.documentElement?.dataset.ready === 'yes'"):
             assert time.monotonic() < deadline, self.js("document.documentElement.dataset.error")
             time.sleep(0.05)

@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 
 CLIENT = Path(__file__).resolve()
 ROOT = CLIENT.parents[2]
-START_LIMIT_S = 120
 POLL_SECONDS = 0.02
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -36,6 +35,8 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextlib.contextmanager
 def serving(modules: list[str]) -> Iterator[str]:
     """Start a process that imports these modules and forks programs; yield its socket's path."""
+    from tests.support.programs import LIMIT_S  # not for the client, a script
+
     with tempfile.TemporaryDirectory(prefix="forked-") as place:
         path, log = Path(place, "socket"), Path(place, "log")
         with log.open("wb") as file:
@@ -46,7 +47,7 @@ def serving(modules: list[str]) -> Iterator[str]:
                 stderr=file,
             )
         try:
-            until = time.monotonic() + START_LIMIT_S
+            until = time.monotonic() + LIMIT_S
             while not path.exists():
                 assert server.poll() is None, log.read_text()
                 assert time.monotonic() < until, log.read_text()
@@ -99,8 +100,9 @@ def serve(path: str, modules: list[str]) -> NoReturn:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for these forks
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}.new")
         listener.listen(64)
+        Path(f"{path}.new").rename(path)  # whoever sees it can connect
         while True:
             client, _ = listener.accept()
             if os.fork():
@@ -114,11 +116,13 @@ def serve(path: str, modules: list[str]) -> NoReturn:
 
 
 def _serve_one(client: socket.socket) -> None:
+    from tests.support.ports import find_free_port  # not for the client, a script
+
     data, streams, _, _ = socket.recv_fds(client, 1 << 20, 2)
     while not data.endswith(b"\n"):
         data += client.recv(1 << 20)
     order = json.loads(data)
-    port = _free_port()
+    port = find_free_port()
     ranks = range(order["world"]) if order["world"] else [None]
     running = {_fork(order, rank, port, streams) for rank in ranks}
     for stream in streams:
@@ -182,12 +186,6 @@ def _run(argv: list[str]) -> None:
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     runpy.run_path(argv[0], run_name="__main__")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -23,12 +22,6 @@ Fault = Callable[[str, str, int], "str | int | None"]  # method, path, number of
 def none(_method, _path, _number):
     """A proxy that only passes on."""
     return
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Proxy(ThreadingHTTPServer):

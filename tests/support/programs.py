@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import Any
 
+LIMIT_S = 600  # not a measure of speed: a program that takes longer on a busy machine hangs
+
 
 def run_python(
     *words: object, check: bool = False, **options: Any

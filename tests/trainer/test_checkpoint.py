@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from reshard.containers import torch_reader
+from tests.support.programs import LIMIT_S
 from tests.trainer import worlds
 from trainer.checkpoint import directory, files, state
 from trainer.checkpoint.directory import RunDirectory
@@ -349,7 +350,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank_and_no_hang(saved, tmp_path
         "steps": 4,
         "save": str(tmp_path / "out"),
         "log": str(tmp_path / "log"),
-        "timeout": 60,
+        "timeout": LIMIT_S,
     }
     reported = worlds.run(2, tell, [{**job, **common} for job in jobs])
     for job, (kind, message), *errors in zip(jobs, expectations, *reported, strict=True):
@@ -520,7 +521,7 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
         going = (tmp_path / "killed/latest").exists()
         process = start("killed", ("--resume", str(tmp_path / "killed")) if going else ())
         before = (tmp_path / "killed/latest").read_text() if going else None
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while process.poll() is None and time.monotonic() < deadline:
             now = tmp_path / "killed/latest"
             if now.exists() and now.read_text() != before:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import LIMIT_S
 from tests.test_imports import ROOT
 from tests.trainer import worlds
 
 pytestmark = [pytest.mark.slow, pytest.mark.judge]
 
 STEPS, EVERY = 80, 2
-LIMIT_S = 500.0
 FLAGS = {
     "device": "cpu",
     "steps": STEPS,

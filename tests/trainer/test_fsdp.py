@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import run_python
+from tests.support.programs import LIMIT_S, run_python
 from tests.trainer.fsdp_worker import ENGINES, FORMS, READ_BACK, RESUMED, SAME_BITS, VARIANTS
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ FILES = {
 def runs(tmp_path_factory):
     """(ranks, case) -> what they found."""
     out = tmp_path_factory.mktemp("fsdp")
-    done = run_python("-m", "tests.trainer.fsdp_worker", out, timeout=600, cwd=ROOT)
+    done = run_python("-m", "tests.trainer.fsdp_worker", out, timeout=LIMIT_S, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     found = {world: json.loads((out / f"{world}.json").read_text()) for world in (1, 2, 4)}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import LIMIT_S
 from tests.test_imports import ROOT
 from tests.trainer import worlds
 
@@ -19,15 +20,16 @@ SMALL = ["--steps=6", "--global-batch=12", "--seq-len=8", "--save-every=1", "--d
 SRUN = '#!/bin/bash\nexec "$@"\n'
 # What torchrun does: start ranks, stop all when one dies, start those that are left.
 TORCHRUN = """#!{python}
-import os, signal, socket, subprocess, sys, time
+import os, subprocess, sys, time
+
+sys.path.insert(0, {root!r})
+from tests.support.ports import find_free_port
 
 flags = sys.argv[sys.argv.index("-m"):] + {small!r}
 run = flags[flags.index("--save") + 1]
 
 def start(world):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(find_free_port())
     own = {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}}
     own["TORCHELASTIC_RUN_ID"] = "stand-in"
     return [
@@ -51,7 +53,10 @@ def test_the_elastic_job_goes_on_with_the_ranks_that_are_left(tmp_path):
     page = (ROOT / "docs/jobs.md").read_text()
     blocks = re.findall("```bash\n(.*?)```", page, re.DOTALL)
     (script,) = [block for block in blocks if "1:4" in block]
-    programs = {"srun": SRUN, "torchrun": TORCHRUN.format(python=sys.executable, small=SMALL)}
+    programs = {
+        "srun": SRUN,
+        "torchrun": TORCHRUN.format(python=sys.executable, small=SMALL, root=str(ROOT)),
+    }
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -63,7 +68,7 @@ def test_the_elastic_job_goes_on_with_the_ranks_that_are_left(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -12,12 +12,13 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.crashed import crashed, warn_of
+from tests.support.ports import find_free_port
+from tests.support.programs import LIMIT_S
 
 PRELOAD = [
     "torch",
@@ -37,7 +38,7 @@ def run(world, function, *args):
     Raises:
         AssertionError: with the traceback of the first rank that failed.
     """
-    return _fork(world, _in_group, function, *args)
+    return _fork_again(world, _in_group, function, *args)
 
 
 def command(world, arguments):
@@ -46,15 +47,25 @@ def command(world, arguments):
     Returns:
         What rank 0 printed.
     """
-    codes_and_texts = _fork(world, _main, arguments)
+    codes_and_texts = _fork_again(world, _main, arguments)
     assert [code for code, _ in codes_and_texts] == [0] * world, codes_and_texts
     return codes_and_texts[0][1]
+
+
+def _fork_again(world, *job, undo=lambda: None):
+    """`_fork`, once more where a rank crashed, after ``undo``."""
+    try:
+        return _fork(world, *job)
+    except CrashError as error:
+        warn_of(f"done once more: {error}")
+        undo()
+        return _fork(world, *job)
 
 
 def _fork(world, function, *args):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port = _free_port()
+    port = find_free_port()
     pipes, processes = [], []
     for rank in range(world):
         here, there = context.Pipe(duplex=False)
@@ -83,12 +94,6 @@ def _receive(pipe):
         return False, "the rank died"
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _rank(pipe, rank, world, port, function, args):
     os.environ |= {
         "RANK": str(rank),
@@ -107,7 +112,7 @@ def _rank(pipe, rank, world, port, function, args):
 def _in_group(function, *args):
     from trainer.process_group import join_process_group
 
-    with join_process_group("cpu", 120, 1) as ranks:
+    with join_process_group("cpu", LIMIT_S, 1) as ranks:
         return function(ranks, *args)
 
 
@@ -147,15 +152,14 @@ class Trained:
 
 
 def train_on(world, jobs):
-    """`train` on so many ranks, once more where one crashed; what each logged."""
+    """`train` on so many ranks; what each logged."""
     made = [path for job in jobs for path in _written(job) if not path.exists()]
-    try:
-        return run(world, train, jobs)
-    except CrashError as error:
-        warn_of(f"trained once more: {error}")
+
+    def remove():
         for path in made:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        return run(world, train, jobs)
+
+    return _fork_again(world, _in_group, train, jobs, undo=remove)
 
 
 def _written(job):
