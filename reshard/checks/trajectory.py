@@ -170,6 +170,22 @@ def read(path: Path) -> Series:
     return Series(tuple(points), parameter_hash)
 
 
+def count_steps(path: Path) -> int:
+    """Return the number of steps in the log of a run that may still be writing it.
+
+    Lines that `read` would reject are not counted, among them the last one if it is incomplete.
+    """
+    return sum(map(_has_step, path.read_bytes().splitlines())) if path.is_file() else 0
+
+
+def _has_step(line: bytes) -> bool:
+    try:
+        value = json.loads(line)
+    except ValueError:  # incomplete, not JSON, or not UTF-8
+        return False
+    return isinstance(value, dict) and "step" in value and "loss" in value
+
+
 def compare(unbroken: Series, resumed: Series) -> Trajectory:
     """Compare two runs at the steps that both logged.
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from reshard.cli.options import PATH, Group, take_options
-from reshard.cli.run import read, say, show_programs, show_result, write
+from reshard.cli.run import read, say, show_program, show_result, write
 from reshard.version import __version__
 
 _SETTINGS = {
@@ -233,8 +233,7 @@ def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     def run_with_messages(source: Path, chosen: ResumeCheckOptions, meter: Any) -> Any:
         if quiet:
             return run(source, chosen)
-        with show_programs() as watch:
-            return run(source, chosen, meter, say if meter else None, watch)
+        return run(source, chosen, meter, say if meter else None, show_program)
 
     read(run_with_messages, ResumeCheckOptions, source, quiet=quiet, **values)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,34 +81,51 @@ def show_progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def show_programs() -> Iterator[Callable[[str, float, str], None]]:
-    """Yield a function that shows on stderr how long a program runs and its last line.
+def show_program(name: str, steps: int) -> Iterator[Callable[[int, float, str], None]]:
+    """Show on stderr how many steps a program has done, its time and its last line.
 
-    On a terminal that is one line that changes every second; elsewhere a line every 30 seconds.
+    On a terminal that is a progress bar; elsewhere a line every 30 seconds.
     """
     from reshard.commands.lines import make_printable
 
-    live = _shows_progress(quiet=False)
+    if _shows_progress(quiet=False):
+        with _show_steps(name, steps) as update:
+            yield update
+        return
     shown = 0.0
 
-    def watch(name: str, seconds: float, line: str) -> None:
+    def watch(done: int, seconds: float, line: str) -> None:
         nonlocal shown
-        shown = 0.0 if seconds < shown else shown  # another program
-        if not live and seconds - shown < _SHOWN_EVERY_S:
-            return
-        shown = seconds
-        text = make_printable(f"{name}: {seconds:.0f} s; {line or 'nothing printed yet'}")
-        if not live:
-            say(text)
-            return
-        width = shutil.get_terminal_size().columns - 1
-        click.echo(f"\r\x1b[K{text[:width]}", nl=False, err=True)
+        if seconds - shown >= _SHOWN_EVERY_S:
+            shown = seconds
+            text = make_printable(line) or "nothing printed yet"
+            say(f"{name}: {done} of {steps} steps; {seconds:.0f} s; {text}")
 
-    try:
-        yield watch
-    finally:
-        if live and shown:
-            click.echo("\r\x1b[K", nl=False, err=True)
+    yield watch
+
+
+@contextlib.contextmanager
+def _show_steps(name: str, steps: int) -> Iterator[Callable[[int, float, str], None]]:
+    """Show a progress bar on stderr, in steps, with the last line that the program printed."""
+    from tqdm import tqdm
+
+    from reshard.commands.lines import make_printable
+
+    with tqdm(
+        total=steps,
+        desc=name,
+        unit="step",
+        file=sys.stderr,
+        leave=False,
+        dynamic_ncols=True,
+        bar_format="{desc}: {n_fmt}/{total_fmt} steps |{bar:20}| {elapsed}{postfix}",
+    ) as bar:
+
+        def update(done: int, _seconds: float, line: str) -> None:
+            bar.n = done
+            bar.set_postfix_str(make_printable(line), refresh=True)
+
+        yield update
 
 
 def show_result(result: Any, *, as_json: bool) -> None:

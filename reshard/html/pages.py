@@ -66,7 +66,7 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
             checkpoint("Source", facts),
             _kinds_panel("Source content", facts),
             _target_panel(document, skeleton),
-            _command_panel(document),
+            command_panel(document),
         ),
         findings=_collect_findings(document),
         sections=(
@@ -84,11 +84,11 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
     )
 
 
-def _command_panel(document: Document) -> Facts:
-    """Build the panel of the options that were given, and of how the output is loaded."""
+def command_panel(document: Document) -> Facts:
+    """Build the panel of the options that were given, and of how an output is loaded."""
     options = document["options"].items()
     rows = [(name, str(value)) for name, value in options if name != "html"]
-    load = [("load it", document["load_line"])] if document["load_line"] else []
+    load = [("load it", document["load_line"])] if document.get("load_line") else []
     return Facts("Command", [("command", document["command"]), *rows, *load])
 
 

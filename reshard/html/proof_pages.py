@@ -5,6 +5,7 @@ They are built like those of `pages`: from the document of a report, and from th
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from reshard import units
 from reshard.html import shards
 from reshard.html.curves import Curves, LossRun
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Section, Table
-from reshard.html.pages import Document, checkpoint, short
+from reshard.html.pages import Document, checkpoint, command_panel, short
 from reshard.manifest import Manifest
 
 _LEVELS = ("state", "trajectory", "bitwise")
@@ -168,10 +169,11 @@ def resumed(document: Document) -> Page:
         "good" if document["reached"] else "bad",
         facts=(
             Facts("Checkpoint", _resume_rows(document)),
+            command_panel(document),
             Facts("Levels", _MEANING),
         ),
         findings=[*_failed_runs(document), Findings("Notes", document["notes"])],
-        sections=(*drawn, _layouts_table(targets), *_notes_table(targets)),
+        sections=(*drawn, _layouts_table(targets), *_notes_table(targets), _runs_table(document)),
     )
 
 
@@ -243,18 +245,35 @@ def _layouts_table(targets: Sequence[Document]) -> Table:
         "Layouts",
         (
             *columns,
-            Column("Tensors equal", "number", [state["equal"] for state in compared_states]),
-            Column("Tensors different", "number", differ),
+            Column("Equal", "number", [state["equal"] for state in compared_states]),
+            Column("Different", "number", differ),
+            Column("Loss", "number", [_max_relative(each, "loss") for each in trajectories]),
             Column(
-                "Loss, max rel", "number", [_max_relative(each, "loss") for each in trajectories]
-            ),
-            Column(
-                "Norm, max rel",
+                "Norm",
                 "number",
                 [_max_relative(each, "grad_norm") for each in trajectories],
             ),
-            Column("Weights at the end", "state", [_show_weights(each) for each in trajectories]),
-            Column("Seconds", "number", [target["run"]["seconds"] for target in targets]),
+            Column("Final weights", "state", [_show_weights(each) for each in trajectories]),
+        ),
+        "Equal and different tensors; the largest difference of losses and of gradient norms,"
+        " relative to the larger value.",
+    )
+
+
+def _runs_table(document: Document) -> Table:
+    """Build the table of the programs: the unbroken run, one for each layout, and the control."""
+    control = [("control", document["control"]["run"])] if document["control"] else []
+    resumed_runs = [(target["name"], target["run"]) for target in document["targets"]]
+    named = [("unbroken", document["unbroken"]), *resumed_runs, *control]
+    names, runs = zip(*named, strict=True)
+    return Table(
+        "Runs",
+        (
+            Column("Run", "text", names),
+            Column("Ranks", "number", [run["ranks"] for run in runs]),
+            Column("Steps", "number", [len(run["series"]) for run in runs]),
+            Column("Seconds", "number", [round(run["seconds"], 1) for run in runs]),
+            Column("Command", "name", [shlex.join(run["command"]) for run in runs]),
         ),
     )
 

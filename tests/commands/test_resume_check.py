@@ -5,6 +5,8 @@ The programs stand for training; real ones are in tests/judged/test_resume_check
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -18,8 +20,11 @@ import pytest
 import torch
 
 import reshard
-from reshard.cli.run import show_programs
+from reshard.checks import trajectory
+from reshard.cli.run import show_program
 from reshard.commands import programs
+from reshard.commands.resume_check.command import resume_check
+from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.errors import IncompleteError, NotRunError, ReshardError, UsageError
 from tests.html.test_pages import parsed
 from tests.support.programs import LIMIT_S
@@ -186,15 +191,73 @@ def test_time_and_last_line_of_a_program_are_told(tmp_path, monkeypatch):
 
 
 def test_where_no_terminal_is_a_line_comes_every_30_seconds(capsys):
-    with show_programs() as watch:
+    with show_program("dcp, 1 rank", 8) as watch:
         for second in range(1, 65):
-            watch("dcp, 1 rank", float(second), f"step {second}" if second > 40 else "")
-        watch("dcp, 2 ranks", 31.0, "loss 1.5")
+            watch(second // 10, float(second), f"step {second}" if second > 40 else "")
+    with show_program("dcp, 2 ranks", 8) as watch:
+        watch(8, 31.0, "loss 1.5")
     assert capsys.readouterr().err.splitlines() == [
-        "dcp, 1 rank: 30 s; nothing printed yet",
-        "dcp, 1 rank: 60 s; step 60",
-        "dcp, 2 ranks: 31 s; loss 1.5",
+        "dcp, 1 rank: 3 of 8 steps; 30 s; nothing printed yet",
+        "dcp, 1 rank: 6 of 8 steps; 60 s; step 60",
+        "dcp, 2 ranks: 8 of 8 steps; 31 s; loss 1.5",
     ]
+
+
+def test_on_a_terminal_a_bar_shows_the_steps_and_disappears(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with show_program("dcp, 1 rank", 4) as watch:
+        watch(1, 1.0, "loss 1.5")
+        watch(3, 2.0, "a line\x1b[2J")
+    states = terminal.getvalue().split("\r")
+    assert any("dcp, 1 rank: 1/4 steps" in state and "loss 1.5" in state for state in states)
+    assert any("3/4 steps" in state and "a line" in state for state in states)
+    assert "\x1b[2J" not in terminal.getvalue()
+    assert not states[-1].strip()
+
+
+def test_steps_are_counted_in_a_log_that_is_being_written(tmp_path):
+    log = tmp_path / "log.jsonl"
+    assert trajectory.count_steps(log) == 0
+    line = json.dumps({"step": 4, "loss": None})
+    log.write_text(f'{line}\n{{"note": 1}}\n7\n{line}\n{line[:-4]}')
+    assert trajectory.count_steps(log) == 2
+
+
+def test_a_run_shows_its_steps_while_it_runs(source, tmp_path):
+    """Each step of the program waits until the display has shown the step before."""
+    seen = tmp_path / "seen"
+    seen.write_text("0")
+    code = (
+        "import json, pathlib, sys, time\n"
+        "log, seen = open(sys.argv[2], 'w'), pathlib.Path(sys.argv[1])\n"
+        "for step in (4, 5):\n"
+        "    print(json.dumps({'step': step, 'loss': 1.0}), file=log, flush=True)\n"
+        "    while seen.read_text() != str(step - 3):\n"
+        "        time.sleep(0.02)\n"
+    )
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    shown = []
+
+    @contextlib.contextmanager
+    def meter(name, steps):
+        seen.write_text("0")
+
+        def show(done, _seconds, _line):
+            shown.append((name, done, steps))
+            seen.write_text(str(done))
+
+        yield show
+
+    options = ResumeCheckOptions(
+        to=["dcp"],
+        steps=2,
+        command=f"{sys.executable} {program} {seen} {{log}} {{checkpoint}} {{steps}}",
+    )
+    assert resume_check(source, options, run_meter=meter).reached
+    assert set(shown) >= {(n, d, 2) for n in ("unbroken", "dcp, 1 rank") for d in (1, 2)}
 
 
 def test_its_page_lays_the_runs_over_each_other_with_the_bits_of_their_logs(
@@ -205,7 +268,12 @@ def test_its_page_lays_the_runs_over_each_other_with_the_bits_of_their_logs(
     runs = [report["unbroken"], *(target["run"] for target in report["targets"])]
     bits = [[float.fromhex(point["loss_hex"]) for point in run["series"]] for run in runs]
     assert [run["loss"] for run in page.section("curves")["runs"]] == bits
-    levels = {column["title"]: column["values"] for column in page.section("table")["columns"]}
+    tables = {table["title"]: table["columns"] for kind, table in page.data if kind == "table"}
+    levels = {column["title"]: column["values"] for column in tables["Layouts"]}
+    programs_run = {column["title"]: column["values"] for column in tables["Runs"]}
+    assert programs_run["Run"] == ["unbroken", "dcp, 1 rank", "dcp, 2 ranks", "control"]
+    assert programs_run["Steps"] == [MORE] * 4
+    assert all("program.py noisy" in command for command in programs_run["Command"])
     assert (levels["Trajectory"], levels["Bitwise"]) == (["yes", "yes"], ["yes", "no"])
     assert "trajectory reached by 2 of 2 layouts" in page.texts
 
@@ -363,7 +431,7 @@ def test_our_trainer_is_told_what_loads_a_layout(source, tmp_path, monkeypatch, 
     (place / "trainer_state.json").write_text(json.dumps(settings))
     commands = []
 
-    def run(command, folder, _timeout, _watch):
+    def run(command, folder, _timeout):
         commands.append(" ".join(command))
         log = Path(command[command.index("--log") + 1])
         log.write_text('{"step": 4, "loss": 1.0}\n')

@@ -10,9 +10,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from reshard.commands import diff as comparison
 from reshard.commands import programs
 from reshard.commands.diff import DiffOptions
 from reshard.commands.page import check_page, write_page
+from reshard.commands.programs import ProgramResult
 from reshard.commands.reading import Meter
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.commands.resume_check.program import (
@@ -53,7 +53,10 @@ if TYPE_CHECKING:
     from reshard.html.page import Page
 
 Print = Callable[[str], None]
-Watch = Callable[[str, float, str], None]
+ShowRun = Callable[[int, float, str], None]
+"""Called every second of a run, with the steps done, the seconds and the last printed line."""
+RunMeter = Callable[[str, int], AbstractContextManager[ShowRun]]
+"""Opens a display for a run: its name, and its number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,13 @@ def resume_check(
     options: ResumeCheckOptions | None = None,
     meter: Meter | None = None,
     print_line: Print | None = None,
-    watch: Watch | None = None,
+    run_meter: RunMeter | None = None,
 ) -> ResumeReport:
     """Resume training from ``source`` and from each layout of it, and compare the losses.
 
     Args:
         print_line: called with a line as each run begins.
-        watch: called every second of a run, with its name, its seconds and its last line.
+        run_meter: opens a display for each run.
 
     Raises:
         NotRunError: the unbroken run failed. A resumed run that fails is a result.
@@ -107,7 +110,7 @@ def resume_check(
     sources = (Path(source), Path(manifest.origin.path))
     with open_folder(options.keep, "reshard-resume-check-", *sources) as folder:
         check = _ResumeCheck(
-            source, manifest, options, folder, print_line or (lambda _line: None), watch
+            source, manifest, options, folder, print_line or (lambda _line: None), run_meter
         )
         before = _list_files(manifest)
         report = check.run_all(meter)
@@ -138,10 +141,10 @@ class _ResumeCheck:
         options: ResumeCheckOptions,
         folder: Path,
         print_line: Print,
-        watch: Watch | None,
+        run_meter: RunMeter | None,
     ) -> None:
         self._source, self._manifest, self._options = source, manifest, options
-        self._root, self._print_line, self._watch = folder, print_line, watch
+        self._root, self._print_line, self._run_meter = folder, print_line, run_meter
         self._program = choose_program(manifest, options.command)
         self._layouts = self._plan_layouts()
         sizes = {self.ranks, *(layout.planned.ranks for layout in self._layouts)}
@@ -292,8 +295,7 @@ class _ResumeCheck:
         )
         run = ProgramRun(name, ranks, [*words, *flags])
         self._print_line(f"{name}: {' '.join(run.command)}")
-        watch = partial(self._watch, name) if self._watch else None
-        ended = programs.run(run.command, folder, self._options.timeout_s, watch)
+        ended = self._run_shown(run, folder)
         run.seconds = ended.seconds
         if ended.failed:
             run.failure, run.last_lines, run.ended = ended.describe(), ended.last_lines, False
@@ -303,6 +305,18 @@ class _ResumeCheck:
         except (CorruptError, IncompleteError) as error:
             run.failure = " ".join(error.lines)
         return run
+
+    def _run_shown(self, run: ProgramRun, folder: Path) -> ProgramResult:
+        """Run the program, and show the steps in its log while it runs."""
+        timeout_s = self._options.timeout_s
+        if self._run_meter is None:
+            return programs.run(run.command, folder, timeout_s)
+        with self._run_meter(run.name, self._options.steps) as show:
+
+            def watch(seconds: float, line: str) -> None:
+                show(trajectory.count_steps(log_path(folder)), seconds, line)
+
+            return programs.run(run.command, folder, timeout_s, watch)
 
     def _read_log(self, log: Path) -> Series:
         """Read the steps of a run from its log.
