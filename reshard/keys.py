@@ -23,13 +23,12 @@ WRAPPERS = frozenset(
 
 
 def canonical(fqn: str) -> str:
-    """Return a name without wrapper components at any depth; the last component always stays.
+    """Return a name without wrapper components; the last component always stays.
 
     >>> canonical("module.model._orig_mod.layers.0.weight")
     'model.layers.0.weight'
     """
-    *path, leaf = fqn.split(".")
-    return ".".join([part for part in path if part not in WRAPPERS] + [leaf])
+    return _strip(fqn, lambda _: True)
 
 
 def strip_wrappers(names: Iterable[str]) -> dict[str, str]:
@@ -53,15 +52,31 @@ def strip_wrappers(names: Iterable[str]) -> dict[str, str]:
                 beside.setdefault(path[:depth], set()).add(part)
 
     def bare(name: str) -> str:
-        *path, leaf = name.split(".")
-        kept = [
-            part
-            for depth, part in enumerate(path)
-            if part not in WRAPPERS or (part == "module" and len(beside[tuple(path[:depth])]) > 1)
-        ]
-        return ".".join([*kept, leaf])
+        path = tuple(name.split("."))
+        return _strip(name, lambda depth: len(beside[path[:depth]]) == 1)
 
     return {name: bare(name) for name in names}
+
+
+def _strip(fqn: str, is_alone: Callable[[int], bool]) -> str:
+    """Return a name without wrapper components.
+
+    DDP wraps a whole model or one of its named parts (the networks of a GAN). A ``module`` further
+    down or in a list is a part of the model: transformers 5.23 has such a one in LeViT
+    (``LevitResidualLayer.module``).
+
+    Args:
+        is_alone: whether the component at this depth has no siblings.
+    """
+    *path, leaf = fqn.split(".")
+    kept: list[str] = []
+    for depth, part in enumerate(path):
+        is_part = part == "module" and (
+            len(kept) > 1 or any(map(str.isdecimal, kept)) or not is_alone(depth)
+        )
+        if is_part or part not in WRAPPERS:
+            kept.append(part)
+    return ".".join([*kept, leaf])
 
 
 def parse_rename(text: str) -> tuple[str, str]:

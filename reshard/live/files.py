@@ -24,7 +24,7 @@ from reshard.commands.unwritten import plan_unwritten
 from reshard.errors import ReshardError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats.request import LiveTarget
-from reshard.keys import canonical
+from reshard.keys import strip_wrappers
 from reshard.live.names import mark_buffers, name_as_in
 from reshard.manifest import Entry, Key, Manifest, ParamGroup, Skeleton, SourceFile
 from reshard.move.on_demand import OnDemandFiles
@@ -124,10 +124,11 @@ def name_groups(
     known = [[each for each in members if each.requires_grad] for members in params]
     if not all(known) or not all(each in names for members in known for each in members):
         return ()
+    bare = strip_wrappers(names.values())
     return tuple(
         ParamGroup(
             {key: value for key, value in group.items() if key not in ("params", "param_names")},
-            tuple(canonical(names[each]) for each in members),
+            tuple(bare[names[each]] for each in members),
         )
         for group, members in zip(live, known, strict=True)
     )

@@ -162,6 +162,7 @@ class Case:
     Attributes:
         precision: of the model; bf16 and fp16 have fp32 main parameters.
         distributed: ``--use-distributed-optimizer``.
+        reduce_in_bf16: ``--grad-reduce-in-bf16``.
         adam: ``fused`` has apex's and Transformer Engine's layout, ``torch`` is AdamW.
         bucket: ``--ddp-bucket-size``, with ``--overlap-grad-reduce``; None is one bucket.
         vocabulary: before padding.
@@ -181,6 +182,7 @@ class Case:
     grid: Grid
     precision: str = "bf16"
     distributed: bool = False
+    reduce_in_bf16: bool = False
     adam: str = "fused"
     bucket: int | None = None
     vocabulary: int = VOCABULARY
@@ -197,6 +199,11 @@ class Case:
     def world(self) -> int:
         """Ranks."""
         return self.grid.world
+
+    @property
+    def reduces_in_fp32(self) -> bool:
+        """Whether gradients are fp32, as ``validate_args`` decides (training/arguments.py)."""
+        return self.precision == "bf16" and not self.reduce_in_bf16
 
     @property
     def bucketed(self) -> bool:
@@ -234,6 +241,8 @@ _ROWS = [
     Case("llama_tp4", "llama", Grid(tp=4)),
     Case("llama_odd_tp2", "llama", Grid(tp=2), vocabulary=101),
     Case("llama_distopt_tp2dp2", "llama", Grid(tp=2, dp=2), **EVERY),
+    Case("llama_bf16_grads_dp2", "llama", Grid(dp=2), **SHARDED, reduce_in_bf16=True),
+    Case("llama_fp16_distopt_dp2", "llama", Grid(dp=2), "fp16", **SHARDED),
     Case("llama_buckets_dp2", "llama", Grid(dp=2), **BUCKETS),
     Case("llama_fp32_distopt_pp2dp2", "llama", Grid(pp=2, dp=2), "fp32", **SHARDED),
     Case("llama_fp16_tp2", "llama", Grid(tp=2), "fp16"),

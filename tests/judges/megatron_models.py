@@ -96,7 +96,7 @@ def build(case: Case, config: TransformerConfig) -> list[Any]:
     for param in [p for chunk in chunks for p in chunk.parameters()] if case.one_bucket else []:
         param.shared_embedding = False
     told = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=case.precision == "bf16",
+        grad_reduce_in_fp32=case.reduces_in_fp32,
         overlap_grad_reduce=case.bucket is not None,
         use_distributed_optimizer=case.distributed,
         bucket_size=case.bucket,

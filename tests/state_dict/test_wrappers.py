@@ -109,6 +109,14 @@ def test_ddp_around_a_part_is_one(tmp_path):
     assert merged_names(names, tmp_path) == ["a.x", "a.y", "b.z"]
 
 
+@pytest.mark.parametrize("wrapper", ["", "module."])
+@pytest.mark.parametrize("parent", ["encoder.layer", "0", "encoder.stages.0.layers.1"])
+def test_a_module_inside_of_layers_is_a_part(parent, wrapper, tmp_path):
+    """As in LeViT of transformers 5.23, whose residual layers have nothing else."""
+    names = [f"{parent}.module.bias", f"{parent}.module.weight"]
+    assert merged_names([wrapper + name for name in names], tmp_path) == names
+
+
 def test_averaged_weights_have_a_counter_beside(tmp_path):
     assert merged_names(["module.x", "module.y", "n_averaged"], tmp_path) == [
         "n_averaged",

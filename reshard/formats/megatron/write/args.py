@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.model_parallel.sizes import Sizes
 from reshard.state_dict.plain_values import is_plain
+
+REDUCES_IN_FP32 = "accumulate_allreduce_grads_in_fp32"
 
 
 def adapt(
@@ -65,6 +68,20 @@ def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, A
         "num_layers_in_last_pipeline_stage": last if sizes.pipeline > 1 else None,
         "pipeline_model_parallel_layout": None,
     }
+
+
+def reduces_in_fp32(args: Mapping[str, Any], precision: DType) -> bool:
+    """Return whether gradients of 16-bit parameters are accumulated and reduced in fp32.
+
+    The args of a run of the same precision are believed. For others the answer is Megatron's
+    default: ``training/arguments.py`` (``validate_args``) turns it on for bf16, unless
+    ``--grad-reduce-in-bf16`` is given, and leaves it off for fp16.
+    """
+    stated = args.get(REDUCES_IN_FP32)
+    own = (args.get("bf16") is True, args.get("fp16") is True)
+    if isinstance(stated, bool) and own == (precision == BFLOAT16, precision == FLOAT16):
+        return stated
+    return precision == BFLOAT16 and args.get("grad_reduce_in_bf16") is not True
 
 
 def list_missing(args: Mapping[str, Any]) -> list[str]:

@@ -197,6 +197,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     adapted["use_distributed_optimizer"] = wanted.distributed
     adapted["untie_embeddings_and_output_weights"] = not tied
     adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16
+    adapted[arguments.REDUCES_IN_FP32] = arguments.reduces_in_fp32(args, precision)
     return Resolved(
         state,
         wanted,

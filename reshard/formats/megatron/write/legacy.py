@@ -21,6 +21,7 @@ from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, concatenate, make_buckets
 from reshard.formats.megatron.own import RNG
 from reshard.formats.megatron.write import chain
+from reshard.formats.megatron.write.args import REDUCES_IN_FP32
 from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup
 from reshard.formats.megatron.write.ranks import LocalWeight, WriterRank, list_ranks
@@ -222,7 +223,11 @@ class _Rank:
         return [buffers[0] if self._rank.is_first else None, buffers[1]]
 
     def _buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
-        """Return a buffer for each model chunk and dtype."""
+        """Return a buffer for each model chunk and dtype.
+
+        Its key is the dtype of its parameters and that of their gradients (core_v0.16.1
+        ``distributed_data_parallel.py``, ``_allocate_buffers_for_parameters``).
+        """
         state: dict[Any, Any] = {"buckets_coalesced": True}  # a buffer is one tensor, not a list
         selected = set(map(id, trained))
         for number, chunk in enumerate(self._chunks):
@@ -233,7 +238,8 @@ class _Rank:
                 same_dtype = [
                     local for local in mine if self._choice.stored(local.known.weight)[1] == dtype
                 ]
-                key = (Global(f"torch.{dtype.name}"), Global("torch.float32"))
+                gradients = FLOAT32 if self._arguments.flag(REDUCES_IN_FP32) else dtype
+                key = tuple(Global(f"torch.{each.name}") for each in (dtype, gradients))
                 # Buffers are numbered from 0, and ``buckets_coalesced`` is the first key.
                 state[len(state) - 1] = {key: self._flat(same_dtype, number)}
         return state
