@@ -4,6 +4,7 @@
     {window?}                   the trait, which may be null
     {shared_ffn/expert_ffn}     the first trait divided by the second
     {dense_layers|count_first}  the trait in another form, by one of `FORMS`
+    {dense_layers|others}       the layers that are not in the trait
     {rope_scaling.factor=1}     an item of a trait that is a mapping; 1 if the mapping lacks it
 
 Each line works in both directions: `Field.fill` returns the value that a file states for a model's
@@ -13,7 +14,7 @@ traits, and `Field.read` the trait that a file's value states.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,8 +27,9 @@ _FIELD = re.compile(
     r"(?:/(?P<divisor>[a-z_0-9]+)|\|(?P<form>[a-z_0-9]+)|\.(?P<item>[a-z_0-9]+)=(?P<default>[^}]*))?"
     r"(?P<optional>\?)?\}"
 )
+OTHERS = "others"  # the form that needs the number of layers too
 KIND = "rope_type"  # the item of a mapping without which it has no meaning
-_INVERSE = {"rows": "vocab"}  # traits that follow from another
+_INVERSE = {"rows": "vocab", "shared_width": "shared_ffn"}  # traits that follow from another
 _ALIKE = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 
 
@@ -49,6 +51,12 @@ def _count_first(numbers: tuple[int, ...]) -> int:
     if tuple(numbers) != tuple(range(len(numbers))):
         raise ValueError(f"layers {list(numbers)} are not the first ones")
     return len(numbers)
+
+
+def _list_others(numbers: Iterable[int], layers: int | None) -> list[int]:
+    """Return the numbers of the layers that are not among the given ones."""
+    given = set(numbers)
+    return [number for number in range(layers or 0) if number not in given]
 
 
 def _find_period(flags: tuple[int, ...]) -> list[int]:
@@ -110,6 +118,8 @@ FORMS: Mapping[str, Form] = {
     "layer_types": _make_layer_types("full_attention", "sliding_attention"),
     # The shortest part of such a list that repeats itself.
     "period": Form(_find_period, tuple),
+    # The same: 1 is a layer without rotary positions.
+    "chunk_types": _make_layer_types("chunked_attention", "full_attention"),
     # The same: 1 is a layer of linear attention.
     "linear_types": _make_layer_types("full_attention", "linear_attention"),
 }
@@ -135,6 +145,16 @@ class Field:
         """The trait that reading the line gives."""
         return _INVERSE.get(self.trait, self.trait)
 
+    @property
+    def needs_others(self) -> bool:
+        """Whether reading the line needs a trait that another line gives."""
+        return bool(self.divisor) or self.form == OTHERS
+
+    @property
+    def _has_null(self) -> bool:
+        """Whether null stands for a value of the trait."""
+        return self.form in FORMS and FORMS[self.form].is_null
+
     def get(self, traits: Traits) -> Any:
         """Return the value that a file states for the traits of a model; None if unknown.
 
@@ -151,6 +171,8 @@ class Field:
             if not divisor or value % divisor:
                 raise ValueError(f"{self.trait} {value} is not a multiple of {divisor}")
             return value // divisor
+        if self.form == OTHERS:
+            return _list_others(value, traits.layers)
         value = FORMS[self.form].write(value) if self.form else value
         if isinstance(value, Mapping):
             return dict(value)
@@ -166,7 +188,7 @@ class Field:
             value = self.get(traits)
         except ValueError as error:
             raise UsageError(traits.source, f"cannot have its {key}: {error}") from error
-        may_be_null = self.is_optional or self.item or (self.form and FORMS[self.form].is_null)
+        may_be_null = self.is_optional or self.item or self._has_null
         if value is None and not may_be_null:
             raise UsageError(
                 traits.source,
@@ -194,16 +216,19 @@ class Field:
             if value is not None and (self.item != KIND or value != self.default):
                 mapping[self.item] = value
             return mapping or None
-        if value is None and not (self.form and FORMS[self.form].is_null):
+        if value is None and not self._has_null:
             return None
+        if self.form == OTHERS:
+            return tuple(_list_others(value, known("layers")))
         if self.divisor:
             divisor = known(self.divisor)
             return value * divisor if divisor else None
-        if self.form:
-            return FORMS[self.form].read(value)
-        if self.trait == "activation":
-            return normalize_name(value)
-        return tuple(value) if isinstance(value, list) else value
+        read = FORMS[self.form].read if self.form else _read_plain
+        return read(normalize_name(value) if self.trait == "activation" else value)
+
+
+def _read_plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def normalize_name(value: Any) -> Any:
@@ -242,13 +267,13 @@ def parse_field(value: Any) -> Field | None:
 def list_fields(
     lines: Mapping[str, Any], values: Mapping[str, Any]
 ) -> Iterator[tuple[str, Field, Any]]:
-    """Yield each key that a file states and a table has a field for: lines without a divisor first.
+    """Yield each key that a file states and a table has a field for.
 
-    A line with a divisor needs the trait that another line gives.
+    Lines that need the traits of other lines come last.
     """
     found = [
         (key, line, values[key])
         for key, text in lines.items()
         if key in values and (line := parse_field(text)) is not None
     ]
-    yield from sorted(found, key=lambda each: bool(each[1].divisor))
+    yield from sorted(found, key=lambda each: each[1].needs_others)

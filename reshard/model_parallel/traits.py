@@ -129,6 +129,12 @@ class Traits:
         return self.shared_ffn is not None
 
     @property
+    def shared_width(self) -> int | None:
+        """Width of the shared expert; that of the others where a config has no key for it."""
+        is_stated = self.shared_ffn is not None or self.args is not None
+        return self.shared_ffn if is_stated else self.expert_ffn
+
+    @property
     def has_expert_layers(self) -> bool:
         """Whether a hybrid model has layers of experts, by the letters of its layers."""
         return "E" in (self.get("hybrid_pattern") or "")

@@ -460,6 +460,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # as they lie on the hub, and the fami
         "vocab_size": 151552,
     },
 }
+# The values are those of the releases as other projects keep them: Megatron-Bridge 067f987
+# tests/{unit_tests,functional_tests}/**/models/{exaone,falcon_h1,gemma,olmoe,qwen}/*.py (EXAONE 4,
+# Falcon-H1, Gemma 3, OLMoE, Qwen3-Next) and 5785262 models/olmo2/olmo2_provider.py; the tests of
+# TensorRT-LLM (Llama 4) and imp (OLMo 3); class defaults of transformers 5.23 (MiniMax M2).
+# Those of Gemma 1 and of MiniMax' own keys (layernorm_*_beta, mlp_intermediate_size) are not
+# confirmed.
 PUBLISHED |= json.loads((Path(__file__).parents[1] / "data/published_configs.json").read_text())
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # -> its config, and what is named
     "granite": ({"embedding_multiplier": 12.0, "attention_multiplier": 0.02}, "embedding_mult"),

@@ -181,3 +181,25 @@ def test_a_config_has_lists_as_json_has_them():
     more = dict.fromkeys(("top_k", "expert_ffn", "ffn", "vocab", "max_positions"), 4)
     traits = Traits(source="x", **sizes, **more, rope_theta=1.0, norm_eps=1.0, dense_layers=(0, 2))
     assert family.make_config(traits)["mlp_only_layers"] == [0, 2]
+
+
+@pytest.mark.parametrize("name", ["exaone4", "olmo2", "olmo3", "olmoe", "llama4_text"])
+def test_arguments_of_another_program_s_model_name_its_family(name):
+    """Without an option: a plainer family fits them but for the arguments of our own."""
+    family = families.load_families()[name]
+    sizes = {"layers": 4, "hidden": 64, "heads": 4, "groups": 4, "head_dim": 16, "ffn": 96}
+    sizes |= {"vocab": 128, "max_positions": 64, "norm_eps": 1e-6, "rope_theta": 500000.0}
+    of_layers = {"windowed": (0,) * 4 if name == "exaone4" else (1, 1, 1, 0), "window": None}
+    of_layers |= {"window": 8} if name == "olmo3" else {}
+    sparse = {"experts": 4, "top_k": 1, "expert_ffn": 32, "dense_layers": ()}
+    sparse |= {"no_rope": (0, 0, 0, 1), "chunk": 8, "qk_l2_norm": True, "temperature": True}
+    sparse |= {"temperature_floor": 8, "temperature_scale": 0.1}
+    required = {k: v for k, v in family.when.items() if not isinstance(v, list) and v != "any"}
+    required = {
+        k: v for k, v in required.items() if not isinstance(getattr(Traits, k, 0), property)
+    }
+    is_sparse = name in ("olmoe", "llama4_text")
+    more = {**required, **sizes, **of_layers, **(sparse if is_sparse else {})}
+    traits = Traits(source="model", args=None).with_values(more)
+    args = family.make_args(traits)
+    assert families.choose_family(megatron_traits.parse_args(args, "args"))[0].name == name

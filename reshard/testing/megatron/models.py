@@ -106,6 +106,8 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     for key in _LAYERWISE:
         if values.get(key) is not None:
             values[key] = list(values[key])[:layers]
+    if values.get("moe_layers"):  # numbers, not one value a layer
+        values["moe_layers"] = [number for number in values["moe_layers"] if number < layers]
     _shrink_experts(values)
     values |= {key: _WINDOW for key in _WINDOWS if values.get(key)}
     values |= {key: min(layers, values[key]) for key in ("max_window_layers",) if key in values}
