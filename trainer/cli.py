@@ -139,6 +139,7 @@ _ACTIONS = [
         help="print the version, and exit",
     ),
 ]
+_LIBRARIES = ("torch", "transformers")  # which the core of reshard does not need
 _NO_SETTINGS = {*(option.name for option in _ACTIONS), "help"}
 
 
@@ -155,6 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrainerError as error:
         _print_error(str(error))
         return error.exit_code
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _LIBRARIES:
+            raise
+        _print_error(f"{library} is not installed\n  -> pip install 'reshard[transformers]'")
+        return 2
     except (KeyboardInterrupt, click.Abort):
         _print_error("interrupted")
         return 130

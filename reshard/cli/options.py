@@ -129,7 +129,23 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the arguments: ``--help`` is answered before they are parsed."""
         ctx.meta[_ARGUMENTS] = tuple(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            raise self._name_missing_arguments(error) from error
+
+    def _name_missing_arguments(self, error: click.MissingParameter) -> click.UsageError:
+        """Return the error for missing arguments; click names only one, and not the missing one.
+
+        click fills arguments from the end: of ``SOURCE... DESTINATION`` it finds the first missing
+        if the user gave only a source.
+        """
+        needed = [each for each in self.params if isinstance(each, click.Argument)]
+        if error.param not in needed or len(needed) < 2:
+            return error
+        names = " and ".join(each.metavar or each.human_readable_name for each in needed)
+        example = f", for example: {self.examples[0][0]}" if self.examples else ""
+        return click.UsageError(f"{names} are required{example}", error.ctx)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the description and the examples."""
@@ -275,7 +291,7 @@ def _make_option(
         further["show_default"] = option.default not in (None, ()) and not declared.unset
     if option.is_multiple:
         further["multiple"] = True
-    else:
+    elif not is_required:  # from click 8.3 on, a default of None satisfies `required`
         default = False if option.is_negated else option.default
         further["default"] = declared.shown_default or default
     return _Option(

@@ -42,8 +42,8 @@ def describe_leaves(counts: dict[str, Any]) -> str:
     """Return the counts of `count_leaves` as text for a report."""
     text = (
         f"{counts['read']} read: {units.counted(counts['weights'], 'weight')},"
-        f" {counts['optimizer']} optimizer,"
-        f" {counts['train_state']} train state"
+        f" {counts['optimizer']} of the optimizer,"
+        f" {counts['train_state']} of the train state"
     )
     opaque = counts["opaque"]
     if opaque:

@@ -167,7 +167,7 @@ class Inspection(Report):
             f"{units.show_bytes(disk)} in {files}; tensors {units.show_bytes(logical)}",
         )
         yield _row("optimizer", "yes" if manifest.has_optimizer else "no")
-        yield _row("leaves", describe_leaves(count_leaves(manifest)))
+        yield _row("values", describe_leaves(count_leaves(manifest)))
         yield _row("complete", f"yes, {files} of all ranks, every element once")
 
     def _names(self) -> Iterator[str]:

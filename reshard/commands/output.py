@@ -33,7 +33,7 @@ from reshard.move.journal import Journal
 from reshard.move.outcome import Outcome
 from reshard.move.unfinished import Unfinished
 from reshard.output import commit
-from reshard.output.destination import check_destination
+from reshard.output.destination import check_destination, check_suffix
 from reshard.paths import as_path, is_remote
 from reshard.planning.extents import Extent, FileIndex
 from reshard.planning.planner import Plan
@@ -164,8 +164,12 @@ def resolve_destination(destination: str | Path) -> Path:
 
     A link to a file is replaced, not written through: in Hugging Face's cache it leads to a blob
     that other snapshots share.
+
+    Raises:
+        UsageError: the name looks like that of one file, but is not one that reshard writes.
     """
     path = as_path(destination)
+    check_suffix(path)
     if not is_single_file(path) or is_remote(str(path)):
         return path.resolve()
     return path.parent.resolve() / path.name

@@ -29,10 +29,12 @@ from reshard.location import Location
 from reshard.manifest import Entry, Manifest, check
 from reshard.model import ModelShapes
 from reshard.paths import as_path
+from reshard.units import some
 
 __all__ = ["PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_outputs"]
 
 Paths = str | Path | Sequence[str | Path]
+_LISTED = 6
 
 
 def read(  # noqa: PLR0913 - a keyword an option
@@ -111,9 +113,14 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
         for each in registry.list_formats():
             if each.reads_tags and each.detect(location):
                 return each.read(location, hints)  # raises an error that lists the tags
-    raise UnrecognisedError(
-        location, "is no checkpoint that reshard knows", unclear.suggest(location)
-    )
+        tags = run.list_tags(location)
+        if tags:
+            raise UnrecognisedError(
+                location,
+                f"there is no checkpoint {hints.tag!r}",
+                f"pass another --tag; there are {some(tags, _LISTED)}",
+            )
+    raise UnrecognisedError(location, "not a recognized checkpoint", unclear.suggest(location))
 
 
 def open_alone(path: Path) -> None:

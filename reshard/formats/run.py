@@ -73,6 +73,12 @@ def _others(location: Location) -> str:
     return f"give another one with --tag; there are {', '.join(list(location.folders)[:_LISTED])}"
 
 
+def list_tags(location: Location) -> list[str]:
+    """Return the names of the numbered checkpoints of a run, highest first."""
+    numbers = numbered(location)
+    return [numbers[number].path.name for number in sorted(numbers, reverse=True)]
+
+
 def _tagged(location: Location, tag: str) -> Location | None:
     """Return the directory of that name, or of that number."""
     if tag in location.folders:

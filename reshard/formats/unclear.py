@@ -10,6 +10,7 @@ from reshard.formats import huggingface, registry, run
 from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import find_torch_files
 from reshard.location import Location
+from reshard.units import some
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
 _TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; without an index
@@ -130,10 +131,9 @@ def suggest(location: Location) -> str:
     if "snapshots" in folders:  # of a model in Hugging Face's cache
         folders = folders["snapshots"].folders
     beneath = [folder for name, folder in folders.items() if not name.startswith(".")]
-    near = [*beneath, Location([location.path.resolve().parent])]
-    found = [str(p) for p in near if registry.detect(p)]
+    above = Location([location.path.resolve().parent])
+    found = [str(folder) for folder in (*beneath, above) if _is_run(folder)]
+    found = found or [str(folder) for folder in beneath if registry.detect(folder)]
     if found:
-        return f"did you mean {found[0]}?" + (
-            f" ({len(found)} candidates)" if len(found) > 1 else ""
-        )
+        return f"did you mean {some(found)}?"
     return "give a run directory, a checkpoint directory, or a file of weights"

@@ -58,8 +58,8 @@ def _list_evidence(files: Mapping[str, SourceFile], siblings: Mapping[str, int])
     for file in files.values():
         for claim in file.claims:
             if claim.about != FILE_NAME or _names_sibling(file, claim, siblings):
-                counts[f"{claim.about} by {claim.evidence}"] += 1
-    return [f"{what} ({number} files)" for what, number in counts.items() if number > 1]
+                counts[f"{claim.about} agrees with {claim.evidence}"] += 1
+    return [f"{what} in {number} files" for what, number in counts.items() if number > 1]
 
 
 def mask_digits(name: str) -> str:

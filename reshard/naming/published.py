@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install 'reshard[transformers]'"
 _NOT_INSTALLED = (
-    "the output has the names of the source, which differ from those in files for mixtures of"
-    " experts and most vision models: transformers, which knows them, is not installed"
-    f" ({_INSTALL})"
+    "transformers is not installed, so the weights keep the names of the source. Mixtures of"
+    " experts and most vision models have other names on the Hub: for these, run"
+    f" {_INSTALL} and convert again"
 )
 
 
@@ -77,12 +77,14 @@ class ChosenForm:
     Args:
         aliases: names that transformers leaves out of files -> the name that is written.
         shapes: shapes that transformers gives the tensors in files; empty if nothing states them.
+        warnings: why the names may not be those that the user expects.
     """
 
     manifest: Manifest
     notes: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, Index] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | None) -> ChosenForm:
@@ -108,7 +110,7 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
         )
     if not library.is_installed():
         if names is None:
-            return ChosenForm(manifest, (_NOT_INSTALLED,))
+            return ChosenForm(manifest, warnings=(_NOT_INSTALLED,))
         raise UsageError(f"--names {names}", "needs transformers, which is not installed", _INSTALL)
     if names is None and not _may_differ(manifest, config.content):
         return ChosenForm(manifest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,15 +14,13 @@ from reshard.paths import is_remote
 if TYPE_CHECKING:
     from reshard.remote.path import RemotePath
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_SAFETENSORS = ".safetensors"
+_WEIGHTS = (_SAFETENSORS, ".bin", ".pt", ".pth")
 # --overwrite replaces a directory only if all of its files have one of these suffixes.
 _EXPORT_SUFFIXES = frozenset(
     [
-        ".safetensors",
+        *_WEIGHTS,
         ".json",
-        ".bin",
-        ".pt",
-        ".pth",
         ".txt",
         ".model",
         ".jinja",
@@ -30,6 +29,29 @@ _EXPORT_SUFFIXES = frozenset(
         ".tiktoken",
     ]
 )
+
+
+_FOREIGN = {  # suffixes of files that reshard does not write, and how to get such a file
+    ".gguf": "write a directory, and convert it with llama.cpp's convert_hf_to_gguf.py",
+    ".onnx": "write a directory, and export it with optimum-cli",
+}
+_ALIKE = 0.8  # similarity of a suffix that is taken for a misspelled one
+
+
+def check_suffix(destination: Path) -> None:
+    """Refuse a destination whose name looks like that of one file, but would become a directory.
+
+    Raises:
+        UsageError: its suffix is misspelled, or that of a format that reshard does not write.
+    """
+    suffix = destination.suffix.lower()
+    remedy = _FOREIGN.get(suffix, "")
+    if suffix != _SAFETENSORS and SequenceMatcher(None, suffix, _SAFETENSORS).ratio() > _ALIKE:
+        remedy = f"did you mean {destination.with_suffix(_SAFETENSORS)}?"
+    if remedy:
+        raise UsageError(
+            destination, f"ends in {destination.suffix}, which reshard does not write", remedy
+        )
 
 
 def check_destination(

@@ -73,13 +73,14 @@ def advice(total: int, micro: int, ranks: int) -> str:
 
 def _describe_rule(before: int, ranks: int) -> str:
     """Describe how to keep the global batch if no file states it."""
-    changed = f"{before} ranks become {ranks}"
+    changed = f"the data-parallel size changes from {before} to {ranks}"
     if before % ranks == 0:
         times = f"multiply the accumulation steps by {before // ranks}"
-        return f"{changed}: {times} to keep the global batch"
+        return f"{changed}; to keep the global batch, {times}"
+    factors = f"({counted(ranks, 'rank')} x micro batch)"
     return (
-        f"{changed}: to keep the global batch, set the accumulation steps to the global batch / "
-        f"({ranks} ranks x micro batch); a global batch that this does not divide has to change"
+        f"{changed}; to keep the global batch, set the accumulation steps to global batch /"
+        f" {factors}. If that is no integer, change the micro batch or the global batch"
     )
 
 

@@ -305,8 +305,8 @@ def describe_lost_setup(state: WritableState) -> list[str]:
     if not isinstance(train.config, Mapping) or not train.config:
         return notes
     clip = find_clip(train)
-    does = f", which clips gradients to a norm of {clip:g}: the new one must, too" if clip else ""
-    return [*notes, f"not carried: the configuration of the {form} run{does}"]
+    advice = f"; set gradient clipping to {clip:g} in the new run" if clip else ""
+    return [*notes, f"not carried: the configuration of the {form} run{advice}"]
 
 
 def find_clip(train: TrainState) -> float | None:

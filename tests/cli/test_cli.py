@@ -195,6 +195,7 @@ def test_help_and_version_succeed_on_stdout(arguments):
         ("frobnicate",),
         ("merge",),
         ("merge", "only-one"),
+        ("convert", "a", "b"),
         ("merge", "a", "b", "--no-such-option"),
         ("merge", "a", "b", "--tied", "maybe"),
         ("merge", "a", "b", "--on-overflow", "CLAMP"),
@@ -207,6 +208,18 @@ def test_misuse_is_2_and_says_nothing_on_stdout(arguments):
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Usage" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (("merge", "run"), "SOURCE... and DESTINATION are required"),
+        (("diff", "run"), "A and B are required"),
+        (("convert", "run", "out"), "Missing option '--to'"),
+    ],
+)
+def test_what_is_missing_is_named(arguments, missing):
+    assert missing in run(*arguments).stderr
 
 
 def test_0_for_a_merge(source, target):

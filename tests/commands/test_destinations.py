@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from reshard.errors import UnrecognisedError
+from reshard.errors import UnrecognisedError, UsageError
 
 
 @pytest.fixture
@@ -83,3 +83,31 @@ def test_a_stray_file_beside_runs_is_not_taken_for_the_model(plain, tmp_path):
     assert "pass one of them" in caught.value.remedy
     assert reshard.inspect(plain).manifest.entries
     assert reshard.inspect(tmp_path / "torch").manifest.entries
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("model.safetensor", "did you mean .*model.safetensors"),
+        ("model.savetensors", "did you mean .*model.safetensors"),
+        ("model.gguf", "convert_hf_to_gguf.py"),
+    ],
+)
+def test_a_name_like_that_of_one_file_does_not_become_a_directory(plain, tmp_path, name, advice):
+    with pytest.raises(UsageError, match=f"(?s)which reshard does not write.*{advice}"):
+        reshard.merge(plain, tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_a_dot_in_the_name_of_a_directory_is_no_suffix(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "Llama-3.2")
+    assert (tmp_path / "Llama-3.2" / "model.safetensors").is_file()
+
+
+def test_a_split_that_changes_nothing_says_how_to_choose_ranks(tmp_path):
+    source = trained(tmp_path / "x.pt")
+    reshard.split(source, tmp_path / "run", to="deepspeed", world_size=2)
+    same = reshard.split(tmp_path / "run", tmp_path / "same")
+    assert any("--world-size N chooses" in text for text in same.warnings)
+    other = reshard.split(tmp_path / "run", tmp_path / "other", world_size=1)
+    assert not any("--world-size" in text for text in other.warnings)

@@ -158,6 +158,27 @@ def test_a_model_in_hugging_face_s_cache_is_found_by_its_snapshot(tmp_path):
         assert list(checkpoint) == ["a"]
 
 
+def test_a_tag_that_does_not_exist_lists_those_that_do(tmp_path):
+    for step in STEPS:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"weight": torch.ones(2)}, tmp_path / f"checkpoint-{step}/model.safetensors")
+    with pytest.raises(UnrecognisedError, match="no checkpoint 'global_step4'") as e:
+        reshard.open(tmp_path, tag="global_step4")
+    assert e.value.remedy == "pass another --tag; there are checkpoint-4, checkpoint-2"
+
+
+def test_a_run_below_is_suggested_and_a_loose_file_above_is_not(tmp_path):
+    (tmp_path / "empty").mkdir()
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.bin")
+    with pytest.raises(UnrecognisedError, match="give a run directory"):
+        reshard.open(tmp_path / "empty")
+    checkpoint = tmp_path / "place/outputs/checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    save_file({"weight": torch.ones(2)}, checkpoint / "model.safetensors")
+    with pytest.raises(UnrecognisedError, match=r"(?s)did you mean .*outputs\?"):
+        reshard.open(tmp_path / "place")
+
+
 def test_shards_of_torch_save_without_an_index(tmp_path):
     for number, name in enumerate("ab", 1):
         path = tmp_path / f"pytorch_model-0000{number}-of-00002.bin"

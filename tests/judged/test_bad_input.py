@@ -82,7 +82,7 @@ def test_the_remedy_for_missing_optimizer_files_works(copied, tmp_path):
     model = tag_of(run) / MODEL
     done = merge(model, tmp_path / "x.safetensors", "--from", "torch")
     assert done.returncode == 0, done.stderr
-    assert "stored as trained" in done.stdout
+    assert "weights as stored" in done.stdout
 
 
 @pytest.mark.parametrize("name", [OPTIM1, MODEL])

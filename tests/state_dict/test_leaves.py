@@ -163,8 +163,8 @@ def test_the_report_states_the_balance(tmp_path, capsys):
     assert leaves["opaque"] == {"model._extra_state": "bytes"}
     assert leaves["read"] == sum(v for k, v in leaves.items() if k in KINDS) + 1
     report = reshard.merge(path, tmp_path / "out.safetensors")
-    (line,) = (line for line in report.lines() if line.startswith("leaves "))
-    assert "2 weights, 6 optimizer" in line
+    (line,) = (line for line in report.lines() if line.startswith("values "))
+    assert "2 weights, 6 of the optimizer" in line
     assert "1 opaque (model._extra_state)" in line
     assert any("queue.0" in text for text in report.warnings)
     split = reshard.split(path, tmp_path / "ds", to="deepspeed", world_size=2)

@@ -190,6 +190,7 @@ def choose_form(merge: Merge) -> Merge:
     bare = keys.edit(merge.manifest, keys.Edits(strip_wrappers=options.edits.strip_wrappers))
     form = published.choose_form(bare.manifest, config, names)
     merge.notes.derived += form.notes
+    merge.notes.warnings += form.warnings
     return replace(
         merge, manifest=form.manifest, edited=bare, aliases=form.aliases, shapes=form.shapes
     )

@@ -13,6 +13,7 @@ from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.output_report import OutputReport, WriteResult, describe_common, list_values
 from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.planning.planner import Plan
+from reshard.units import counted
 
 if TYPE_CHECKING:
     from reshard.commands.merge.passes import Merge
@@ -66,7 +67,7 @@ class MergeReport(OutputReport):
         yield from self._list_identity()
         yield from self._describe_adapter()
         yield from self._list_changes()
-        yield format_row("leaves", describe_leaves(self.leaves))
+        yield format_row("values", describe_leaves(self.leaves))
         buffers = units.show_bytes(self.peak_buffer_bytes)
         yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
         yield from self._list_timing()
@@ -74,12 +75,12 @@ class MergeReport(OutputReport):
     def _describe_sources(self) -> str:
         parts = []
         if self.from_master:
-            parts.append(f"{self.from_master} from fp32 masters")
+            parts.append(f"{counted(self.from_master, 'weight')} from fp32 master weights")
         if self.from_copy:
-            parts.append(f"{self.from_copy} stored as trained")
+            parts.append(f"{counted(self.from_copy, 'weight')} as stored")
         if self.buffers:
-            parts.append(f"{self.buffers} buffers")
-        trained = f"; trained in {self.trained_in}" if self.trained_in else ""
+            parts.append(counted(self.buffers, "buffer"))
+        trained = f" (trained in {self.trained_in})" if self.trained_in else ""
         return ", ".join(parts) + trained
 
     def _describe_adapter(self) -> Iterator[str]:
@@ -91,7 +92,7 @@ class MergeReport(OutputReport):
         masters = " (from fp32 masters)" if added["from_masters"] else ""
         yield (
             f"adapter     {added['adapter']}{masters}: added to"
-            f" {units.counted(added['merged'], 'weight')} (scale {scales or 'none'}{dora})"
+            f" {counted(added['merged'], 'weight')} (scale {scales or 'none'}{dora})"
         )
         revision = f", revision {added['revision']}" if added["revision"] else ""
         yield f"base        {added['base']}{revision}"
@@ -110,7 +111,7 @@ class MergeReport(OutputReport):
         yield from format_list("kept fp32", self.kept_fp32)
         yield from format_list("filled", self.filled)
         if self.optimizer_tensors_left:
-            count = units.counted(self.optimizer_tensors_left, "optimizer tensor")
+            count = counted(self.optimizer_tensors_left, "optimizer tensor")
             yield f"left out    {count} ({self.COMMAND} writes weights)"
         yield from format_list("overflowed", list_values(self.overflowed))
         yield from format_list("to zero", list_values(self.flushed))

@@ -264,6 +264,7 @@ def _choose_form(
         config = ModelConfig(content, path) if content is not None else None
     form = choose_form(manifest, config, names)
     conversion.notes.derived += form.notes
+    conversion.notes.warnings += form.warnings
     return replace(conversion, manifest=form.manifest)
 
 

@@ -11,9 +11,11 @@ from reshard import units
 from reshard.commands.balance import describe_leaves
 from reshard.commands.lines import format_list, format_row
 from reshard.commands.output_report import OutputReport, describe_common, list_values
+from reshard.commands.split.options import LayoutOptions
 from reshard.formats.base import StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
+from reshard.options import options_of
 from reshard.planning.planner import Plan
 from reshard.state_dict import torch_state_dict
 from reshard.training import copied_files
@@ -47,7 +49,7 @@ class SplitReport(OutputReport):
         yield f"weights     {self.weights}"
         counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
         yield f"optimizer   {counts}"
-        yield format_row("leaves", describe_leaves(self.leaves))
+        yield format_row("values", describe_leaves(self.leaves))
         for label, items in (
             ("kept", self.kept),
             ("derived", self.derived),
@@ -85,6 +87,12 @@ def describe_split(
         dropped=list(notes.dropped),
         notes=list(_unread(manifest)),
     )
+    if _keeps_everything(conversion):
+        ranks = units.counted(request.world_size, "rank")
+        report.warnings.append(
+            f"the output is for {ranks} like the source, in the same layout; --world-size N chooses"
+            " another number of ranks, --to another layout"
+        )
     copied = [e.fqn for e in skeleton.entries if e.kind == copied_files.KIND]
     if copied:
         report.kept.append(f"{', '.join(copied)}: copied as they are")
@@ -111,6 +119,14 @@ def _list_values_of_training(manifest: Manifest, writer: Writer, request: Reques
         lost = [name for name in values if not writer.keeps_value(name, request)]
         if lost:
             yield f"{', '.join(lost)} (--weights-only)"
+
+
+def _keeps_everything(conversion: StateConversion) -> bool:
+    """Return whether no option asks for anything else than the source has."""
+    options = conversion.options
+    declared = {each.name for each in options_of(LayoutOptions)} | {"to", "world_size"}
+    same_ranks = conversion.request.world_size == conversion.manifest.origin.world
+    return same_ranks and declared.isdisjoint(options.given())
 
 
 def _unread(manifest: Manifest) -> Iterator[str]:

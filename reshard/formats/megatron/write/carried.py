@@ -94,7 +94,10 @@ def find_extra_obstacle(
             states.of_experts and states.form != form,
             "torch and torch_dist keep those of experts in different ways",
         ),
-        (loses, "each is of one tensor- and expert-parallel rank, and there are to be other ranks"),
+        (
+            loses,
+            "each belongs to one tensor- and expert-parallel rank, and the grid changes",
+        ),
     )
     return next((reason for applies, reason in obstacles if applies), "")
 
@@ -163,7 +166,7 @@ def find_rng_obstacle(
     if not states.rng:
         return "it has none"
     if _get_source_sizes(manifest) != _get_target_sizes(sizes):
-        return "they are those of each model-parallel rank, and there are to be other ranks"
+        return "each belongs to one model-parallel rank, and the grid of ranks changes"
     if sizes.expert > 1 and states.form != form:
         return "torch and torch_dist keep them in different ways where experts are parallel"
     # A list of several has a state for each data rank (--data-parallel-random-init).
