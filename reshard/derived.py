@@ -7,6 +7,7 @@ no file stores, such as dequantised weights.
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 from reshard import escaped
@@ -14,6 +15,10 @@ from reshard import escaped
 
 class Reader(Protocol):
     """The reads that a computation may do; `reshard.files.SourceFiles` has them."""
+
+    @property
+    def kept(self) -> threading.local:
+        """What computations keep for each thread between two reads; it ends with the reader."""
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Return the bytes at an offset of a file."""

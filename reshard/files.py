@@ -108,6 +108,7 @@ class SourceFiles(OpenFiles):
 
     def __init__(self) -> None:
         super().__init__(os.O_RDONLY)
+        self.kept = threading.local()  # see `derived.Reader`
         self._remote_files: RemoteFiles | None = None
         self._decoders: dict[str, escaped.Decoder] = {}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
+from weakref import proxy
 
 from reshard.box import Index
 from reshard.checksum import crc32
@@ -53,16 +55,17 @@ class _InnerFiles(SourceFiles):
     """The files that a computation reads; their stored checksums are compared like those of others.
 
     Args:
-        read: fills memory with the bytes of a file from an offset on.
+        filler: reads the bytes. It owns this object, which refers to it weakly: otherwise, its
+            buffers would wait for the garbage collector.
     """
 
-    def __init__(self, read: Callable[[str, int, memoryview], None]) -> None:
+    def __init__(self, filler: Filler) -> None:
         super().__init__()
-        self._read = read
+        self._filler = proxy(filler)
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at an offset of a file."""
-        self._read(path, byte_offset, target)
+        self._filler.read_into(path, byte_offset, target)
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Return the bytes at an offset of a file."""
@@ -106,7 +109,7 @@ class Filler:
         """Fill the part of `window` (its bytes) that belongs to `copy`."""
         if copy.is_run and copy.is_plain:
             nbytes = copy.numel * copy.dtype.itemsize
-            self._read(copy.file, copy.byte_offset, window[copy.target_offset :][:nbytes])
+            self.read_into(copy.file, copy.byte_offset, window[copy.target_offset :][:nbytes])
             return
         for part in _split_copy(copy, self._read_bytes):
             self._convert(part, window)
@@ -121,11 +124,11 @@ class Filler:
         """
         offset = copy.byte_offset + first * copy.dtype.itemsize
         if copy.is_plain:
-            self._read(copy.file, offset, into)
+            self.read_into(copy.file, offset, into)
             return
         numel = len(into) // copy.target_dtype.itemsize
         raw = self._get_buffer(numel * copy.dtype.itemsize)
-        self._read(copy.file, offset, raw)
+        self.read_into(copy.file, offset, raw)
         shape = (numel,)
         self._cast(copy, shape, raw, (copy.dtype.itemsize,), into, 0, (copy.target_dtype.itemsize,))
 
@@ -139,7 +142,7 @@ class Filler:
         free = memoryview(self._shared_buffer)
         for file, start, stop in ranges:
             into, free = free[: stop - start], free[stop - start :]
-            self._read(file, start, into)
+            self.read_into(file, start, into)
             self._shared.append((file, start, stop, into))
 
     def expect(self, windows: Iterable[Window]) -> None:
@@ -151,13 +154,17 @@ class Filler:
                 (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize) for copy in runs
             )
 
+    @cached_property
+    def _inner(self) -> _InnerFiles:
+        return _InnerFiles(self)
+
     def _get_bytes(self, file: str, offset: int, nbytes: int) -> memoryview:
         """Return a range of a file; the buffer is valid until the next call."""
         for name, start, stop, data in self._shared:
             if name == file and start <= offset and offset + nbytes <= stop:
                 return data[offset - start :][:nbytes]
         raw = self._get_buffer(nbytes)
-        self._read(file, offset, raw)
+        self.read_into(file, offset, raw)
         return raw
 
     def _convert(self, copy: Copy, window: memoryview) -> None:
@@ -223,12 +230,12 @@ class Filler:
             self.reads.put(*self._last)
             self._last = None
 
-    def _read(self, file: str, offset: int, into: memoryview) -> None:
+    def read_into(self, file: str, offset: int, into: memoryview) -> None:
         """Read a range and compute its checksum, which continues that of an adjacent range."""
         if isinstance(file, Derived):
-            # What the computation reads comes back here under the names of real files. If this
-            # object kept these files, which refer to it, its buffers would wait for gc.
-            file.computation.read_into(_InnerFiles(self._read), offset, into)
+            # What the computation reads comes back here under the names of real files. The next
+            # range of the same bytes needs what it keeps.
+            file.computation.read_into(self._inner, offset, into)
             return
         self._pool.read_into(file, offset, into)
         if not self._needs_checksum(file):

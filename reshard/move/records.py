@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from reshard.checksum import crc32, join
-from reshard.derived import Reader
 from reshard.errors import CorruptError
 from reshard.manifest import Record
 from reshard.move.spans import Span, Spans
@@ -18,12 +18,19 @@ from reshard.move.spans import Span, Spans
 _PIECE = 1 << 20  # bytes read at a time
 
 
-def compute_record_crc(pool: Reader, file: str, start: int, nbytes: int, spans: Spans) -> int:
+class RangeReader(Protocol):
+    """Files of which ranges can be read: sources, outputs, or those that are computed on demand."""
+
+    def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at an offset of a file."""
+
+
+def compute_record_crc(pool: RangeReader, file: str, start: int, nbytes: int, spans: Spans) -> int:
     """Return the CRC-32 of a byte range of `file`, using the CRCs in `spans` where possible."""
     return join(_tiles(pool, file, start, nbytes, spans.find_inside(file, start, nbytes)))
 
 
-def check_record(pool: Reader, file: str, record: Record, reads: Spans) -> None:
+def check_record(pool: RangeReader, file: str, record: Record, reads: Spans) -> None:
     """Compare a record with its stored checksum.
 
     Raises:
@@ -39,7 +46,7 @@ def check_record(pool: Reader, file: str, record: Record, reads: Spans) -> None:
 
 
 def _tiles(
-    pool: Reader, file: str, start: int, nbytes: int, spans: Iterable[Span]
+    pool: RangeReader, file: str, start: int, nbytes: int, spans: Iterable[Span]
 ) -> Iterator[tuple[int, int]]:
     """Yield (crc, nbytes) of consecutive parts that cover a range exactly.
 
@@ -65,7 +72,7 @@ def _tiles(
 _local = threading.local()
 
 
-def compute_crc(pool: Reader, file: str, offset: int, nbytes: int) -> int:
+def compute_crc(pool: RangeReader, file: str, offset: int, nbytes: int) -> int:
     """Read a byte range in pieces and return its CRC-32; each thread reuses one buffer."""
     if not hasattr(_local, "buffer"):
         _local.buffer = memoryview(bytearray(_PIECE))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import proxy
 
 from reshard.box import Box
 from reshard.derived import Reader
@@ -19,9 +18,6 @@ from reshard.planning.copies import Copy, CopyPlanner
 T = TypeVar("T")
 
 _PLANNERS = 8  # a tile is computed from a few tensors
-
-# The threads' memory for computations ends with the pool that they read from.
-_readers: WeakKeyDictionary[Reader, threading.local] = WeakKeyDictionary()
 
 
 class Tiled(Protocol):
@@ -43,11 +39,12 @@ class TileReader:
     """The memory of one thread for computations, and its access to the tensors that they read.
 
     Args:
-        pool: the open source files.
+        pool: the open source files, which own this object.
     """
 
     def __init__(self, pool: Reader) -> None:
-        files = cast("SourceFiles", pool)  # or those of a filler, which compares checksums
+        # Without a reference back, the memory of both is freed without the garbage collector.
+        files = cast("SourceFiles", proxy(pool))
         self._filler = Filler(files, needs_checksum=lambda _file: False)
         self._kept: dict[str, tuple[object, Any]] = {}
         self._planners: deque[tuple[Entry, CopyPlanner]] = deque(maxlen=_PLANNERS)
@@ -119,10 +116,6 @@ class TileReader:
 
 def find_reader(pool: Reader) -> TileReader:
     """Return the reader of this thread for a pool of open files."""
-    own = _readers.get(pool)
-    if own is None:
-        # Two threads may get here together: both must use the object that is kept.
-        own = _readers.setdefault(pool, threading.local())
-    if not hasattr(own, "reader"):
-        own.reader = TileReader(pool)
-    return cast("TileReader", own.reader)
+    if not hasattr(pool.kept, "reader"):
+        pool.kept.reader = TileReader(pool)
+    return cast("TileReader", pool.kept.reader)

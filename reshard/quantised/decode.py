@@ -8,11 +8,9 @@ also the codes of one matrix, up to `_KEPT` bytes.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +36,6 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0
 
 _BLOCK = 1 << 16  # values; a block stays in the cache
 _KEPT = 16 << 20  # bytes; an expert of GPT-OSS has 8 MiB
-# For each pool of open files, the transposed matrix that a thread has read last.
-_kept: WeakKeyDictionary[Reader, threading.local] = WeakKeyDictionary()
 
 
 def read_values(pool: Reader, weight: Scaled, start: int, target: memoryview) -> None:
@@ -282,13 +278,12 @@ def _read_columns(
 
     The scales are in the upper bytes of 16 bits.
     """
-    own = _kept.setdefault(pool, threading.local())
-    key = (weight, matrix, row)
-    if getattr(own, "key", None) != key:
-        own.key = None
+    own, key = pool.kept, (weight, matrix, row)
+    if getattr(own, "rows", None) != key:
+        own.rows = own.columns = None  # frees the memory before the new columns need some
         rows = min(rows, weight.rows - row)
         own.columns = _transpose_bytes(pool, weight, matrix, row, rows)
-        own.key = key
+        own.rows = key
     columns: tuple[Array, Array] = own.columns
     return columns
 

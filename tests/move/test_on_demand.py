@@ -10,11 +10,13 @@ import torch
 
 import reshard
 from reshard.commands.split.options import SplitOptions
+from reshard.derived import Derived
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
 from reshard.live.files import log_report, open_live_files, read_options
 from reshard.move.fill import Filler
 from reshard.move.on_demand import OnDemandFiles
+from reshard.move.tiles import find_reader
 from reshard.planning.planner import Plan
 from tests.support.random_checkpoints import contents, run, scene, sharded_target, whole_target
 
@@ -120,5 +122,17 @@ def test_a_name_that_is_no_file(saved):
 
 
 def test_buffers_are_freed_without_garbage_collection():
-    filler = weakref.ref(Filler(SourceFiles(), needs_checksum=lambda _path: False))
-    assert filler() is None  # nothing that it made refers back to it
+    """Those of computations too, which read from the object that keeps them."""
+
+    class Kept:
+        def read_into(self, pool, _byte_offset, _target):
+            pool.kept.reader = find_reader(pool)
+            made.append(weakref.ref(pool.kept.reader))
+
+    made = []
+    with SourceFiles() as pool:
+        filler = Filler(pool, needs_checksum=lambda _path: False)
+        made.append(weakref.ref(filler))
+        filler.read_into(Derived("file", "computed", Kept()), 0, memoryview(bytearray(1)))
+        del filler
+        assert [each() for each in made] == [None, None]

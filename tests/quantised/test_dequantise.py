@@ -20,6 +20,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from reshard.files import Descriptor
 from reshard.formats.values import dequantise
 from reshard.quantised import decode
 from reshard.tensors import Checkpoint
@@ -193,6 +194,22 @@ def test_any_window_and_any_number_of_workers_write_the_same_bytes(mixed, tmp_pa
         written.add((out / "model.safetensors").read_bytes())
     assert len(written) == 1
     assert same(load_file(out / "model.safetensors")["a.weight"], want.bfloat16())
+
+
+def test_windows_of_an_expert_read_its_codes_once(tmp_path, monkeypatch):
+    blocks, scales = mxfp4_experts(2, 512, 8)
+    tensors = {"e.down_proj_blocks": blocks, "e.down_proj_scales": scales}
+    source = write_model(tmp_path / "m", tensors, MXFP4)
+    read, pread = [], Descriptor.read_into
+
+    def count(self, byte_offset, target):
+        read.append(len(target) if self.path.startswith(str(source)) else 0)
+        pread(self, byte_offset, target)
+
+    monkeypatch.setattr(Descriptor, "read_into", count)
+    settings = {"dtype": "bf16", "workers": 1, "max_memory_bytes": 256 << 10, "verify": False}
+    reshard.merge(source, tmp_path / "out", **settings)
+    assert sum(read) <= 1.2 * (blocks.nbytes + scales.nbytes)
 
 
 def values_of(source):
