@@ -100,4 +100,4 @@ class CheckpointFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc] # i
             raise UsageError(path, f"cannot be opened with mode {mode!r}: it is read-only")
         if path not in self._files:
             raise FileNotFoundError(path)
-        return self._files.open(path, checks=True)
+        return self._files.open(path)

@@ -9,13 +9,18 @@ from pathlib import Path
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, SourceFile
 from reshard.move.on_demand import OnDemandFiles
+from reshard.move.options import OnOverflow
 from reshard.planning.planner import Plan
 
 _COMPARED_BYTES = 4 << 20  # at a time
 
 
 def is_written(
-    plan: Plan, sources: Mapping[str, SourceFile], save_id: str, directory: Path
+    plan: Plan,
+    sources: Mapping[str, SourceFile],
+    save_id: str,
+    directory: Path,
+    on_overflow: OnOverflow,
 ) -> bool:
     """Return whether a directory has every planned file, written from the same source.
 
@@ -27,6 +32,10 @@ def is_written(
         sources: the source files by path.
         save_id: see `Job`.
         directory: what the names of the planned files are relative to.
+        on_overflow: see `OnDemandFiles`.
+
+    Raises:
+        DifferentError: as `OnDemandFiles.read_into`.
     """
     skeleton, needle = plan.target, save_id.encode()
     is_stamped = bool(needle) and any(
@@ -37,7 +46,9 @@ def is_written(
         checksums[stored.file] += stored.locations
     try:
         with SourceFiles() as pool:
-            planned = OnDemandFiles(plan, sources, pool, has_checksums=False)
+            planned = OnDemandFiles(
+                plan, sources, pool, on_overflow=on_overflow, has_checksums=False
+            )
             return all(
                 _has_content(directory / file.name, file, checksums[file.name])
                 and (is_stamped or _has_bytes(directory, file.name, planned, checksums[file.name]))

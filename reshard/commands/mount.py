@@ -221,14 +221,13 @@ class Blocks:
         block = mmap.mmap(-1, min(_BLOCK_BYTES, self._files.nbytes(name) - start))
         with memoryview(block) as target:
             self._files.read_into(name, start, target)
-        self._files.refuse_overflow()
         with self._lock:
             computed = self._computed[name]
             computed.add(index)
             is_last = len(computed) * _BLOCK_BYTES >= self._files.nbytes(name)
         if is_last:
             try:
-                self._files.check()
+                self._files.check_records()
             except ReshardError:
                 with self._lock:
                     computed.discard(index)

@@ -116,7 +116,9 @@ def convert(
                 from reshard.commands.existing_output import is_written
 
                 directory = _find_directory(output)
-                if not is_written(job.plan, job.manifest.files, job.save_id, directory):
+                if not is_written(
+                    job.plan, job.manifest.files, job.save_id, directory, options.on_overflow
+                ):
                     raise occupied
                 report.add_existing()
             elif not options.dry_run:

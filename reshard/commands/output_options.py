@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from reshard import units
 from reshard.commands.options import ReportOptions
 from reshard.errors import ResourceError
 from reshard.identity import Trust
-from reshard.move.options import MoveOptions
+from reshard.move.options import MoveOptions, OnOverflow
 from reshard.naming.options import Names
 from reshard.options import Options, option, size_option
 from reshard.planning.planner import WINDOW_BYTES
 from reshard.ranks.team import ALONE, Progress, Team
 from reshard.replicas import Replicas
-
-OnOverflow = Literal["error", "clamp", "allow"]
 
 _MIN_WINDOW = 64 << 10  # bytes
 _MAX_WORKERS = 8  # by default; more threads seldom read faster

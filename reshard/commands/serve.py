@@ -197,7 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
             for at in range(start, stop, _BLOCK_BYTES):
                 data = files.read(name, at, min(_BLOCK_BYTES, stop - at))
                 if at + len(data) == stop:
-                    files.check()  # before the last block: a range with an error is never complete
+                    # Before the last block: a range with an error is never complete.
+                    files.check_records()
                 self.wfile.write(data)
         except ReshardError as error:
             for line in error.lines:

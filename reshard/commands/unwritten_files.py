@@ -63,7 +63,13 @@ def open_files(
     job = plan_unwritten(source, options, partial(_plan, options=options))
     workers, _ = options.budget()
     with SourceFiles() as pool:
-        yield OnDemandFiles(job.plan, job.manifest.files, pool, workers=workers)
+        yield OnDemandFiles(
+            job.plan,
+            job.manifest.files,
+            pool,
+            workers=workers,
+            on_overflow=options.on_overflow,
+        )
 
 
 def _plan(manifest: Manifest, source: Path, options: FilesOptions) -> Job[Any]:

@@ -90,6 +90,7 @@ def open_live_files(
             planned.sources,
             pool,
             workers=workers or _count_workers(),
+            on_overflow=options.on_overflow,
             has_checksums=has_checksums,
         )
         yield LiveFiles(files, planned.report, planned.counters)

@@ -32,7 +32,7 @@ def load_checked(files: OnDemandFiles, name: str, map_location: Any = None) -> A
     Raises:
         ReshardError: as `load_safely` and `OnDemandFiles.check`.
     """
-    loaded = load_safely(files.open(name), name, map_location)
+    loaded = load_safely(files.open(name, checks=False), name, map_location)
     files.check()
     return loaded
 
@@ -121,7 +121,7 @@ def _patch_load_file(own: Callable[..., Any], finder: _Finder) -> Callable[..., 
 def _patch_create_stream(own: Callable[..., Any], finder: _Finder) -> Callable[..., Any]:
     def create_stream(self: Any, path: Any, mode: str) -> Any:
         name = finder.find(path)
-        return own(self, path, mode) if name is None else finder.files.open(name)
+        return own(self, path, mode) if name is None else finder.files.open(name, checks=False)
 
     return create_stream
 

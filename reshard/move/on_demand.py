@@ -7,6 +7,7 @@ that load a checkpoint into memory, or serve it, read such files instead of a co
 from __future__ import annotations
 
 import io
+import logging
 import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -18,6 +19,7 @@ from reshard.errors import DifferentError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, SourceFile, StoredChecksum
 from reshard.move.fill import Filler
+from reshard.move.options import OnOverflow
 from reshard.move.records import check_record, compute_crc
 from reshard.move.spans import Spans
 from reshard.planning.planner import Plan, WindowPart
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _PARALLEL_BYTES = 8 << 20  # a shorter read is not worth a thread
 _ZEROS = bytes(4 << 20)  # copied to bytes that no tensor fills
+_logger = logging.getLogger("reshard")
 
 
 class OnDemandFiles:
@@ -39,6 +42,8 @@ class OnDemandFiles:
         sources: the source files by path.
         pool: the open source files.
         workers: threads of one long read.
+        on_overflow: what to do if a cast makes a finite value infinite. "clamp" and "allow" log a
+            warning for each tensor.
         has_checksums: False leaves the checksums that a file stores of its own records zero. To
             compute one, the whole record is read; `torch.load` does not compare them.
     """
@@ -50,9 +55,9 @@ class OnDemandFiles:
         pool: SourceFiles,
         *,
         workers: int = 1,
+        on_overflow: OnOverflow = "error",
         has_checksums: bool = True,
     ) -> None:
-        self.overflowed: Counter[str] = Counter()  # fqn -> finite values made infinite
         self._plan = plan
         self._sources = sources
         self._pool = pool
@@ -62,6 +67,10 @@ class OnDemandFiles:
         self._reads = Spans()
         self._checked: set[tuple[str, int, int]] = set()  # records that were compared
         self._has_checksums = has_checksums
+        self._on_overflow = on_overflow
+        # (file, byte offset of a part) -> fqn -> finite values that a cast made infinite
+        self._overflows: dict[tuple[str, int], Counter[str]] = {}
+        self._logged: set[str] = set()
         self._crcs: dict[tuple[str, int], bytes] = {}
         self._lock = threading.Lock()
 
@@ -70,6 +79,12 @@ class OnDemandFiles:
 
     def __contains__(self, name: object) -> bool:
         return name in self._contents
+
+    @property
+    def overflowed(self) -> Counter[str]:
+        """The number of finite values that a cast made infinite, by fqn, in what was read."""
+        with self._lock:
+            return sum(self._overflows.values(), Counter())
 
     def nbytes(self, name: str) -> int:
         """Return the size of a file.
@@ -83,12 +98,13 @@ class OnDemandFiles:
         """Return whether a file has bytes of tensors; the content of others is known."""
         return name in self._filled
 
-    def open(self, name: str, *, checks: bool = False) -> io.BufferedReader:
+    def open(self, name: str, *, checks: bool = True) -> io.BufferedReader:
         """Return a file as a binary file object for reading.
 
         Args:
-            checks: whether the read that reaches the end of the file makes `check`, and raises its
-                errors.
+            checks: whether a read raises DifferentError like `read_into`, and the read that reaches
+                the end of the file the errors of `check_records`. Without, the caller calls
+                `check` after the last read: `torch.load` hides errors of the file that it reads.
 
         Raises:
             IncompleteError: there is no such file.
@@ -110,8 +126,19 @@ class OnDemandFiles:
 
         Raises:
             CorruptError: a source file is too short.
+            DifferentError: a cast made a finite value in the range infinite, which is an error by
+                default.
             IncompleteError: there is no such file.
         """
+        refuse_overflow(self.fill_range(name, byte_offset, target), self._on_overflow)
+
+    def fill_range(self, name: str, byte_offset: int, target: memoryview) -> Counter[str]:
+        """Fill ``target`` like `read_into`; return the overflows by fqn, which are no error.
+
+        Raises:
+            ReshardError: as `read_into`, except for overflows.
+        """
+        overflowed: Counter[str] = Counter()
         file, stop = self._find(name), byte_offset + len(target)
         _fill_with_zeros(target)  # what no tensor and no literal fills is zero
         for offset, data in file.literals:
@@ -120,14 +147,17 @@ class OnDemandFiles:
         # A range can begin inside an element, and copies move whole
         # elements: a cut part is read whole.
         for part in parts.find_cut(byte_offset, stop):
-            _overlay(target, byte_offset, part.byte_offset, self._read_part(parts, part))
-        self._fill(parts.find_whole(byte_offset, stop), byte_offset, target)
+            _overlay(target, byte_offset, part.byte_offset, self._read_part(name, parts, part))
+            overflowed += self._overflows.get((name, part.byte_offset), Counter())
+        whole = parts.find_whole(byte_offset, stop)
+        overflowed += self._fill(name, whole, byte_offset, target)
         # Checksums come last: the literals around them have zeros in their place.
         if self._has_checksums:
             for stored in self._checksums.get(name, ()):
                 for location in stored.locations:
                     if location < stop and location + 4 > byte_offset:
                         _overlay(target, byte_offset, location, self._compute_checksum(stored))
+        return overflowed
 
     def check_records(self) -> None:
         """Compare the stored checksum of each source record whose bytes were all read.
@@ -148,24 +178,10 @@ class OnDemandFiles:
         """Check what was read so far: stored checksums, and casts.
 
         Raises:
-            CorruptError, DifferentError: as `check_records` and `refuse_overflow`.
+            CorruptError, DifferentError: as `check_records` and `read_into`.
         """
         self.check_records()
-        self.refuse_overflow()
-
-    def refuse_overflow(self) -> None:
-        """Refuse what was read if a cast made finite values infinite.
-
-        Raises:
-            DifferentError: names the tensor that has most of them.
-        """
-        with self._lock:
-            worst = self.overflowed.most_common(1)
-        for fqn, count in worst:
-            problem = (
-                f"{counted(count, 'finite value')} would become infinite in the target's dtype"
-            )
-            raise DifferentError(fqn, problem, "load into bf16 or fp32")
+        refuse_overflow(self.overflowed, self._on_overflow)
 
     def _find(self, name: str) -> OutputFile:
         if name not in self._contents:
@@ -189,32 +205,59 @@ class OnDemandFiles:
             by_file[stored.file].append(stored)
         return by_file
 
-    def _fill(self, parts: list[WindowPart], start: int, target: memoryview) -> None:
-        """Fill the parts that are whole inside ``target``, which begins at byte ``start``."""
+    def _fill(
+        self, name: str, parts: list[WindowPart], start: int, target: memoryview
+    ) -> Counter[str]:
+        """Fill the parts that are whole inside ``target``, which begins at byte ``start``.
+
+        Returns:
+            For each fqn, the number of finite values that a cast made infinite.
+        """
         workers = self._workers if len(target) >= _PARALLEL_BYTES else 1
-        fillers: list[Filler] = []
+        fillers: list[_FillPart] = []
 
         def fill_parts() -> _FillPart:
-            fillers.append(Filler(self._pool, needs_checksum=self._needs_checksum))
-            return _FillPart(fillers[-1], start, target)
+            filler = Filler(
+                self._pool,
+                clamp=self._on_overflow == "clamp",
+                needs_checksum=self._needs_checksum,
+            )
+            fillers.append(_FillPart(filler, start, target))
+            return fillers[-1]
 
         parallel_for(parts, fill_parts, min(workers, max(len(parts), 1)))
+        overflowed: Counter[str] = Counter()
         with self._lock:
-            for filler in fillers:
-                filler.flush_checksum()
-                self._reads.update(filler.reads)
-                self.overflowed.update(filler.overflowed)
+            for each in fillers:
+                each.filler.flush_checksum()
+                self._reads.update(each.filler.reads)
+                for byte_offset, counts in each.overflows.items():
+                    self._overflows[name, byte_offset] = counts
+                    overflowed += counts
+        self._log_overflows(overflowed)
+        return overflowed
+
+    def _log_overflows(self, overflowed: Counter[str]) -> None:
+        """Log a warning for each tensor with overflows, unless they are an error."""
+        if self._on_overflow == "error":
+            return
+        with self._lock:
+            new = overflowed.keys() - self._logged
+            self._logged |= new
+        done = "clamped to the largest finite one" if self._on_overflow == "clamp" else "infinite"
+        for fqn in sorted(new):
+            _logger.warning("overflowed: values of %s became %s", fqn, done)
 
     def _needs_checksum(self, path: str) -> bool:
         return path in self._sources and self._sources[path].has_checksums
 
-    def _read_part(self, parts: _Parts, part: WindowPart) -> bytes:
+    def _read_part(self, name: str, parts: _Parts, part: WindowPart) -> bytes:
         """Return the bytes of a part; the last one is kept, because readers often go on in it."""
         # The pair is read and replaced as one object, so threads need no lock.
         kept, data = parts.last
         if kept is not part:
             buffer = bytearray(part.nbytes)
-            self._fill([part], part.byte_offset, memoryview(buffer))
+            self._fill(name, [part], part.byte_offset, memoryview(buffer))
             data = bytes(buffer)
             parts.last = part, data
         return data
@@ -263,14 +306,17 @@ class _RawFile(io.RawIOBase):
         """Fill a buffer from the position on; return the number of bytes, fewer at the end.
 
         Raises:
-            ReshardError: as `OnDemandFiles.read_into`, and `OnDemandFiles.check` at the end.
+            ReshardError: as `OnDemandFiles.open`.
         """
         view = memoryview(buffer).cast("B")
         count = max(min(len(view), self._nbytes - self._at), 0)
-        self._files.read_into(self.name, self._at, view[:count])
+        if self._checks:
+            self._files.read_into(self.name, self._at, view[:count])
+        else:
+            self._files.fill_range(self.name, self._at, view[:count])
         self._at += count
         if self._checks and count and self._at == self._nbytes:
-            self._files.check()
+            self._files.check_records()
         return count
 
 
@@ -302,13 +348,31 @@ class _FillPart:
     """A function that fills parts in a buffer that begins at byte ``start`` of the file."""
 
     def __init__(self, filler: Filler, start: int, target: memoryview) -> None:
-        self._filler = filler
+        self.filler = filler
+        self.overflows: dict[int, Counter[str]] = {}  # by the byte offset of the part
         self._start = start
         self._target = target
 
     def __call__(self, part: WindowPart) -> None:
+        self.filler.overflowed.clear()
         for copy in part.plan_copies(part.byte_offset - self._start):
-            self._filler.fill(copy, self._target)
+            self.filler.fill(copy, self._target)
+        if self.filler.overflowed:
+            self.overflows[part.byte_offset] = self.filler.overflowed.copy()
+
+
+def refuse_overflow(overflowed: Counter[str], on_overflow: OnOverflow) -> None:
+    """Refuse values that a cast made infinite, if they are an error.
+
+    Raises:
+        DifferentError: names the tensor that has most of them.
+    """
+    for fqn, count in overflowed.most_common(1) if on_overflow == "error" else ():
+        raise DifferentError(
+            fqn,
+            f"{counted(count, 'finite value')} would become infinite in the target's dtype",
+            "choose dtype bf16 or fp32, or accept it with --on-overflow clamp|allow",
+        )
 
 
 def _is_inside(part: WindowPart, start: int, stop: int) -> bool:

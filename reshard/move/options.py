@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from reshard.move.fill import READ_BYTES
 from reshard.ranks.team import ALONE, Progress, Team, ignore_progress
+
+OnOverflow = Literal["error", "clamp", "allow"]
+"""What to do if a cast makes a finite value infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,9 +87,60 @@ def test_a_value_that_a_cast_makes_infinite_is_an_error(tmp_path):
     torch.save({"weight": torch.tensor([1.0, 1e6])}, tmp_path / "w.pt")
     with open_live_files(tmp_path / "w.pt", SplitOptions(to="torch", dtype="fp16")) as live:
         (name,) = live.files
-        live.files.read(name, 0, live.files.nbytes(name))
         with pytest.raises(DifferentError, match="1 finite value"):
-            live.files.refuse_overflow()
+            live.files.read(name, 0, live.files.nbytes(name))
+        torch.load(live.files.open(name, checks=False), weights_only=True)
+        with pytest.raises(DifferentError, match="1 finite value"):
+            live.files.check()
+
+
+LARGE = torch.full((1000,), 1e6)
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A checkpoint of a bfloat16 weight with values that float16 does not have."""
+    weights = {"large": LARGE.bfloat16(), "small": torch.ones(1000).bfloat16()}
+    torch.save(weights, tmp_path / "large.pt")
+    return tmp_path / "large.pt"
+
+
+@pytest.mark.parametrize("on_overflow", ["clamp", "allow"])
+def test_unwritten_files_follow_on_overflow_as_merge_does(large, tmp_path, on_overflow, caplog):
+    options = {"dtype": "fp16", "on_overflow": on_overflow}
+    written = reshard.merge(large, tmp_path / "out", **options)
+    data = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with reshard.open_files(large, reshard.FilesOptions(**options)) as files:
+        assert files.open("model.safetensors").read() == data
+        assert files.read("model.safetensors", 501, len(data)) == data[501:]
+        assert files.overflowed == written.overflowed == {"large": 1000}
+    (warning,) = (record.message for record in caplog.records if "large" in record.message)
+    done = {"allow": "infinite", "clamp": "clamped to the largest finite one"}[on_overflow]
+    assert warning == f"overflowed: values of large became {done}"
+
+
+def test_unwritten_files_refuse_only_the_ranges_that_overflow(large):
+    with reshard.open_files(large, reshard.FilesOptions(dtype="fp16")) as files:
+        name = "model.safetensors"
+        data = files.nbytes(name)
+        for _ in range(2):
+            with pytest.raises(DifferentError, match="1000 finite values"):
+                files.read(name, 0, data)
+            with pytest.raises(DifferentError, match="1000 finite values"):
+                files.read(name, data - 2003, 2000)
+        with pytest.raises(DifferentError, match="1000 finite values"):
+            files.open(name).read()
+        assert files.read(name, data - 2000, 2000) == torch.ones(1000).half().numpy().tobytes()
+        assert files.overflowed == {"large": 1000}
+
+
+def test_a_live_load_clamps(large):
+    options = SplitOptions(to="torch", dtype="fp16", on_overflow="clamp")
+    with open_live_files(large, options) as live:
+        (name,) = live.files
+        loaded = torch.load(live.files.open(name, checks=False), weights_only=True)
+        live.files.check()
+    assert torch.equal(loaded["model"]["large"], torch.full((1000,), 65504.0).half())
 
 
 def test_the_log_tells_what_is_loaded(saved, caplog):

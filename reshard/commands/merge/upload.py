@@ -85,7 +85,13 @@ def upload(
         return report
     workers, _ = options.budget()
     with SourceFiles() as pool, _explaining(repository):
-        files = OnDemandFiles(job.plan, job.manifest.files, pool, workers=workers)
+        files = OnDemandFiles(
+            job.plan,
+            job.manifest.files,
+            pool,
+            workers=workers,
+            on_overflow=options.on_overflow,
+        )
         _commit(files, repository, overwrite=options.overwrite)
         report.overflowed = dict(files.overflowed)
     report.done = True
@@ -102,7 +108,6 @@ def _refuse_options(options: MergeOptions) -> None:
     given = {
         "--resume": options.resume,
         "--html": options.html is not None,
-        f"--on-overflow {options.on_overflow}": options.on_overflow != "error",
     }
     for name, is_given in given.items():
         if is_given:
@@ -128,7 +133,7 @@ def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) ->
             f"has {some(sorted(present))} already",
             "pass --overwrite to replace them in a new commit",
         )
-    additions = [CommitOperationAdd(name, files.open(name, checks=True)) for name in files]
+    additions = [CommitOperationAdd(name, files.open(name)) for name in files]
     api.create_commit(
         repository.name,
         additions,
