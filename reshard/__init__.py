@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.split.report import SplitReport as SplitReport
     from reshard.commands.unwritten_files import FilesOptions as FilesOptions
     from reshard.commands.unwritten_files import open_files as open_files
+    from reshard.commands.verify.files import check_file as check_file
     from reshard.commands.verify.options import VerifyOptions as VerifyOptions
     from reshard.commands.verify.report import VerifyReport as VerifyReport
     from reshard.hooks import stamp as stamp
@@ -75,6 +76,7 @@ _HOMES = {
     "VerifyOptions": "reshard.commands.verify.options",
     "VerifyReport": "reshard.commands.verify.report",
     "average": "reshard.api",
+    "check_file": "reshard.commands.verify.files",
     "diff": "reshard.api",
     "inspect": "reshard.api",
     "merge": "reshard.api",
@@ -110,6 +112,7 @@ __all__ = [
     "VerifyOptions",
     "VerifyReport",
     "average",
+    "check_file",
     "diff",
     "errors",
     "inspect",

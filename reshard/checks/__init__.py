@@ -13,5 +13,6 @@ scan      reads every byte, once if possible; values: examines elements (NaN, si
           gaps: finds bytes between tensors
 deep      the checks that use the results of the scan
 hashes    manifests of contents: the digests of every tensor
+files     digests of files in blocks, to check a part of a checkpoint
 digests   SHA-256, and BLAKE3 if it is installed
 """

@@ -26,7 +26,7 @@ class Digest(NamedTuple):
 class Hash(Protocol):
     """A digest that is computed as bytes arrive."""
 
-    def update(self, data: bytearray, /) -> object:
+    def update(self, data: bytearray | memoryview, /) -> object:
         """Add bytes."""
 
     def hexdigest(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from reshard.box import Index, as_index
 from reshard.checks import names, pairs, train
 from reshard.checks.digests import BLAKE3, SHA256, Digest, list_algorithms, start
+from reshard.checks.files import FileDigests
 from reshard.checks.result import Check
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError, UsageError
@@ -77,6 +78,7 @@ class Contents:
     tied: dict[str, str] = field(default_factory=dict)
     train: TrainState = field(default_factory=TrainState)
     source: dict[str, Any] = field(default_factory=dict)
+    files: tuple[FileDigests, ...] = ()
 
     @property
     def has_optimizer(self) -> bool:
@@ -135,9 +137,14 @@ def _choose_common_dtype(entry: Entry, content: Content) -> DType | None:
     return entry.dtype if entry.dtype.name in listed else None
 
 
-def build_contents(manifest: Manifest, digests: Mapping[Key, Mapping[Digest, str]]) -> Contents:
-    """Build the contents of a checkpoint from its digests."""
+def build_contents(
+    manifest: Manifest,
+    digests: Mapping[Key, Mapping[Digest, str]],
+    files: Iterable[FileDigests] = (),
+) -> Contents:
+    """Build the contents of a checkpoint from the digests of its tensors and of its files."""
     contents = Contents(tied=dict(manifest.tied), train=_round_trip(manifest.train))
+    contents.files = tuple(files)
     for (kind, fqn), entry in pairs.collect_tensors(manifest).items():
         found: dict[str, dict[str, str]] = {SHA256: {}, BLAKE3: {}}
         for digest, value in (digests.get(entry.key) or _hash_nothing(entry.dtype)).items():
@@ -159,20 +166,27 @@ def _hash_nothing(dtype: DType) -> dict[Digest, str]:
 
 
 def to_bytes(contents: Contents) -> bytes:
-    """Return the manifest as JSON; its ``digest`` shows whether the list of tensors was altered."""
+    """Return the manifest as JSON.
+
+    ``digest`` and ``files_digest`` show whether the lists of tensors and files were altered.
+    """
     tensors = [_content_to_json(contents.tensors[key]) for key in sorted(contents.tensors)]
+    files = [each.to_json() for each in contents.files]
     head = {
         "schema": SCHEMA,
         "kind": _KIND,
         "made_by": f"reshard {__version__}",
         "source": contents.source,
         "digest": _compute_digest(tensors),
+        "files_digest": _compute_digest(files),
         "tied": contents.tied,
         "train": _train_to_json(contents.train),
     }
     lines = [f'"{key}": {json.dumps(value)}' for key, value in head.items()]
-    listed = ",\n".join(map(json.dumps, tensors))
-    return ("{\n" + ",\n".join([*lines, f'"tensors": [\n{listed}\n]']) + "\n}\n").encode()
+    for name, listed in (("tensors", tensors), ("files", files)):
+        items = ",\n".join(map(json.dumps, listed))
+        lines.append(f'"{name}": [\n{items}\n]')
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def _content_to_json(content: Content) -> dict[str, Any]:
@@ -208,12 +222,16 @@ def read(path: Path) -> Contents:
         tensors = document["tensors"]
         if _compute_digest(tensors) != document["digest"]:
             raise CorruptError(path, "was altered: its digest does not match its list of tensors")
+        files = document.get("files", [])  # reshard wrote none before 0.1.0
+        if files and _compute_digest(files) != document["files_digest"]:
+            raise CorruptError(path, "was altered: a digest does not match its list of files")
         listed = [_content_from_json(each) for each in tensors]
         return Contents(
             tensors={(each.kind, each.fqn): each for each in listed},
             tied=dict(document["tied"]),
             train=_train_from_json(document["train"]),
             source=dict(document["source"]),
+            files=tuple(map(FileDigests.from_json, files)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(path, f"is not a manifest of reshard ({error})") from error

@@ -24,6 +24,7 @@ FINITE = "finite"  # no NaN, no infinity
 MOMENTS = "moments"  # sums and means of squares are not negative
 ZEROS = "zeros"  # no weight and no moment is all zeros
 AGAINST = "against"  # contents match a manifest
+FILES = "files"  # the bytes of single files match a manifest
 
 QUICK = (
     *(HEADERS, SAFE, COMPLETE, AGREEMENT, INDEX, COVERAGE),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,13 @@ from reshard.commands.verify.report import VerifyReport
 from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError, IncompleteError, UsageError
 from reshard.formats import engines
-from reshard.manifest import Manifest
+from reshard.manifest import Key, Manifest
 from reshard.model import ModelHint, ModelShapes
 from reshard.output.destination import check_destination
 from reshard.paths import as_path
 
 if TYPE_CHECKING:
+    from reshard.checks.digests import Digest
     from reshard.checks.hashes import Contents
     from reshard.html.page import Page
 
@@ -48,6 +49,10 @@ def verify(
 
         return check_run(sources, options, meter)
     check_page(options, sources)
+    if options.include:
+        from reshard.commands.verify.files import check_included
+
+        return check_included(sources, options, meter)
     listed = _read_listed(options)
     if options.write_manifest:
         path = as_path(options.write_manifest)
@@ -184,7 +189,7 @@ def _run_deep_checks(
         else not_applicable(names.AGAINST, "no --against"),
     ]
     if options.write_manifest:
-        _write_manifest(hashes.build_contents(manifest, seen.digests), report, options)
+        _write_manifest(manifest, seen.digests, report, options, meter)
 
 
 def _read_config(manifest: Manifest) -> dict[str, Any] | None:
@@ -198,9 +203,15 @@ def _read_config(manifest: Manifest) -> dict[str, Any] | None:
         return None
 
 
-def _write_manifest(contents: Contents, report: VerifyReport, options: VerifyOptions) -> None:
+def _write_manifest(
+    manifest: Manifest,
+    digests: Mapping[Key, Mapping[Digest, str]],
+    report: VerifyReport,
+    options: VerifyOptions,
+    meter: Meter | None,
+) -> None:
     """Write the manifest if every check passed: a damaged checkpoint must not get one."""
-    from reshard.checks import hashes
+    from reshard.checks import files, hashes
     from reshard.checks.digests import has_blake3
     from reshard.output import commit
 
@@ -208,6 +219,10 @@ def _write_manifest(contents: Contents, report: VerifyReport, options: VerifyOpt
     if not report.passed:
         report.notes.append(f"{path} was not written because a check failed")
         return
+    total = sum(file.nbytes for file in manifest.files.values() if file.lasting)
+    with open_progress(meter, total) as progress:
+        blocks = files.hash_files(manifest.files, workers=options.budget()[0], progress=progress)
+    contents = hashes.build_contents(manifest, digests, blocks)
     with commit.stage_output(path, is_directory=False, overwrite=options.overwrite) as staging:
         (staging / path.name).write_bytes(hashes.to_bytes(contents))
     if not has_blake3():

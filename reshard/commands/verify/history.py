@@ -105,6 +105,7 @@ def _refuse_options(options: VerifyOptions) -> None:
         ("--tag", options.tag),
         ("--write-manifest", options.write_manifest),
         ("--against", options.against),
+        ("--include", options.include),
         ("--ignore", options.ignore),
     ):
         if value:

@@ -29,6 +29,12 @@ class VerifyOptions(ReadOptions):
     against: str | Path | None = _checked(
         None, "Compare with such a manifest, made from any layout.", metavar="FILE"
     )
+    include: Sequence[str] = _checked(
+        (),
+        "With --against: read and check only the files with a matching name, such as those of one"
+        " rank.",
+        metavar="GLOB",
+    )
     history: bool = _checked(
         False,
         "Compare the numbered checkpoints of the run SOURCE with one another.",

@@ -1,0 +1,226 @@
+"""``verify --include`` and `check_file`: single files, or ranges of one, against a manifest.
+
+Nothing but the named files and the manifest is read, so that each rank or node can check what it is
+about to load.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from reshard.checks import names
+from reshard.checks.files import FileDigests, find_file, find_other_blocks
+from reshard.checks.hashes import read
+from reshard.checks.result import Check
+from reshard.commands.reading import Meter, open_progress
+from reshard.commands.verify.options import VerifyOptions
+from reshard.commands.verify.report import VerifyReport
+from reshard.errors import CorruptError, ReshardError, UsageError
+from reshard.files import size_of
+from reshard.location import directory_of
+from reshard.paths import as_path
+from reshard.units import counted, some
+
+_DEPTH = 2  # folders between the directory of a run and the files of a checkpoint
+
+
+def check_file(
+    path: str | Path,
+    against: str | Path,
+    ranges: Iterable[tuple[int, int]] | None = None,
+    *,
+    workers: int = 1,
+) -> None:
+    """Check a file of a checkpoint, or the parts of it that a program loads, against a manifest.
+
+    Args:
+        path: the file; the manifest finds it by the end of its path.
+        against: a manifest that ``verify --write-manifest`` wrote for this checkpoint.
+        ranges: the bytes that are loaded, as pairs of start and stop; None for the whole file.
+            The blocks of 8 MiB that contain them are read.
+        workers: the number of threads.
+
+    Raises:
+        CorruptError: the bytes differ from those of the manifest.
+        UsageError: the manifest does not list the file, or a range is not inside it.
+        ReshardError: the file or the manifest cannot be read.
+    """
+    listed = _read_listed(against)
+    found = find_file(listed, str(path))
+    if found is None:
+        raise UsageError(
+            path,
+            f"is not a file that the manifest {against} lists: {_list_names(listed)}",
+            "pass a file of the checkpoint that the manifest was written from",
+        )
+    problem = _find_problem(found, str(path), ranges, workers)
+    if problem:
+        raise CorruptError(path, problem, "fetch the file again")
+
+
+def check_included(
+    sources: Sequence[Path], options: VerifyOptions, meter: Meter | None = None
+) -> VerifyReport:
+    """Check the files with a matching name against a manifest.
+
+    Raises:
+        UsageError: an option does not apply, no listed file has a matching name, or the source has
+            none of them.
+        ReshardError: the manifest cannot be read.
+    """
+    began = time.perf_counter()
+    _refuse_options(options)
+    listed = _read_listed(options.against or "")
+    chosen = _choose_files(listed, options)
+    report = VerifyReport(str(sources[0]), names.FILES, options.given())
+    blocks = sum(each.block_count for each in chosen)
+    check = Check(
+        names.FILES,
+        f"{len(chosen)} of {counted(len(listed), 'file')}, {counted(blocks, 'block')}",
+        exit_code=CorruptError.exit_code,
+    )
+    places = _find_places(sources, chosen)
+    with open_progress(meter, sum(each.nbytes for each in chosen)) as progress:
+        for each in chosen:
+            check.failures += _describe_file(each, places.get(each.name), options)
+            progress(each.nbytes)
+    report.checks = [check]
+    report.bytes_read = sum(each.nbytes for each in chosen if each.name in places)
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _describe_file(
+    digests: FileDigests, place: str | None, options: VerifyOptions
+) -> Iterable[str]:
+    if place is None:
+        yield f"{digests.name} is missing"
+        return
+    try:
+        problem = _find_problem(digests, place, None, options.budget()[0])
+    except UsageError:
+        raise
+    except ReshardError as error:
+        problem = error.problem
+    if problem:
+        yield f"{place}: {problem}"
+
+
+def _find_problem(
+    digests: FileDigests, path: str, ranges: Iterable[tuple[int, int]] | None, workers: int
+) -> str:
+    """Return how a file differs from its digests; empty if it does not.
+
+    Raises:
+        ReshardError: the file cannot be read, or a range is not inside it.
+    """
+    blocks = digests.find_blocks([(0, digests.nbytes)] if ranges is None else ranges)
+    found = size_of(path)
+    if found != digests.nbytes:
+        return f"has {found} bytes, {digests.nbytes} in the manifest"
+    other = find_other_blocks(digests, path, blocks, workers=workers)
+    shown = some([f"{start}-{stop}" for start, stop in other])
+    return f"other contents than in the manifest in bytes {shown}" if other else ""
+
+
+def _refuse_options(options: VerifyOptions) -> None:
+    """Refuse options that need the whole checkpoint.
+
+    Raises:
+        UsageError: one is given, or there is no manifest.
+    """
+    if not options.against:
+        raise UsageError("--include", "needs a manifest", "pass --against FILE")
+    for flag, value in (
+        ("--tag", options.tag),
+        ("--model", options.model),
+        ("--write-manifest", options.write_manifest),
+        ("--html", options.html),
+        ("--ignore", options.ignore),
+    ):
+        if value:
+            raise UsageError(flag, "has no effect with --include", "leave it out")
+
+
+def _read_listed(against: str | Path) -> tuple[FileDigests, ...]:
+    """Return the files that a manifest lists.
+
+    Raises:
+        UsageError: it lists none.
+        ReshardError: it cannot be read.
+    """
+    listed = read(as_path(against)).files
+    if not listed:
+        raise UsageError(
+            against,
+            "lists no files",
+            "write a manifest of these files: reshard verify SOURCE --write-manifest FILE",
+        )
+    return listed
+
+
+def _choose_files(listed: Sequence[FileDigests], options: VerifyOptions) -> list[FileDigests]:
+    """Return the files of which the name or the path matches a pattern.
+
+    Raises:
+        UsageError: a pattern matches none.
+    """
+    chosen: dict[str, FileDigests] = {}
+    for pattern in options.include:
+        found = [
+            each
+            for each in listed
+            if fnmatchcase(each.name, pattern)
+            or fnmatchcase(PurePosixPath(each.name).name, pattern)
+        ]
+        if not found:
+            raise UsageError(
+                f"--include {pattern}", f"matches no file of the manifest: {_list_names(listed)}"
+            )
+        chosen.update((each.name, each) for each in found)
+    return list(chosen.values())
+
+
+def _find_places(sources: Sequence[Path], chosen: Sequence[FileDigests]) -> dict[str, str]:
+    """Return the path of each file that is there, by its name in the manifest.
+
+    Raises:
+        UsageError: the files are in several folders of the source.
+    """
+    folders = [directory_of(str(path)) for path in sources]
+    for _ in range(_DEPTH + 1):
+        having = [
+            folder for folder in folders if any((folder / each.name).exists() for each in chosen)
+        ]
+        if len(having) > len(sources):
+            raise UsageError(
+                sources[0],
+                f"has such files in {some([str(folder) for folder in having])}",
+                "pass the directory of the checkpoint",
+            )
+        if having:
+            return {
+                each.name: str(folder / each.name)
+                for folder in having
+                for each in chosen
+                if (folder / each.name).exists()
+            }
+        folders = [
+            below
+            for folder in folders
+            if folder.is_dir()
+            for below in folder.iterdir()
+            if below.is_dir()
+        ]
+    raise UsageError(
+        sources[0],
+        f"has no {some([each.name for each in chosen])}",
+        "pass the directory of the checkpoint that the manifest was written from",
+    )
+
+
+def _list_names(listed: Sequence[FileDigests]) -> str:
+    return some([each.name for each in listed])
