@@ -182,7 +182,7 @@ def test_a_file_name_that_is_no_text_is_shown(tmp_path):
     Path(os.fsdecode(path)).write_bytes(b"nothing")
     done = run("-m", "reshard", "inspect", os.fsdecode(path))
     assert done.returncode == 2
-    assert r"\udcff\x1b[2J.pt: is no checkpoint" in done.stderr
+    assert r"\udcff\x1b[2J.pt: not a recognized checkpoint" in done.stderr
 
 
 def test_a_long_text_in_many_places_is_not_written_out(tmp_path):

@@ -176,7 +176,7 @@ def test_wrong_level_names_the_right_one(copied, refused):
 def test_not_a_checkpoint(tmp_path, refused):
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "notes.txt").write_text("hello")
-    refused(tmp_path / "src", 2, "no checkpoint")
+    refused(tmp_path / "src", 2, "not a recognized checkpoint")
 
 
 def test_no_such_path(tmp_path, refused):
