@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
 from reshard.commands.balance import count_leaves, describe_leaves
-from reshard.commands.lines import Report, Row
+from reshard.commands.lines import Report, Row, align, format_row
 from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
 from reshard.identity import find_conflicts
@@ -106,76 +106,82 @@ class Inspection(Report):
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
+        yield self.manifest.origin.path
+        yield from align(list(self._rows()), "  ")
+        if self.with_tensors:
+            yield ""
+            yield from list_tensors(self.manifest)
+
+    def _rows(self) -> Iterator[Row]:
         origin = self.manifest.origin
         versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
-        yield origin.path
-        yield _row("format", ", ".join(filter(None, (origin.format, origin.detail, versions))))
+        described = filter(None, (origin.format, origin.detail, versions))
+        yield format_row("format", ", ".join(described))
         yield from self._training()
         yield from self._sizes()
         yield from self._names()
         if self.manifest.absent:
             shown = ", ".join(self.manifest.absent[:_SHOWN])
-            yield _row("warning", f"listed, but no rank has a value: {shown}")
+            yield format_row("warning", f"listed, but no rank has a value: {shown}")
         for text in self.warnings:
-            yield _row("warning", text)
+            yield format_row("warning", text)
         if self.manifest.unknown_globals:
-            yield _row(
+            yield format_row(
                 "warning",
                 "pickles name classes that no known framework writes: "
                 + ", ".join(self.manifest.unknown_globals),
             )
-        if self.with_tensors:
-            yield ""
-            yield from list_tensors(self.manifest)
 
-    def _training(self) -> Iterator[str]:
+    def _training(self) -> Iterator[Row]:
         origin, train = self.manifest.origin, self.manifest.train
         if train.step is not None:
             extra = f" ({train.skipped_steps} skipped)" if train.skipped_steps else ""
-            yield _row("step", f"{train.step}{extra}")
+            yield format_row("step", f"{train.step}{extra}")
         mesh = ", ".join(f"{axis} {size}" for axis, size in origin.mesh.items())
-        yield _row("ranks", mesh or "1")
-        yield _row("precision", origin.precision or "unknown")
+        yield format_row("ranks", mesh or "1")
+        yield format_row("precision", origin.precision or "unknown")
         for number, group in enumerate(train.param_groups):
             shown = ", ".join(
                 f"{key} {group.hyper[key]}" for key in ("lr", "weight_decay") if key in group.hyper
             )
-            yield _row(f"group {number}", f"{len(group.fqns)} tensors; {shown}")
+            tensors = units.counted(len(group.fqns), "tensor")
+            yield format_row(f"group {number}", f"{tensors}; {shown}" if shown else tensors)
         for name, value in (("scheduler", train.scheduler), ("scaler", train.scaler)):
             for state in value if isinstance(value, list) else filter(None, [value]):
                 pairs = state.items() if isinstance(state, dict) else [("", state)]
                 texts = [str(v) if k in ("", "class") else f"{k} {v}" for k, v in pairs]
-                yield _row(name, ", ".join(texts)[:100])
+                yield format_row(name, ", ".join(texts)[:100])
         if train.client:
-            yield _row("client", ", ".join(train.client)[:100])
+            yield format_row("client", ", ".join(train.client)[:100])
 
-    def _sizes(self) -> Iterator[str]:
+    def _sizes(self) -> Iterator[Row]:
         manifest = self.manifest
         count = count_parameters(manifest)
-        weights = sum(1 for _ in _iterate_parameters(manifest))
+        weights = units.counted(sum(1 for _ in _iterate_parameters(manifest)), "tensor")
         frozen = sum(e.numel for e in _iterate_parameters(manifest) if e.fqn in manifest.frozen)
         shown = f"; {units.show_count(frozen)} of them frozen" if frozen else ""
-        yield _row("parameters", f"{units.show_count(count)} in {weights} tensors{shown}")
+        yield format_row("parameters", f"{units.show_count(count)} in {weights}{shown}")
         for kind, facts in summarize_kinds(manifest).items():
-            text = f"{facts['tensors']} tensors, {units.show_bytes(facts['bytes'])}"
-            yield _row(kind, f"{text} ({', '.join(facts['dtypes'])})")
+            tensors = units.counted(facts["tensors"], "tensor")
+            text = f"{tensors}, {units.show_bytes(facts['bytes'])}"
+            yield format_row(kind, f"{text} ({', '.join(facts['dtypes'])})")
         disk = sum(file.nbytes for file in manifest.files.values())
         files = units.counted(len(manifest.files), "file")
         logical = sum(entry.nbytes for entry in manifest.entries.values())
-        yield _row(
+        yield format_row(
             "on disk",
             f"{units.show_bytes(disk)} in {files}; tensors {units.show_bytes(logical)}",
         )
-        yield _row("optimizer", "yes" if manifest.has_optimizer else "no")
-        yield _row("values", describe_leaves(count_leaves(manifest)))
-        yield _row("complete", f"yes, {files} of all ranks, every element once")
+        yield format_row("optimizer", "yes" if manifest.has_optimizer else "no")
+        yield format_row("values", describe_leaves(count_leaves(manifest)))
+        yield format_row("complete", f"yes, {files} of all ranks, every element once")
 
-    def _names(self) -> Iterator[str]:
+    def _names(self) -> Iterator[Row]:
         for alias, kept in list(self.manifest.tied.items())[:_SHOWN]:
-            yield _row("tied", f"{alias} = {kept}")
+            yield format_row("tied", f"{alias} = {kept}")
         frozen = sorted(self.manifest.frozen)
         if frozen:
-            yield _row("frozen", units.some(frozen, _SHOWN))
+            yield format_row("frozen", units.some(frozen, _SHOWN))
 
 
 def inspect(path: formats.Paths, options: InspectOptions | None = None) -> Inspection:
@@ -196,10 +202,6 @@ def _build_page(inspection: Inspection) -> Page:
     from reshard.html import pages
 
     return pages.inspected(inspection.to_json(), inspection.manifest)
-
-
-def _row(label: str, text: str) -> Row:
-    return Row(label, text, indent="  ")
 
 
 def _iterate_parameters(manifest: Manifest) -> Iterator[Entry]:

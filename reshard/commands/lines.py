@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from reshard import units
 
 LISTED = 8  # items of a list that a report shows; --json has all of them
+_LABEL = 11  # letters of the first column
+_WIDEST = 24  # letters of the first column in a report that has longer labels
 
 
 def make_printable(text: str) -> str:
@@ -34,9 +36,9 @@ class Row(str):
     label: str
     text: str
 
-    def __new__(cls, label: str, text: str, indent: str = "") -> Row:
-        """Return the line; a label that is longer than the column moves the text."""
-        row = super().__new__(cls, f"{indent}{label:<11} {text}")
+    def __new__(cls, label: str, text: str, indent: str = "", width: int = _LABEL) -> Row:
+        """Return the line; a label that is longer than ``width`` moves the text."""
+        row = super().__new__(cls, f"{indent}{label:<{width}} {text}")
         row.label, row.text = label, text
         return row
 
@@ -73,6 +75,13 @@ def _format_html_row(line: str) -> str:
 def format_row(label: str, text: str) -> Row:
     """Return a line with its label in the first column."""
     return Row(label, text)
+
+
+def align(rows: Sequence[Row], indent: str) -> Iterator[Row]:
+    """Yield the rows with the first column as wide as their longest label, within limits."""
+    longest = max((len(row.label) for row in rows), default=0)
+    width = min(max(longest, _LABEL), _WIDEST)
+    return (Row(row.label, row.text, indent, width) for row in rows)
 
 
 def format_list(label: str, items: Sequence[str]) -> Iterator[str]:

@@ -103,3 +103,23 @@ def test_unknown_classes_are_listed(tmp_path):
     found = reshard.inspect(tmp_path / "x.pt")
     assert found.to_json()["unknown_globals"] == [f"{Config.__module__}.Config"]
     assert "no known framework writes" in "\n".join(found.lines())
+
+
+def test_a_long_label_widens_the_column(tmp_path):
+    """The first column was 11 letters wide, so ``momentum_buffer`` moved its text."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "x.pt")
+    lines = list(reshard.inspect(tmp_path / "x.pt").lines())
+    assert "  momentum_buffer 2 tensors, 12 B (float32)" in lines
+    assert len({line[17] == " " and line[18] != " " for line in lines[1:]}) == 1
+
+
+def test_one_tensor_is_in_the_singular(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    text = str(reshard.inspect(tmp_path / "x.safetensors"))
+    assert "2 in 1 tensor\n" in text
+    assert "1 tensors" not in text
