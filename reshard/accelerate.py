@@ -73,7 +73,7 @@ def choose_state_dict_type(state: Any) -> str:
     if strategy == "DEEPSPEED":
         raise UnsupportedError(
             "DeepSpeed",
-            "is loaded through its engine",
+            "is loaded through its engine, not as separate tensors",
             "pass the prepared model to reshard.deepspeed.load_checkpoint",
         )
     if strategy != "FSDP":
@@ -82,7 +82,7 @@ def choose_state_dict_type(state: Any) -> str:
     if kind not in _STATE_DICT_TYPES:
         raise UnsupportedError(
             f"fsdp_state_dict_type {kind}",
-            "is not a form that is loaded at another number of ranks",
+            "cannot be loaded at another number of ranks",
             "set SHARDED_STATE_DICT or FULL_STATE_DICT",
         )
     return _STATE_DICT_TYPES[kind]
@@ -98,7 +98,7 @@ def _describe_model(accelerator: Any) -> LiveTarget | None:
     if len(models) != 1:
         raise UsageError(
             "accelerator",
-            f"has {len(models)} prepared models, and a checkpoint has one",
+            f"has {len(models)} prepared models, but a checkpoint contains one",
             "call accelerator.prepare(model) first",
         )
     state = accelerator.state

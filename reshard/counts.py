@@ -25,7 +25,7 @@ def count(where: object, what: str, value: Any, *, default: int | None = None) -
     if type(value) is not int or not 1 <= value <= MOST:
         raise CorruptError(
             where,
-            f"says that {what} is {shown(value)}; a number from 1 to {MOST} is expected",
+            f"states {shown(value)} for {what}; expected a number from 1 to {MOST}",
             ALTERED,
         )
     return value
@@ -38,7 +38,10 @@ def elements(where: object, what: str, value: Any) -> int:
         CorruptError: the value is not such a number.
     """
     if type(value) is not int or not 0 <= value < _MOST_ELEMENTS:
-        raise CorruptError(where, f"says that {what} has {shown(value)} elements")
+        raise CorruptError(
+            where,
+            f"states that {what} has {shown(value)} elements; expected a number of at least 0",
+        )
     return value
 
 

@@ -118,8 +118,9 @@ def _refuse_engine(engine: Any) -> None:
     if engine.load_universal_checkpoint():
         raise UnsupportedError(
             "load_universal",
-            "is set in the engine's configuration: it reads one folder for each parameter",
-            'leave it out of the section "checkpoint": no universal checkpoint is needed here',
+            "is set in the engine's configuration, so that DeepSpeed expects a universal"
+            " checkpoint",
+            'remove it from the section "checkpoint": reshard needs no universal checkpoint',
         )
     if engine.zero_optimization() and engine.zero_nvme_offload_optimizer():
         raise UnsupportedError(

@@ -182,7 +182,9 @@ def understood(where: object) -> Iterator[None]:
     try:
         yield
     except RecursionError as error:
-        raise CorruptError(where, "its files or folders are nested too deeply") from error
+        raise CorruptError(
+            where, "its files or folders are nested too deeply for Python"
+        ) from error
     except (
         *(ArithmeticError, AttributeError, LookupError, TypeError),
         *(ValueError, struct.error),
@@ -190,5 +192,6 @@ def understood(where: object) -> Iterator[None]:
         raise CorruptError(
             where,
             f"{NOT_UNDERSTOOD} ({type(error).__name__}: {error})",
-            "it was altered, or written by a version that reshard does not know; -v shows where",
+            "it was altered, or written by a version that reshard does not support; pass -v to see"
+            " the place in the code",
         ) from error

@@ -116,9 +116,9 @@ class Decoder:
     def _changed(self) -> CorruptError:
         return CorruptError(
             self._place.file,
-            f"the text of {self._place.nbytes} bytes at byte {self._place.byte_offset} is no longer"
-            " what it was when the header was read",
-            "the file was written to meanwhile: run again when the job has ended",
+            f"the text of {self._place.nbytes} bytes at byte {self._place.byte_offset} has changed"
+            " since the header was read",
+            "the file was written to meanwhile: run the command again after the job has ended",
         )
 
 

@@ -210,7 +210,7 @@ class Section:
             raise CorruptError(
                 self.path,
                 f"its structure refers to bytes {self.start + offset} to {self.start + stop}, but"
-                f" the data end at {self.start + self.nbytes}",
+                f" the data end at byte {self.start + self.nbytes}",
                 DAMAGED,
             )
         if stop <= len(self._head):
@@ -258,8 +258,8 @@ class Descriptor:
             if count == 0:
                 raise CorruptError(
                     self.path,
-                    f"{nbytes} bytes were expected at offset {byte_offset}, but the file ends after"
-                    f" {done} of them",
+                    f"expected {nbytes} bytes at offset {byte_offset}, but the file ends after"
+                    f" {done}",
                     "the file became shorter while it was read: is a job still writing to it?",
                 )
             done += count
@@ -305,7 +305,7 @@ def read_small_file(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
         raise CorruptError(
             path,
             f"has {nbytes} bytes, but files of this kind have at most {most}",
-            "check that it is the right file and was not altered",
+            "check that this is the right file and that it was not altered",
         )
     try:
         return as_path(path).read_bytes()

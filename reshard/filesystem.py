@@ -52,7 +52,7 @@ class CheckpointFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc] # i
         if not fo:
             raise UsageError(
                 "reshard://",
-                "names no checkpoint",
+                "does not name a checkpoint",
                 'pass fo="run/", or chain the URL: reshard://FILE::/path/of/run',
             )
         is_local = target_protocol in (None, "file", "local")

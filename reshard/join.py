@@ -72,14 +72,16 @@ def _check_steps(parts: Sequence[Manifest]) -> None:
         if other.train.step != first.train.step:
             raise CorruptError(
                 _place(other),
-                f"is of step {other.train.step}, {Path(_place(first)).name} of {first.train.step}",
+                f"is of step {other.train.step}, but {Path(_place(first)).name} of"
+                f" {first.train.step}",
                 MIXED,
             )
         for fqn, step in other.train.optimizer_step.items():
             if updates.setdefault(fqn, step) != step:
                 raise CorruptError(
                     _place(other),
-                    f"{fqn!r} was updated {step:g} times, {updates[fqn]:g} on another rank",
+                    f"{fqn!r} was updated {step:g} times, but {updates[fqn]:g} times on another"
+                    " rank",
                     MIXED,
                 )
 

@@ -87,7 +87,7 @@ def parse_rename(text: str) -> tuple[str, str]:
     """
     pattern, separator, replacement = text.partition("=")
     if not separator or not pattern:
-        raise UsageError(f"--rename {text}", "must be REGEX=REPLACEMENT")
+        raise UsageError(f"--rename {text}", "is not of the form REGEX=REPLACEMENT")
     return pattern, replacement
 
 
@@ -192,7 +192,7 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     entries = [replace(entry, fqn=heirs.get(entry.fqn, entry.fqn)) for entry in entries]
     kept = [entry for entry in entries if is_selected(entry.fqn)]
     if entries and not kept:
-        raise UsageError("--include/--exclude", f"none of the {len(names)} tensors is selected")
+        raise UsageError("--include/--exclude", f"selects none of the {len(names)} tensors")
     done.manifest = replace(
         _rename_manifest(manifest, kept, tied, new_name),
         tied_copies=tuple(
@@ -277,7 +277,7 @@ def _rename(fqn: str, rename: Sequence[tuple[re.Pattern[str], str]], used: set[s
             if count:
                 used.add(pattern.pattern)
         except (re.error, IndexError) as error:
-            raise UsageError("--rename", f"{text!r} is not a replacement: {error}") from error
+            raise UsageError("--rename", f"{text!r} is not a valid replacement: {error}") from error
     if not (fqn or was_empty):
         raise UsageError("--rename", "a name would become empty")
     return fqn

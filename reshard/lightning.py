@@ -172,7 +172,7 @@ class _Loader:
         if len(optimizers) != 1:
             raise UnsupportedError(
                 "trainer",
-                f"has {len(optimizers)} optimizers, and reshard loads the state of one",
+                f"has {len(optimizers)} optimizers, but reshard loads the state of one",
                 "load such a checkpoint with Lightning, at the number of ranks that saved it",
             )
         load_optimizer(self._trainer.strategy.model, optimizers[0], self._manifest)

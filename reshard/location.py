@@ -50,7 +50,7 @@ class Location:
         """
         for path in paths:
             if not path.exists():
-                raise UnrecognisedError(path, "there is no such file or directory")
+                raise UnrecognisedError(path, "does not exist")
         files = [path for path in paths if not path.is_dir()]
         for path in files:
             if not path.is_file():  # opening a pipe would wait for its writer
@@ -149,6 +149,6 @@ def _refuse_other(kept: Path, other: Path) -> None:
     if not same:
         raise CorruptError(
             other,
-            f"has the name of {kept} but different contents",
-            "pass the directories of one checkpoint only",
+            f"differs from {kept}, which has the same name",
+            "pass only directories of one checkpoint",
         )

@@ -375,7 +375,7 @@ def check(manifest: Manifest) -> None:
         key: tuple[object, object] = (entry.kind, entry.fqn)
         if not all(isinstance(name, str) for name in key):
             raise CorruptError(
-                manifest.origin.path, f"the name of a tensor is not text: {shown(key)}"
+                manifest.origin.path, f"the name of a tensor is not a string: {shown(key)}"
             )
         _check_bounds(entry, sizes)
         if not entry.layout.is_partition:  # a partition covers its tensor by its definition
@@ -415,7 +415,7 @@ def _check_coverage(entry: Entry) -> None:
     if stored < entry.numel:
         raise CorruptError(
             where,
-            f"{entry.fqn!r} ({entry.kind}): the shards hold {stored} of {entry.numel} elements",
+            f"{entry.fqn!r} ({entry.kind}): the shards contain {stored} of {entry.numel} elements",
             "a shard is missing or belongs to another checkpoint",
         )
     pair = first_overlap(distinct, entry.shape)
@@ -424,6 +424,6 @@ def _check_coverage(entry: Entry) -> None:
         raise CorruptError(
             where,
             f"{entry.fqn!r} ({entry.kind}): shards {a.origin}+{a.shape} and {b.origin}+{b.shape}"
-            f" overlap; together they hold {stored} elements for {entry.numel}",
+            f" overlap; together they contain {stored} elements, expected {entry.numel}",
             "shards of two different runs or world sizes are mixed",
         )

@@ -127,8 +127,8 @@ def _find_common(
                     f"{name!r}",
                     f"is one tensor for both {first!r} and {other!r}, which differ in their {what}:"
                     f" {_format_value(common[name])} and {_format_value(value_of(other))}",
-                    "give all its parts the same, e.g. with --param-groups, or convert the weights"
-                    " alone",
+                    "pass equal values for all its parts, e.g. with --param-groups, or write only"
+                    " the weights: --weights-only",
                 )
     return common
 

@@ -7,8 +7,8 @@ it uses, and `expect` reports the first one of another kind: the file, the key, 
 >>> expect("x.pt", {"step": 3}, groups)
 >>> expect("x.pt", {"param_groups": [{1: 2}]}, groups)
 Traceback (most recent call last):
-reshard.errors.CorruptError: x.pt: param_groups[0] has 1 as a key, where a text is expected
-  -> it was altered, or written by a version that reshard does not know
+reshard.errors.CorruptError: x.pt: param_groups[0] has the key 1, expected a string
+  -> it was altered, or written by a version that reshard does not support
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reshard.box import as_index
 from reshard.errors import CorruptError, shown
 
 Fault = tuple[str, str]  # where within the value, and what is wrong there
-_REMEDY = "it was altered, or written by a version that reshard does not know"
+_REMEDY = "it was altered, or written by a version that reshard does not support"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def a(name: str, holds: Callable[[Any], bool]) -> Kind:
     """Return the kind of the values for which a predicate is true."""
 
     def fault(value: Any) -> Fault | None:
-        return None if holds(value) else ("", f"is {shown(value)}, where {name} is expected")
+        return None if holds(value) else ("", f"is {shown(value)}, expected {name}")
 
     return Kind(name, fault)
 
@@ -70,9 +70,9 @@ def _is_shape(value: Any) -> bool:
 
 
 ANY = a("anything", lambda _value: True)
-TEXT = a("a text", lambda value: isinstance(value, str))
+TEXT = a("a string", lambda value: isinstance(value, str))
 INTEGER = a("an integer", lambda value: type(value) is int)
-COUNT = a("a number from 0 on", lambda value: type(value) is int and value >= 0)
+COUNT = a("a number of at least 0", lambda value: type(value) is int and value >= 0)
 NUMBER = a("a number", lambda value: isinstance(value, (int, float)))
 SHAPE = a("a shape", _is_shape)
 
@@ -92,7 +92,7 @@ def either(*kinds: Kind) -> Kind:
             return None
         # A fault inside the value tells more than that the whole value is of no such kind.
         within = next((each for each in faults if each and each[0]), None)
-        return within or ("", f"is {shown(value)}, where {name} is expected")
+        return within or ("", f"is {shown(value)}, expected {name}")
 
     return Kind(name, fault)
 
@@ -118,7 +118,7 @@ def mapping(key: Kind = ANY, item: Kind = ANY) -> Kind:
             return of.fault(value)
         for each in value if key is not ANY else ():
             if key.fault(each):
-                return "", f"has {shown(each)} as a key, where {key.name} is expected"
+                return "", f"has the key {shown(each)}, expected {key.name}"
         pairs = _once(value.items()) if item is not ANY else ()
         return _first((f"[{shown(at)}]", item.fault(each)) for at, each in pairs)
 

@@ -299,6 +299,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if not tensors or slot in WEIGHT_KINDS[:2]:
             slots = {e.kind for e in self.manifest.entries.values()} - set(WEIGHT_KINDS[:2])
             raise UsageError(
-                slot, f"is not an optimizer slot of this checkpoint; it has {sorted(slots)}"
+                slot, f"is not an optimizer slot of this checkpoint; available: {sorted(slots)}"
             )
         return tensors

@@ -59,7 +59,7 @@ class ThreadGroup:
         try:
             thread = _Thread(lambda: self._run(act, name))
         except RuntimeError as error:  # "can't start new thread", whatever the reason is
-            raise MemoryError(f"the system gives no more threads: {error}") from error
+            raise MemoryError(f"the system cannot start more threads: {error}") from error
         self._threads.append(thread)
 
     def wait(self) -> str:
@@ -85,7 +85,7 @@ class ThreadGroup:
                 return self._ended.get(timeout=0 if all_ended else _CHECK_SECONDS)
             except Empty:
                 if all_ended:
-                    raise MemoryError("a thread had no memory to run") from None
+                    raise MemoryError("there was not enough memory to start a thread") from None
 
     def _run(self, act: Callable[[], object], name: str) -> None:
         try:

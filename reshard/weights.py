@@ -86,8 +86,8 @@ def refuse_nothing(manifest: Manifest, tensors: Sized) -> None:
     if not tensors:
         raise UnrecognisedError(
             manifest.origin.path,
-            "is sound and holds no weights: there is nothing to write",
-            "give the file or directory that holds the model",
+            "is valid but contains no weights, so there is nothing to write",
+            "pass the file or directory that contains the model",
         )
 
 
@@ -202,8 +202,8 @@ def _check_no_missing(weights: Weights, manifest: Manifest, *, tied: bool) -> No
         raise IncompleteError(
             manifest.origin.path,
             f"lists {describe_missing_values(lacking)}",
-            "to leave out weights that are tied to others or not needed, pass"
-            f" --exclude {regex}; to take them from another model, --fill-missing-from MODEL",
+            f"if the weights are tied to others or not needed, pass --exclude {regex}; to take"
+            " them from another model, pass --fill-missing-from MODEL",
         )
 
 
@@ -305,8 +305,8 @@ def _drop_equal(
     if at is not None:
         if policy == "drop":
             weights.notes.append(
-                f"{head} differs from {embedding} (first at element {at}): its own values are left"
-                " out (--tied drop)"
+                f"{head} differs from {embedding} (first at element {at}); its own values were"
+                " left out (--tied drop)"
             )
         elif not sure:
             return

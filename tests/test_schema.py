@@ -33,25 +33,25 @@ HELD = [
     (row(COUNT, TEXT), [0, "a"]),
 ]
 FAULTY = [
-    (INTEGER, True, "the content is True, where an integer is expected"),
-    (COUNT, -1, "the content is -1, where a number from 0 on is"),
-    (sequence(), "abc", "the content is 'abc', where a list is"),
-    (sequence(sequence(TEXT)), [["a"], [b"b"]], r"\[1\]\[0\] is b'b', where a text is"),
-    (mapping(TEXT), {1: 2}, "the content has 1 as a key, where a text is"),
+    (INTEGER, True, "the content is True, expected an integer"),
+    (COUNT, -1, "the content is -1, expected a number of at least 0"),
+    (sequence(), "abc", "the content is 'abc', expected a list"),
+    (sequence(sequence(TEXT)), [["a"], [b"b"]], r"\[1\]\[0\] is b'b', expected a string"),
+    (mapping(TEXT), {1: 2}, "the content has the key 1, expected a string"),
     (
         mapping(TEXT, SHAPE),
         {"w": (1 << 70,)},
-        r"\['w'\] is \(1180591620717411303424,\), where a shape is",
+        r"\['w'\] is \(1180591620717411303424,\), expected a shape",
     ),
-    (mapping(), [], r"the content is \[\], where a dict is"),
-    (fields(a=fields(b=maybe(TEXT))), {"a": {"b": 1.5}}, "a.b is 1.5, where a text is"),
-    (either(INTEGER, TEXT), None, "the content is None, where an integer or a text is"),
+    (mapping(), [], r"the content is \[\], expected a dict"),
+    (fields(a=fields(b=maybe(TEXT))), {"a": {"b": 1.5}}, "a.b is 1.5, expected a string"),
+    (either(INTEGER, TEXT), None, "the content is None, expected an integer or a string"),
     (record(a=TEXT, b=TEXT), {"a": ""}, "the content has no 'b'"),
-    (record(a=TEXT), {"a": 1}, "a is 1, where a text is"),
-    (record(a=TEXT), 7, "the content is 7, where a dict is"),
-    (row(COUNT, TEXT), (1,), r"the content is \(1,\), where a list of 2 is"),
-    (row(COUNT, TEXT), (1, 2), r"\[1\] is 2, where a text is"),
-    (SHAPE, 7, "the content is 7, where a shape is"),
+    (record(a=TEXT), {"a": 1}, "a is 1, expected a string"),
+    (record(a=TEXT), 7, "the content is 7, expected a dict"),
+    (row(COUNT, TEXT), (1,), r"the content is \(1,\), expected a list of 2"),
+    (row(COUNT, TEXT), (1, 2), r"\[1\] is 2, expected a string"),
+    (SHAPE, 7, "the content is 7, expected a shape"),
 ]
 
 
@@ -80,5 +80,5 @@ def test_a_value_that_holds_one_value_over_and_over_is_soon_told():
     shared = dict.fromkeys(map(str, range(20_000)), (1,))
     assert shown(doubled) == shown((1, doubled)) == "a tuple"
     expect("x.pt", [shared] * 20_000, sequence(mapping(TEXT, SHAPE)))
-    with pytest.raises(CorruptError, match="is a tuple, where a number is expected"):
+    with pytest.raises(CorruptError, match="is a tuple, expected a number"):
         expect("x.pt", doubled, NUMBER)

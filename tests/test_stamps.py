@@ -34,10 +34,10 @@ def test_keys_of_later_versions_are_ignored():
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        ([], "reshard_stamp is \\[\\], where a dict is expected"),
+        ([], "reshard_stamp is \\[\\], expected a dict"),
         ("{", "reshard_stamp is '{', not JSON"),
         ({"save_id": "x"}, "reshard_stamp has no 'rank'"),
-        ({**STAMP.as_dict(), "rank": "1"}, "reshard_stamp.rank is '1', where a number"),
+        ({**STAMP.as_dict(), "rank": "1"}, "reshard_stamp.rank is '1', expected a number"),
         ({**STAMP.as_dict(), "step": -1}, "reshard_stamp.step is -1"),
         ({**STAMP.as_dict(), "rank": 2}, "reshard_stamp says rank 2 of 2 ranks"),
         ({**STAMP.as_dict(), "world_size": 1 << 70}, "reshard_stamp says rank 1 of"),
@@ -69,7 +69,7 @@ def test_the_root_of_a_file_is_without_its_stamp(tmp_path, root, zipped):
 
 def test_a_file_with_a_malformed_stamp_is_refused(tmp_path):
     torch.save({KEY: 7}, tmp_path / "a.pt")
-    with pytest.raises(CorruptError, match=r"a.pt: reshard_stamp is 7, where a dict"):
+    with pytest.raises(CorruptError, match=r"a.pt: reshard_stamp is 7, expected a dict"):
         torch_reader.read(tmp_path / "a.pt")
 
 

@@ -21,7 +21,7 @@ def test_a_thread_without_memory_for_its_first_line_is_noticed(monkeypatch):
 
     monkeypatch.setattr(_thread, "start_new_thread", start_every_other)
     seen = []
-    with pytest.raises(MemoryError, match="no memory to run"):
+    with pytest.raises(MemoryError, match="not enough memory to start"):
         parallel_for(range(10), lambda: seen.append, 4)
     assert sorted(seen) == list(range(10))
 
@@ -32,7 +32,7 @@ def test_a_thread_that_cannot_say_that_it_ended_is_noticed(monkeypatch):
 
     monkeypatch.setattr(ThreadGroup, "_run", run)
     monkeypatch.setattr("sys.unraisablehook", lambda _: None)
-    with pytest.raises(MemoryError, match="no memory to run"):
+    with pytest.raises(MemoryError, match="not enough memory to start"):
         parallel_for(range(10), lambda: print, 4)
 
 

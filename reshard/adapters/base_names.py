@@ -51,7 +51,7 @@ def match_names(base: Manifest, layers: Iterable[str]) -> tuple[Manifest, str]:
             return base, prefix
     raise UsageError(
         base.origin.path,
-        f"has none of the adapted layers: {some(wanted)}; it has {some(sorted(names))}",
+        f"does not have the adapted layers {some(wanted)}; it has {some(sorted(names))}",
         "pass the base model that the adapter was trained on, saved with the names of the live"
         " model",
     )

@@ -158,7 +158,7 @@ def _refuse_halves(config: Config, parts: Sequence[Part]) -> None:
         raise IncompleteError(
             config.path.parent,
             f"{counted(len(alone), 'adapted layer')} ({some(alone)}) without lora_A or lora_B",
-            "a shard is missing, or --include or --exclude left one out",
+            "fetch the missing shard, or change --include or --exclude if they left the tensor out",
         )
 
 

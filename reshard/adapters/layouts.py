@@ -76,7 +76,8 @@ def assign(layer: str, candidates: Sequence[Mapping[str, Fit]], names: Sequence[
     if not found:
         raise UsageError(
             layer,
-            "no weight of the base model has the shape of this layer's LoRA product",
+            "no weight of the base model has the shape of this layer's LoRA product (lora_B x"
+            " lora_A)",
             "pass the base model that the adapter was trained on",
         )
     if len(found) > 1:

@@ -180,9 +180,9 @@ class _Merger:
                 if head is None:
                     raise UnsupportedError(
                         fqn,
-                        "is changed by the adapter, and the model may use it as its head as well;"
-                        " reshard does not know the name of the head",
-                        "merge this adapter with PEFT, after untying the weights",
+                        "is changed by the adapter, and the model may also use it as its output"
+                        " head; reshard does not know the name of the head",
+                        "untie the two weights and merge this adapter with PEFT",
                     )
                 self._entries[head] = replace(self._entries[fqn], fqn=head)
                 self._merged.untied[head] = fqn
@@ -220,7 +220,7 @@ class _Merger:
         if not len(known) == len(tokens) == rows.shape[0]:
             raise CorruptError(
                 self._config.path,
-                f"lists {len(known)} different tokens of {layer}, but the adapter has"
+                f"the config lists {len(known)} different tokens of {layer}, but the adapter has"
                 f" {rows.shape[0]} rows",
                 "pass the directory of the adapter's own configuration as --hf-dir",
             )
@@ -241,9 +241,9 @@ class _Merger:
             if order is None:
                 raise UnsupportedError(
                     fit.weight,
-                    "is square, and no other weight shows whether the adapter takes it for (in,"
-                    " out) or (out, in), which depends on the layer and on the version of PEFT",
-                    "merge this adapter with the version of PEFT that trained it",
+                    "is square, and no other weight shows whether the adapter takes it as (in,"
+                    " out) or (out, in); that depends on the layer and on the version of PEFT",
+                    "merge this adapter with the PEFT version that trained it",
                 )
             product = self._build_product(pair, fit, order)
             self._add(fit.weight, product)
@@ -303,7 +303,7 @@ class _Merger:
     def _add(self, fqn: str, product: Product) -> None:
         if fqn in self._merged.token_rows:
             raise UnsupportedError(
-                fqn, "has trained tokens and a LoRA product, which exclude each other"
+                fqn, "has both trained tokens and a LoRA product, but PEFT allows only one of them"
             )
         self._entries[fqn] = add_product(self._entries[fqn], product)
         self._merged.products[fqn] = product
@@ -314,7 +314,8 @@ class _Merger:
         if base is None or base.shape != product.b.shape:
             raise UsageError(
                 fqn,
-                "the adapter has a bias of lora_B, but the base has no such bias to add it to",
+                "the adapter has a bias of lora_B, but the base model has no bias to which it"
+                " could be added",
                 "PEFT cannot merge this adapter either: use it with PeftModel.from_pretrained",
             )
         self._add(fqn, product)
@@ -324,10 +325,10 @@ class _Merger:
         if f"{module}.0" in {name.rpartition(".")[0] for name in self._modules}:
             return UsageError(
                 path,
-                f"stores the experts of {module} one by one, but the adapter was trained on a live"
+                f"stores each expert of {module} separately, but the adapter was trained on a live"
                 " model that stacks them",
-                "put the model's config.json beside it, and install a transformers that knows the"
-                " model: reshard then stacks them",
+                "copy the model's config.json to its directory, and install a version of"
+                " transformers that supports the model",
             )
         return UsageError(
             path,

@@ -104,8 +104,9 @@ def compute_ema(decay: float, ranks: Sequence[Rank]) -> list[Fraction]:
     if unknown:
         raise UsageError(
             f"{EMA} {decay:g}",
-            f"needs the order of the checkpoints, and no file states the step of {some(unknown)}",
-            f"give the factors: {WEIGHTS}",
+            "the order of the checkpoints is needed, and no file states the step of"
+            f" {some(unknown)}",
+            f"pass the factors: {WEIGHTS}",
         )
     order = find_order(ranks)
     for before, after in pairwise(order):
@@ -113,8 +114,8 @@ def compute_ema(decay: float, ranks: Sequence[Rank]) -> list[Fraction]:
             raise UsageError(
                 f"{EMA} {decay:g}",
                 f"{ranks[before].path} and {ranks[after].path} are both of step"
-                f" {ranks[after].step}, so they have no order",
-                f"leave out one of them, or give the factors: {WEIGHTS}",
+                f" {ranks[after].step}, so their order is not known",
+                f"leave out one of them, or pass the factors: {WEIGHTS}",
             )
     # By its text, 0.9 is exactly 9/10; `Fraction(0.9)` is the nearest binary number.
     kept = Fraction(str(decay))

@@ -104,8 +104,9 @@ def _drop_aliases(
                 tying = next(s.path for s in sources if alias in s.weights.dropped_aliases)
                 raise DifferentError(
                     source.path,
-                    f"has other values of {alias!r} than of {kept!r}; in {tying} the two are tied",
-                    "average checkpoints of one model, or write both names: --tied keep",
+                    f"the values of {alias!r} differ from those of {kept!r}, but {tying} ties the"
+                    " two weights",
+                    "average checkpoints of one model, or pass --tied keep to write both names",
                 )
     return dropped
 
@@ -132,7 +133,8 @@ def _check_names(
             if lacking:
                 raise DifferentError(
                     here.path,
-                    f"lacks {counted(len(lacking), 'tensor')} of {there.path}: {some(lacking)}",
+                    f"does not have {counted(len(lacking), 'tensor')} of {there.path}:"
+                    f" {some(lacking)}",
                     "average checkpoints of one model; --exclude REGEX leaves out tensors, --rename"
                     " adapts names",
                 )
@@ -140,8 +142,8 @@ def _check_names(
             if entry.shape != last[fqn][0].shape:
                 raise DifferentError(
                     source.path,
-                    f"has {fqn!r} with shape {list(entry.shape)}, {sources[-1].path} with shape"
-                    f" {list(last[fqn][0].shape)}",
+                    f"{fqn!r} has shape {list(entry.shape)} here, but shape"
+                    f" {list(last[fqn][0].shape)} in {sources[-1].path}",
                     "average checkpoints of one model",
                 )
 
@@ -183,8 +185,8 @@ class _Averager:
         """Note which buffers were averaged although they are not trained."""
         if self._buffers:
             self._result.notes.append(
-                f"buffers that differ were averaged: {some(self._buffers)}. Statistics of"
-                " activations (BatchNorm) of averaged weights are other ones: compute them anew"
+                f"buffers that differ were averaged: {some(self._buffers)}. Averaged weights have"
+                " other activation statistics (BatchNorm): compute the statistics again"
             )
 
     def _choose_dtype(self, found: Sequence[tuple[Entry, DType]], *, is_buffer: bool) -> DType:
@@ -223,13 +225,13 @@ class _Averager:
         if last.dtype.family == "float8":
             raise UnsupportedError(
                 last.fqn,
-                f"{last.dtype} codes differ, and codes cannot be averaged",
+                f"{last.dtype} codes differ between the checkpoints, and codes cannot be averaged",
                 "pass --dtype bf16 to dequantise the weights",
             )
         raise DifferentError(
             last.fqn,
-            f"{last.dtype} differs between {self._where[other]} and {self._where[-1]}, and only"
-            " floating-point values can be averaged",
+            f"{last.dtype} values differ between {self._where[other]} and {self._where[-1]}, and"
+            " only floating-point values can be averaged",
             "leave it out with --exclude REGEX if the model does not need it",
         )
 
@@ -251,8 +253,8 @@ class _Averager:
             for entry in entries
         ]
         self._result.notes.append(
-            f"{entries[-1].fqn} counts {', '.join(map(str, sorted(values)))}: {max(values)} is"
-            " written"
+            f"the counter {entries[-1].fqn} has the values {', '.join(map(str, sorted(values)))}:"
+            f" the highest, {max(values)}, is written"
         )
         return entries[values.index(max(values))]
 
@@ -271,7 +273,7 @@ def _note_copies(
         if other != source.path:
             yield (
                 f"{other} and {source.path} have equal values in a sample of their weights: if one"
-                " is a copy of the other, it counts twice"
+                " is a copy of the other, its weights count twice"
             )
 
 

@@ -135,9 +135,9 @@ class Mean:
         raise CorruptError(
             self.tensors[0].fqn,
             f"the mean is infinite or NaN (first at element {at}): one of {', '.join(self.where)}"
-            " has such a value, or their difference is too large",
-            "check each with `reshard verify --deep`, and leave out the one that diverged; a tensor"
-            " that is not trained can be left out with --exclude REGEX",
+            " contains such a value, or their difference is too large",
+            "check each checkpoint with `reshard verify --deep`, and leave out the one that"
+            " diverged; for a tensor that is not trained, pass --exclude REGEX",
         )
 
 

@@ -25,7 +25,9 @@ def wipe_optimizer(manifest: Manifest) -> int:
     """
     slots = [e for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS and e.numel]
     if not slots:
-        raise IncompleteError(manifest.origin.path, "has no optimizer tensors to wipe")
+        raise IncompleteError(
+            manifest.origin.path, "has no optimizer tensors that could be set to zero"
+        )
     for entry in slots:
         for chunk in entry.chunks:
             _wipe(chunk)

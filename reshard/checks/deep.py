@@ -161,7 +161,8 @@ def check_replicas(tasks: Sequence[Task], scan: ScanResult) -> Check:
         to.append(
             _describe_mismatch(
                 each,
-                f"other values {_describe_location(each.counterpart.entry, each.difference.first)}",
+                "another value"
+                f" {_describe_location(each.counterpart.entry, each.difference.first)}",
             )
         )
     return check
@@ -200,17 +201,19 @@ def check_tied(
         return not_applicable(names.TIED, "no tied names")
     shared = len(manifest.tied) - len(manifest.tied_copies)
     what = [f"{counted(shared, 'name')} of a shared storage"] if shared else []
-    what += [f"{counted(compared, 'name')} stored again"] if compared else []
+    what += [f"{counted(compared, 'name')} that are stored more than once"] if compared else []
     check = Check(names.TIED, ", ".join(what))
     for each in _select_mismatches(scan, names.TIED):
         name = each.counterpart.entry.fqn
         is_declared = name in manifest.tied or (shapes is not None and name in shapes.tied)
         is_declared = is_declared or bool(config and config.get("tie_word_embeddings") is True)
         if is_declared:
-            check.failures.append(_describe_mismatch(each, f"{name} is tied to it and differs"))
+            check.failures.append(_describe_mismatch(each, f"{name}, which is tied to it, differs"))
         else:
             check.warnings.append(
-                _describe_mismatch(each, f"{name} is not trained as if tied to it, and differs")
+                _describe_mismatch(
+                    each, f"{name} has other values, so training did not tie the two"
+                )
             )
     return check
 

@@ -65,7 +65,8 @@ class Content:
                 return Digest(algorithm, dtype)
         raise UsageError(
             "--against",
-            f"the manifest has only BLAKE3 digests of {self.fqn!r}, and blake3 is not installed",
+            f"the manifest contains only a BLAKE3 digest of {self.fqn!r}, and blake3 is not"
+            " installed",
             "pip install blake3",
         )
 
@@ -234,7 +235,7 @@ def read(path: Path) -> Contents:
             files=tuple(map(FileDigests.from_json, files)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(path, f"is not a manifest of reshard ({error})") from error
+        raise CorruptError(path, f"is not a manifest that reshard wrote ({error})") from error
 
 
 def _compute_digest(tensors: Any) -> str:

@@ -56,8 +56,8 @@ def check_safe(manifest: Manifest, allowed: Sequence[str]) -> Check:
     if refused:
         allow = " ".join(f"--allow-pickle {name}" for name in refused)
         check.failures.append(
-            f"{', '.join(refused)}: no known framework writes this; if it is your own class, pass"
-            f" {allow}"
+            f"{', '.join(refused)}: no known framework writes these classes; if one is your own,"
+            f" pass {allow}"
         )
     return check
 
@@ -109,7 +109,7 @@ def _check_total_size(path: Path, nbytes: int) -> Iterator[str]:
     except (CorruptError, AttributeError):
         return  # the reader used another file, or this one states no size
     if isinstance(stated, int) and stated != nbytes:
-        yield f"{path.name} says that its files hold {stated} bytes; they hold {nbytes}"
+        yield f"{path.name} states that its files contain {stated} bytes; they contain {nbytes}"
 
 
 def check_coverage(manifest: Manifest) -> Check:
@@ -124,7 +124,7 @@ def check_ranks(manifest: Manifest) -> Check:
     """Check that no file states another rank, step or save than its name and directory."""
     compared = compare_claims(manifest.files)
     if not compared.evidence:
-        return not_applicable(names.RANKS, "no files that say which rank or save they belong to")
+        return not_applicable(names.RANKS, "no file states its rank or save")
     check = Check(names.RANKS, ", ".join(compared.evidence), exit_code=3)
     check.failures += [f"{each.file}: {each.problem}" for each in compared.conflicts]
     return check
@@ -133,7 +133,7 @@ def check_ranks(manifest: Manifest) -> Check:
 def check_stale(manifest: Manifest, sources: Sequence[Path]) -> Check:
     """Check that no files of another save, or of an interrupted one, are beside the files."""
     if len(sources) == 1 and sources[0].is_file() and len(manifest.files) == 1:
-        return not_applicable(names.STALE, "one file by itself")
+        return not_applicable(names.STALE, "a single file")
     folders = sorted({as_path(path).parent for path in manifest.files})
     beside = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     check = Check(names.STALE, f"{counted(len(beside), 'file')} in its directories", exit_code=3)
@@ -160,7 +160,7 @@ def _find_unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterato
         numbered = _DIGITS.search(path.name) is not None
         is_sibling = numbered and (str(path.parent), mask_digits(path.name)) in read
         if is_sibling and str(path) not in known and path.stat().st_size:
-            yield f"{path} belongs to another save: nothing refers to it"
+            yield f"{path} belongs to another save: no file refers to it"
 
 
 def _find_extra_random_states(manifest: Manifest) -> Iterator[str]:
@@ -178,7 +178,7 @@ def _find_newer_checkpoint(manifest: Manifest, sources: Sequence[Path]) -> Itera
     used = [n for n, each in numbers.items() if any(_is_inside(r, each.path) for r in read)]
     if used and max(numbers) > max(used):
         newest = numbers[max(numbers)].path
-        yield f"{newest} is newer than the checkpoint that was read, number {max(used)}"
+        yield f"{newest} is newer than checkpoint {max(used)}, which was read"
 
 
 def _is_inside(path: Path, directory: Path) -> bool:
@@ -212,7 +212,7 @@ def check_steps(manifest: Manifest) -> Check:
     check = Check(names.STEPS, ", ".join(filter(None, what)))
     odd = [f"{step:g}" for step in applied if step < 0 or step != int(step)]
     if odd:
-        check.failures.append(f"{odd[0]} is not a valid optimizer step")
+        check.failures.append(f"{odd[0]} is not a valid optimizer step count")
     slots = _list_slots(manifest)
     lacking = [
         fqn

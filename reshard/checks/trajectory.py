@@ -161,7 +161,7 @@ def read(path: Path) -> Series:
                 raise CorruptError(
                     where,
                     f"has step {points[-1].step} after a line with step {points[-2].step}",
-                    "let one rank write the log, into a new file",
+                    "let only one rank write the log, and write it to a new file",
                 )
         if line.get("parameter_hash") is not None:
             parameter_hash = str(line["parameter_hash"])
@@ -197,9 +197,9 @@ def compare(unbroken: Series, resumed: Series) -> Trajectory:
     if not steps:
         raise IncompleteError(
             "the logs",
-            f"have no step in common: {_describe_steps(one)} of the unbroken run,"
-            f" {_describe_steps(two)} of the resumed one",
-            "log the number of steps done, those before the checkpoint included",
+            f"no step is in both logs: the unbroken run logged {_describe_steps(one)}, the resumed"
+            f" run {_describe_steps(two)}",
+            "log the total number of steps, including those before the checkpoint",
         )
     pairs = {step: (one[step].loss, two[step].loss) for step in steps}
     norms = {step: (one[step].grad_norm, two[step].grad_norm) for step in steps}

@@ -72,19 +72,19 @@ def check_directory(directory: Path) -> None:
         UsageError: it is not.
     """
     if is_remote(str(directory)):
-        raise UsageError(directory, "is a URL, not a directory of this machine")
+        raise UsageError(directory, "is a URL; a mount needs a directory of this machine")
     try:
         names = [path.name for path in directory.iterdir()]
     except OSError as error:
-        remedy = f"make it: mkdir -p {directory}"
+        remedy = f"create it: mkdir -p {directory}"
         if error.errno == errno.ENOTCONN:  # its process was killed
-            remedy = f"an earlier mount is left there; remove it: umount -l {directory}"
+            remedy = f"an earlier mount still occupies it; remove that mount: umount -l {directory}"
         raise UsageError(
             directory, f"expected an empty directory: {error.strerror}", remedy
         ) from error
     if names:
         problem = f"expected an empty directory; it contains {names[0]}"
-        raise UsageError(directory, problem, "choose or make another directory")
+        raise UsageError(directory, problem, "choose or create another directory")
 
 
 def import_fuse() -> Any:
@@ -137,7 +137,7 @@ def _run(fuse: Any, operations: FileOperations, directory: Path) -> None:
         )
     except RuntimeError as error:
         if error.args != (_ENDED_BY_SIGNAL,):
-            problem = f"cannot be mounted: libfuse returned {error}, for the reason above"
+            problem = f"cannot be mounted: libfuse failed with code {error}; its message is above"
             raise UsageError(
                 directory, problem, f"{_INSTALL}; it needs fusermount3 unless you are root"
             ) from error

@@ -370,7 +370,7 @@ def _check_overlaps(
         entry = entries[extent.entry]
         stop = extent.byte_offset + extent.nbytes
         if extent.byte_offset < 0 or stop > nbytes:
-            raise DifferentError(file, f"{entry.fqn!r} would be outside of the file")
+            raise DifferentError(file, f"{entry.fqn!r} would lie outside the file")
         same_bytes = (begin, end) == (extent.byte_offset, stop)
         if last is not None and same_bytes and _may_share_bytes(last, entry):
             continue

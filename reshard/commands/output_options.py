@@ -61,7 +61,7 @@ class ReadOptions(ReportOptions):
             raise ResourceError(
                 f"--max-memory {units.show_bytes(self.max_memory_bytes)}",
                 f"one worker needs {units.show_bytes(2 * _MIN_WINDOW)}",
-                "give that much or more",
+                "pass that size or more",
             )
         workers = min(self.workers or min(_count_cores(), _MAX_WORKERS), most)
         return workers, min(WINDOW_BYTES, self.max_memory_bytes // (2 * workers))

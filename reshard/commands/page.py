@@ -57,4 +57,4 @@ def write_page(options: ReportOptions, build: Callable[[], Page], *, written: st
 
 def describe_whole_output(written: str) -> str:
     """Return the sentence that an error adds if only the report of an output failed."""
-    return f"{written} was written before, whole"
+    return f"{written} was written completely before this"

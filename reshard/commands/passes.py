@@ -46,7 +46,7 @@ def _note_trained_padding(manifest: Manifest, table: Table, vocab_size: int) -> 
     if not trained:
         return []
     names = ", ".join(trained)
-    return [f"the removed padding rows of {names} were trained: they took part in the softmax"]
+    return [f"the padding rows removed from {names} were trained: they took part in the softmax"]
 
 
 def _is_trained(entry: Entry, vocab_size: int, pool: SourceFiles) -> bool:

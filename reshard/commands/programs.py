@@ -73,7 +73,9 @@ def split_command(template: str, known: Sequence[str], needed: Sequence[str]) ->
     for name in names:
         if name not in known:
             raise UsageError(
-                f"--command {{{name}}}", "is not a placeholder", f"use {_list_placeholders(known)}"
+                f"--command {{{name}}}",
+                "is not a placeholder that reshard fills",
+                f"use {_list_placeholders(known)}",
             )
     for name in needed:
         if name not in names:
@@ -95,7 +97,9 @@ def fill_placeholders(command: Sequence[str], values: Mapping[str, object]) -> l
     def value(match: re.Match[str]) -> str:
         if match[1] not in values:
             raise UsageError(
-                f"--command {match[0]}", "the checkpoint does not state it", "leave it out"
+                f"--command {match[0]}",
+                "the checkpoint does not state its value",
+                "leave it out",
             )
         return str(values[match[1]])
 

@@ -86,7 +86,7 @@ def create_server(
     except OSError as error:
         raise UsageError(
             f"{options.host}:{options.port}",
-            f"cannot be listened on: {error.strerror}",
+            f"the server cannot listen on this address: {error.strerror}",
             "choose another --port, or --port 0",
         ) from error
 

@@ -34,7 +34,7 @@ def plan_unwritten(
     if options.replicas == "mean":
         raise UsageError(
             "--replicas mean",
-            "would store the means in a temporary file, which other readers cannot see",
+            "would store the means in a temporary file, which other programs cannot read",
             "use --replicas first, or write a checkpoint with reshard split --replicas mean",
         )
     sources = formats.as_paths(source)

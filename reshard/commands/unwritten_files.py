@@ -82,7 +82,7 @@ def _plan(manifest: Manifest, source: Path, options: FilesOptions) -> Job[Any]:
         from reshard.commands.merge.command import plan_merge
 
         if options.world_size is not None:
-            raise UsageError("--world-size", "changes nothing of a model's files", "leave it out")
+            raise UsageError("--world-size", "has no effect on a model's files", "leave it out")
         chosen = MergeOptions(**inherited, dtype=options.dtype)
         return plan_merge(manifest, source, as_path("unwritten"), chosen)
     from reshard.commands.split.command import plan_split

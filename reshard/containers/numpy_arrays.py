@@ -132,7 +132,7 @@ class _Converter:
         if not data:
             return Storage(self._file, "numpy", dtype, 0, self._start)
         if not isinstance(data, Located):
-            raise ValueError("a numpy array whose bytes have no place in the file")  # noqa: TRY004
+            raise ValueError("a numpy array whose bytes have no offset")  # noqa: TRY004
         at, key = self._start + data.at, f"numpy {data.at}"
         if data.text_nbytes is None:
             return Storage(self._file, key, dtype, len(data), at)
@@ -206,9 +206,9 @@ def _parse_array(call: Call) -> tuple[DType, Index, Index, bytes]:
         torch_dtype = _parse_dtype(dtype)
         shape = as_index(shape)
     except (TypeError, IndexError, OverflowError) as error:
-        raise ValueError(f"a numpy array of unknown form ({error})") from error
+        raise ValueError(f"a numpy array that reshard cannot read ({error})") from error
     if not isinstance(data, bytes) or len(data) != prod(shape) * torch_dtype.itemsize:
-        raise ValueError(f"a numpy array of {torch_dtype} {shape} with other data")
+        raise ValueError(f"a numpy array of {torch_dtype} {shape} whose data have another size")
     return torch_dtype, shape, _build_strides(shape, by_columns=bool(by_columns)), data
 
 

@@ -58,7 +58,9 @@ def read_section(section: Section) -> SafetensorsFile:
     # A file without room for the length of its header fails the next check.
     length = struct.unpack("<Q", section.read(0, 8))[0] if size >= 8 else size + 1
     if length > min(size - 8, _MAX_HEADER):
-        raise CorruptError(path, f"its header claims {length} bytes, the file has {size}", DAMAGED)
+        raise CorruptError(
+            path, f"its header states a size of {length} bytes, but the file has {size}", DAMAGED
+        )
     header = _parse(path, section.read(8, length))
     metadata = header.pop("__metadata__", {})
     start, stop = section.start + 8 + length, section.start + size
@@ -72,7 +74,7 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            raise ValueError("a name stands twice")
+            raise ValueError("its header contains a name twice")
         return table
 
     try:
@@ -84,7 +86,7 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
     metadata = header.get("__metadata__", {})
     texts = [*header, *metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
     if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
-        raise CorruptError(path, "its header has names or metadata that are not text", DAMAGED)
+        raise CorruptError(path, "its header has names or metadata that are not strings", DAMAGED)
     return header
 
 
@@ -113,7 +115,7 @@ def _parse_chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
     if stop - start != prod(shape) * dtype.itemsize:
         raise CorruptError(
             path,
-            f"{name!r}: {dtype} {shape} does not take the bytes {start} to {stop}",
+            f"{name!r}: {dtype} {shape} does not fill bytes {start} to {stop}",
             DAMAGED,
         )
     return contiguous(path, data_start + start, dtype, whole(shape), shape)
@@ -125,10 +127,12 @@ def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, size: int
     for name, chunk in sorted(tensors.items(), key=lambda item: item[1].byte_span):
         begin, end = chunk.byte_span
         if begin != at:
-            raise CorruptError(path, f"{name!r} begins at byte {begin}, expected {at}", DAMAGED)
+            raise CorruptError(path, f"{name!r} starts at byte {begin}, expected {at}", DAMAGED)
         at = end
     if at != size:
-        raise CorruptError(path, f"its tensors end at byte {at}, the file at {size}", DAMAGED)
+        raise CorruptError(
+            path, f"its tensors end at byte {at}, but the file at byte {size}", DAMAGED
+        )
 
 
 def lay_out(

@@ -100,7 +100,9 @@ def lay_out_ranks(
         )
         # The other ranks' chunks are computed, not laid out: the first rank's must be the same run.
         if tuple(runs.of_rank(0)) != tuple(entry.chunks):
-            raise AssertionError(f"{entry.fqn!r} is not laid out as the first of {len(names)} runs")
+            raise AssertionError(
+                f"{entry.fqn!r} does not have the layout of the first of {len(names)} runs"
+            )
         return replace(entry, chunks=runs)
 
     return Skeleton(

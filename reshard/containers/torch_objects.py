@@ -178,13 +178,13 @@ class Storages:
         # (serialization.py, `is_view`).
         tag, kind, key, _location, numel, *view = pid
         if tag != "storage" or not isinstance(kind, Global) or (view and view[0] is not None):
-            raise ValueError("a persistent id that is not a storage")
+            raise ValueError("a persistent id that is not that of a storage")
         if not isinstance(key, (str, int)) or not _is_size(numel):
-            raise ValueError("a storage without a key or of impossible size")
+            raise ValueError("a storage without a key or of an impossible size")
         name = kind.name.rsplit(".", 1)[-1]
         dtype = dtypes.UINT8 if name == "UntypedStorage" else dtypes.BY_STORAGE.get(name)
         if dtype is None:
-            raise UnsupportedError(self.path, f"holds a {kind.name}, which has no plain dtype")
+            raise UnsupportedError(self.path, f"contains a {kind.name}, which has no plain dtype")
         key = str(key)
         storage = Storage(self.path, key, dtype, numel * dtype.itemsize)
         return self.by_key.setdefault(key, storage)
@@ -199,15 +199,15 @@ def _build_tensor(
 ) -> Tensor:
     """Build a tensor and check that its every element is inside its storage."""
     if not isinstance(storage, Storage):
-        raise TypeError("a tensor of what is no storage")
+        raise TypeError("a tensor without a storage")
     shape, strides = tuple(shape), tuple(strides)
     if len(shape) != len(strides) or not all(map(_is_size, (offset, *shape, *strides))):
-        raise ValueError("a tensor of impossible shape, strides or offset")
+        raise ValueError("a tensor with an impossible shape, strides or offset")
     storage.is_viewed = True
     tensor = Tensor(storage, offset, shape, strides, dtype or storage.dtype)
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if tensor.numel and (last + 1) * tensor.dtype.itemsize > storage.nbytes:
-        raise ValueError(f"a tensor that reaches past its storage of {storage.nbytes} bytes")
+        raise ValueError(f"a tensor that extends beyond its storage of {storage.nbytes} bytes")
     return tensor
 
 
@@ -244,8 +244,8 @@ def _refuse_lazy(storage: Any, metadata: Any) -> None:
     if isinstance(metadata, dict) and (metadata.get("conj") or metadata.get("neg")):
         raise UnsupportedError(
             getattr(storage, "file", "a tensor"),
-            "holds a tensor that is conjugated or negated lazily",
-            "save it with resolve_conj().resolve_neg()",
+            "contains a tensor with a lazy conjugation or negation",
+            "save the result of resolve_conj().resolve_neg()",
         )
 
 
@@ -260,7 +260,7 @@ def parse_dtype(dtype: Global, where: object) -> DType:
     if name not in dtypes.BY_NAME and _TORCH_DTYPE.fullmatch(dtype.name):
         raise UnsupportedError(
             where,
-            f"holds a tensor of dtype {dtype.name}, which reshard does not support",
+            f"contains a tensor of dtype {dtype.name}, which reshard does not support",
             "save the tensor in a plain dtype, or leave it out of the state dict",
         )
     return dtypes.BY_NAME[name]
@@ -274,7 +274,7 @@ def _rebuild_typed(function: Global, kind: Any, args: tuple[Any, ...], state: An
     """Return a tensor, or a `Call` of its class if that is a wrapper (ShardedTensor, DTensor)."""
     # torch never nests these calls. Nested ones would recurse through `TORCH_BUILDERS`.
     if function.name.startswith("torch._tensor."):
-        raise ValueError("a rebuild of a rebuild")
+        raise ValueError("a rebuild call whose argument is itself a rebuild call")
     builder = TORCH_BUILDERS.get(function.name)
     if builder:
         return builder(*args)

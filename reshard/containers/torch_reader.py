@@ -61,9 +61,9 @@ def read(
             return _read_stream(path, size, files, builders or {})
     raise CorruptError(
         path,
-        f"is not a file of torch.save: it starts with {head[:8]!r}"
+        f"is not a torch.save file: it starts with {head[:8]!r}"
         + ("" if size else " (the file is empty)"),
-        "it is truncated, or of another kind: fetch it again",
+        "it is truncated or another kind of file: fetch it again",
     )
 
 
@@ -140,16 +140,18 @@ def read_archive(
     members = read_directory(archive)
     pickles = [name for name in members if name.rsplit("/", 1)[-1] == "data.pkl"]
     if len(pickles) != 1:
-        raise CorruptError(path, f"a zip archive with {len(pickles)} data.pkl, expected one")
+        raise CorruptError(path, f"a zip archive with {len(pickles)} data.pkl files, expected one")
     root = pickles[0].removesuffix("data.pkl")
     # Under ``set_crc32_options(False)`` torch writes CRC 0 for every member; no real CRC here is 0.
     checked = members.get(f"{root}version", members[pickles[0]]).crc32 != 0
     if members.get(f"{root}byteorder"):
         order = members[f"{root}byteorder"].read(archive, checked=checked)
         if order != b"little":
-            raise UnsupportedError(path, f"holds {order!r}-endian tensors")
+            raise UnsupportedError(path, f"contains {order!r}-endian tensors")
     if members[pickles[0]].nbytes > MAX_PICKLE:
-        raise CorruptError(path, f"its pickle claims {members[pickles[0]].nbytes} bytes")
+        raise CorruptError(
+            path, f"its pickle has {members[pickles[0]].nbytes} bytes, more than reshard reads"
+        )
     member = members[pickles[0]]
     data = member.read(archive, checked=checked)
     start = archive.start + member.data_offset(archive)
@@ -209,19 +211,22 @@ def _read_stream(
         if storage is None or end + 8 + storage.nbytes > size:
             raise CorruptError(
                 path,
-                f"storage {str(key)[:40]} at byte {end} does not fit into the file of {size} bytes",
+                f"storage {str(key)[:40]} ends at byte {end}, beyond the file's {size} bytes",
                 "the file is truncated: fetch it again",
             )
         numel = int.from_bytes(files.read(path, end, 8), "little", signed=True)
         if numel * storage.dtype.itemsize != storage.nbytes:
             raise CorruptError(
-                path, f"storage {key} has {numel} elements, which differs from its pickle"
+                path, f"storage {key} has {numel} elements, but its pickle states another number"
             )
         storage.byte_offset = end + 8
         file.records[str(key)] = Record(end + 8, storage.nbytes, None, f"storage {key}")
         end += 8 + storage.nbytes
     if len(keys) != len(storages.by_key) or len(file.records) != len(keys):
-        raise CorruptError(path, f"{len(storages.by_key)} storages are named, {len(keys)} stored")
+        raise CorruptError(
+            path,
+            f"the pickle names {len(storages.by_key)} storages, but the file stores {len(keys)}",
+        )
     return file
 
 
@@ -256,10 +261,10 @@ def _read_pickles(
     protocol = loads(head, where=path, start=magic.end)
     system = loads(head, where=path, start=protocol.end)
     if isinstance(system.value, dict) and system.value.get("little_endian") is False:
-        raise UnsupportedError(path, "holds big-endian tensors")
+        raise UnsupportedError(path, "contains big-endian tensors")
     table = {**TORCH_BUILDERS, **builders}
     result = loads(head, where=path, start=system.end, builders=table, persistent=storages)
     keys = loads(head, where=path, start=result.end)
     if not isinstance(keys.value, list):
-        raise CorruptError(path, "the list of storages is missing")
+        raise CorruptError(path, "its list of storages is missing")
     return result, keys.end, keys.value

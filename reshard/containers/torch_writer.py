@@ -82,7 +82,7 @@ class Storage:
         if any(not 0 <= p.offset <= self.numel - p.box.volume for p in self.parts):
             raise ValueError("a part that lies outside its storage")
         if self.data is not None and (self.parts or len(self.data) != self.nbytes):
-            raise ValueError("a storage with data of another size, or with parts besides")
+            raise ValueError("a storage whose data have another size, or that also has parts")
 
     @property
     def nbytes(self) -> int:
@@ -103,10 +103,10 @@ class Slot:
     def __post_init__(self) -> None:
         steps = self.steps
         if len(steps) != len(self.shape):
-            raise ValueError("a tensor whose strides are not one a dim")
+            raise ValueError("a tensor whose number of strides differs from its number of dims")
         last = sum((n - 1) * step for n, step in zip(self.shape, steps, strict=True))
         if 0 not in self.shape and not 0 <= self.offset < self.storage.numel - last:
-            raise ValueError("a tensor that reaches past its storage")
+            raise ValueError("a tensor that extends beyond its storage")
 
     @property
     def steps(self) -> Index:
@@ -332,6 +332,6 @@ class _TensorPickler(Pickler):
             super().write_object(call)
             return
         if call.items or call.elements:
-            raise UnsupportedError(self.where, f"a {call.name} that is a container")
+            raise UnsupportedError(self.where, f"a {call.name} that contains other objects")
         self.write_call(_TYPED, (Global(_WRAPPER), kind, call.args, call.state))
         self.memoize(call)

@@ -50,15 +50,18 @@ class Member(NamedTuple):
         head = archive.read(*self.header)
         if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
             raise CorruptError(
-                archive.path, f"no member {self.name!r} at {self.header_offset}", DAMAGED
+                archive.path,
+                f"its zip directory places {self.name!r} at byte {self.header_offset}, where no"
+                " member starts",
+                DAMAGED,
             )
         name_size, extra_size = struct.unpack_from("<2H", head, 26)
         start = self.header_offset + _LOCAL.size + name_size + extra_size
         if start + self.nbytes > self.limit:
             raise CorruptError(
                 archive.path,
-                f"member {self.name!r} claims bytes {start} to {start + self.nbytes},"
-                f" its place ends at {self.limit}",
+                f"member {self.name!r} occupies bytes {start} to {start + self.nbytes}, but must"
+                f" end before byte {self.limit}",
                 DAMAGED,
             )
         return int(start)
@@ -91,7 +94,7 @@ def read_directory(archive: Section) -> dict[str, Member]:
     for (name, member_size, crc, offset), limit in zip(raw, limits, strict=True):
         if name in members or offset > start or offset == limit:
             raise CorruptError(
-                archive.path, f"zip member {name!r} is listed twice or overlaps another"
+                archive.path, f"zip member {name!r} is listed twice or overlaps another member"
             )
         members[name] = Member(name, member_size, crc, offset, limit)
     return members
@@ -109,7 +112,8 @@ def _list_directory(archive: Section) -> tuple[int, list[tuple[str, int, int, in
     if start + nbytes > archive.nbytes or nbytes > _MAX_DIRECTORY:
         raise CorruptError(
             archive.path,
-            f"its zip directory claims bytes {start} to {start + nbytes} of {archive.nbytes}",
+            f"its zip directory occupies bytes {start} to {start + nbytes}, but the file has"
+            f" {archive.nbytes}",
             DAMAGED,
         )
     return start, list(_iterate_entries(archive.path, archive.read(start, nbytes), count))
@@ -125,7 +129,7 @@ def _read_tail(archive: Section) -> tuple[bytes, int]:
         if 0 <= at <= len(tail) - _END.size:
             return tail, at
     raise CorruptError(
-        archive.path, f"no zip directory at the end of its {archive.nbytes} bytes", DAMAGED
+        archive.path, f"there is no zip directory at the end of its {archive.nbytes} bytes", DAMAGED
     )
 
 
@@ -138,7 +142,7 @@ def _locate(archive: Section) -> tuple[int, int, int]:
     if locator >= 0 and tail.startswith(b"PK\x06\x07", locator):
         _, _, end64, _ = _LOCATOR64.unpack_from(tail, locator)
         if end64 + _END64.size > archive.nbytes:
-            raise CorruptError(path, "its zip64 directory is past the end", DAMAGED)
+            raise CorruptError(path, "its zip64 directory is beyond the end of the file", DAMAGED)
         fields = _END64.unpack(archive.read(end64, _END64.size))
         if fields[0] != b"PK\x06\x06":
             raise CorruptError(path, "its zip64 directory is missing", DAMAGED)
@@ -166,7 +170,7 @@ def _iterate_entries(
             size, packed, offset = _read_zip64(path, extra, size, packed, offset)
         if method != 0 or size != packed:
             raise CorruptError(
-                path, f"zip member {name!r} is compressed; torch.save stores its members plain"
+                path, f"zip member {name!r} is compressed; torch.save does not compress"
             )
         yield name, size, crc, offset, entry_offset
 

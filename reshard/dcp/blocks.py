@@ -49,7 +49,8 @@ def refuse_other_shape(item: ReadItem, entry: Entry, targets: Mapping[str, Any])
     target = targets.get(key)
     if isinstance(target, torch.Tensor) and tuple(target.size()) != entry.shape:
         raise DifferentError(
-            key, f"has shape {entry.shape} in the checkpoint, {tuple(target.size())} in the target"
+            key,
+            f"has shape {entry.shape} in the checkpoint, but {tuple(target.size())} in the target",
         )
 
 
@@ -112,7 +113,8 @@ def _refuse_overflow(
         if lost and _target_dtype(job, target) != job.entry.dtype:
             raise DifferentError(
                 job.item.dest_index.fqn,
-                f"{lost} finite values of {job.entry.dtype} would be infinite in {target.dtype}",
+                f"{lost} finite values of {job.entry.dtype} would become infinite in"
+                f" {target.dtype}",
                 "load into a wider dtype",
             )
 
@@ -133,9 +135,9 @@ def _target_dtype(job: Job, target: torch.Tensor) -> DType:
     if dtype is None or (dtype != job.entry.dtype and (job.entry.kind == BUFFER or not floats)):
         raise DifferentError(
             key,
-            f"is {job.entry.dtype} in the checkpoint and {target.dtype} in the target; only"
+            f"is {job.entry.dtype} in the checkpoint but {target.dtype} in the target; only"
             " floating-point parameters and optimizer state are cast",
-            f"give the target {job.entry.dtype}",
+            f"create the target with dtype {job.entry.dtype}",
         )
     return dtype
 

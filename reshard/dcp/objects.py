@@ -108,6 +108,6 @@ def _refuse_unused(manifest: Manifest, state: Mapping[str, Any]) -> None:
     if unused:
         raise DifferentError(
             manifest.origin.path,
-            f"has {some([repr(fqn) for fqn in unused], _NAMED)}, which the model lacks",
-            "load the model that was saved, or turn strict loading off",
+            f"has {some([repr(fqn) for fqn in unused], _NAMED)}, which the model does not have",
+            "load into the model that was saved, or pass strict=False",
         )

@@ -112,8 +112,8 @@ class StorageReader(storage.StorageReader):
         if requested and requested != set(range(available)):
             raise UsageError(
                 self._state.path,
-                f"has {available} parameter groups, the target {len(requested)}",
-                "make the optimizer with the same groups, or take its state dict with"
+                f"has {available} parameter groups, but the target has {len(requested)}",
+                "create the optimizer with the same groups, or take its state dict with"
                 " StateDictOptions(flatten_optimizer_state_dict=True)",
             )
         return plan

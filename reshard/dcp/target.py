@@ -162,8 +162,8 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
                 several = " and ".join(map(repr, sorted({prefix, *matches})))
                 raise UsageError(
                     key,
-                    f"the target's {option} keys can be read under the prefixes {several}",
-                    f'say which: StorageReader(..., {option}="...")',
+                    f"the target's {option} keys match several prefixes: {several}",
+                    f'choose one: StorageReader(..., {option}="...")',
                 )
             self.prefixes[option] = prefix
             return matches[prefix]

@@ -132,18 +132,20 @@ class Values:
         if len(set(numbers.values())) > 1:
             a = next(iter(numbers))
             b = next(fqn for fqn in numbers if numbers[fqn] != numbers[a])
-            self._refuse_split(f"{a!r} and {b!r} share a group in the target", "not here")
+            self._refuse_split(f"{a!r} and {b!r} are in one group in the target", "not here")
         number = next(iter(numbers.values()), hyper.group)
         self.used_groups[hyper.group] = number
         if list(self.used_groups.values()).count(number) > 1:
-            self._refuse_split(f"two groups of the target are group {number} here", "undivided")
+            self._refuse_split(
+                f"two groups of the target correspond to group {number} here", "undivided"
+            )
         return groups[number]
 
     def _refuse_split(self, problem: str, here: str) -> NoReturn:
         raise UsageError(
             self.keys.state.path,
-            f"the parameter groups are split in another way: {problem}, {here}",
-            "make the optimizer with the same groups",
+            f"the parameter groups differ from those of the target: {problem}, {here}",
+            "create the optimizer with the same groups",
         )
 
     def _refuse_missing(self) -> None:
@@ -164,22 +166,22 @@ class Values:
                 option, prefix = other
                 raise UsageError(
                     key,
-                    f"is in {path}, but not under a prefix that is known to name the {option}",
-                    f'say so: StorageReader(..., {option}="{prefix}")',
+                    f"is in {path}, but not under a known prefix of the {option}",
+                    f'pass the prefix: StorageReader(..., {option}="{prefix}")',
                 )
             rest = next((r for _, r in iterate_splits(key) if r.startswith(f"{STATE}.")), "")
             if rest.split(".")[1:2] and rest.split(".")[1].isdecimal() and self.keys.state.slots:
                 raise UsageError(
                     key,
-                    "names a parameter by its number, which says nothing in another run",
+                    "identifies a parameter by its number, which has no meaning in another run",
                     "take the state dict with"
                     " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
                 )
         names = some([repr(name) for name in missing], _NAMED)
         raise IncompleteError(
             path,
-            f"lacks {names}, which the target asks for",
-            "leave it out of the state dict, or load with"
+            f"does not have {names}, which the target requests",
+            "leave the tensor out of the state dict, or load with"
             " planner=DefaultLoadPlanner(allow_partial_load=True)",
         )
 

@@ -90,8 +90,11 @@ def _build_incomplete_error(
         " the real weights are in the ranks' *_optim_states.pt",
         f"merge {real}"
         if real
-        else "merge the checkpoint directory that holds those files; if the model has no elements"
-        " there, put its config.json beside, or leave them out of a merge with --exclude",
+        else (
+            "merge the checkpoint directory that contains those files. If the model has no"
+            " elements there, put its config.json beside the file, or pass --exclude for these"
+            " weights"
+        ),
     )
 
 

@@ -50,8 +50,8 @@ def checkpoint(
         if found is None:
             raise UnrecognisedError(
                 chosen,
-                f"is the checkpoint that {location} points to, but has none: was the save"
-                " interrupted?",
+                f"is the checkpoint that {location} points to, but it contains no checkpoint; its"
+                " save may have been interrupted",
                 _others(location),
             )
         return found
@@ -64,13 +64,15 @@ def checkpoint(
     if len(several) > 1:
         shown = ", ".join(map(str, several))
         raise UnrecognisedError(
-            location, f"holds several checkpoints: {shown}", f"give one of them, e.g. {several[0]}"
+            location,
+            f"holds several checkpoints: {shown}",
+            f"contains several checkpoints: {several[0]}",
         )
     return several[0] if several else None
 
 
 def _others(location: Location) -> str:
-    return f"give another one with --tag; there are {', '.join(list(location.folders)[:_LISTED])}"
+    return f"choose another one with --tag; there are {', '.join(list(location.folders)[:_LISTED])}"
 
 
 def list_tags(location: Location) -> list[str]:
@@ -118,8 +120,8 @@ def list_checkpoints(
     if len(several) > 1:
         raise UnrecognisedError(
             location,
-            f"holds the checkpoints of {len(several)} runs",
-            f"give one of {some([str(folder) for folder in inside])}",
+            f"contains the checkpoints of {len(several)} runs",
+            f"pass one of {some([str(folder) for folder in inside])}",
         )
     return several[0] if several else {}
 
@@ -148,7 +150,7 @@ def _pointed(location: Location) -> Location | None:
     if found is None:
         raise UnrecognisedError(
             pointer,
-            f"names {named[:_LONGEST]!r}, which is not there",
+            f"names {named[:_LONGEST]!r}, which does not exist",
             _others(location),
         )
     return found

@@ -53,17 +53,18 @@ def refuse_one_of_many(location: Location) -> None:
     if shard and int(shard[2]) > 1 and not is_hf_shard(shard.string):
         raise IncompleteError(
             location,
-            f"holds {shard.string}, shard {int(shard[1])} of {int(shard[2])}, without the index"
-            " that says how the shards belong together",
-            "give the directory with the index (model.safetensors.index.json,"
+            f"contains {shard.string}, shard {int(shard[1])} of {int(shard[2])}, but no index that"
+            " states how the shards belong together",
+            "pass the directory that has the index (model.safetensors.index.json,"
             " pytorch_model.bin.index.json) and all shards",
         )
     shards = [name for name in location.files if _TORCHTUNE.fullmatch(name)]
     if len(shards) > 1 and any(map(_TORCHTUNE.fullmatch, names)):
         raise UnsupportedError(
             location.path,
-            f"holds shards of a model that torchtune wrote without an index: {shards[0]} ...",
-            "load those of one epoch and save them as one state dict; --from torch reads one alone",
+            f"contains shards of a model that torchtune wrote without an index: {shards[0]} ...",
+            "load the shards of one epoch and save them as one state dict; --from torch reads a"
+            " single shard",
         )
     for name in names:
         match = _MODEL_PARALLEL.search(name)
@@ -75,10 +76,9 @@ def refuse_one_of_many(location: Location) -> None:
                 location.files[name],
                 "is one rank's shard of a model-parallel checkpoint"
                 + ("" if known else ", of an unknown format"),
-                f"give its directory, which is read whole: {location.path.parent}"
+                f"pass its directory: {location.path.parent}"
                 if known
-                else "it would be wrong to take it for the whole model; --from torch does so if it"
-                " is",
+                else "it is not the whole model; if it is, pass --from torch",
             )
 
 
@@ -96,7 +96,8 @@ def refuse_beside_runs(location: Location) -> None:
     if runs:
         raise UnrecognisedError(
             location,
-            f"holds the file {files[0]}, and runs in folders beside it: {', '.join(runs)}",
+            f"contains the file {files[0]}, and there are runs in directories beside it:"
+            f" {', '.join(runs)}",
             f"pass one of them, e.g. {runs[0]}, or {location.path / files[0]}",
         )
 
@@ -118,15 +119,19 @@ def suggest(location: Location) -> str:
     from tarfile import is_tarfile  # imported late, since it imports all compression modules
 
     if location.chosen and is_tarfile(location.path):
-        return "it is a tar archive (NeMo's .nemo is one): unpack it, and give the directory"
+        return (
+            "it is a tar archive (for example a .nemo file of NeMo): unpack it, and pass the"
+            " directory"
+        )
     names = [location.chosen] if location.chosen else location.files
     foreign = [kind for suffix, kind in _FOREIGN.items() if any(n.endswith(suffix) for n in names)]
     if foreign:
         return (
-            f"{foreign[0]} is not read: give the PyTorch model beside it, or that it was made from"
+            f"reshard does not read {foreign[0]}: pass the PyTorch model beside it, or the one"
+            " that it was made from"
         )
     if location.chosen:
-        return f"give the checkpoint's directory, e.g. {location.path.parent}"
+        return f"pass the checkpoint's directory, e.g. {location.path.parent}"
     folders = location.folders
     if "snapshots" in folders:  # of a model in Hugging Face's cache
         folders = folders["snapshots"].folders
@@ -136,4 +141,4 @@ def suggest(location: Location) -> str:
     found = found or [str(folder) for folder in beneath if registry.detect(folder)]
     if found:
         return f"did you mean {some(found)}?"
-    return "give a run directory, a checkpoint directory, or a file of weights"
+    return "pass a run directory, a checkpoint directory, or a weights file"

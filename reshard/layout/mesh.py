@@ -36,12 +36,14 @@ ROLES: Mapping[str, Role] = {  # in the order in which fully_shard joins them
 _ORDER = list(dict.fromkeys(ROLES.values()))
 _AXIS = re.compile(r"([A-Za-z_]\w*)=(\d{1,9})", re.ASCII)
 _NOT_OURS = {
-    "cp": "ranks of context parallelism hold shards as data-parallel ones do: give their product"
-    " as dp_shard_cp or fsdp",
-    "sp": "ranks of sequence parallelism hold shards as data-parallel ones do: give their product",
+    "cp": (
+        "context-parallel ranks store shards as data-parallel ranks do: pass their product as"
+        " dp_shard_cp or fsdp"
+    ),
+    "sp": "sequence-parallel ranks store shards as data-parallel ranks do: pass their product",
     "pp": "pipeline stages hold different layers: split each stage by itself",
-    "ep": "experts apart from one another are not written yet",
-    "efsdp": "experts apart from one another are not written yet",
+    "ep": "reshard does not write a separate axis for experts yet",
+    "efsdp": "reshard does not write a separate axis for experts yet",
 }
 
 
@@ -88,7 +90,9 @@ class MeshGrid:
             return ("shard",)
         unknown = next((name for name in self.names or ("",) if name not in ROLES), None)
         if unknown is not None:
-            raise UnsupportedError(f"a mesh of {self}", f"nothing says what {unknown!r} does")
+            raise UnsupportedError(
+                f"a mesh of {self}", f"the role of axis {unknown!r} is not known"
+            )
         return tuple(ROLES[name] for name in self.names or ())
 
     def size(self, *roles: Role) -> int:
@@ -130,7 +134,7 @@ class MeshGrid:
         sizes = [self.sizes[axis] for axis in placed.axes]
         box = mesh_box(shape, placed.cuts, sizes, [at[axis] for axis in placed.axes])
         if box is None:
-            raise UnsupportedError(f"{placed.cuts}", f"are no cuts of a mesh of {self}")
+            raise UnsupportedError(f"{placed.cuts}", f"cannot be placed on a mesh of {self}")
         return box
 
     def __str__(self) -> str:
@@ -178,28 +182,28 @@ def parse_mesh(text: str, device: str) -> MeshGrid:
     matches = [_AXIS.fullmatch(part.strip()) for part in text.split(",")]
     axes = [(match[1], int(match[2])) for match in matches if match and int(match[2])]
     if len(axes) < len(matches):
-        raise UsageError(option, "is no mesh", "write NAME=SIZE,... as in dp_shard=4,tp=2")
+        raise UsageError(option, "is not a mesh", "write NAME=SIZE,... as in dp_shard=4,tp=2")
     for name, _ in axes:
         if name not in ROLES:
             raise UsageError(
-                option, f"nothing says what the axis {name!r} does", _suggest_names(name)
+                option, f"the role of axis {name!r} is not known", _suggest_names(name)
             )
     grid = MeshGrid(tuple(n for _, n in axes), tuple(name for name, _ in axes), device)
     role, times = Counter(grid.roles).most_common(1)[0]
     if times > 1:
         raise UsageError(
-            option, f"has {times} axes that {_describe_role(role)}", "give their product as one"
+            option, f"has {times} axes that {_describe_role(role)}", "merge them into one axis"
         )
     if [_ORDER.index(role) for role in grid.roles] != sorted(map(_ORDER.index, grid.roles)):
         raise UsageError(
             option,
-            "its axes stand in another order than those of the DTensors that fully_shard makes",
+            "its axes are not in the order that fully_shard uses",
             "write replicate before shard before tp",
         )
     if "replicate" in grid.roles and "shard" not in grid.roles:
         raise UsageError(
             option,
-            "replicates and shards nothing: its ranks hold the same, which needs no mesh",
+            "replicates but does not shard, so all ranks would store the same tensors",
             "write --to torch, or name the axis that shards",
         )
     return grid
@@ -213,4 +217,4 @@ def _suggest_names(name: str) -> str:
     known = "; ".join(
         f"{role}: {', '.join(name for name in ROLES if ROLES[name] == role)}" for role in _ORDER
     )
-    return _NOT_OURS.get(name, f"the names that are known: {known}")
+    return _NOT_OURS.get(name, f"the known names are: {known}")

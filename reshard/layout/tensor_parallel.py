@@ -81,7 +81,7 @@ def read(path: Path, model: ModelShapes | None = None) -> Plan:
         raise UsageError(path, "is not a tensor-parallel plan", form)
     for pattern, style in styles.items():
         if style not in _OURS and (type(style) is not int or style < 0):
-            raise UsageError(path, f"{pattern!r} has the style {style!r}", form)
+            raise UsageError(path, f"{pattern!r} has the unsupported style {style!r}", form)
     return Plan(str(path), styles, model.embeddings if model else None, from_user=True)
 
 
@@ -95,7 +95,7 @@ def of_model(model: ModelShapes) -> Plan:
         raise UsageError(
             model.source,
             "has no tensor-parallel plan (base_model_tp_plan)",
-            "write one and pass --tp-plan FILE",
+            "write a plan and pass it: --tp-plan FILE",
         )
     named = {pattern: _TRANSFORMERS.get(s, s) for pattern, s in model.tensor_plan.items()}
     styles = {pattern: style for pattern, style in named.items() if style is not None}
@@ -129,7 +129,7 @@ def cuts(plan: Plan, parameters: Iterable[tuple[Sequence[str], Index]]) -> dict[
             raise UsageError(
                 plan.source,
                 f"{' and '.join(map(repr, names))} are one tensor, but have different cuts:"
-                f" {', '.join(f'{name}: {style[1]}' for name, style in styles.items() if style)}",
+                f" {', '.join((f'{name}: {style[1]}' for name, style in styles.items() if style))}",
                 "give all of its names a style that cuts the same dim",
             )
         result[names[0]] = named_cuts[names[0]]
@@ -173,7 +173,8 @@ def _resolve_cut(plan: Plan, fqn: str, shape: Index, style: Style) -> Cut | None
     if style not in ("colwise", "rowwise"):
         raise UnsupportedError(
             f"{fqn!r}",
-            f"has the style {style} in {plan.source}: a rank would store several blocks of it",
+            f"has the style {style} in {plan.source}, with which a rank would store several blocks"
+            " of it",
             "write DCP instead (--to dcp), which any mesh can load",
         )
     return _cut_of_layer(fqn, shape, style, plan)
@@ -184,15 +185,16 @@ def _cut_of_layer(fqn: str, shape: Index, style: str, plan: Plan) -> Cut | None:
     if plan.embeddings is None and any(word in module.rpartition(".")[2] for word in _MAY_EMBED):
         raise UsageError(
             plan.source,
-            f"{module!r} has the style {style} and may be an Embedding, which has another cut",
-            "give the dim, or pass the model: --model config.json|DIR|module:factory",
+            f"{module!r} has the style {style} and may be an Embedding, whose cut differs from a"
+            " Linear's",
+            "state the dim in the plan, or pass the model: --model config.json|DIR|module:factory",
         )
     if len(shape) < 2:
         if leaf != "bias":
             raise UsageError(
                 plan.source,
                 f"{fqn!r} has the style {style} of a Linear, but shape {shape}",
-                "give the dim, or replicate",
+                "state the dim in the plan, or replicate it",
             )
         return Cut(0) if style == "colwise" else None
     # colwise cuts the output features: dim 0 of a Linear's weight, dim 1 of an Embedding's.

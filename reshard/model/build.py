@@ -39,7 +39,7 @@ def build(model: str) -> nn.Module:
         return _from_factory(model)
     raise UsageError(
         f"--model {model}",
-        "is neither a file, a directory nor module:factory",
+        "is not a file, a directory or module:factory",
         "pass a config.json, its directory, or a function such as train:make_model",
     )
 
@@ -105,7 +105,9 @@ def _build_from(config: Any, source: Path | str) -> nn.Module:
         raise UsageError(
             source, f"constructing the model fails: {_summarize(error)}", _REMEDY
         ) from error
-    raise UsageError(source, f"transformers has no model for a {type(config).__name__}", _REMEDY)
+    raise UsageError(
+        source, f"transformers has no model class for a {type(config).__name__}", _REMEDY
+    )
 
 
 def _find_model_class(transformers: Any, config: Any) -> Any:

@@ -111,8 +111,8 @@ class FormConversion:
             if fqn not in found:
                 raise IncompleteError(
                     where,
-                    f"holds the {present[0].kind} of {present[0].fqn!r}, and none of {fqn!r}:"
-                    f" {name!r} is made of both",
+                    f"contains the {present[0].kind} of {present[0].fqn!r}, but not of {fqn!r}:"
+                    f" {name!r} combines the two",
                 )
         for entry in present:
             self._check_shape(entry)
@@ -132,13 +132,13 @@ class FormConversion:
         if entry.kind in WEIGHT_KINDS:
             raise UnsupportedError(
                 entry.fqn,
-                f"{problem} ({self.model}): it cannot be converted to the published form",
-                "give the config of this model, or keep the names in memory with --names module",
+                f"{problem} ({self.model}), so it cannot be converted to the published names",
+                "pass the config of this model, or keep the names in memory with --names module",
             )
         raise UnsupportedError(
             entry.fqn,
-            f"its {entry.kind} {problem}: nothing says how it is cut or joined with it",
-            "convert the weights alone",
+            f"its {entry.kind} {problem}, so how it is cut or joined is not known",
+            "write only the weights: --weights-only",
         )
 
     def prove(self) -> None:
@@ -165,11 +165,11 @@ class FormConversion:
             except CorruptError as error:
                 raise UnsupportedError(
                     self.model,
-                    f"its conversion to the published form loses or repeats elements: {error}",
+                    f"its conversion to the published names loses or repeats elements: {error}",
                     "keep the names in memory with --names module",
                 ) from error
             if other.before.keys() - one.after.keys():
-                raise AssertionError(f"{self.model}: an inverse lost a tensor")
+                raise AssertionError(f"{self.model}: the inverse conversion lost a tensor")
 
 
 def _store_alone(fqn: str, shape: Index) -> Chunk:

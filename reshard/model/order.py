@@ -49,15 +49,16 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
         if first in stored:
             raise UnsupportedError(
                 manifest.origin.path,
-                f"stores {stored[first].fqn!r} and {entry.fqn!r}, one tensor in the model",
-                "reshard merge compares them and writes one",
+                f"stores {stored[first].fqn!r} and {entry.fqn!r}, which are one tensor in the"
+                " model",
+                "merge the checkpoint first: reshard merge compares the two and writes one",
             )
         # A live model's optimizer has the first name of a tied weight, whichever a file has.
         kind = BUFFER if first in model.buffers else PARAM
         stored[first] = replace(entry, fqn=first, kind=kind)
     missing = [fqn for fqn in shapes if fqn not in stored]
     if missing:
-        raise UsageError(model.source, f"is another model: no file holds {missing[0]!r}")
+        raise UsageError(model.source, f"is another model: no file contains {missing[0]!r}")
     ordered = manifest.with_entries(stored[fqn] for fqn in shapes)
     return replace(ordered, tied=model.tied, trained_dtypes=dtypes, ordered=True)
 
@@ -73,7 +74,7 @@ def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
     originals = {fqn: model.tied.get(fqn, fqn) for fqn in stored}
     missing = sorted(shapes.keys() - set(originals.values()))
     if missing:
-        raise UsageError(model.source, f"is another model: no file holds {missing[0]!r}")
+        raise UsageError(model.source, f"is another model: no file contains {missing[0]!r}")
     for fqn, shape in stored.items():
         expected = shapes.get(originals[fqn])
         if expected != shape:

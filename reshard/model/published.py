@@ -70,8 +70,8 @@ class Published:
             names = min(unknown.values(), key=len)
             raise UsageError(
                 conversion.model,
-                f"is another model: it has no {some(sorted(names), 1)}",
-                "give the config of this model: --hf-dir DIR (of merge), --model DIR",
+                f"is another model: it does not have {some(sorted(names), 1)}",
+                "pass the config of this model: --hf-dir DIR (merge) or --model DIR",
             )
         is_of_files = manifest.origin.format in FILE_FORMATS
         return fitting[-1] if is_of_files and not conversion.changes_nothing else fitting[0]
@@ -187,7 +187,7 @@ def _revert(
         raise UnsupportedError(
             source,
             f"transformers converts this model ({root.config.model_type}) with an operation that"
-            f" reshard cannot follow: {error}",
+            f" reshard does not support: {error}",
             "keep the names in memory with --names module",
         ) from error
 

@@ -210,13 +210,15 @@ def _refuse_unflattenable(members: Mapping[nn.Parameter, str]) -> None:
     for parameter, fqn in members.items():
         if parameter.dim() == 0:
             raise UsageError(
-                fqn, "is a scalar, which FSDP1 refuses", "check that this is the trained model"
+                fqn,
+                "is a scalar, which FSDP 1 does not support",
+                "check that this is the trained model",
             )
         if not parameter.is_contiguous():
             raise UnsupportedError(
                 fqn,
-                f"has strides {parameter.stride()}: FSDP1 flattens it in memory order",
-                "open an issue with the model's class",
+                f"has strides {parameter.stride()}, but FSDP 1 flattens it in memory order",
+                "open an issue that names the model's class",
             )
 
 

@@ -118,7 +118,7 @@ def _slice(
         return tensor.narrow(dim % len(tensor.shape), first, max(first, last))
     # With a step that divides the dim the slice is one index of a folded dim; else it is no block.
     if size % step or last != size or first >= step:
-        raise UnsupportedError("slice", f"takes every {step}th of {size} elements")
+        raise UnsupportedError("slice", f"selects every {step}th of {size} elements")
     dim %= len(tensor.shape)
     folded = [*tensor.shape[:dim], size // step, step, *tensor.shape[dim + 1 :]]
     return _select(tensor.reshape(folded), dim + 1, first)
@@ -188,7 +188,9 @@ def read_trace(tensor: Any) -> Traced:
     """
     traced = getattr(tensor, "traced", None)
     if not isinstance(traced, Traced):
-        raise UnsupportedError(type(tensor).__name__, "is not made of the model's tensors alone")
+        raise UnsupportedError(
+            type(tensor).__name__, "does not consist only of the model's tensors"
+        )
     return traced
 
 
@@ -228,7 +230,7 @@ def _tracer() -> Any:
         others = {key: value for key, value in kwargs.items() if key not in _WITHOUT_EFFECT}
         # Other options, for example a dtype, would change values and not only their positions.
         if operation is None or others:
-            raise UnsupportedError(f"aten.{name}", "is not a movement of whole elements")
+            raise UnsupportedError(f"aten.{name}", "does not move whole elements")
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
         result = operation(*values)
         if isinstance(result, list):

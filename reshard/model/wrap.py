@@ -62,7 +62,9 @@ def _parse_count(text: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"--wrap size={text}", "is not a number of parameters", "write e.g. size=1e6 or 100M"
+            f"--wrap size={text}",
+            "is not a number of parameters",
+            "write e.g. size=1e6 or 100M",
         )
     whole, _, decimals = match[1].partition(".")
     factor = 10 ** int(match[2] or 0) * _FACTORS.get((match[3] or "").upper(), 1)
@@ -71,7 +73,7 @@ def _parse_count(text: str) -> int:
     if count == 0:
         raise UsageError(
             f"--wrap size={text}",
-            "is ambiguous: Accelerate then wraps only the root, and FSDP every module",
+            "is ambiguous: with it Accelerate wraps only the root, but FSDP every module",
             "write none or size=1",
         )
     return count
@@ -138,7 +140,7 @@ def _own_layers(root: nn.Module, present: set[str]) -> tuple[str, ...]:
     if not named:
         raise UsageError(
             f"--wrap {OWN_LAYERS}",
-            f"a {type(root).__name__} does not name its layers",
+            f"{type(root).__name__} does not name its repeated layers",
             "name the classes that FSDP wrapped",
         )
     return tuple(name for name in named if name in present)
@@ -166,8 +168,8 @@ class _BySize:
         if not self._taken.isdisjoint(module.modules()):
             raise UnsupportedError(
                 f"--wrap size={self._least}",
-                f"a module is both in a {type(module).__name__} and in an earlier unit: the units "
-                "of size= then depend on the number of ranks",
+                f"a module is both in a {type(module).__name__} and in an earlier unit, so the"
+                " units of size= would depend on the number of ranks",
                 "name the classes that FSDP wrapped",
             )
         numel = sum(parameter.numel() for parameter in module.parameters())

@@ -47,7 +47,9 @@ def _make_empty_piece(rank: Manifest, other: Entry) -> Entry:
     part = next(parts, None)
     if part is None:
         raise IncompleteError(
-            rank.origin.path, f"lacks the {other.kind} {other.fqn!r} that other ranks hold", MIXED
+            rank.origin.path,
+            f"does not have the {other.kind} {other.fqn!r}, but other ranks have it",
+            MIXED,
         )
     return replace(other, shape=part.shape, chunks=())
 
@@ -70,7 +72,7 @@ def join_stages(ranks: Sequence[Manifest]) -> Manifest:
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
                 raise CorruptError(
                     rank.origin.path,
-                    f"{entry.fqn!r} ({entry.kind}) is {entry.dtype.name} {entry.shape}, and"
+                    f"{entry.fqn!r} ({entry.kind}) is {entry.dtype.name} {entry.shape}, but"
                     f" {known.dtype.name} {known.shape} on another rank",
                     MIXED,
                 )

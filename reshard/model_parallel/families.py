@@ -248,8 +248,8 @@ def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> I
         if not isinstance(section, dict) or not {"when", "config"} <= section.keys() <= sections:
             raise UsageError(
                 source,
-                f"family {model!r} has not the sections when and config, or others than"
-                f" {', '.join(sorted(sections))}",
+                f"family {model!r} must have the sections 'when' and 'config', and no other"
+                f" sections than {', '.join(sorted(sections))}",
             )
         if "model_type" not in section["config"]:
             raise UsageError(source, f"family {model!r} has no model_type in its config")
@@ -303,13 +303,12 @@ def choose_family(
         raise UnsupportedError(
             traits.source,
             f"is not a {name} model: {differs}",
-            f"name another family with --family: {', '.join(load_families(path))}; or"
-            " --names source",
+            f"pass another family with --family: {', '.join(load_families(path))}; or --names"
+            " source",
         )
     raise UnsupportedError(
         traits.source,
-        f"matches no family that reshard has a table of; the nearest is {nearest.name}, but"
-        f" {differs}",
+        f"no model family of reshard matches; the nearest is {nearest.name}, but {differs}",
         "keep the source's names with --names source",
     )
 
@@ -327,8 +326,8 @@ def get_families(name: str, path: Path | None = None) -> list[Family]:
     if not families:
         raise UsageError(
             f"family {name!r}",
-            f"is unknown: reshard has tables of {', '.join(load_families(path))}",
-            "give one whose parameters have the same names: --family NAME",
+            f"is not a known model family: reshard has {', '.join(load_families(path))}",
+            "pass a family whose parameters have the same names: --family NAME",
         )
     return families
 
@@ -381,8 +380,8 @@ def read_config(
         source,
         f"describes a model that differs from {nearest[0].name}, or may differ: "
         + "; ".join(nearest[1]),
-        f"{_KEEP_NAMES}; if one of these keys does not change what the model computes, delete it in"
-        " a copy of the config and give the copy with --model",
+        f"{_KEEP_NAMES}; if one of these keys does not change what the model computes, delete it"
+        " in a copy of the config and pass the copy with --model",
     )
 
 
@@ -395,7 +394,7 @@ def _describe_unknown(model_type: str, path: Path | None) -> str:
             f" {'; '.join(lacking)}"
         )
     return (
-        f"describes a {model_type} model, of which reshard has no table; it has tables of"
+        f"describes a {model_type} model, for which reshard has no table; it has tables for"
         f" {', '.join(load_families(path))}"
     )
 

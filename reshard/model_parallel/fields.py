@@ -49,7 +49,7 @@ class Form(NamedTuple):
 
 def _count_first(numbers: tuple[int, ...]) -> int:
     if tuple(numbers) != tuple(range(len(numbers))):
-        raise ValueError(f"layers {list(numbers)} are not the first ones")
+        raise ValueError(f"layers {list(numbers)} are not the first layers of the model")
     return len(numbers)
 
 
@@ -71,7 +71,7 @@ def _make_layer_types(*types: str) -> Form:
     def read(words: list[str]) -> tuple[int, ...]:
         for word in words:
             if word not in types:
-                raise ValueError(f"layers of {word!r} are neither of {' and '.join(types)}")
+                raise ValueError(f"layers of type {word!r} are none of {' and '.join(types)}")
         return tuple(map(types.index, words))
 
     return Form(lambda flags: [types[flag] for flag in flags], read)
@@ -192,8 +192,8 @@ class Field:
         if value is None and not may_be_null:
             raise UsageError(
                 traits.source,
-                f"does not state the model's {self.trait}, which {key} needs",
-                "give the config: --hf-dir DIR",
+                f"does not state the model's {self.trait}, which {key} requires",
+                "pass the config: --hf-dir DIR",
             )
         return value
 

@@ -121,7 +121,8 @@ def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> 
     form = make_form(name, sum(parts), model)
     if form.parts != tuple(parts):
         raise CorruptError(
-            model.source, f"needs parts of {list(form.parts)} rows, and there are {list(parts)}"
+            model.source,
+            f"requires parts of {list(form.parts)} rows, but its parts have {list(parts)}",
         )
     return form
 
@@ -134,7 +135,9 @@ def _make_plain(rows: int, _model: Architecture) -> Form:
 def _make_gate_up(rows: int, model: Architecture) -> Form:
     """Return the form of a gated linear unit: the gate's rows, then the rows of up."""
     if rows % 2:
-        raise UsageError(model.source, f"{rows} rows cannot be a gate and an up of the same size")
+        raise UsageError(
+            model.source, f"{rows} rows cannot be split evenly into a gate and an up projection"
+        )
     half = rows // 2
     return Form((half, half), (RowRun(0, 0, 0, half), RowRun(1, 0, half, half)))
 
@@ -155,7 +158,7 @@ def _make_qkv(rows: int, model: Architecture) -> Form:
             model.source,
             f"states {heads} heads and {groups} key-value heads of {size} rows, but the fused"
             f" query, key and value have {rows} rows",
-            "give the config of this model: --model config.json|DIR",
+            "pass the config of this model: --model config.json|DIR",
         )
     queries = heads // groups * size
     runs = []
@@ -178,7 +181,7 @@ def _make_qkvg(rows: int, model: Architecture) -> Form:
             model.source,
             f"states {heads} heads and {groups} key-value heads of {size} rows, but the fused"
             f" query, gate, key and value have {rows} rows",
-            "give the config of this model: --model config.json|DIR",
+            "pass the config of this model: --model config.json|DIR",
         )
     per = heads // groups
     runs = []
@@ -234,7 +237,7 @@ def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
             model.source,
             f"states gated delta nets of {keys} key heads of {key} and {values} value heads of"
             f" {value} rows, but the fused projection has {rows} rows",
-            "give the config of this model: --model config.json|DIR",
+            "pass the config of this model: --model config.json|DIR",
         )
     return model.delta
 
@@ -258,7 +261,7 @@ def _make_rope(rows: int, model: Architecture) -> Form:
     """Return the form that turns pairs of rows of a head into halves."""
     size = model.require("head_dim")
     if rows % size or size % 2:
-        raise UsageError(model.source, f"{rows} rows cannot be heads of {size}")
+        raise UsageError(model.source, f"{rows} rows cannot be split into heads of {size}")
     half = size // 2
     # Each half of Hugging Face's rows takes every other row of Meta's.
     runs = (

@@ -137,9 +137,9 @@ class _Renaming:
         if not plain:
             raise UnsupportedError(
                 entry.fqn,
-                f"its {entry.kind} is of shape {entry.shape}, the parameter of"
-                f" {self.shapes[entry.fqn]}: nothing says how it is cut or permuted with it",
-                "convert the weights alone",
+                f"its {entry.kind} has shape {entry.shape}, but the parameter has"
+                f" {self.shapes[entry.fqn]}, so how the state is cut or permuted is not known",
+                "write only the weights: --weights-only",
             )
         return False
 
@@ -170,8 +170,8 @@ def _join_parts(
     if lacking:
         raise IncompleteError(
             where,
-            f"holds the {present[0].kind} of {present[0].fqn!r}, and none of {lacking[0]!r}:"
-            f" {name!r} is made of both",
+            f"contains the {present[0].kind} of {present[0].fqn!r}, but not of {lacking[0]!r}:"
+            f" {name!r} combines the two",
         )
     dtype = check_parts_dtype(where, name, present)
     return [pieces[number] for number in sorted(pieces)], dtype
@@ -242,17 +242,17 @@ class _ToHf(_Renaming):
             return entry
         if entries is None:
             self.notes[
-                f"the vocabulary has {rows} rows, padding included: nothing says how many are words"
-                " (--vocab-size N takes the rest off)"
+                f"the vocabulary has {rows} rows, padding included. No file states how many are"
+                " padding; --vocab-size N removes those after row N"
             ] = None
             return entry
         if rows < entries:
             raise UsageError(
                 self.model.source,
                 f"states a vocabulary of {entries}, but {entry.fqn!r} has {rows} rows",
-                "give the true size: --vocab-size N",
+                "pass the size without padding: --vocab-size N",
             )
-        self.notes[f"padding rows {entries} to {rows - 1} of the vocabulary taken off"] = None
+        self.notes[f"removed padding rows {entries} to {rows - 1} of the vocabulary"] = None
         return vocabulary.take_first_rows(entry, entries)
 
 
@@ -276,8 +276,8 @@ class _FromHf(_Renaming):
             if (other.shape, other.dtype) != (entry.shape, entry.dtype):
                 raise CorruptError(
                     manifest.origin.path,
-                    f"{fqn!r} is {entry.dtype} {entry.shape}, {kept!r} {other.dtype} {other.shape}:"
-                    " it should be a copy",
+                    f"{fqn!r} is {entry.dtype} {entry.shape}, but {kept!r}, of which it should be"
+                    f" a copy, is {other.dtype} {other.shape}",
                 )
             copies = moves.align_copies(other.chunks, entry.chunks)
             merged[kind, kept] = replace(other, chunks=copies)
@@ -339,8 +339,8 @@ class _FromHf(_Renaming):
         if odd:
             raise CorruptError(
                 self.manifest.origin.path,
-                f"{odd.fqn!r} is of shape {odd.shape}, {parts[0].fqn!r} of {parts[0].shape}: they"
-                f" cannot be one tensor, {key[1]!r}",
+                f"{odd.fqn!r} has shape {odd.shape}, but {parts[0].fqn!r} has {parts[0].shape}:"
+                f" they cannot be joined to {key[1]!r}",
             )
         form = forms.make_form_of_parts(
             spelled.line.form, [part.shape[0] for part in parts], self.model

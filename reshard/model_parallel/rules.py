@@ -243,7 +243,7 @@ class Table:
             raise UsageError(
                 f"{name!r}",
                 f"matches no rule of {self.source}{self._suggest(name)}",
-                f"state in a file how it is cut, with --rules FILE: {FORM}",
+                f"state how it is cut in a file: --rules FILE: {FORM}",
             )
         return match
 
@@ -307,7 +307,7 @@ def load_base(document: Mapping[str, Any], source: str) -> Table:
     base = document.get("base", MEGATRON)
     if base not in list_tables():
         raise UsageError(
-            source, f"extends the table {base!r}: there are {', '.join(list_tables())}"
+            source, f"extends the unknown table {base!r}: there are {', '.join(list_tables())}"
         )
     return load_table(base)
 
@@ -348,7 +348,7 @@ def parse_document(text: str, source: str) -> Mapping[str, Any]:
             source, f"is not valid YAML: {str(error).splitlines()[0]}", FORM
         ) from error
     if not isinstance(root, dict):
-        raise UsageError(source, "has no 'parameters' and no 'hf'", FORM)
+        raise UsageError(source, "has neither 'parameters' nor 'hf'", FORM)
     return root
 
 
@@ -357,7 +357,7 @@ def _parse_table(root: Mapping[str, Any], source: str) -> Table:
     lines, hf = root.get("parameters", {}), root.get("hf", {})
     has_any = lines or hf or root.get("families")
     if not isinstance(lines, dict) or not isinstance(hf, dict) or not has_any:
-        raise UsageError(source, "has no 'parameters' and no 'hf'", FORM)
+        raise UsageError(source, "has neither 'parameters' nor 'hf'", FORM)
     return Table(
         source,
         tuple(
@@ -384,11 +384,13 @@ def _parse_rule(name: str, line: Any, source: str, numbers: Numbers) -> Rule:
     line = line if isinstance(line, dict) else {"cut": line}
     cut = line.get("cut")
     if cut not in (*_CUTS, _MAYBE_GATED, _COLUMN_OR_WHOLE, _WHOLE_OR_HEADS):
-        raise UsageError(source, f"{name!r} has the cut {cut!r}", FORM)
+        raise UsageError(source, f"{name!r} has the unknown cut {cut!r}", FORM)
     others = {key: _parse_patterns(v) for key, v in line.items() if key not in _OF_RULE}
     parts = line.get("segments", {})
     if parts and cut != "column":
-        raise UsageError(source, f"{name!r} has segments, and the cut {cut!r}", FORM)
+        raise UsageError(
+            source, f"{name!r} has segments, which cannot be combined with the cut {cut!r}", FORM
+        )
     return Rule(Pattern(name), cut, others, bool(line.get("buffer")), parts, numbers)
 
 

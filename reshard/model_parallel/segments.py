@@ -46,11 +46,11 @@ def evaluate(text: str, numbers: Numbers, args: Mapping[str, Any], source: str) 
     value = _evaluate(text, numbers, args)
     if value is None:
         raise UsageError(
-            source, f"does not state {text}, the rows of a segment of a fused parameter"
+            source, f"does not state {text}, the number of rows of a segment of a fused parameter"
         )
     whole, rest = value
     if rest:
-        raise CorruptError(source, f"states a {text} that is no whole number")
+        raise CorruptError(source, f"states a {text} that is not a whole number")
     return whole
 
 

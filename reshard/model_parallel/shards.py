@@ -59,9 +59,9 @@ def gather(pieces: Sequence[Entry], split: Split) -> Entry:
         if not (same_dims and same_extents) or piece.dtype != first.dtype:
             raise CorruptError(
                 piece.chunks[0].file if piece.chunks else piece.fqn,
-                f"{piece.fqn!r} ({piece.kind}) is {piece.dtype.name} {piece.shape} there, and"
+                f"{piece.fqn!r} ({piece.kind}) is {piece.dtype.name} {piece.shape} there, but"
                 f" {first.dtype.name} {first.shape} on the first tensor-parallel rank",
-                "the files are of different runs, or a rule has the wrong cut: see --rules",
+                "the files belong to different runs, or a rule states the wrong cut: see --rules",
             )
     if split.dim is None or len(pieces) == 1:
         copies: Sequence[Chunk] = first.chunks
@@ -160,7 +160,8 @@ def _get_widths(fqn: str, split: Split, extents: Sequence[int]) -> list[Sequence
     elif not any(weight * extent % total for extent in extents for weight in split.parts):
         return [[weight * extent // total for extent in extents] for weight in split.parts]
     raise CorruptError(
-        fqn, f"extents {list(extents)} of the ranks' pieces are not those of its fused parts"
+        fqn,
+        f"the ranks' pieces have the extents {list(extents)}, which do not match the fused parts",
     )
 
 

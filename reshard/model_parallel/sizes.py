@@ -69,21 +69,22 @@ def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before:
     if data is not None and world not in (None, data * sizes.model):
         raise UsageError(
             f"--world-size {world}",
-            f"is not --dp {data} times {sizes.model} model-parallel ranks",
-            f"leave it out: {data * sizes.model} ranks then",
+            f"is not --dp {data} x {sizes.model} model-parallel ranks",
+            f"leave it out: the output then has {data * sizes.model} ranks",
         )
     default = before if before > 1 else sizes.model * sizes.expert
     ranks = data * sizes.model if data is not None else world or default
     if ranks % sizes.model:
         raise UsageError(
             f"{ranks} ranks",
-            f"are not a multiple of the {sizes.model} that one copy of the model takes ({sizes})",
-            "give --dp N, or another --world-size",
+            f"are not a multiple of {sizes.model}, the number of ranks of one copy of the model"
+            f" ({sizes})",
+            "pass --dp N, or another --world-size",
         )
     if (ranks // sizes.model) % sizes.expert:
         raise UsageError(
             f"--ep {sizes.expert}",
             f"does not divide the {ranks // sizes.model} data-parallel ranks",
-            "experts are shared by ranks that see different data: give another --ep or --dp",
+            "experts are shared by data-parallel ranks: pass another --ep or --dp",
         )
     return ranks

@@ -140,7 +140,7 @@ class Spellings:
             f"{name!r}",
             f"has no Hugging Face name in {self.table.source}"
             + _suggest(match.name, [line.own.text for line in self.lines]),
-            f"state its name in a file, with --rules FILE: hf: {_WRITE}",
+            f"state its name in a file: --rules FILE: hf: {_WRITE}",
         )
 
     def find_by_hf(self, name: str) -> Part:
@@ -158,8 +158,7 @@ class Spellings:
             raise UsageError(
                 f"{name!r}",
                 f"matches no line of {self.table.source}{_suggest(name, known)}",
-                "state in a file what it is, with --rules FILE: parameters: NAME: CUT and"
-                f" hf: {_WRITE}",
+                f"state what it is in a file: --rules FILE: parameters: NAME: CUT and hf: {_WRITE}",
             )
         return part
 
@@ -194,18 +193,18 @@ def _parse_line(own: str, value: Any, source: str) -> Line:
 
 def _find_problems(own: str, value: Any) -> Iterator[str]:
     if not isinstance(value, dict) or not isinstance(value.get("names"), list):
-        yield f"{value!r} has no list of names"
+        yield f"{value!r} contains no list of names"
         return
     form, names = value.get("form", forms.PLAIN), value["names"]
     if form not in forms.NAMES:
-        yield f"there is no form {form!r}"
+        yield f"form {form!r} does not exist"
     elif len(names) != forms.PARTS.get(form, 1):
-        yield f"the form {form} has {forms.PARTS.get(form, 1)} names, not {len(names)}"
+        yield f"form {form} takes {forms.PARTS.get(form, 1)} names, but {len(names)} are stated"
     if not isinstance(value.get("added", 0), (int, float)):
         yield f"added is {value['added']!r}, not a number"
     if value.keys() - _KEYS:
-        yield f"{min(value.keys() - _KEYS)!r} is no key of a line"
+        yield f"{min(value.keys() - _KEYS)!r} is not a known key"
     required = Pattern(own).fields - {str(value.get("stacked", ""))}
     for name in names:
         if Pattern(str(name)).fields - set(NUMBERS) != required:
-            yield f"{name!r} does not have its fields, which the way back needs"
+            yield f"{name!r} does not contain the fields that the inverse requires"

@@ -30,7 +30,7 @@ def assign_layers(sizes: Sizes, count: int, counts: Sequence[int] | None = None)
                 f"pipeline parallel size {sizes.pipeline}"
                 + (f" with {sizes.virtual} chunks each" if sizes.virtual > 1 else ""),
                 f"does not divide the model's {count} layers",
-                "say how many layers each stage has: --stage-layers N,N,...",
+                "state the number of layers of each stage: --stage-layers N,N,...",
             )
         counts = [count // chunks] * chunks
     if len(counts) != chunks or sum(counts) != count or min(counts) < 0:

@@ -223,7 +223,7 @@ class _Worker:
     def _fill(self, window: Window) -> None:
         filled = sum(copy.numel * copy.target_dtype.itemsize for copy in window.copies)
         if filled != window.nbytes:  # the check of the coverage makes this impossible
-            raise AssertionError(f"{filled} of {window.nbytes} bytes of a window are filled")
+            raise AssertionError(f"only {filled} of {window.nbytes} bytes of a window are filled")
         self._crc = 0 if self._checksums.of_target(window.file) else None
         if all(copy.is_run for copy in window.copies):
             self._stream(window)

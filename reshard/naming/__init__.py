@@ -56,4 +56,4 @@ def _refuse_unused(options: NameOptions) -> None:
     }
     for option, is_given in given.items():
         if is_given:
-            raise UsageError(option, "changes nothing: the output has the names of the source")
+            raise UsageError(option, "has no effect: the output keeps the names of the source")

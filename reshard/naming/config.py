@@ -32,8 +32,8 @@ def describe_config(
     if path is None or not path.is_file():
         raise UsageError(
             manifest.origin.path if model is None else f"--model {model}",
-            "nothing states which of Hugging Face's models this is",
-            "give its config: --model config.json|DIR",
+            "no file states which Hugging Face model this is",
+            "pass its config: --model config.json|DIR",
         )
     config = read_config(path, options.rules)
     with understood(path):
@@ -80,5 +80,5 @@ def read_config(path: Path, rules: Path | None = None) -> Mapping[str, Any]:
         config: dict[str, Any] = AutoConfig.from_pretrained(path, **options).to_dict()
     except Exception as error:  # each config class refuses in its own way
         problem = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UsageError(path, f"is not a config that transformers reads: {problem}") from error
+        raise UsageError(path, f"is not a config that transformers can read: {problem}") from error
     return config

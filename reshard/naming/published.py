@@ -105,8 +105,9 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
     if config is None:
         raise UsageError(
             f"--names {names}",
-            "needs the model's config, and there is none beside the checkpoint",
-            "name a directory with the model's config.json: --hf-dir DIR (of merge), --model DIR",
+            "needs the model's config, but there is none beside the checkpoint",
+            "pass a directory that contains the model's config.json: --hf-dir DIR (merge) or"
+            " --model DIR",
         )
     if not library.is_installed():
         if names is None:

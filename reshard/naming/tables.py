@@ -83,7 +83,7 @@ def remove_padding(manifest: Manifest, own: ModelNames, options: NameOptions) ->
     constants = {"layers": traits.layers} if traits is not None and traits.layers else {}
     rows = vocabulary.find_row_counts(manifest, table, constants)
     if not rows or min(rows) < vocab_size:
-        problem = f"has {min(rows)} rows" if rows else "is not known to the table of its names"
+        problem = f"has {min(rows)} rows" if rows else "is not in the table of its names"
         raise UsageError(
             f"--vocab-size {vocab_size}", f"the vocabulary of {manifest.origin.path} {problem}"
         )
@@ -148,9 +148,9 @@ def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> l
         elif key not in _MAY_DIFFER:
             raise UsageError(
                 traits.source,
-                f"belongs to another model than the config: {key} is {value}, in the config"
-                f" {other}",
-                "give the model's own config with --hf-dir, or --names source",
+                f"belongs to another model than the config: {key} is {value}, but {other} in the"
+                " config",
+                "pass the model's own config with --hf-dir, or --names source",
             )
     return warnings
 
@@ -162,7 +162,7 @@ def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> tup
             raise UnsupportedError(
                 traits.source,
                 f"states that the model has {traits.odd[0]}",
-                "give the config of this model with --hf-dir DIR, or --names source",
+                "pass the config of this model with --hf-dir DIR, or --names source",
             )
         return own.family(), traits
     given = options.config.get("model_type") if options.config else None

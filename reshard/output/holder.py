@@ -48,5 +48,5 @@ def build_conflict_error(destination: Path) -> ExistsError:
     return ExistsError(
         destination,
         "was created by another process during this run",
-        "this run changed nothing there",
+        "this run did not change it",
     )

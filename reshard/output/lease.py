@@ -69,7 +69,7 @@ class Lease:
                 self._destination,
                 "was taken over by another process: this one sent no heartbeat for"
                 f" {PATIENCE:.0f} s",
-                "this run changed nothing there",
+                "this run did not change the destination",
             )
 
     def _beat(self) -> bool:

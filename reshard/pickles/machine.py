@@ -182,7 +182,8 @@ class Machine:
         if name not in trust.NESTED_CLASSES or rest:
             raise UnsafeError(
                 self.where,
-                f"its pickle asks for an attribute ({shown(attribute)}) of an object",
+                f"its pickle asks for an attribute ({shown(attribute)}) of an object, which would"
+                " run code",
                 "do not use this file; reshard has executed nothing of it",
             )
         return self.make_global(name)

@@ -64,7 +64,7 @@ def _refuse_unstated(manifest: Manifest) -> None:
     if entry is not None:
         raise UnsupportedError(
             manifest.origin.path,
-            f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight, and there is no"
-            " config.json with a quantization_config that states how",
+            f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight, but no config.json with"
+            " a quantization_config states how to read it",
             "put the config.json of the model beside its weights",
         )

@@ -88,8 +88,8 @@ def _check_stored(manifest: Manifest, pair: Pair) -> None:
         if not plain or manifest.files[chunk.file].has_checksums:
             raise UnsupportedError(
                 chunk.file,
-                f"{entry.fqn!r} is part of a quantised weight and not stored in safetensors",
-                "write it as safetensors first: reshard merge SRC DIR",
+                f"{entry.fqn!r} is part of a quantised weight, but is not stored in safetensors",
+                "write it as safetensors first: reshard merge SOURCE DIRECTORY",
             )
 
 
@@ -107,7 +107,7 @@ def _find_fp8(
             if scales is None:
                 raise IncompleteError(
                     manifest.origin.path,
-                    f"{fqn!r} is {codes.dtype} and has no scales: {fqn}_scale_inv is missing",
+                    f"{fqn!r} is {codes.dtype} but has no scales: {fqn}_scale_inv is missing",
                     "fetch all files of the model; its index lists them",
                 )
             used |= {fqn, scales.fqn}
@@ -117,7 +117,7 @@ def _find_fp8(
         raise IncompleteError(
             left.chunks[0].file if left.chunks else manifest.origin.path,
             f"{left.fqn!r} ({left.dtype}) does not belong to any float8 weight",
-            "fetch all files of the model; they may be of two models",
+            "fetch all files of the model; these may belong to two models",
         )
 
 
@@ -145,7 +145,8 @@ def _pair_fp8(codes: Entry, scales: Entry, stated: Quantisation, *, packed: bool
         )
     if scales.dtype not in _SCALES:
         raise UnsupportedError(
-            scales.chunks[0].file, f"{scales.fqn!r}: scales of {scales.dtype} are not known"
+            scales.chunks[0].file,
+            f"{scales.fqn!r} has dtype {scales.dtype}, which reshard does not support for scales",
         )
     matrices, (rows, columns) = prod(shape[:-2]), shape[-2:]
     geometry = _fit_grid(codes.fqn, shape, scales, None if packed else _read_block(stated))
@@ -250,7 +251,7 @@ def _find_mxfp4(
             missing, present = _ENDS if codes is None else _ENDS[::-1]
             raise IncompleteError(
                 manifest.origin.path,
-                f"{fqn + present!r} is there, but {fqn + missing!r} is missing",
+                f"{fqn + present!r} exists, but {fqn + missing!r} is missing",
                 "fetch all files of the model; its index lists them",
             )
         yield _pair_mxfp4(fqn, codes, scales)

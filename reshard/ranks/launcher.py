@@ -29,5 +29,5 @@ def parse_world_size(text: str) -> int:
     raise UsageError(
         "--world-size auto",
         f"needs a launcher, which sets one of {', '.join(_VARIABLES)}; none is set here",
-        "give the number of ranks",
+        "pass the number of ranks",
     )

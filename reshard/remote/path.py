@@ -38,7 +38,7 @@ class RemotePath(PosixPath):
         """
         scheme = self.parts[0] if self.parts else ""
         if not scheme.endswith(":"):
-            raise UsageError(self, "is a local path that was joined to a path in an object store")
+            raise UsageError(self, "is a local path, but was joined to a path in an object store")
         return store(scheme[:-1])
 
     @property

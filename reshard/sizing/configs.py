@@ -200,7 +200,7 @@ def format_command(
     if is_cut and strategy.framework == "deepspeed":
         raise UsageError(
             f"--strategy {strategy.name}",
-            "is data parallel only in python -m trainer",
+            "is not supported by python -m trainer with tp, pp or ep",
             "use --strategy fsdp or ddp with --tp, --pp and --ep",
         )
     name = "fsdp2" if strategy.stage == 3 and strategy.framework == "torch" else strategy.name
@@ -241,4 +241,4 @@ def _format_launcher(cluster: Cluster) -> str:
 def _refuse_grid(training: Training, what: str, *, allows_ep: bool = False) -> None:
     for axis in ("tp", "pp", *(() if allows_ep else ("ep",))):
         if getattr(training, axis) > 1:
-            raise UsageError(f"--{axis}", f"has no place in {what}", "write the command: .sh")
+            raise UsageError(f"--{axis}", f"cannot be stated in {what}", "write the command: .sh")

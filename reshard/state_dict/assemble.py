@@ -206,7 +206,9 @@ def _refuse_mixed(parsed: ParsedTree) -> None:
             raise CorruptError(parsed.where, "the ranks' files have different contents", MIXED)
         if _COUNTER.fullmatch(str(path[-1])) and not any(sections.RNG.search(str(p)) for p in path):
             raise CorruptError(
-                parsed.where, f"the ranks' files disagree on {format_path(path)!r}", MIXED
+                parsed.where,
+                f"the values at {format_path(path)!r} differ between the ranks' files",
+                MIXED,
             )
 
 
@@ -238,7 +240,7 @@ def _resolve_model(
         # Flat parameters hide the names: `flat_params.build_unit` checks their sizes instead.
         if mismatch and not prefixes:
             raise UsageError(
-                f"--model {model_hint.model}", f"is not the checkpoint's model: {mismatch}"
+                f"--model {model_hint.model}", f"is not the model of the checkpoint: {mismatch}"
             )
         return model, []
     numbered = any(map(optimizer_state.is_numbered, parts.optimizers.values()))
@@ -259,8 +261,9 @@ def _resolve_model(
         if open_end:
             raise IncompleteError(
                 parsed.where,
-                f"{parsed.world} ranks' shards do not form the model of {nearby.model}: {mismatch}",
-                "copy the missing shards here (a node-local disk may still hold them)",
+                f"the shards of {parsed.world} ranks do not form the model of {nearby.model}:"
+                f" {mismatch}",
+                "copy the missing shards here (a node-local disk may still have them)",
             )
         return None, [f"{nearby.model} describes another model: {mismatch}"]
     return model, [f"the names and the order of parameters are taken from {nearby.model}"]
@@ -310,7 +313,7 @@ def _resolve_fairscale(
             continue
         if not isinstance(value, LocalTensors):
             raise CorruptError(
-                where, f"shard_metadata lists {key!r} as a flat parameter, which it is not"
+                where, f"shard_metadata lists {key!r} as a flat parameter, but it is none"
             )
         pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
         tensors.update(unit.tensors(flat_params.locate_pieces(pieces, unit.numel)))
@@ -332,7 +335,7 @@ def _resolve_weights(
                 next(iter(leaf.pieces.values())).file,
                 f"{fqn!r} has different shapes on different ranks ({sorted(leaf.shapes())}), and no"
                 " file states how they fit together",
-                "the files are of model-parallel ranks, or of different runs",
+                "the files belong to model-parallel ranks, or to different runs",
             )
         weights[fqn] = tensor
     return weights

@@ -147,8 +147,8 @@ def _resolve_views(
         )
         raise UnsupportedError(
             where,
-            f"holds flat slices of {len(missing)} parameters whose shapes no file states: {sizes}"
-            + (" ..." if len(missing) > 3 else ""),
+            f"contains flat slices of {len(missing)} parameters whose shapes no file states:"
+            f" {sizes}" + (" ..." if len(missing) > 3 else ""),
             "pass the model: --model config.json|DIR|module:factory",
         )
     return {fqn: join_slices(where, fqn, known[fqn], slices) for fqn, slices in views.items()}
@@ -166,7 +166,8 @@ def join_slices(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> 
     if total != prod(shape):
         raise CorruptError(
             where,
-            f"{fqn!r} is {shape}, {prod(shape)} elements, but the ranks hold {total} of it",
+            f"{fqn!r} has shape {shape} ({prod(shape)} elements), but the ranks store {total}"
+            " elements of it",
             "pass the model of this checkpoint, or copy the missing rank's file here",
         )
     for piece in pieces:
@@ -191,9 +192,9 @@ def _resolve_unit(
         if prefix not in given:
             raise CorruptError(
                 where,
-                f"has a flat parameter of {prefix or 'the root'!r}, which --wrap does not create;"
-                f" it creates {', '.join(repr(p or 'the root') for p in list(given)[:4])}",
-                "pass --wrap as the run was wrapped",
+                f"has a flat parameter of {prefix or 'the root'!r}, but --wrap does not create one"
+                f" there; it creates {', '.join(repr(p or 'the root') for p in list(given)[:4])}",
+                "pass --wrap with the wrapping of the run",
             )
         members = [(fqn, model.parameters[fqn]) for fqn in given[prefix].members]
     else:
@@ -207,8 +208,8 @@ def _resolve_unit(
     if not members:
         raise UnsupportedError(
             where,
-            f"holds the flat parameter of {prefix or 'the root'!r}, {total} elements, and no"
-            " file states which parameters it contains",
+            f"contains the flat parameter of {prefix or 'the root'!r} with {total} elements, but"
+            " no file states which parameters it combines",
             _HINT,
         )
     return build_unit(prefix, members, total, where)
@@ -259,9 +260,10 @@ def locate_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]
         if piece.box.volume != size:
             raise CorruptError(
                 piece.file,
-                f"holds {piece.box.volume} elements of a flat parameter of {numel}; each of"
-                f" {len(pieces)} ranks has {size}",
-                "files of runs with different numbers of ranks are mixed",
+                f"contains {piece.box.volume} elements of a flat parameter of {numel}, but each of"
+                f" {len(pieces)} ranks stores {size}",
+                "files of runs with different numbers of ranks are mixed: fetch the checkpoint"
+                " again as a whole",
             )
         at = number * size
         # Padding to equal pieces is at the end; whole trailing ranks can consist of it.
@@ -283,7 +285,9 @@ def read_fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
         prefix = f"{path}." if path else ""
         for name, flat in entry["params"].items():
             if len(flat["names"]) != len(flat["shapes"]):
-                raise CorruptError(where, f"shard_metadata of {name!r}: not a shape for each name")
+                raise CorruptError(
+                    where, f"shard_metadata of {name!r} does not have one shape for each name"
+                )
             named = zip(flat["names"], flat["shapes"], strict=True)
             members = [(prefix + fqn, as_index(shape)) for fqn, shape in named]
             if not members:

@@ -47,9 +47,9 @@ def find_opaque(
     if hidden:
         raise IncompleteError(
             where,
-            f"{counted(len(hidden), 'tensor')} of the model would be left out: {some(hidden)}"
-            " lie in lists or dicts inside the state dict, where no module keeps its weights",
-            "save them under names of their own, as Module.state_dict() does",
+            f"{counted(len(hidden), 'tensor')} of the model would be left out: {some(hidden)} are"
+            " in lists or dicts inside the state dict, which is not how modules store weights",
+            "save them under their own names, as Module.state_dict() does",
         )
     return kinds
 
@@ -97,7 +97,7 @@ def _refuse_unreadable(where: object, name: str, value: Any) -> None:
         raise UnsupportedError(
             where,
             f"{name} is a {value.name}, whose elements only its own class can compute",
-            "save the model's plain tensors: before it is quantised, or dequantised",
+            "save the model's plain tensors, before quantisation or after dequantisation",
         )
     reason = numpy_arrays.find_obstacle(value)
     if reason:

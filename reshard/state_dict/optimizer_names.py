@@ -87,9 +87,7 @@ def _refuse_alike(candidates: Mapping[str, Signature], groups: SignatureGroups) 
     stated = {sign for group in groups for sign in group if sign is not None}
     alike = [fqn for fqn, sign in candidates.items() if sign in stated and counts[sign] > 1]
     if alike:
-        raise AmbiguousError(
-            alike, "have the same shape, and the file does not keep the model's order"
-        )
+        raise AmbiguousError(alike, "have the same shape, and no file states the model's order")
 
 
 def _match_subsequence(
@@ -169,7 +167,9 @@ def _refuse_unsorted(
         pairs = zip(groups[number], named[number], strict=True)
         twins = [fqn for sign, fqn in pairs if fqn is not None and len(alike[sign]) > 1]
         if twins and signs != sorted(signs, reverse=True):
-            raise AmbiguousError(twins, "have the same shape, and their group is not sorted by it")
+            raise AmbiguousError(
+                twins, "have the same shape, and their group is not sorted by shape"
+            )
 
 
 def _name_stateless(groups: NameGroups, order: list[str]) -> None:

@@ -163,7 +163,8 @@ def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Pa
         key = next(format_path(path) for path in models if path)
         raise UnrecognisedError(
             where,
-            f"holds state dicts under {', '.join(names[:8])}" + (" ..." if len(names) > 8 else ""),
+            f"contains state dicts under {', '.join(names[:8])}"
+            + (" ..." if len(names) > 8 else ""),
             f"choose one with --key {key}",
         )
     only = "an optimizer but no weights" if optimizers else "no state dict"
@@ -199,11 +200,11 @@ def _resolve_key(tree: Any, where: str, key: str, models: Mapping[Path, Any]) ->
         if part not in keys:
             choices = ", ".join(keys) or "nothing"
             raise UsageError(
-                f"--key {key}", f"{where} has no {part!r} there; it has {choices[:200]}"
+                f"--key {key}", f"{where} contains no {part!r} there; it contains {choices[:200]}"
             )
         path, node = (*path, keys[part]), node[keys[part]]
     if not collect_tensors(node):
-        raise UsageError(f"--key {key}", f"in {where} this is not a state dict")
+        raise UsageError(f"--key {key}", f"the value in {where} is not a state dict")
     return path
 
 

@@ -40,7 +40,7 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
     if kind not in (_SHARDED_TENSOR, _DTENSOR) or not call.name.startswith("torch.distributed."):
         if call.name.startswith(("torch._utils.", "torch._tensor.")):
             raise UnsupportedError(
-                file.path, f"holds a tensor built by {call.name}, which is not a plain one"
+                file.path, f"contains a tensor built by {call.name}, which is not a plain tensor"
             )
         return None
     if is_wrapped(call.get("_local_tensor")):  # torchao's moments under FSDP 2
@@ -60,18 +60,20 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
         RecursionError,
     ) as error:
         raise UnsupportedError(
-            file.path, f"holds a {kind} of unknown form ({type(error).__name__}: {error})", _NEWER
+            file.path,
+            f"contains a {kind} of unknown structure ({type(error).__name__}: {error})",
+            _NEWER,
         ) from error
 
 
 def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
     if not isinstance(tensor, Tensor):
-        raise TypeError("a shard that is no tensor")
+        raise TypeError("a shard that is not a tensor")
     if (tensor.shape, tensor.dtype) != (box.shape, dtype):
         raise CorruptError(
             file.path,
-            f"a shard of {tensor.dtype} {tensor.shape} is declared as {dtype} {box.origin}+"
-            f"{box.shape}",
+            f"a shard of {tensor.dtype} {tensor.shape} whose metadata states {dtype}"
+            f" {box.origin}+{box.shape}",
             ALTERED,
         )
     return replace(tensor.chunk, box=box)
@@ -112,7 +114,8 @@ def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> li
     if box is None:
         raise UnsupportedError(
             file.path,
-            f"holds a DTensor whose strided shards are not blocks: {placements} on a mesh {sizes}",
+            f"contains a DTensor whose strided shards are not blocks: {placements} on a mesh of"
+            f" {sizes}",
             "save it with DCP, or gather it before saving",
         )
     chunk = _place_shard(file, call.get("_local_tensor"), box, dtype)
@@ -129,8 +132,8 @@ def _parse_placement(file: TorchFile, placement: Call) -> Cut | None:
         return Cut(_read_field(placement, "dim", 0), _read_field(placement, "split_factor", 1))
     raise UnsupportedError(
         file.path,
-        f"holds a DTensor placed as {kind}",
-        "no rank's file has its value: save a gathered or sharded state dict",
+        f"contains a DTensor with the placement {kind}",
+        "no rank's file stores its full value: save a gathered or sharded state dict",
     )
 
 

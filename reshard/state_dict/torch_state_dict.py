@@ -205,8 +205,8 @@ def order_members(
     if not is_known and (ordered != groups or has_flat_storage(state.manifest)):
         raise IncompleteError(
             state.manifest.origin.path,
-            "the optimizer is written by number, and no file states the model's order of"
-            " parameters: the files have the order of FSDP's units or of names",
+            "refers to parameters by number, but no file states the model's order of parameters:"
+            " the files have the order of FSDP's units or of names",
             "pass the model: --model config.json|DIR|module:factory",
         )
     return ordered
@@ -222,7 +222,7 @@ def _find_positions(state: WritableState, model: ModelShapes) -> dict[str, int]:
     for group in state.groups:
         for member in group.members:
             if member.fqn not in at:
-                raise UsageError(model.source, f"has no {member.fqn!r}, which the optimizer has")
+                raise UsageError(model.source, f"has no {member.fqn!r}, but the optimizer has it")
     return at
 
 
@@ -271,8 +271,8 @@ def get_non_tensor_state(state: WritableState, member: TrainedParameter) -> Mapp
     if lost:
         raise UnsupportedError(
             state.manifest.origin.path,
-            f"keeps {lost[0]!r} of {member.fqn!r} as an object that cannot be written",
-            "pass --weights-only to write the weights alone",
+            f"stores {lost[0]!r} of {member.fqn!r} as an object, which cannot be written",
+            "pass --weights-only",
         )
     return other
 
@@ -323,7 +323,7 @@ def check_adam_slots(state: WritableState, group: TrainedGroup, member: TrainedP
         raise IncompleteError(
             state.manifest.origin.path,
             f"has optimizer state of {member.fqn!r}, but no {missing} of it",
-            "pass --weights-only to write the weights alone",
+            "pass --weights-only",
         )
 
 
@@ -339,13 +339,13 @@ def build_hyper(state: WritableState, group: TrainedGroup) -> dict[str, Any]:
         raise IncompleteError(
             where,
             "does not keep the optimizer's hyper-parameters (lr, betas ...)",
-            "pass --weights-only to write the weights alone",
+            "pass --weights-only",
         )
     slots = {name for member in group.members for name in member.slots}
     if optimizers.has_moments(slots):
         if hyper.pop("bias_correction", True) is False:
             raise UnsupportedError(
-                where, "was trained by an Adam without bias correction, which torch lacks"
+                where, "was trained by an Adam without bias correction, which torch does not have"
             )
         # Every Adam of torch has ``foreach``; NAdam and RAdam lack some of the other settings.
         if "foreach" not in hyper:

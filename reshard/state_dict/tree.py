@@ -250,7 +250,7 @@ def collect_tensors(tree: Any) -> dict[str, Any]:
         for key, value in tree.items():
             if is_tensor(value):
                 if str(key) in tensors:
-                    raise CorruptError(str(key), "is the name of two tensors of one state dict")
+                    raise CorruptError(str(key), "is the name of two tensors in one state dict")
                 tensors[str(key)] = value
     return tensors
 

@@ -55,17 +55,17 @@ def _build_group(
     if "lr" not in group.hyper:
         raise UsageError(
             "--init-optimizer zeros",
-            f"group {number} has no learning rate, neither in {state.manifest.origin.path} nor"
-            " given",
-            'give it: --param-groups FILE with [{"lr": 1e-4, "weight_decay": 0.1}], or a group a'
-            " line with match",
+            f"group {number} has no learning rate: {state.manifest.origin.path} does not state"
+            " one, and none was passed",
+            'pass it: --param-groups FILE with [{"lr": 1e-4, "weight_decay": 0.1}], or one'
+            ' entry with "match" for each group',
         )
     # SGD and RMSprop have momentum; a group with state but without betas is of another optimizer.
     if "momentum" in group.hyper or ("betas" not in group.hyper and _was_stepped(group)):
         raise UnsupportedError(
             state.manifest.origin.path,
-            "was trained by another optimizer than Adam, which --init-optimizer zeros would begin",
-            "write the weights alone with --init-optimizer none",
+            "was trained by another optimizer than the Adam that --init-optimizer zeros starts",
+            "write only the weights with --init-optimizer none",
         )
     hyper = {**group.hyper, **{k: v for k, v in _ADAMW.items() if k not in group.hyper}}
     names = [*MOMENTS, *[AMSGRAD] * bool(hyper["amsgrad"])]

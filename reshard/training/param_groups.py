@@ -85,15 +85,15 @@ def read(path: Path) -> Rules:
     try:
         listed = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(_format_option(path), f"is no JSON file: {error}") from error
+        raise UsageError(_format_option(path), f"is not a JSON file: {error}") from error
     if not isinstance(listed, list) or not listed:
         raise UsageError(_format_option(path), "must be a list of groups, each a JSON object")
     rules = tuple(_parse_rule(path, number, group) for number, group in enumerate(listed))
     if sum(rule.is_rest for rule in rules) > 1:
         raise UsageError(
             _format_option(path),
-            "has several groups without match and fqns",
-            "one group at most can take what no other does",
+            "has several groups without match or fqns",
+            "only one group can take the remaining parameters",
         )
     return Rules(path, rules)
 
@@ -101,10 +101,10 @@ def read(path: Path) -> Rules:
 def _parse_rule(path: Path, number: int, group: Any) -> Rule:
     where = f"{_format_option(path)}: group {number}"
     if not isinstance(group, dict):
-        raise UsageError(where, "is no JSON object")
+        raise UsageError(where, "is not a JSON object")
     for key in _NOT_HYPER:
         if key in group:
-            raise UsageError(where, f"has {key!r}", "name its parameters with match or fqns")
+            raise UsageError(where, f"has {key!r}", "list its parameters with match or fqns")
     frozen = group.get("frozen", False)
     hyper = {
         key: tuple(value) if isinstance(value, list) else value
@@ -113,7 +113,10 @@ def _parse_rule(path: Path, number: int, group: Any) -> Rule:
     }
     if not isinstance(frozen, bool) or (frozen and hyper):
         raise UsageError(
-            where, "is frozen and has hyper-parameters" if frozen is True else "has no such frozen"
+            where,
+            "is frozen and has hyper-parameters"
+            if frozen is True
+            else "has a value of 'frozen' that is neither true nor false",
         )
     return Rule(
         tuple(compile_patterns(_parse_texts(where, "match", group.get("match", [])), where)),
@@ -187,7 +190,7 @@ def regroup(state: WritableState, given: Rules) -> Made:
     notes = [f"param groups of {' + '.join(str(len(g.members)) for g in groups)} parameters"]
     notes = notes if given is not ONE else []
     if frozen:
-        notes.append(f"in no param group, as {given.path} says: {_list_some(frozen)}")
+        notes.append(f"in no param group, as {given.path} states: {_list_some(frozen)}")
     lost = sorted(fqn for fqn in frozen if trained[fqn].member.slots)
     if lost:
         raise UsageError(given.where, f"freezes {_list_some(lost)}, which has optimizer state")
@@ -247,8 +250,8 @@ def _assign(
         if not fqns:
             raise UsageError(
                 f"{given.where}: group {number}",
-                "takes no parameter",
-                f"the names are like {_list_some(list(trained))}",
+                "matches no parameter",
+                f"names look like {_list_some(list(trained))}",
             )
     return taken
 
@@ -259,14 +262,14 @@ def _refuse_unassigned(given: Rules, owners: Mapping[str, Sequence[int]]) -> Non
         raise UsageError(
             given.where,
             f"has no group for {_list_some(none)}",
-            'a group without match takes the rest; {"match": ..., "frozen": true} is no group',
+            'add a group without match for the rest; {"match": ..., "frozen": true} is not a group',
         )
     twice = {fqn: numbers for fqn, numbers in owners.items() if len(numbers) > 1}
     if twice:
         numbers = " and ".join(map(str, next(iter(twice.values()))))
         raise UsageError(
             given.where,
-            f"gives several groups (e.g. {numbers}) to {_list_some(list(twice))}",
+            f"assigns several groups (e.g. {numbers}) to {_list_some(list(twice))}",
         )
 
 
@@ -283,7 +286,7 @@ def _merge_hyper(
         if len(values) > 1:
             raise UsageError(
                 where,
-                f"does not give {key}, which is {' or '.join(values)} in the source's groups",
+                f"does not state {key}, which is {' or '.join(values)} in the source's groups",
                 f"add {key!r} to the group",
             )
         (agreed[key],) = values.values()
@@ -323,8 +326,8 @@ def _regroup_scheduler(
     adapted = [_follow(state, one, origins) for one in schedulers]
     notes = ["the scheduler's lists of a value a group follow the groups"]
     notes += [
-        f"group {number} is given lr {group.hyper['lr']}, its scheduler begins from"
-        f" {group.hyper['initial_lr']}: the next step goes by the scheduler"
+        f"group {number} has lr {group.hyper['lr']}, but its scheduler starts from"
+        f" {group.hyper['initial_lr']}: the next step uses the scheduler's value"
         for number, group in enumerate(groups)
         if group.hyper.get("initial_lr", group.hyper.get("lr")) != group.hyper.get("lr")
         and all(state.groups[n].hyper.get("lr") != group.hyper["lr"] for n in origins[number])
@@ -345,7 +348,7 @@ def _follow(state: WritableState, scheduler: Any, origins: Sequence[Sequence[int
             if any(values[n] != values[sources[0]] for n in sources):
                 raise UsageError(
                     f"group {number}",
-                    f"joins parameters whose scheduler has different {key}",
+                    f"joins parameters whose schedulers have different {key}",
                     "keep the source's groups apart",
                 )
             changed[key].append(values[sources[0]])

@@ -146,7 +146,9 @@ def read_bytes(where: str, chunk: Chunk | None, pool: SourceFiles) -> bytes:
         UnsupportedError: it is not a vector of bytes.
     """
     if chunk is None or chunk.dtype != UINT8 or len(chunk.box.shape) != 1:
-        raise _build_unsupported_error(where, "a generator of torch's that is no vector of bytes")
+        raise _build_unsupported_error(
+            where, "a state of torch's generator that is not a byte vector"
+        )
     # The state is read into memory at once, unlike weights.
     if chunk.box.volume > _MAX_BYTES:
         raise _build_unsupported_error(where, f"a generator of {chunk.box.volume} bytes")
@@ -165,7 +167,7 @@ def parse_python(where: str, value: Any) -> Twister:
         case (3, [*numbers], (float() | None) as gauss):
             if len(numbers) == _WORDS + 1 and _are_words(numbers):
                 return Twister(tuple(numbers[:-1]), numbers[-1], gauss is not None, gauss or 0.0)
-    raise _build_unsupported_error(where, "a state of Python's generator that is none")
+    raise _build_unsupported_error(where, "a malformed state of Python's generator")
 
 
 def parse_numpy(where: str, value: Any) -> Twister:
@@ -186,7 +188,7 @@ def parse_numpy(where: str, value: Any) -> Twister:
             little = little and isinstance(dtype.state, tuple) and "<" in dtype.state[:2]
             if array.name in _RECONSTRUCT and little and n == _WORDS and len(raw) == 4 * n:
                 return Twister(struct.unpack(f"<{n}I", raw), at, bool(has), float(gauss))
-    raise _build_unsupported_error(where, "a state of numpy's generator that is no MT19937")
+    raise _build_unsupported_error(where, "a state of numpy's generator that is not MT19937")
 
 
 def _are_words(numbers: Sequence[Any]) -> bool:

@@ -214,7 +214,7 @@ def _build_groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Tr
             manifest.origin.path,
             f"has optimizer state of {some([repr(fqn) for fqn in lost], 1)}, which is in no"
             " parameter group",
-            "pass --weights-only to convert the weights alone",
+            "pass --weights-only",
         )
     return groups
 
@@ -272,14 +272,14 @@ def refuse_without_optimizer(state: WritableState) -> None:
         )
         raise IncompleteError(
             state.manifest.origin.path,
-            f"holds {which}, and no file states which parameters its states belong to",
-            "say which model it is with --model config.json|DIR|module:factory, or leave the"
-            " optimizer out: --init-optimizer none",
+            f"contains {which}, but no file states which parameters its states belong to",
+            "pass the model with --model config.json|DIR|module:factory, or leave out the"
+            " optimizer: --init-optimizer none",
         )
     raise IncompleteError(
         state.manifest.origin.path,
         "has no optimizer state of known parameters",
-        "pass --init-optimizer none to write the weights alone, or start a new Adam:"
+        "pass --init-optimizer none to write only the weights, or start a new Adam:"
         " --init-optimizer zeros --param-groups FILE",
     )
 
@@ -288,7 +288,7 @@ def describe_lost_state(state: WritableState) -> list[str]:
     """Return notes if a target's optimizer state holds nothing but tensors and steps."""
     kept_state = state.manifest.train.non_tensor_state.values()
     names = dict.fromkeys(name for values in kept_state for name in values)
-    return [f"not carried: {name!r}, which the optimizer keeps of parameters" for name in names]
+    return [f"not copied: {name!r}, which the optimizer keeps for each parameter" for name in names]
 
 
 def describe_lost_setup(state: WritableState) -> list[str]:
@@ -301,12 +301,14 @@ def describe_lost_setup(state: WritableState) -> list[str]:
     if not state.groups:
         return []
     samplers = [name for name in _SAMPLERS if train.opaque.get(name)]
-    notes = [f"not carried: {name}, which says where in its data the run is" for name in samplers]
+    notes = [
+        f"not copied: {name}, which stores the run's position in its data" for name in samplers
+    ]
     if not isinstance(train.config, Mapping) or not train.config:
         return notes
     clip = find_clip(train)
     advice = f"; set gradient clipping to {clip:g} in the new run" if clip else ""
-    return [*notes, f"not carried: the configuration of the {form} run{advice}"]
+    return [*notes, f"not copied: the configuration of the {form} run{advice}"]
 
 
 def find_clip(train: TrainState) -> float | None:
@@ -334,7 +336,7 @@ def refuse_non_elementwise_slots(
             if entry.shape != member.weight.shape and slot not in placed:
                 raise UnsupportedError(
                     state.manifest.origin.path,
-                    f"the {slot} of {member.fqn!r} has shape {entry.shape}, the parameter"
+                    f"the {slot} of {member.fqn!r} has shape {entry.shape}, but the parameter"
                     f" {member.weight.shape}: {why}",
                     remedy,
                 )

@@ -110,7 +110,9 @@ def test_losses_that_are_not_finite_show_nothing(tmp_path):
 
 
 def test_no_common_step_is_an_error(tmp_path):
-    with pytest.raises(IncompleteError, match="no step in common: steps 5 to 7"):
+    with pytest.raises(
+        IncompleteError, match="no step is in both logs: the unbroken run logged steps 5 to 7"
+    ):
         compared(tmp_path, RUN, [line(1, 2.5)])
 
 
@@ -123,7 +125,7 @@ def test_no_common_step_is_an_error(tmp_path):
         ('{"step": true, "loss": 2.5}', "expected a whole number"),
         ('{"step": 5, "loss": "2.5"}', "expected a number"),
         ('{"step": 5, "loss": 2.5, "loss_hex": "2,5"}', "not a hex float"),
-        ('{"step": 5, "loss": 2.5}\n{"step": 5, "loss": 2.5}', "let one rank write the log"),
+        ('{"step": 5, "loss": 2.5}\n{"step": 5, "loss": 2.5}', "let only one rank write the log"),
     ],
 )
 def test_a_damaged_log_is_refused(tmp_path, text, message):

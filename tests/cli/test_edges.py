@@ -37,7 +37,7 @@ def test_a_dtype_that_is_not_supported_is_named(tmp_path, name, zipped):
     odd = torch.zeros(4, dtype=ODD[name]).view(getattr(torch, name))
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(3), "odd": odd}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(UnsupportedError, match=f"x.pt: holds a tensor of dtype torch.{name}"):
+    with pytest.raises(UnsupportedError, match=f"x.pt: contains a tensor of dtype torch.{name}"):
         reshard.inspect(path)
 
 
@@ -64,9 +64,9 @@ def test_a_verification_is_true_where_nothing_failed(tmp_path, plain):
 def test_a_file_of_no_tensors_is_sound_and_nothing_is_made_of_it(tmp_path):
     save_file({}, tmp_path / "x.safetensors")
     assert reshard.inspect(tmp_path / "x.safetensors").to_json()["leaves"]["read"] == 0
-    with pytest.raises(UnrecognisedError, match="is sound and holds no weights"):
+    with pytest.raises(UnrecognisedError, match="is valid but contains no weights"):
         reshard.merge(tmp_path / "x.safetensors", tmp_path / "out.safetensors")
-    with pytest.raises(UnrecognisedError, match="is sound and holds no weights"):
+    with pytest.raises(UnrecognisedError, match="is valid but contains no weights"):
         reshard.split(tmp_path / "x.safetensors", tmp_path / "o", to="dcp", init_optimizer="none")
 
 
@@ -113,7 +113,7 @@ def test_a_report_that_finds_no_place_says_that_the_output_is_whole(plain, tmp_p
         words = [sys.executable, "-m", "reshard", "merge", str(plain), str(out), *form]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 4
-    assert f"{out} was written before, whole" in done.stderr
+    assert f"{out} was written completely before this" in done.stderr
     assert load_file(out).keys() == {"w"}
 
 
@@ -128,7 +128,7 @@ def test_a_page_that_cannot_be_written_says_that_the_output_is_whole(plain, tmp_
     with pytest.raises(reshard.ReshardError) as caught:
         reshard.merge(plain, out, html=tmp_path / "page.html")
     assert caught.value.exit_code == 4
-    assert f"{out} was written before, whole" in caught.value.remedy
+    assert f"{out} was written completely before this" in caught.value.remedy
     assert out.exists()
     assert not (tmp_path / "page.html").exists()
 

@@ -68,7 +68,7 @@ def test_a_tied_head_of_the_base_is_no_missing_weight(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"other.weight": torch.ones(2)}, "no name is also in the checkpoint"),
+        ({"other.weight": torch.ones(2)}, "no tensor name is in both"),
         ({**BASE, "model.b.weight": torch.ones(4)}, "another model: 'model.b.weight'"),
     ],
 )

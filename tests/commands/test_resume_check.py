@@ -327,7 +327,7 @@ def test_placeholders_are_checked_before_anything_runs(source):
     for command, message in (
         ("python x.py {checkpoint} {steps}", "has no {log}"),
         ("python x.py {log} {steps}", "has no {checkpoint}"),
-        ("python x.py {log} {checkpoint} {world_size}", "has no {steps}"),
+        ("python x.py {log} {checkpoint} {world_size}", "contains neither {steps} nor {until}"),
         ("python x.py {log} {checkpoint} {steps}", "has no {world_size}"),
         ("python x.py {log} {checkpoint} {steps} {ranks}", "is not a placeholder"),
         ("python 'x.py {log}", "cannot be split into words"),

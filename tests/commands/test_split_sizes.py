@@ -55,9 +55,9 @@ def test_what_is_not_asked_for_follows(options, ranks, data):
     [
         (
             {"tp": 4, "pp": 4},
-            "8 ranks: are not a multiple of the 16 that one copy of the model takes",
+            "8 ranks: are not a multiple of 16, the number of ranks of one copy of the model",
         ),
-        ({"dp": 2, "world_size": 6}, "is not --dp 2 times 4 model-parallel ranks"),
+        ({"dp": 2, "world_size": 6}, "is not --dp 2 x 4 model-parallel ranks"),
         ({"ep": 4}, "does not divide the 2 data-parallel ranks"),
         ({"tp": 0}, "tp=0: must be at least 1"),
     ],
@@ -70,7 +70,7 @@ def test_sizes_that_do_not_go_together_are_refused(options, problem):
 @pytest.mark.parametrize("name", PARALLEL)
 @pytest.mark.parametrize("to", WITHOUT_TP)
 def test_a_target_without_model_parallelism_refuses_its_sizes(name, to):
-    with pytest.raises(UsageError, match=f"--{name}: changes nothing with --to {to}"):
+    with pytest.raises(UsageError, match=f"--{name}: has no effect with --to {to}"):
         asked(**{name: 2}, to=to)
 
 

@@ -94,10 +94,10 @@ def test_the_vocabulary_is_padded_for_the_new_grid(held, tmp_path):
     ("options", "problem"),
     [
         ({"tp": 3, "pp": 1, "dp": 1}, "tensor parallel size 3"),
-        ({"ep": 2}, r"--ep 2: .* holds no experts of deepspeed\.moe"),
+        ({"ep": 2}, r"--ep 2: .* contains no experts of deepspeed\.moe"),
         ({"pp": 16, "dp": 1}, "--pp 16: is more than the 7 layers"),
         ({"pp": 2, "stage_layers": "1,2"}, "does not share 8 layers among 2 stages"),
-        ({"zero_stage": 3}, "DeepSpeed's pipelines have ZeRO stages 0 and 1"),
+        ({"zero_stage": 3}, "DeepSpeed supports ZeRO stages 0 and 1 in pipelines"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(options, problem, tmp_path):
@@ -118,7 +118,7 @@ def test_a_model_that_nothing_describes_is_not_cut():
 
 def test_a_run_of_no_tensor_parallel_ranks_is_told_where_else_to_go(tmp_path):
     run = SAMPLE.parent.parent / "deepspeed_0.14.5/z3_mics_ws4/run"
-    with pytest.raises(UsageError, match="is not a tensor-parallel run: nothing says") as told:
+    with pytest.raises(UsageError, match="is not a tensor-parallel run: no file states") as told:
         split(run, tmp_path / "out", SplitOptions(tp=2))
     assert "--to fsdp2 --mesh dp_shard=N,tp=2" in told.value.remedy
 
@@ -159,7 +159,9 @@ def test_megatron_deepspeeds_untied_positions_are_whole_on_every_rank():
     mine = cuts(info, BLOCK, "1.position_embeddings.weight")
     assert mine.split("1.position_embeddings.weight", (8, 8)) == REPLICATED
     (note,) = mine.notes
-    assert "ds_to_universal would join it along dim 0; here it is whole on every rank" in note
+    assert (
+        "ds_to_universal would join it along dim 0; reshard reads it as whole on every rank" in note
+    )
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_what_was_never_stepped_begins_with_zeros_and_is_named():
     kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
     state = build_writable_state(source.with_entries(kept))
     assert write.lay_out(state, world_size=2, stage=2).notes == (
-        "never stepped, and begins with zeros: b",
+        "never stepped, so its state starts at zero: b",
     )
     assert write.lay_out(state, world_size=2, stage=0).notes == ()
 

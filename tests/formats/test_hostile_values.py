@@ -48,7 +48,7 @@ def zero(tmp_path):
 def test_a_run_of_impossibly_many_ranks(zero, size):
     for path in zero.glob("*/zero_pp_rank_*_model_states.pt"):
         replaced(path, dp_world_size=size)
-    with pytest.raises(CorruptError, match=r"model_states\.pt: says that dp_world_size is"):
+    with pytest.raises(CorruptError, match=r"model_states\.pt: states .* for dp_world_size"):
         formats.read(zero)
 
 
@@ -74,27 +74,33 @@ UNIVERSAL = ("universal_checkpoint_info",)
 META = "tests/data/meta/llama_mp2"
 COLOSSALAI = "tests/data/colossalai/plain/ckpt"
 OF_ANOTHER_KIND = [  # checkpoint, files, where, value, what is told
-    (ZERO3, MODEL, ["param_shapes"], 7, "param_shapes is 7, where a dict or a list is"),
+    (ZERO3, MODEL, ["param_shapes"], 7, "param_shapes is 7, expected a dict or a list"),
     (
         ZERO3,
         MODEL,
         ["param_shapes"],
         [{"w": (2, -1)}],
-        r"param_shapes\[0\]\['w'\] is \(2, -1\), where a",
+        r"param_shapes\[0\]\['w'\] is \(2, -1\), expected a",
     ),
-    (ZERO3, MODEL, ["buffer_names"], [1], r"buffer_names\[0\] is 1, where a text is"),
-    (ZERO3, MODEL, ["shared_params"], {"a": None}, r"shared_params\['a'\] is None, where a text"),
-    (ZERO3, MODEL, ["global_steps"], (4,), r"global_steps is \(4,\), where an integer is"),
-    (ZERO3, MODEL, ["module"], {3: 4}, "module has 3 as a key, where a text is"),
+    (ZERO3, MODEL, ["buffer_names"], [1], r"buffer_names\[0\] is 1, expected a string"),
+    (
+        ZERO3,
+        MODEL,
+        ["shared_params"],
+        {"a": None},
+        r"shared_params\['a'\] is None, expected a string",
+    ),
+    (ZERO3, MODEL, ["global_steps"], (4,), r"global_steps is \(4,\), expected an integer"),
+    (ZERO3, MODEL, ["module"], {3: 4}, "module has the key 3, expected a string"),
     (
         *(ZERO3, MODEL, UNIVERSAL),
         {"vocabulary_parameter_patterns": [b"x"]},
-        r"universal_checkpoint_info.vocabulary_parameter_patterns\[0\] is b'x', where a text is",
+        r"universal_checkpoint_info.vocabulary_parameter_patterns\[0\] is b'x', expected a string",
     ),
     (
         *(ZERO3, MODEL, UNIVERSAL),
         {"affine_map": {"params": {"w": {"logical_shape": (2,), "ranks": {"x": {}}}}}},
-        r"affine_map.params\['w'\].ranks has 'x' as a key, where the number of a rank is",
+        r"affine_map.params\['w'\].ranks has the key 'x', expected the number of a rank",
     ),
     (
         *(ZERO3, MODEL, UNIVERSAL),
@@ -103,21 +109,21 @@ OF_ANOTHER_KIND = [  # checkpoint, files, where, value, what is told
     ),
     (
         *(ZERO3, OPTIM, ["optimizer_state_dict", "partition_count"], "4"),
-        r"optimizer_state_dict.partition_count is '4', where an integer or a list is",
+        r"optimizer_state_dict.partition_count is '4', expected an integer or a list",
     ),
     (
         *(ZERO3, OPTIM, ["optimizer_state_dict", "fp32_flat_groups"], [7]),
-        r"optimizer_state_dict.fp32_flat_groups\[0\] is 7, where a tensor is",
+        r"optimizer_state_dict.fp32_flat_groups\[0\] is 7, expected a tensor",
     ),
     (
         *(ZERO3, OPTIM, ["optimizer_state_dict", "optimizer_state_dict", "state"], {0: 7}),
-        r"optimizer_state_dict.optimizer_state_dict.state\[0\] is 7, where a dict is",
+        r"optimizer_state_dict.optimizer_state_dict.state\[0\] is 7, expected a dict",
     ),
-    (META, "params.json", ["n_heads"], "8", "n_heads is '8', where a number from 0 on is"),
-    (META, "params.json", ["rope_theta"], [], r"rope_theta is \[\], where a number is"),
+    (META, "params.json", ["n_heads"], "8", "n_heads is '8', expected a number of at least 0"),
+    (META, "params.json", ["rope_theta"], [], r"rope_theta is \[\], expected a number"),
     (META, "*.00.pth", ["norm.weight"], torch.ones(2, 2), "has no matrix .* or no vector"),
-    (COLOSSALAI, "*optim*-0*1.bin", [0], 7, r"\[0\] is 7, where a dict is"),
-    (COLOSSALAI, "*optim_group.bin", [0], 7, r"\[0\] is 7, where a dict is"),
+    (COLOSSALAI, "*optim*-0*1.bin", [0], 7, r"\[0\] is 7, expected a dict"),
+    (COLOSSALAI, "*optim_group.bin", [0], 7, r"\[0\] is 7, expected a dict"),
 ]
 
 
@@ -163,14 +169,14 @@ def test_a_rank_of_a_billion_in_a_name(tmp_path):
     ids=lambda given: next(iter(given)),
 )
 def test_a_grid_of_megatrons_that_no_machine_has(given):
-    with pytest.raises(CorruptError, match=r"(says|states) that"):
+    with pytest.raises(CorruptError, match=r"states .* for|states that"):
         arguments.parse(given, "rank 0")
 
 
 def test_megatron_s_arguments_and_groups_of_another_kind():
-    with pytest.raises(CorruptError, match=r"args\.tensor_model_parallel_size is '2', where"):
+    with pytest.raises(CorruptError, match=r"args\.tensor_model_parallel_size is '2', expected"):
         arguments.parse({"tensor_model_parallel_size": "2"}, "rank 0")
-    with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, where a dict is"):
+    with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, expected a dict"):
         optimizer.read(
             {"param_groups": [7]},
             [],
@@ -183,8 +189,11 @@ def test_megatron_s_arguments_and_groups_of_another_kind():
 @pytest.mark.parametrize(
     ("params", "told"),
     [
-        (7, r"param_metadata\[0\].params is 7, where a dict is"),
-        ({"f": {"names": ["a"], "shapes": [], "numels": []}}, "of 'f': not a shape for each name"),
+        (7, r"param_metadata\[0\].params is 7, expected a dict"),
+        (
+            {"f": {"names": ["a"], "shapes": [], "numels": []}},
+            "of 'f' does not have one shape for each name",
+        ),
         ({"f": {"names": [], "shapes": [], "numels": []}}, "of 'f' names no parameter"),
     ],
 )
@@ -204,13 +213,13 @@ def test_a_pipeline_layout_without_end(layout):
 @pytest.mark.parametrize("field", ["heads", "groups", "head_dim", "hidden"])
 @pytest.mark.parametrize("size", [0, -8, 1 << 40, "8"])
 def test_a_model_of_impossible_sizes(field, size):
-    with pytest.raises(CorruptError, match=r"params\.json: says that"):
+    with pytest.raises(CorruptError, match=r"params\.json: states"):
         Traits(source="params.json", **{field: size})
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$", "a*a*a*a*$", "(.*)*x", "(a{1,9}){9}"])
 def test_a_pattern_that_a_search_never_ends_with(pattern):
-    with pytest.raises(UnsafeError, match="may take for ever"):
+    with pytest.raises(UnsafeError, match="may never end"):
         cuts._matches(pattern, "a" * 60)
 
 
@@ -273,7 +282,7 @@ def test_the_states_of_groups_in_a_tuple_are_as_in_a_list(tmp_path):
     assert formats.read(run).entries.keys() == listed.entries.keys()
     for path in run.glob("*/*optim_states.pt"):
         replaced(path, base_optimizer_state=())
-    with pytest.raises(CorruptError, match="base_optimizer_state holds 0 groups; group 0"):
+    with pytest.raises(CorruptError, match="base_optimizer_state contains 0 groups; group 0"):
         formats.read(run)
 
 

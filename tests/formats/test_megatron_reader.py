@@ -150,14 +150,14 @@ def test_exchanged_folders_are_found_by_the_rank_that_saved_them(ranks):
     first.rename(ranks / "kept")
     second.rename(first)
     (ranks / "kept").rename(second)
-    with pytest.raises(CorruptError, match="saved by rank 2, whose folder is mp_rank_00_001"):
+    with pytest.raises(CorruptError, match="saved by rank 2, but is in folder mp_rank_00_001"):
         formats.read(ranks)
 
 
 def test_an_optimizer_file_of_another_rank_does_not_fit(ranks):
     first, second = sorted((ranks / STEP).iterdir())
     shutil.copy(first / "distrib_optim.pt", second / "distrib_optim.pt")
-    with pytest.raises(CorruptError, match=r"flat buffer 0 holds .* not how Megatron lays out"):
+    with pytest.raises(CorruptError, match=r"flat buffer 0 has .* but Megatron's layout"):
         formats.read(ranks)
 
 
@@ -169,7 +169,7 @@ def test_the_optimizer_s_files_are_of_all_ranks_or_of_none(ranks):
     (first / "distrib_optim.pt").unlink()
     manifest = formats.read(ranks)
     assert not manifest.has_optimizer
-    assert any("the optimizer's states are not here" in text for text in manifest.warnings)
+    assert any("the checkpoint lacks the optimizer's state" in text for text in manifest.warnings)
 
 
 def test_without_what_all_ranks_share_torch_dist_is_incomplete(dist):

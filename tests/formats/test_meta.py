@@ -108,7 +108,7 @@ def test_what_is_no_whole_model_is_refused(sample, tmp_path):
         reshard.merge(sample, tmp_path / "a")
     params.write_text(json.dumps(given))
     (sample / "consolidated.00.pth").rename(sample / "consolidated.02.pth")
-    with pytest.raises(IncompleteError, match="no file of rank 0"):
+    with pytest.raises(IncompleteError, match="no file for rank 0"):
         reshard.merge(sample, tmp_path / "a")
 
 

@@ -74,10 +74,10 @@ def test_the_last_of_a_run_is_taken_or_the_one_that_is_named(names, inside, tmp_
 def test_files_of_several_checkpoints_in_one_directory(tmp_path):
     for step in STEPS:
         torch.save(state(step), tmp_path / f"ep0-ba{step}-rank0.pt")
-    assert assert_is_of(4, tmp_path) == ("ep0-ba2 is another checkpoint; it is not read",)
+    assert assert_is_of(4, tmp_path) == ("ep0-ba2 is another checkpoint, which was not read",)
     for step, other in ((2, 4), (4, 2)):
         (note,) = assert_is_of(step, tmp_path / f"ep0-ba{step}-rank0.pt")
-        assert note == f"ep0-ba{other} is another checkpoint; it is not read"
+        assert note == f"ep0-ba{other} is another checkpoint, which was not read"
         assert_is_of(step, tmp_path, key=f"ep0-ba{step}.state.model")
     (tmp_path / "ep0-ba4-rank0.pt").rename(tmp_path / "best-rank0.pt")  # before or after the other?
     with pytest.raises(UnrecognisedError, match=r"--key best\.state\.model"):
@@ -131,7 +131,7 @@ def test_other_weights_beside_are_named(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     with reshard.open(tmp_path) as checkpoint:
-        assert "which are not read: pytorch_model.bin" in checkpoint.manifest.warnings[0]
+        assert "which were not read: pytorch_model.bin" in checkpoint.manifest.warnings[0]
     with reshard.open(tmp_path / "model.safetensors") as checkpoint:
         assert not checkpoint.manifest.warnings
 

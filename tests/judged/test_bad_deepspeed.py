@@ -46,12 +46,15 @@ DAMAGES = {
             RANK_1,
             of_optimizer(lambda held: held["single_partition_of_fp32_groups"].pop()),
         ),
-        *(CorruptError, "holds 1 groups, param_shapes lists 2"),
+        *(CorruptError, "contains 1 groups, but param_shapes lists 2"),
     ),
     "a shorter piece": (
         *(STAGE_2, RANK_1),
         of_optimizer(lambda held: shorter(held["single_partition_of_fp32_groups"])),
-        *(CorruptError, r"the ranks hold \[100, 95\] elements, .* equal pieces are expected"),
+        *(
+            CorruptError,
+            r"the ranks store \[100, 95\] elements, .* pieces of equal size are expected",
+        ),
     ),
     "pieces that are shorter on all ranks": (
         *(STAGE_2, "*optim_states.pt"),
@@ -60,7 +63,7 @@ DAMAGES = {
     ),
     "a sub-group fewer": (
         *(STAGE_3, RANK_1, of_optimizer(lambda held: held["fp32_flat_groups"].pop())),
-        *(CorruptError, "holds 0 sub-groups, param_shapes lists 1"),
+        *(CorruptError, "contains 0 sub-groups, but param_shapes lists 1"),
     ),
     "a shorter sub-group": (
         *(STAGE_3, RANK_1, of_optimizer(lambda held: shorter(held["fp32_flat_groups"]))),
@@ -71,15 +74,18 @@ DAMAGES = {
     ),
     "no sub-groups": (
         *(STAGE_3, RANK_1, of_optimizer(lambda held: held.pop("fp32_flat_groups"))),
-        *(CorruptError, "has no fp32_flat_groups, which other ranks have"),
+        *(CorruptError, "has no fp32_flat_groups, but other ranks have it"),
     ),
     "an optimizer's file of something else": (
         *(STAGE_2, RANK_1, lambda root: root.pop("optimizer_state_dict")),
-        *(CorruptError, "is not a DeepSpeed optimizer states file: it has no 'optimizer_state"),
+        *(
+            CorruptError,
+            "is not a DeepSpeed optimizer states file: it does not contain 'optimizer_state",
+        ),
     ),
     "a model's file of something else": (
         *(STAGE_2, MODEL, lambda root: root.pop("module")),
-        *(CorruptError, "is not a DeepSpeed model states file: it has no 'module'"),
+        *(CorruptError, "is not a DeepSpeed model states file: it does not contain 'module'"),
     ),
     "another step of a tensor-parallel rank": (
         *(PARALLEL, "mp_rank_01_model_states.pt", lambda root: root.update(global_steps=4)),
@@ -118,7 +124,7 @@ def test_a_layer_that_is_no_dict_is_refused(tmp_path):
     run = Path(shutil.copytree(KEPT / PIPELINE / "run", tmp_path / "run"))
     path = next(run.rglob("layer_03-model_01*"))
     torch.save([torch.ones(2)], path)
-    with pytest.raises(CorruptError, match=r"layer_03-model_01.* is not a layer's state dict"):
+    with pytest.raises(CorruptError, match=r"layer_03-model_01.* is not the state dict of a layer"):
         reshard.merge(run, tmp_path / "out.safetensors")
 
 
@@ -134,12 +140,12 @@ def test_frozen_weights_that_a_run_left_out_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "error", "says"),
     [
-        (lambda zero: shutil.rmtree(zero / TRAINED), IncompleteError, f"no folder of '{TRAINED}'"),
+        (lambda zero: shutil.rmtree(zero / TRAINED), IncompleteError, f"no folder for '{TRAINED}'"),
         (lambda zero: (zero / TRAINED / "fp32.pt").unlink(), IncompleteError, "has no fp32.pt"),
         (
             lambda zero: torch.save({"param": [1.0]}, zero / TRAINED / "exp_avg.pt"),
             CorruptError,
-            "exp_avg.pt.* holds no tensor 'param'",
+            "exp_avg.pt.* does not contain the tensor 'param'",
         ),
         (
             lambda zero: (zero.parent / "mp_rank_00_model_states.pt").unlink(),
@@ -184,12 +190,12 @@ def two_groups(run):
         (
             lambda run: shutil.rmtree(swapped(run, "4_6.tensor.swp").parent),
             IncompleteError,
-            "2 sub-groups of rank 1 were offloaded to disk, but 0 of their swap files are here",
+            "but the checkpoint contains 0 of their swap files",
         ),
         (
             lambda run: swapped(run, "4_6.tensor.swp").unlink(),
             IncompleteError,
-            "2 sub-groups of rank 1 were offloaded to disk, but 1 of their swap files are here",
+            "but the checkpoint contains 1 of their swap files",
         ),
         (
             lambda run: swapped(run, "exp_avg_sq-0_3.tensor.swp").unlink(),
@@ -199,9 +205,9 @@ def two_groups(run):
         (
             lambda run: os.truncate(swapped(run, "exp_avg-4_6.tensor.swp"), 2048),
             CorruptError,
-            "exp_avg-4_6.tensor.swp: has 2048 bytes; its sub-group takes 2112 and padding",
+            "exp_avg-4_6.tensor.swp: has 2048 bytes; its sub-group takes 2112 plus padding",
         ),
-        (two_groups, UnsupportedError, "their sizes do not tell the swap files apart"),
+        (two_groups, UnsupportedError, "the swap files cannot be told apart by size"),
     ],
 )
 def test_swap_files_that_are_not_all_there_are_refused(damage, error, says, tmp_path):

@@ -180,7 +180,7 @@ def test_not_a_checkpoint(tmp_path, refused):
 
 
 def test_no_such_path(tmp_path, refused):
-    refused(tmp_path / "nowhere", 2, "no such file")
+    refused(tmp_path / "nowhere", 2, "does not exist")
 
 
 def test_stale_extra_rank(copied, refused):
@@ -346,7 +346,7 @@ def test_shards_whose_index_is_lost(made, tmp_path, refused):
     assert held.keys() == model.state_dict().keys()
     assert all(torch.equal(held[fqn], value) for fqn, value in model.state_dict().items())
     max(source.glob("*.safetensors")).unlink()
-    refused(source, 1, "without the index")
+    refused(source, 1, "but no index")
 
 
 def test_stale_shard_beside_the_index(tmp_path, refused):
@@ -368,7 +368,7 @@ def test_header_that_claims_more_than_the_file(tmp_path, refused):
 def test_header_length_beyond_the_file(tmp_path, refused):
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
-    refused(path, 3, "header claims")
+    refused(path, 3, "header states")
 
 
 def test_full_disk(copied, refused, tiny_disk):

@@ -407,13 +407,13 @@ METADATA_LIES = """
         (_placed(relative_path="."), IncompleteError, "missing"),
         (_placed(relative_path="a" * 300), IncompleteError, "missing"),
         (_placed(relative_path="__9_0.distcp"), IncompleteError, "__9_0.distcp is missing"),
-        (_placed(relative_path=5), CorruptError, "unknown form"),
-        (_placed(offset=-1), CorruptError, "impossible place"),
+        (_placed(relative_path=5), CorruptError, "that reshard cannot read"),
+        (_placed(offset=-1), CorruptError, "impossible position"),
         (_placed(offset=1 << 62), CorruptError, "truncated"),
         (_placed(length=1 << 62), CorruptError, "truncated"),
         (_placed(offset=1), CorruptError, "__0_0.distcp"),
-        (lambda a: setattr(a, "state_dict_metadata", 5), CorruptError, "unknown form"),
-        (lambda a: setattr(a, "storage_data", [1]), CorruptError, "unknown form"),
+        (lambda a: setattr(a, "state_dict_metadata", 5), CorruptError, "that reshard cannot read"),
+        (lambda a: setattr(a, "storage_data", [1]), CorruptError, "that reshard cannot read"),
     ],
     ids=METADATA_LIES,
 )
@@ -432,7 +432,7 @@ def test_two_keys_of_one_place_without_paths(copied, refused):
                 _index(about, key)
             ]
 
-    refused(announced(copied("fsdp2_dcp"), spell_twice), CorruptError, "is stored twice")
+    refused(announced(copied("fsdp2_dcp"), spell_twice), CorruptError, "is stored more than once")
 
 
 def test_an_object_without_a_place(copied, refused):
@@ -525,7 +525,7 @@ def test_unconsolidated_blocks_of_two_dtypes(copied, refused, dtype):
         header["odd"]["shape"][1] //= rows * columns
 
     with_header(path, change)
-    refused(source, CorruptError, "has another dtype or other dims than in")
+    refused(source, CorruptError, "has another dtype or number of dims than in")
 
 
 def test_unconsolidated_blocks_without_a_place(copied, refused):
@@ -778,7 +778,7 @@ def test_slices_of_a_missing_rank(copied, refused):
     source = copied("fsdp1_local_orig_ws4")
     for path in source.glob("*_rank3.pt"):
         path.unlink()
-    refused(source, CorruptError, "the ranks hold", "missing", model=MODEL)
+    refused(source, CorruptError, "the ranks store", "missing", model=MODEL)
 
 
 @pytest.mark.parametrize("case", ["fsdp1_local_orig_ws4", "fsdp1_local_flat_ws4"])
@@ -919,7 +919,7 @@ def test_a_file_in_both_halves(copied, right, refused):
     shutil.copy(first / ".metadata", second)
     right("fsdp2_dcp_ws4", [first, second])
     flip(second / ".metadata", 200)
-    refused([first, second], CorruptError, str(second / ".metadata"), "different contents")
+    refused([first, second], CorruptError, str(second / ".metadata"), "which has the same name")
 
 
 def test_logs_of_two_nodes_do_no_harm(copied, right):

@@ -88,7 +88,7 @@ def test_an_expert_under_another_experts_name_is_noticed(copied, tmp_path):
     run = copied("moe_z2")
     first, second = sorted(run.rglob("layer_1_expert_*"))
     second.write_bytes(first.read_bytes())
-    with pytest.raises(CorruptError, match="does not hold expert 1"):
+    with pytest.raises(CorruptError, match="does not contain exactly expert 1"):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 
@@ -121,17 +121,17 @@ def test_experts_of_autoep_are_refused(copied, tmp_path):
         (
             "layer_0_expert_1_mp_rank_00_model_states.pt",
             "layer_0_expert_1_mp_rank_01_model_states.pt",
-            "layer_0_expert_1_mp_rank_01.*of an expert of a tensor-parallel run",
+            "layer_0_expert_1_mp_rank_01.*to an expert of a tensor-parallel run",
         ),
         (
             "mp_rank_00_model_states.pt",
             "mp_rank_01_model_states.pt",
-            "experts of a tensor- or pipeline-parallel run",
+            "experts of a tensor-parallel or pipeline-parallel run",
         ),
         (
             "layer_0_expert_1_mp_rank_00_model_states.pt",
             "expert_1_mp_rank_00_model_states.pt",
-            "expert_N files that name no layer",
+            "expert_N files without a layer number",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_no_optimizer_of_any_expert_rank_is_noticed(copied, tmp_path):
     run = copied("moe_z0")
     for path in run.rglob("expp_rank_*"):
         path.unlink()
-    with pytest.raises(IncompleteError, match="without ZeRO, and no expp_rank"):
+    with pytest.raises(IncompleteError, match="without ZeRO, but no expp_rank"):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 

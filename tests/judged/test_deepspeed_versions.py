@@ -67,7 +67,7 @@ def test_a_split_for_other_ranks_holds_the_same(case, truth, tmp_path):
         with pytest.raises(reshard.errors.IncompleteError, match=r"lists 'head\.weight', but no"):
             reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
     elif case in WITHOUT_HYPER:
-        with pytest.raises(reshard.errors.IncompleteError, match="keeps no hyper-parameters"):
+        with pytest.raises(reshard.errors.IncompleteError, match="does not keep hyper-parameters"):
             reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
     else:
         reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
@@ -81,7 +81,7 @@ def test_all_names_without_a_value_are_told_at_once(tmp_path):
     assert "--exclude '^(head\\.weight)$'" in str(refusal.value)
     with reshard.open(run) as checkpoint:
         (note,) = checkpoint.manifest.warnings
-    assert "before 0.9.2 does not say which names are tied" in note
+    assert "before 0.9.2 does not state at stage 3 which names are tied" in note
 
 
 def test_shapes_in_the_optimizers_files(tmp_path):
@@ -134,7 +134,7 @@ def test_a_fused_optimizer_in_another_order_is_not_guessed(tmp_path):
         ),
     )
     report = reshard.merge(run, tmp_path / "m.safetensors", dtype="fp32")
-    assert any("an order that no file gives" in text for text in report.warnings)
+    assert any("an order that no file states" in text for text in report.warnings)
     assert report.from_master == 0
     with pytest.raises(reshard.errors.IncompleteError, match="no file states which parameters"):
         reshard.split(run, tmp_path / "s", world_size=3)

@@ -75,7 +75,7 @@ def test_folders_and_names_that_are_not_there(run):
             look("nothing")
     with pytest.raises(UsageError, match="read-only"):
         files.open("latest", "wb")
-    with pytest.raises(UsageError, match="names no checkpoint"):
+    with pytest.raises(UsageError, match="does not name a checkpoint"):
         fsspec.filesystem("reshard")
 
 

@@ -135,7 +135,7 @@ def test_a_padding_that_may_become_another_is_told(tmp_path):
         states["args"]["make_vocab_size_divisible_by"] = 1  # times 2 ranks: no multiple of 4
         torch.save(states, path)
     report = split(run, tmp_path / "out", SplitOptions(tp=4, dp=1, dry_run=True))
-    assert any("give the 64 rows" in text for text in report.notes)
+    assert any("results in the 64 rows" in text for text in report.notes)
 
 
 @pytest.mark.parametrize("case", NEOX)

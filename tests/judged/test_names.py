@@ -66,7 +66,7 @@ def test_a_merged_model_has_megatron_s_logits(megatron_case, case, tmp_path):
         assert (ours - wanted).abs().mean() < 0.01
         assert wanted.abs().mean() > 0.3
     rows = truth["params"]["embedding.word_embeddings.weight"].shape[0]
-    taken = [text for text in report.changes if "taken off" in text]
+    taken = [text for text in report.changes if "removed padding rows" in text]
     assert bool(taken) == (rows > words)
     assert all(f"padding rows {words} to {rows - 1}" in text for text in taken)
 
@@ -133,7 +133,7 @@ def test_a_family_is_named_or_taken_from_the_given_config(megatron_case, tmp_pat
     with pytest.raises(UsageError, match="family 'helium'"):
         reshard.merge(place, tmp_path / "d", family="helium")
     (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
-    with pytest.raises(UsageError, match="num_attention_heads is 4, in the config 8"):
+    with pytest.raises(UsageError, match="num_attention_heads is 4, but 8 in the config"):
         reshard.merge(place, tmp_path / "d", hf_dir=tmp_path / "a")
 
 
@@ -152,7 +152,9 @@ def test_every_setting_of_a_given_config_is_compared(tmp_path):
     }
     for key, value in changing.items():
         file.write_text(json.dumps({**config, key: value}))
-        with pytest.raises(UsageError, match=f"{key} is .*, in the config {re.escape(str(value))}"):
+        with pytest.raises(
+            UsageError, match=f"{key} is .*, but {re.escape(str(value))} in the config"
+        ):
             reshard.merge(place, tmp_path / "b", hf_dir=tmp_path / "a")
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # of transformers 5
     same = {"rms_norm_eps": 1.00000001e-05, "tie_word_embeddings": True, **rope}
@@ -271,8 +273,8 @@ def test_deepspeeds_optimizer_gets_megatrons_groups_and_scheduler(made, tmp_path
     source, out = made / "hf_z2" / "run", tmp_path / "megatron"
     truth = torch.load(made / "hf_z2" / "reference.pt", weights_only=False)
     report = reshard.split(source, out, to="megatron", tp=2, pp=1, dp=1)
-    assert any("weight decay goes by Megatron's rule" in note for note in report.notes)
-    assert any("made anew, at 36 samples" in note for note in report.notes)
+    assert any("weight decay follows Megatron's rule" in note for note in report.notes)
+    assert any("created at 36 samples" in note for note in report.notes)
     with reshard.open(out) as checkpoint:
         decayed, plain = checkpoint.manifest.train.param_groups
         assert (decayed.hyper["weight_decay"], plain.hyper["weight_decay"]) == (0.01, 0.0)
@@ -307,8 +309,8 @@ def test_what_megatron_has_no_place_for_is_told(tmp_path):
     torch.save({**saved, "scaler": scaler}, tmp_path / "a.pt")
     told = {"to": "megatron", "model": str(tmp_path), "dry_run": True}
     report = reshard.split(tmp_path / "a.pt", tmp_path / "out", **told)
-    assert "not carried: 'trust', which the optimizer keeps of parameters" in report.notes
-    assert "not carried: the loss scaler, which a run in float32 has not" in report.notes
+    assert "not copied: 'trust', which the optimizer keeps for each parameter" in report.notes
+    assert "not copied: the loss scaler, which a run in float32 does not have" in report.notes
 
 
 @pytest.mark.parametrize("given", [True, False])

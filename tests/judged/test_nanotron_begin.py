@@ -135,6 +135,6 @@ def test_a_megatron_run_is_the_same_state(megatron_case, form, tmp_path):
 def test_a_model_that_nanotron_lacks_is_refused(megatron_case, tmp_path):
     source = megatron_case("qwen3_moe_tp2ep2") / "torch"
     with pytest.raises(
-        UnsupportedError, match="is a qwen3_moe model; nanotron is written for llama"
+        UnsupportedError, match="is a qwen3_moe model, but nanotron is supported for llama"
     ):
         reshard.split(source, tmp_path / "out", to="nanotron", tp=1, pp=1, dp=1)

@@ -70,7 +70,12 @@ def _configured(run, change):
     ("change", "pp", "error", "says"),
     [
         (dict.clear, 1, UsageError, "model_config.json of a Llama"),
-        (lambda said: said.update(vocab_size=100000), 2, UnsupportedError, "differs from the one"),
+        (
+            lambda said: said.update(vocab_size=100000),
+            2,
+            UnsupportedError,
+            "differs from the stage",
+        ),
         (lambda said: said.update(num_hidden_layers=2), 1, UnsupportedError, "none of the blocks"),
         (lambda said: said.update(num_hidden_layers=4), 1, UnsupportedError, "has no parameter of"),
         (lambda _said: None, 6, UsageError, "without a parameter"),

@@ -72,7 +72,7 @@ def test_at_the_source_s_grid_every_file_is_nanotron_s_own(case, tmp_path):
             assert path.stat().st_size == found[name].stat().st_size, name
             assert headless(path) == headless(found[name]), name
         assert same(loaded(found[name]), loaded(path)), name
-    assert any("not carried: random" in text for text in report.notes)
+    assert any("not copied: random" in text for text in report.notes)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -168,7 +168,7 @@ def test_weights_alone_and_another_dtype(tmp_path):
     [
         ({"pp": 1, "dp": 2}, "assigns layers to stages by"),
         ({"tp": 4}, "does not divide 10 of dim 0"),
-        ({"zero_stage": 2}, "nanotron, which has 0 and 1"),
+        ({"zero_stage": 2}, "nanotron, which supports 0 and 1"),
         ({"init_optimizer": "zeros"}, "are not supported by --to nanotron"),
         ({"ep": 2, "dp": 2}, "does not support expert-parallel or context-parallel ranks"),
     ],
@@ -180,7 +180,7 @@ def test_what_nanotron_s_files_do_not_tell_is_refused(asked, says, tmp_path):
 
 def test_another_framework_s_checkpoint_of_no_known_model_is_refused(tmp_path):
     reshard.split(KEPT / "tp2dp2" / "ckpt", tmp_path / "dcp", to="dcp", world_size=1)
-    with pytest.raises(UsageError, match="nothing states which of Hugging Face's models"):
+    with pytest.raises(UsageError, match="no file states which Hugging Face model"):
         reshard.split(tmp_path / "dcp", tmp_path / "out", to="nanotron")
 
 

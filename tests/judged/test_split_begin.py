@@ -247,17 +247,17 @@ def test_groups_that_are_none(made, tmp_path, groups_file):
     for said, *groups in (
         ("no group for", {"match": "norm"}),
         ("several groups", {"match": "norm"}, {"match": "weight|extras"}),
-        ("takes no parameter", {"match": "absent"}, {}),
+        ("matches no parameter", {"match": "absent"}, {}),
         ("which the source does not train", {"fqns": ["extras.frozen"]}, {}),
-        ("does not give weight_decay", {"lr": 1e-3}),
+        ("does not state weight_decay", {"lr": 1e-3}),
         ("several groups without match", {}, {}),
         ("not a regular expression", {"match": "("}),
         ("has 'params'", {"params": [0]}),
         ("must be a list of groups",),
         ("frozen and has hyper-parameters", {"match": "norm", "frozen": True, "lr": 1.0}, {}),
-        ("has no such frozen", {"match": "norm", "frozen": "yes"}, {}),
+        ("has a value of 'frozen'", {"match": "norm", "frozen": "yes"}, {}),
         ("a match that is neither a string nor a list", {"match": 3}, {}),
-        ("no JSON object", "norm"),
+        ("not a JSON object", "norm"),
         ("optimizer state", {"match": "norm", "frozen": True}, {"weight_decay": 0.1}),
     ):
         with pytest.raises(UsageError, match=said):

@@ -388,7 +388,7 @@ def test_a_scripts_own_tensors_and_objects_go_along(case, copied, tmp_path):
         state = torch.load(file, weights_only=False)
         torch.save({**state, **own, "lr_scheduler": by_step.state_dict()}, file)
     report = reshard.split(source, tmp_path / "there", world_size=3)
-    assert not any("not carried" in note for note in report.notes)
+    assert not any("not copied" in note for note in report.notes)
     reshard.split(tmp_path / "there", tmp_path / "back", world_size=2)
     for file in (tmp_path / "back").rglob("*model_states.pt"):
         state = torch.load(file, weights_only=False)

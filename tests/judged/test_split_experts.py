@@ -230,18 +230,23 @@ def test_deepspeed_resumes_from_it(run, resumed, made):
 @pytest.mark.parametrize(
     ("case", "options", "error", "message"),
     [
-        ("moe_z2", {"to": "ds-universal"}, UnsupportedError, "no universal form"),
-        ("moe_z2", {"zero_stage": 3}, UnsupportedError, "refuses its own layers of experts"),
+        ("moe_z2", {"to": "ds-universal"}, UnsupportedError, "no universal layout"),
+        (
+            "moe_z2",
+            {"zero_stage": 3},
+            UnsupportedError,
+            "does not support its own layers of experts",
+        ),
         ("moe_z2", {"world_size": 3}, UsageError, "does not divide the 3 data-parallel"),
         ("moe_z2", {"world_size": 4, "ep": 4}, UsageError, "does not divide the 2 experts"),
         (
             "moe_z1_sizes",
             {"zero_stage": 0},
             UnsupportedError,
-            "no file of that stage says which layer",
+            "no file states which layer",
         ),
         ("moe_z1_sizes", {"world_size": 8, "tp": 2}, UnsupportedError, "together with tensor-"),
-        ("z2_bf16", {"world_size": 2, "ep": 2}, UsageError, "holds no experts"),
+        ("z2_bf16", {"world_size": 2, "ep": 2}, UsageError, "contains no experts"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(case, options, error, message, made, tmp_path):

@@ -90,15 +90,15 @@ def test_random_states_are_those_of_the_rank(megatron_case, went_on, route):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"tp": 1, "extra_state": "keep"}, UsageError, "each is of one tensor-"),
+        ({"tp": 1, "extra_state": "keep"}, UsageError, "each belongs to one tensor-"),
         (
             {"transformer_impl": "local", "extra_state": "keep"},
             UsageError,
             "are not those of local",
         ),
-        ({"tp": 1, "rng": "keep"}, UsageError, "those of each model-parallel rank"),
+        ({"tp": 1, "rng": "keep"}, UsageError, "they belong to model-parallel ranks"),
         ({"rng": "derive"}, UnsupportedError, "--no-load-rng"),
-        ({"to": "dcp", "extra_state": "keep"}, UsageError, "changes nothing with --to dcp"),
+        ({"to": "dcp", "extra_state": "keep"}, UsageError, "has no effect with --to dcp"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(megatron_case, options, error, says, tmp_path):
@@ -109,9 +109,9 @@ def test_what_cannot_be_kept_is_refused(megatron_case, options, error, says, tmp
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"tp": 1}, "each is of one tensor-"),
+        ({"tp": 1}, "each belongs to one tensor-"),
         ({"extra_state": "drop", "rng": "drop"}, "--extra-state drop"),
-        ({"to": "dcp"}, "--to dcp has no place"),
+        ({"to": "dcp"}, "--to dcp cannot store them"),
     ],
 )
 def test_what_is_left_out_is_said(megatron_case, options, why, tmp_path):

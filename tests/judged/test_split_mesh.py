@@ -125,7 +125,7 @@ def test_a_mesh_goes_on_where_deepspeed_stopped(loaded):
     """Four ranks of ZeRO-3 become 2 x 2, the Llama in it cut by transformers' own plan."""
     found, report, wanted = loaded
     assert found["zero3"][0]["losses"] == pytest.approx(wanted, rel=1e-6)
-    told = "15 of 26 parameters cut, 0 replicated, 11 named by no pattern: whole on each"
+    told = "15 of 26 parameters cut, 0 replicated, 11 match no pattern: stored whole on each"
     assert any(told in note for note in report.notes), report.notes
     assert report.target == "fsdp2 dp=2,tp=2"
     assert any("gradient_accumulation_steps 1 -> 2" in note for note in report.derived)
@@ -157,8 +157,8 @@ def test_there_and_back_every_tensor_has_the_same_bytes(trained, plan, tmp_path)
 @pytest.mark.parametrize(
     ("mesh", "options", "error", "text"),
     [
-        (TENSOR, {"to": "dcp"}, UsageError, "changes nothing with --to dcp"),
-        (TENSOR, {"to": "torch"}, UsageError, "changes nothing with --to torch"),
+        (TENSOR, {"to": "dcp"}, UsageError, "has no effect with --to dcp"),
+        (TENSOR, {"to": "torch"}, UsageError, "has no effect with --to torch"),
         (TENSOR, {"world_size": 8}, UsageError, "has 4 ranks"),
         (TENSOR, {}, UsageError, "no file states how tensor parallelism cuts"),
         (TENSOR, {"model": MODEL}, UsageError, "has no tensor-parallel plan"),

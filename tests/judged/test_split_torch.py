@@ -278,7 +278,7 @@ def test_a_scripts_own_objects_are_carried(torch_made, tmp_path):
     """Beside a scheduler, arrays and the state of a generator, none of which is a model."""
     source = torch_made / "dcp_objects" / "ckpt"
     report = reshard.split(source, tmp_path / "out", to="dcp", world_size=2)
-    assert not any(note.startswith("not carried: ") for note in report.notes)
+    assert not any(note.startswith("not copied: ") for note in report.notes)
     before, after = (reshard.open(place) for place in (source, tmp_path / "out"))
     with before, after:
         kept = before.manifest.train.client
@@ -421,7 +421,7 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie"), ranks=2)  # noqa: E731
     refused(decay, lay_out, UnsupportedError, "'odd' and 'small' would be one parameter")
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie", None), ranks=2)  # noqa: E731
-    refused(decay, lay_out, UsageError, "how FSDP wraps it")
+    refused(decay, lay_out, UsageError, "how FSDP wraps the model")
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes(TWO), ranks=2)  # noqa: E731
     refused(decay, lay_out, IncompleteError, "has no 'frozen'")
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731

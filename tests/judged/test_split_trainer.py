@@ -273,9 +273,9 @@ def test_states_are_made_for_other_ranks(libraries, tmp_path, loaded):
 
 def test_choices_that_cannot_be(libraries, made, tmp_path):
     source = libraries / "acc_fsdp2_sharded/ckpt"
-    with pytest.raises(UsageError, match="do not fit 3"):
+    with pytest.raises(UsageError, match="do not fit the 3 ranks"):
         reshard.split(source, tmp_path / "out", world_size=3, rng="keep")
-    with pytest.raises(UnsupportedError, match="no place"):
+    with pytest.raises(UnsupportedError, match="has no place"):
         reshard.split(source, tmp_path / "out", to="dcp", rng="keep")
     with pytest.raises(IncompleteError, match="random states"):
         reshard.split(made / "z2_bf16/run", tmp_path / "out", to="accelerate", rng="derive")

@@ -349,7 +349,7 @@ NOTES = {
     "z2_groups_tiny": ("param group 2 has 1 elements", "of weight_decay, lr, each group keeps"),
     "z2_sgd": ("does not load at stage 3",),
     "z2_amsgrad": ("stage 3 does not load max_exp_avg_sq",),
-    "z1_elastic": ("keeps no hyper-parameters",),
+    "z1_elastic": ("does not keep hyper-parameters",),
     "z1_bf16": ("restores no frozen parameter and no buffer", "its own counter after loading"),
 }
 

@@ -101,7 +101,7 @@ def test_an_index_that_states_another_size_is_warned_of(torch_made, tmp_path, mo
     about["metadata"] = {"total_size": size + more}
     path.write_text(json.dumps(about))
     (check,) = [c for c in reshard.verify(source).checks if c.name == names.INDEX]
-    text = f"{path.name} says that its files hold {size + more} bytes; they hold {size}"
+    text = f"{path.name} states that its files contain {size + more} bytes; they contain {size}"
     assert check.warnings == ([text] if more else [])
 
 

@@ -98,18 +98,18 @@ def test_a_mesh_is_read_as_it_is_written():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "is no mesh"),
-        ("4", "is no mesh"),
-        ("dp=0", "is no mesh"),
-        ("dp=2;tp=2", "is no mesh"),
-        ("dp=2,", "is no mesh"),
-        ("x=2", "'x' does"),
-        ("dp=2,cp=2", "give their product"),
+        ("", "is not a mesh"),
+        ("4", "is not a mesh"),
+        ("dp=0", "is not a mesh"),
+        ("dp=2;tp=2", "is not a mesh"),
+        ("dp=2,", "is not a mesh"),
+        ("x=2", "axis 'x' is not known"),
+        ("dp=2,cp=2", "pass their product"),
         ("dp=2,fsdp=2", "has 2 axes that shard"),
         ("tp=2,dp=2", "write replicate before shard before tp"),
         ("dp_shard=2,dp_replicate=2", "write replicate before shard before tp"),
-        ("ddp=2", "needs no mesh"),
-        ("ddp=2,tp=2", "needs no mesh"),
+        ("ddp=2", "replicates but does not shard"),
+        ("ddp=2,tp=2", "replicates but does not shard"),
     ],
 )
 def test_an_unclear_mesh_is_refused(text, told):

@@ -434,7 +434,7 @@ def test_what_fsdp1_flattens_otherwise_is_refused():
     scalar = nn.Module()
     scalar.temperature = nn.Parameter(torch.tensor(1.0))
     assert shapes_of(scalar).parameters == {"temperature": ()}
-    with pytest.raises(UsageError, match="is a scalar, which FSDP1 refuses"):
+    with pytest.raises(UsageError, match="is a scalar, which FSDP 1 does not support"):
         shapes_of(scalar, "none")
     with ranks(2), pytest.raises(ValueError, match="doesn't support scalar"):
         wrapped(scalar, "none")
@@ -593,7 +593,7 @@ def test_first_values_are_not_drawn(tmp_path):
         ("make_it:number", "returned a int"),
         ("make_it:broken", "no data here"),
         ("make_it:Block.forward", "raised TypeError"),
-        ("meta-llama/Llama-2-7b", "neither a file, a directory"),
+        ("meta-llama/Llama-2-7b", "is not a file, a directory"),
         ("", "contains no config.json"),
         (".", "contains no config.json"),
         ("make_it.py", "cannot read it"),

@@ -355,7 +355,7 @@ def test_state_of_another_shape_is_carried_where_the_parameter_stays_whole(tmp_p
     assert kept.entries["exp_avg", "decoder.layers.0.self_attention.linear_proj.weight"].shape == (
         1,
     )
-    with pytest.raises(UnsupportedError, match="nothing says how it is cut"):
+    with pytest.raises(UnsupportedError, match="so how the state is cut"):
         rename_from_hf(flattened("model.layers.0.self_attn.q_proj.weight"), rules, numbers)
 
 
@@ -376,7 +376,7 @@ def padded(tmp_path, rows):
 def test_padding_of_the_vocabulary_is_taken_off_and_said(tmp_path):
     held, numbers, rules, wanted = padded(tmp_path, 11)
     named = rename_to_hf(held, rules, numbers)
-    assert "padding rows 53 to 63 of the vocabulary taken off" in named.notes
+    assert "removed padding rows 53 to 63 of the vocabulary" in named.notes
     assert any("_extra_state" in note for note in named.notes)
     assert named.manifest.tied == {"lm_head.weight": "transformer.wte.weight"}
     once = tensors(wanted)
@@ -423,10 +423,10 @@ def test_a_user_s_line_counts_before_the_family_s(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("'a.{i}': 'b'", "'b' does not have its fields"),
-        ("'a.{i}': {form: sideways, names: ['b.{i}']}", "there is no form 'sideways'"),
-        ("'a.{i}': {form: qkv, names: ['b.{i}']}", "the form qkv has 3 names, not 1"),
-        ("'a.{i}': {names: ['b.{i}'], turned: true}", "'turned' is no key"),
+        ("'a.{i}': 'b'", "'b' does not contain the fields"),
+        ("'a.{i}': {form: sideways, names: ['b.{i}']}", "form 'sideways' does not exist"),
+        ("'a.{i}': {form: qkv, names: ['b.{i}']}", "form qkv takes 3 names, but 1 are stated"),
+        ("'a.{i}': {names: ['b.{i}'], turned: true}", "'turned' is not a known key"),
         ("'a.{i}': 3", "no list of names"),
     ],
 )

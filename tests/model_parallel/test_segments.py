@@ -62,7 +62,7 @@ def test_segments_of_other_rows_than_the_tensor_are_refused():
         shards.list_blocks(IN_PROJ, (90, 4), split_of(IN_PROJ, ARGS), 2, 0)
     with pytest.raises(UsageError, match="does not state mamba_states"):
         split_of(IN_PROJ, {"mamba_num_heads": 8, "mamba_head_dim": 4})
-    with pytest.raises(CorruptError, match="no whole number"):
+    with pytest.raises(CorruptError, match="not a whole number"):
         segments.evaluate("heads/3", {}, {"heads": 8}, "args")
 
 

@@ -358,7 +358,7 @@ WRONG = {
         {"a.weight": CODES, "a.weight_scale_inv": random_scales(2, 3).double()},
         FP8,
         UnsupportedError,
-        "scales of float64",
+        "has dtype float64, which reshard does not support for scales",
     ),
     "a vector": (
         {"a.weight": CODES[0].contiguous(), "a.weight_scale_inv": random_scales(1)},

@@ -193,7 +193,7 @@ def test_a_split_carries_or_names_the_arrays_of_a_scripts_own_dict(tmp_path, own
     state = {"model": {"weight": torch.randn(4, 4)}, "own": own}
     path = save(state, tmp_path / "x.pt")
     report = reshard.split(path, tmp_path / "out", to="dcp", world_size=2, weights_only=True)
-    told = [note for note in report.notes if note.startswith("not carried: ")]
-    assert told == [f"not carried: {name}" for name in lost]
+    told = [note for note in report.notes if note.startswith("not copied: ")]
+    assert told == [f"not copied: {name}" for name in lost]
     with reshard.open(path) as checkpoint:
         assert set(checkpoint) == {"weight"}

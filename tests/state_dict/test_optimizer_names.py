@@ -88,5 +88,5 @@ def test_groups_that_muon_sorted_by_shape():
     assert named([muon, adam], model, by_shape={0}) == [["b", "a", "c"], ["n", "m"]]
     with pytest.raises(AmbiguousError, match="model's order"):
         named([muon, adam], model)
-    with pytest.raises(AmbiguousError, match="not sorted by it"):
+    with pytest.raises(AmbiguousError, match="not sorted by shape"):
         named([muon[::-1], adam], model, by_shape={0})

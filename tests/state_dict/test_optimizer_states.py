@@ -268,7 +268,7 @@ def test_one_flat_parameter_has_one_of_them(tmp_path):
 @pytest.mark.parametrize("to", ["deepspeed", "ds-universal"])
 def test_where_it_has_no_place_it_is_told_of(to, tmp_path):
     report = split(with_trust(tmp_path), tmp_path / "out", SplitOptions(to=to))
-    assert "not carried: 'trust', which the optimizer keeps of parameters" in report.notes
+    assert "not copied: 'trust', which the optimizer keeps for each parameter" in report.notes
     seen = reshard.diff(tmp_path / "a.pt", tmp_path / "out", kinds=["train"])
     (value,) = [value for value in seen.train if value.name.startswith("optimizer state: trust")]
     assert (value.a, value.b) == (0.25, None)
@@ -283,6 +283,6 @@ def test_a_name_of_a_file_is_one_as_in_merge(tmp_path):
     again.load_state_dict(torch.load(tmp_path / "out.pt")["model"])
     assert reshard.diff(source, tmp_path / "out.pt").same
     for name, to in (("x.pt", "dcp"), ("x.safetensors", "torch")):
-        with pytest.raises(UsageError, match="as one file does, and --to"):
+        with pytest.raises(UsageError, match="of a file, but --to"):
             split(source, tmp_path / name, SplitOptions(to=to))
         assert not (tmp_path / name).exists()

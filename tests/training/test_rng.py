@@ -68,12 +68,12 @@ class Strange:
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"cpu": None}, UnsupportedError, "no vector of bytes"),
-        ({"cpu": torch.ones(4)}, UnsupportedError, "no vector of bytes"),
+        ({"cpu": None}, UnsupportedError, "not a byte vector"),
+        ({"cpu": torch.ones(4)}, UnsupportedError, "not a byte vector"),
         ({"cpu": torch.zeros(1 << 21, dtype=torch.uint8)}, UnsupportedError, "2097152 bytes"),
         ({"python": (2, (1,), None)}, UnsupportedError, "Python's generator"),
         ({"python": (3, (1, 2, 3), None)}, UnsupportedError, "Python's generator"),
-        ({"numpy": ("PCG64", 1, 2, 3, 4)}, UnsupportedError, "no MT19937"),
+        ({"numpy": ("PCG64", 1, 2, 3, 4)}, UnsupportedError, "not MT19937"),
         ({"more": Strange()}, UnsafeError, "names .*Strange"),
     ],
 )

@@ -102,14 +102,14 @@ def list_sources(paths: Sequence[Path], options: AverageOptions) -> list[Path]:
         if len(paths) < _FEWEST:
             raise UsageError(
                 ", ".join(map(str, paths)) or "SOURCE",
-                "is one checkpoint; an average needs at least two",
+                "is one checkpoint, but an average needs at least two",
                 "name several checkpoints, or pass --last N to average the newest of a run",
             )
         return list(paths)
     if len(paths) != 1:
         raise UsageError(
             f"--last {options.last}",
-            f"takes the checkpoints of one run, and {len(paths)} paths were given",
+            f"--last takes the checkpoints of one run, but {len(paths)} paths were given",
             "pass the directory of one run",
         )
     return _list_newest(paths[0], options.last)
@@ -127,15 +127,16 @@ def _list_newest(path: Path, count: int) -> list[Path]:
         raise UsageError(
             f"--last {count}",
             f"{path} has {counted(len(found), 'numbered checkpoint')}",
-            "pass a smaller number, or name the checkpoints",
+            "pass a smaller number, or list the checkpoints",
         )
     newest = list(found.items())[-count:]
     for number, place in newest:
         if place is None:
             raise IncompleteError(
                 path,
-                f"there is no complete checkpoint of step {number}: was the save interrupted?",
-                "name the checkpoints to average, without this one",
+                f"there is no complete checkpoint of step {number}; its save may have been"
+                " interrupted",
+                "list the checkpoints to average, without this one",
             )
     return [place.path for _, place in newest if place is not None]
 
@@ -187,7 +188,7 @@ def _refuse_repeated(paths: Sequence[Path], manifests: Sequence[Manifest]) -> No
             raise UsageError(
                 path,
                 f"is the same checkpoint as {seen[files]}",
-                "name it once; --weights gives it more weight",
+                "list it once, and increase its factor with --weights",
             )
         seen[files] = path
 
@@ -205,7 +206,7 @@ def _check_steps(ranks: Sequence[Rank]) -> None:
                 after.path,
                 f"states step {after.step}, but {before.path} states step {before.step}: the"
                 " numbers of the directories and the steps in the files contradict each other",
-                "name the checkpoints to average",
+                "list the checkpoints to average",
             )
 
 

@@ -57,7 +57,7 @@ class AverageOptions(WeightsOptions, NamingOptions, OutputOptions):
         if self.replicas == "mean":
             raise UsageError(
                 "--replicas mean",
-                "averages the ranks of one checkpoint, and needs a file for their means",
+                "averages the ranks of one checkpoint, which `average` does not support",
                 "merge each checkpoint with --replicas mean first, or pass --replicas first",
             )
 

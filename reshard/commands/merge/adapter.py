@@ -80,7 +80,7 @@ def select_adapter(merge: Merge) -> Merge:
     in_names = _find_name_in_tensors(where, name, parts)
     unknown = names.find_unknown(shapes)
     if unknown:
-        raise UnsupportedError(where, f"{some(unknown)}: not a known part of LoRA")
+        raise UnsupportedError(where, f"{some(unknown)}: not known parts of a LoRA adapter")
     own = [each for each in parts if each.adapter == in_names]
     config = configs.find(name, merge.options.hf_dir, near)
     if config is None:

@@ -65,7 +65,7 @@ def _check_config_of_codes(merge: Merge, stated: Quantisation) -> None:
             raise UsageError(
                 str(merge.companions.directory),
                 f"its config.json does not state the quantisation of {stated.stated_in}"
-                f" ({stated.method}), without which its codes have no meaning",
+                f" ({stated.method}), so the codes cannot be interpreted",
                 "pass the quantised model's directory as --hf-dir, or dequantise the weights:"
                 f" --dtype {stated.dtype}",
             )
@@ -123,7 +123,7 @@ def _refuse_rounded_scales(merge: Merge) -> None:
         method = how.get("quant_method") if isinstance(how, dict) else None
         raise UsageError(
             f"--dtype {dtype}",
-            f"config.json says that the model is quantised ({method or 'no method given'}):"
-            f" {cast[0]} would be rounded, but not the codes that it scales",
+            f"config.json states that the model is quantised ({method or 'no method given'}):"
+            f" --dtype would round {cast[0]}, but not the codes that it scales",
             "leave out --dtype: codes in a training checkpoint are not dequantised",
         )

@@ -62,7 +62,9 @@ def merge(
         return upload(source, repository, options, partial(plan_merge, options=options))
     sources = formats.as_paths(source)
     if options.writes_adapter and is_single_file(destination):
-        raise UsageError(destination, "the name is that of a file; --adapter writes a directory")
+        raise UsageError(
+            destination, "the name has the suffix of a file, but --adapter writes a directory"
+        )
 
     def prepare(manifest: Manifest, output: Path, means: list[str]) -> Job[MergeReport]:
         return plan_merge(manifest, sources[0], output, options, means)
@@ -186,7 +188,7 @@ def _check_output(skeleton: Skeleton, staging: Path) -> None:
     expected = {entry.fqn: entry for entry in skeleton.entries}
     written = formats.read_outputs(staging, [file.name for file in skeleton.files])
     if written.keys() != expected.keys():
-        raise DifferentError(staging.name, "the tensors in it are not the planned ones")
+        raise DifferentError(staging.name, "the file contains other tensors than planned")
     for fqn, entry in written.items():
         planned = expected[fqn]
         chunk, planned_chunk = entry.chunks[0], planned.chunks[0]

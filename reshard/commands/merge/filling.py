@@ -116,7 +116,7 @@ class Base:
         if not both:
             raise UsageError(
                 f"{FILL} {self.path}",
-                f"no name is also in the checkpoint: the model has {units.some(list(offered))}, the"
+                f"no tensor name is in both: the model has {units.some(list(offered))}, the"
                 f" checkpoint {units.some(list(present)) or 'only placeholders'}",
                 "pass the model that was trained; --rename changes the names of the checkpoint",
             )
@@ -124,8 +124,8 @@ class Base:
             if offered[fqn].shape != present[fqn].shape:
                 raise UsageError(
                     f"{FILL} {self.path}",
-                    f"is another model: {fqn!r} has shape {offered[fqn].shape}, but in the"
-                    f" checkpoint {present[fqn].shape}",
+                    f"is another model: {fqn!r} has shape {offered[fqn].shape}, but shape"
+                    f" {present[fqn].shape} in the checkpoint",
                 )
 
 

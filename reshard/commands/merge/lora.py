@@ -167,7 +167,7 @@ def _check_same_base(run: Manifest, merged: Merged, pool: SourceFiles) -> None:
         if not _is_alike(stored[fqn], bases[fqn], pool):
             raise DifferentError(
                 f"{MERGE_LORA} {merged.base.origin.path}",
-                f"has other values of {fqn!r} than the run of the adapter"
+                f"the values of {fqn!r} differ from those of the adapter's run"
                 f" ({stored[fqn].chunks[0].file})",
                 "pass the base model that the adapter was trained on",
             )
@@ -196,7 +196,8 @@ def _check_effect(merged: Merged, pool: SourceFiles) -> list[str]:
     if len(zero) == len(merged.products) and not any(_find_changed(merged, pool)):
         raise DifferentError(
             "the adapter",
-            "changes nothing: one matrix of every LoRA layer is zero, as before training",
+            "changes nothing: one matrix of every LoRA layer is zero, as before the first training"
+            " step",
             "pass a checkpoint that was saved after a training step",
         )
     if not zero:
@@ -238,9 +239,9 @@ def _check_ties(merged: Merged, pool: SourceFiles, policy: weights.Tied) -> bool
         if policy != "keep" and not merged.products.keys().isdisjoint((head, embedding)):
             raise DifferentError(
                 head,
-                f"is tied to {embedding!r}, and the adapter adds a LoRA product to one of them:"
-                " PEFT's own merge would change both",
-                "pass --tied keep to write the two weights as they were in training, and"
+                f"is tied to {embedding!r}, and the adapter adds a LoRA product to only one of"
+                " them; PEFT's own merge would change both",
+                "pass --tied keep to write two separate weights, as in training, and"
                 " tie_word_embeddings false",
             )
     return bool(differing)
@@ -289,6 +290,6 @@ def _note_other_base(
     names |= {part.rpartition("--")[2] for part in path.resolve().parts if "--" in part}
     if PurePath(stated).name not in names:
         yield (
-            f"the adapter states {stated!r} as its base model; whether {path} is the same model"
-            " is known by the names and shapes of its weights only, unless the run stores them too"
+            f"the adapter states {stated!r} as its base model. Only the names and shapes of its"
+            f" weights show whether {path} is that model, unless the run stores base weights too"
         )

@@ -100,7 +100,7 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
         """
         super().__post_init__()
         if self.fill_missing_from and (self.edits.include or self.edits.exclude):
-            raise UsageError(FILL, "would bring back what --include and --exclude leave out")
+            raise UsageError(FILL, "would add weights that --include and --exclude leave out")
         if self.merge_lora is not None:
             self._refuse_beside(MERGE_LORA, *_OF_OTHER_MODELS)
             if self.edits.include or self.edits.exclude:

@@ -74,7 +74,7 @@ class Release:
         if unused:
             raise UnsupportedError(
                 f"{QUANTISE_LIKE} {self.path}",
-                f"has scales of activations ({some(unused)}), which depend on data",
+                f"has scales of activations ({some(unused)}), which depend on calibration data",
                 "calibrate the merged model with the program that quantised this release",
             )
         whole = [
@@ -107,9 +107,9 @@ def quantise(merge: Merge) -> Merge:
     if not merge.is_directory:
         raise UsageError(
             str(merge.output),
-            f"is one file; {QUANTISE_LIKE} writes a directory, whose config.json states how its"
-            " codes are read",
-            "pass a name without the suffix of a file",
+            f"the name has the suffix of a file, but {QUANTISE_LIKE} writes a directory: its"
+            " config.json states how to read the codes",
+            "pass a name without that suffix",
         )
     release = Release.open(path, options.allow_pickle)
     tensors = merge.weights.tensors
@@ -144,8 +144,8 @@ def _check_same_model(release: Release, tensors: Tensors) -> None:
     if len(missing) == len(release.pairs) or (missing and extra):
         raise UsageError(
             flag,
-            f"is another model: it quantises {some(missing)}, which the merged model does not have;"
-            f" that has {some(extra or list(entries))}",
+            f"is another model: it quantises {some(missing)}, which the merged model does not"
+            f" have; the merged model has {some(extra or list(entries))}",
             "pass a release of the model that was trained",
         )
     for fqn, pair in release.pairs.items():
@@ -185,7 +185,7 @@ def _describe(release: Release, tensors: Tensors) -> str:
     how = f" ({', '.join(sizes)})" if sizes else ""
     return (
         f"{counted(len(pairs), 'weight')} quantised to {release.stated.method}{how} like"
-        f" {release.path}; blocks with its values have its bytes"
+        f" {release.path}; blocks with values equal to the release's have the same bytes as there"
     )
 
 

@@ -130,7 +130,7 @@ def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) ->
     if present and not overwrite:
         raise ExistsError(
             f"hf://{repository.name}",
-            f"has {some(sorted(present))} already",
+            f"already contains {some(sorted(present))}",
             "pass --overwrite to replace them in a new commit",
         )
     additions = [CommitOperationAdd(name, files.open(name)) for name in files]
@@ -158,7 +158,7 @@ def _explaining(repository: Repository) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise ResourceError(
             where,
-            "is not a model repository that your token may read",
+            "is not a model repository that your token can read",
             "create it with `hf repo create`, and log in with `hf auth login`",
         ) from error
     except ReshardError:

@@ -125,7 +125,7 @@ def _find_model(options: PlanOptions, manifest: Manifest | None) -> ModelSizes:
         return _describe_source(manifest, options)
     if options.model is not None:
         return sources.find_model(options.model)
-    raise UsageError("plan", "has no model", "pass a checkpoint, --model or --params 7B")
+    raise UsageError("plan", "needs a model", "pass a checkpoint, --model or --params 7B")
 
 
 def _describe_source(manifest: Manifest, options: PlanOptions) -> ModelSizes:

@@ -118,7 +118,7 @@ def resume_check(
             raise DifferentError(
                 manifest.origin.path,
                 "the program changed the checkpoint that it resumed from",
-                "let it save to {out}",
+                "let the program save to {out}",
             )
     report.seconds = time.perf_counter() - began
     write_page(options, lambda: _page(report))
@@ -228,7 +228,7 @@ class _ResumeCheck:
         if not part.points:
             raise IncompleteError(
                 self._options.unbroken,
-                f"has none of the {self._options.steps} steps after step {after}",
+                f"contains none of the {self._options.steps} steps after step {after}",
                 "pass the log of the run that saved the checkpoint and continued",
             )
         return part

@@ -78,7 +78,11 @@ def choose_program(manifest: Manifest, command: str | None) -> Program:
     if step is None and "{until}" in command:
         raise UsageError("--command {until}", "the checkpoint states no step", "use {steps}")
     if not any(name in command for name in ("{steps}", "{until}")):
-        raise UsageError("--command", "has no {steps}", "the program must know when to stop")
+        raise UsageError(
+            "--command",
+            "contains neither {steps} nor {until}",
+            "add one of them: the program must know when to stop",
+        )
     return Program(words, step, lambda _written: ())
 
 

@@ -183,7 +183,7 @@ def _check_destination(destination: str, writer: Writer) -> None:
     ):
         raise UsageError(
             destination,
-            f"ends in {suffix} as one file does, and --to {writer.name} writes "
-            + ("a file of torch.save" if writer.writes_file else "a directory"),
+            f"has the suffix {suffix} of a file, but --to {writer.name} writes "
+            + ("a torch.save file" if writer.writes_file else "a directory"),
             "choose another name; --to torch writes one file if it ends in .pt, .pth or .bin",
         )

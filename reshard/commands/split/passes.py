@@ -57,8 +57,9 @@ def strip_wrappers(conversion: Conversion, writer: Writer, options: SplitOptions
     if any(not entry.fqn for entry in manifest.entries.values()):
         raise UnsupportedError(
             manifest.origin.path,
-            "contains a tensor with an empty name, which is not a parameter's",
-            "name it in its file, or write the weights alone: reshard merge --rename '^$=NAME'",
+            "contains a tensor with an empty name, which no parameter can have",
+            "name the tensor in its file, or write only the weights: reshard merge --rename"
+            " '^$=NAME'",
         )
     if manifest.absent:
         raise IncompleteError(
@@ -132,7 +133,7 @@ def resolve_model(
         raise IncompleteError(
             manifest.origin.path,
             problem or "does not state which tensors are parameters, and in which order",
-            "name the model: --model config.json|DIR|module:factory",
+            "pass the model: --model config.json|DIR|module:factory",
         )
     warnings = (*manifest.warnings, *filter(None, [problem]))
     return conversion.with_manifest(replace(manifest, warnings=warnings)), None
@@ -199,7 +200,7 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
     """
     writer = conversion.writer
     if writer.has_fixed_names and options.names is not None:
-        raise UsageError(f"--names {options.names}", f"changes nothing with --to {writer.name}")
+        raise UsageError(f"--names {options.names}", f"has no effect with --to {writer.name}")
     is_foreign = conversion.source.has_foreign_names(writer) and not writer.has_fixed_names
     has_config = options.names == "hf" or (is_foreign and options.names is None)
     named = writer.rename(
@@ -254,8 +255,8 @@ def _choose_form(
     if names == "hf" and conversion.writer.needs_order:
         raise UsageError(
             f"--names hf with --to {conversion.writer.name}",
-            "is refused: its optimizer numbers the parameters of the model in memory",
-            "choose --names module, or leave it out",
+            "is not possible: its optimizer refers to the model's parameters in memory by number",
+            "choose --names module, or leave out --names",
         )
     config = ModelConfig(named.config) if named.config is not None else None
     path = as_path(options.model) if options.model else config_beside(manifest)
@@ -326,19 +327,22 @@ def _find_obstacle_to_random_states(
     manifest, request, writer = conversion.manifest, conversion.request, conversion.writer
     files, where = manifest.train.rng_files, manifest.origin.path
     if writer.random_states == "none":
-        return UnsupportedError(f"--to {writer.name}", "has no place for the states of ranks")
+        return UnsupportedError(
+            f"--to {writer.name}", "has no place for the random states of ranks"
+        )
     if not files or not rng.has_states(files[0]):
         return IncompleteError(
             where,
-            "has no file of random states per rank, which alone can be kept",
+            "has no file of random states per rank, which are the only ones that can be copied",
             "leave them out: --rng drop",
         )
     before, ranks = manifest.origin.world, request.world_size
     if request.rng != "derive" and not len(files) == before == ranks:
         return UsageError(
             where,
-            f"has random states of {len(files)} ranks, which do not fit {ranks}",
-            "make new ones with --rng derive, or leave them out with --rng drop",
+            f"has random states of {len(files)} ranks, which do not fit the"
+            f" {ranks} ranks of the output",
+            "create new ones with --rng derive, or leave them out with --rng drop",
         )
     return None
 
@@ -351,7 +355,7 @@ def adapt(conversion: StateConversion) -> StateConversion:
     source, writer = conversion.source, conversion.writer
     if source.name_own_parts is not None and source.writer != writer.name:
         parts = source.name_own_parts(conversion.manifest)
-        reason = f"--to {writer.name} has no place for them"
+        reason = f"--to {writer.name} cannot store them"
         conversion.notes.dropped += [f"{parts}: {reason}"] if parts else []
     if source.translate is not None and source.writer != writer.name:
         manifest, notes = source.translate(conversion.manifest)

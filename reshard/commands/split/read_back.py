@@ -41,8 +41,8 @@ def check(
             if _location(chunk) not in locations and not _is_padding(chunk, expected):
                 raise DifferentError(
                     chunk.file,
-                    f"holds {fqn!r} at byte {chunk.byte_offset}, where it was not put: the files of"
-                    " the output do not say what is in them",
+                    f"contains {fqn!r} at byte {chunk.byte_offset}, but the plan puts it"
+                    " elsewhere: the files of the output do not describe their content",
                 )
     _check_all(seen, state, named)
 
@@ -76,9 +76,12 @@ def _check_all(seen: Manifest, state: WritableState, named: Naming) -> None:
     slots = {(entry.kind, named.name_in_table(entry.fqn)) for entry in seen.entries.values()}
     for weight in state.weights:
         if named.name_in_table(weight.fqn) not in names:
-            raise DifferentError(weight.fqn, "does not read back")
+            raise DifferentError(weight.fqn, "is missing when the output is read back")
     for group in state.groups:
         for member in group.members:
             for slot, entry in member.slots.items():
                 if entry.numel and (slot, named.name_in_table(member.fqn)) not in slots:
-                    raise DifferentError(member.fqn, f"its {slot} does not read back")
+                    raise DifferentError(
+                        member.fqn,
+                        f"its {slot} is missing when the output is read back",
+                    )

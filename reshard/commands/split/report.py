@@ -140,7 +140,7 @@ def _unread(manifest: Manifest) -> Iterator[str]:
         if not any(name == own or name.startswith(f"{own}.") for own in client):
             by_kind.setdefault(kind, []).append(name)
     for kind, names in by_kind.items():
-        yield f"not carried: {units.some(names)} ({kind})"
+        yield f"not copied: {units.some(names)} ({kind})"
 
 
 def _masters(state: WritableState, request: Request) -> Iterator[str]:

@@ -34,7 +34,7 @@ def choose_writer(manifest: Manifest, options: SplitOptions) -> Writer:
     if name is None:
         raise UsageError(
             manifest.origin.path,
-            f"is a {manifest.origin.format} checkpoint, which no layout of --to keeps",
+            f"is a {manifest.origin.format} checkpoint, and --to has no layout of that format",
             f"name the layout to write: --to {'|'.join(registry.list_writers())}",
         )
     return registry.find_writer(name)
@@ -97,7 +97,7 @@ def _check_options(writer: Writer, options: SplitOptions) -> None:
         if is_given and using and writer.name not in using:
             raise UsageError(
                 each.flags[0],
-                f"changes nothing with --to {writer.name}",
+                f"has no effect with --to {writer.name}",
                 f"leave it out; it is an option of --to {'|'.join(using)}",
             )
 

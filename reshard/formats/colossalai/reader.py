@@ -47,8 +47,8 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
     if weights is None or states is None:
         raise IncompleteError(
             location,
-            "contains an optimizer of ColossalAI but no weights",
-            "pass the directory of both",
+            "contains a ColossalAI optimizer but no weights",
+            "pass the directory that contains both",
         )
     saved = of_huggingface.read(weights)
     stages = {chunk.file for entry in saved.entries.values() for chunk in entry.chunks}
@@ -97,8 +97,9 @@ def _read_optimizer(location: Location, parsed: ParsedTree) -> dict[str, Any]:
     if path.name.startswith("optimizer"):
         raise UnsupportedError(
             path,
-            "is an optimizer that was saved asynchronously, as safetensors with pickles inside",
-            "save it without use_async, or pass the directory of the weights to read only these",
+            "is an optimizer that was saved asynchronously: a safetensors file that contains"
+            " pickles",
+            "save it without use_async, or pass the weights directory to read only the weights",
         )
     index = read_json_object(path)
     listed, metadata = index.get("weight_map"), index.get("metadata")
@@ -114,7 +115,7 @@ def _read_optimizer(location: Location, parsed: ParsedTree) -> dict[str, Any]:
     missing = [key for key, number in numbers.items() if number is not None and number not in state]
     if missing:
         raise CorruptError(
-            path, f"lists the state of parameter {missing[0]}, which no shard contains"
+            path, f"lists the state of parameter {missing[0]}, but no shard contains it"
         )
     shared = _require_file(location, path, str(metadata.get("param_groups")))
     groups = _read_file(shared, parsed)

@@ -68,7 +68,7 @@ def notes(state: WritableState, *, weights_only: bool) -> Iterator[str]:
             " new masters from the working copies when it loads"
         )
     for name in torch_state_dict.list_dropped(train, ("scheduler", RUNNING)):
-        yield f"not carried: {name}"
+        yield f"not copied: {name}"
     yield from describe_lost_setup(state)
     if RUNNING not in train.client:
         yield f"no {RUNNING} (epoch, step, sample), which the examples of ColossalAI read"

@@ -37,7 +37,7 @@ def restore(where: object, key: str, stored: GlobalTensor, shape: Index) -> Glob
     if not fits or prod(part) != numel:
         raise CorruptError(
             where,
-            f"states the shape {shape} of {key!r}, which is not divisible into {stored.shape}",
+            f"states shape {shape} for {key!r}, which cannot be divided into parts {stored.shape}",
         )
     chunks = tuple(
         box for chunk in stored.chunks for box in _iterate_boxes(where, key, chunk, part)
@@ -50,7 +50,9 @@ def _iterate_boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterat
     *numbers, start = chunk.box.origin
     *counts, length = chunk.box.shape
     if start + length > prod(part):
-        raise CorruptError(where, f"places a range of {key!r} at {chunk.box}, outside its part")
+        raise CorruptError(
+            where, f"places a range of {key!r} at {chunk.box}, which is outside its part"
+        )
     for steps in product(*map(range, counts)):
         at = [(n + m) * extent for n, m, extent in zip(numbers, steps, part, strict=True)]
         strides = chunk.byte_strides[: len(steps)]

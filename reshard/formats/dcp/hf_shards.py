@@ -43,7 +43,7 @@ def read(location: Location) -> ParsedTree:
     if missing:
         raise IncompleteError(
             location,
-            f"holds the shard of rank {max(ranks) - 1}, but none of rank {missing[0]}",
+            f"contains the shard of rank {max(ranks) - 1}, but none of rank {missing[0]}",
             FETCH_MISSING,
         )
     chunks: dict[str, list[Chunk]] = defaultdict(list)
@@ -55,14 +55,14 @@ def read(location: Location) -> ParsedTree:
         origins = _parse_origins(path, file.metadata)
         for fqn, chunk in file.tensors.items():
             if fqn not in origins or len(origins[fqn]) != len(chunk.box.shape):
-                raise CorruptError(path, f"does not state where its block of {fqn!r} begins")
+                raise CorruptError(path, f"does not state where its block of {fqn!r} starts")
             chunks[fqn].append(replace(chunk, box=Box(origins[fqn], chunk.box.shape)))
         other = seen.setdefault(frozenset((fqn, origins[fqn]) for fqn in file.tensors), path)
         if file.tensors and other != path:
             raise CorruptError(
                 path,
-                f"holds the same blocks as {other.name}: DCP writes each block once",
-                "one of them is a copy of the other: fetch both again from their ranks",
+                f"contains the same blocks as {other.name}, but DCP writes each block once",
+                "one file is a copy of the other: fetch both again from their ranks",
             )
     state = {fqn: _join_blocks(fqn, blocks) for fqn, blocks in chunks.items()}
     return ParsedTree(
@@ -75,7 +75,7 @@ def _join_blocks(fqn: str, chunks: list[Chunk]) -> GlobalTensor:
     for chunk in chunks:
         if (chunk.dtype, len(chunk.box.shape)) != (first.dtype, len(first.box.shape)):
             raise CorruptError(
-                chunk.file, f"{fqn!r} has another dtype or other dims than in {first.file}"
+                chunk.file, f"{fqn!r} has another dtype or number of dims than in {first.file}"
             )
     ends = [[o + n for o, n in zip(c.box.origin, c.box.shape, strict=True)] for c in chunks]
     shape = tuple(max(extent) for extent in zip(*ends, strict=True))

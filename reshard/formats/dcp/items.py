@@ -59,8 +59,9 @@ class Items:
         if (section.path, section.start) in self._taken:
             raise CorruptError(
                 path,
-                f".metadata places {block.key!r} and another block at byte {block.byte_offset}",
-                ".metadata was altered, or is another save's",
+                f".metadata places both {block.key!r} and another block at byte"
+                f" {block.byte_offset}",
+                ".metadata was altered, or belongs to another save",
             )
         self._taken.add((section.path, section.start))
         file = self._open(section)
@@ -72,9 +73,10 @@ class Items:
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (box.shape, dtype):
             raise CorruptError(
                 path,
-                f"has {_describe(tensor)} at byte {block.byte_offset}, but .metadata declares"
+                f"contains {_describe(tensor)} at byte {block.byte_offset}, but .metadata states"
                 f" {dtype} {box.shape} of {block.key!r} there",
-                "the file belongs to another save than .metadata",
+                "the file and .metadata belong to different saves: fetch the checkpoint again as a"
+                " whole",
             )
         whole = tensor.chunk
         return Chunk(box, whole.file, whole.byte_offset, whole.byte_strides, dtype)
@@ -109,8 +111,8 @@ class Items:
         if stop > self._size(name):
             raise CorruptError(
                 name,
-                f"{block.key!r} is at bytes {block.byte_offset} to {stop}, but the file has"
-                f" {self._size(name)}",
+                f".metadata places {block.key!r} at bytes {block.byte_offset} to {stop}, but the"
+                f" file has {self._size(name)}",
                 "the file is truncated: fetch it again",
             )
         if (name, block.byte_offset) in self._streams:
@@ -133,8 +135,9 @@ class Items:
         if chunk is None or (chunk.box.shape, chunk.dtype) != (box.shape, dtype):
             raise CorruptError(
                 name,
-                f"holds no {dtype} {box.shape} {block.key!r} at byte {block.byte_offset}",
-                "the file belongs to another save than .metadata",
+                f"does not contain {block.key!r} ({dtype} {box.shape}) at byte {block.byte_offset}",
+                "the file and .metadata belong to different saves: fetch the checkpoint again as a"
+                " whole",
             )
         return replace(chunk, box=box)
 

@@ -75,8 +75,8 @@ def read(files: Sequence[Path]) -> Metadata:
     if lost:
         raise IncompleteError(
             files[0],
-            f"announces {lost[0]!r}, but does not state where it is stored",
-            "the save was interrupted, or a rank's part is missing",
+            f"lists {lost[0]!r}, but does not state where it is stored",
+            "the save was interrupted, or a rank's part is missing: fetch the checkpoint again",
         )
     return found
 
@@ -100,7 +100,7 @@ def _add_file(found: Metadata, path: Path) -> None:
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise CorruptError(
             path,
-            f"is DCP metadata of unknown form ({type(error).__name__}: {error})",
+            f"is DCP metadata that reshard cannot read ({type(error).__name__}: {error})",
             "the file was altered, or written by a newer torch than reshard supports",
         ) from error
 
@@ -117,7 +117,7 @@ def _read_shapes(about: Mapping[str, Any]) -> dict[str, Index]:
 def _refuse_unannounced(keys: set[str], root: Call) -> None:
     unknown = keys - root.get("state_dict_metadata").keys()
     if unknown:
-        raise ValueError(f"it stores {min(unknown)!r} and does not announce it")
+        raise ValueError(f"it places {min(unknown)!r}, but does not list it")
 
 
 def _parse_path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
@@ -125,7 +125,10 @@ def _parse_path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
     path = tuple(parts)
     sane = 0 < len(path) <= _MAX_PATH and all(type(part) in (str, int) for part in path)
     if not sane or ".".join(map(str, path)) != key:
-        raise ValueError(f"{key!s:.60} is said to lie at {shown(path)}")
+        raise ValueError(
+            f"{key!s:.60} has the path {shown(path)} in the state dict, which does not join to"
+            " that key"
+        )
     return path
 
 
@@ -144,19 +147,19 @@ def _parse_storage(
             )
         name, numbers = info.get("relative_path"), (info.get("offset"), info.get("length"))
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"impossible place {shown(numbers)} in {shown(name)}")
+            raise ValueError(f"impossible position {shown(numbers)} in {shown(name)}")
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or not name:
             raise UnsafeError(
                 path,
                 f"names the file {name!r}, which is outside the directory",
-                "the metadata were tampered with: do not use this checkpoint",
+                "the metadata was tampered with: do not use this checkpoint",
             )
         origin = index.get("offset")
         at = None if origin is None else as_index(origin)
         key = index.get("fqn")
         if not isinstance(key, str):
-            raise TypeError(f"{shown(key)} is no key")
+            raise TypeError(f"{shown(key)} is not a valid key")
         stored[key, at] = (name, *numbers)
     return stored
 
@@ -175,15 +178,16 @@ def _add_item(
         found.objects[key] = found.objects.get(key) or (location and Block(key, None, *location))
         return
     if kind != "TensorStorageMetadata":
-        raise ValueError(f"{key!r} is a {about.name}")
+        raise ValueError(f"{key!r} is a {about.name}, which reshard does not read")
     shape = as_index(about.get("size"))
     dtype = _parse_dtype(path, key, about.get("properties"))
     tensor = found.tensors.setdefault(key, StoredTensor(dtype, shape))
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         raise CorruptError(
             path,
-            f"{key!r} is {dtype} {shape}, in another rank's metadata {tensor.dtype} {tensor.shape}",
-            "metadata of different runs are mixed",
+            f"{key!r} is {dtype} {shape}, but {tensor.dtype} {tensor.shape} in another rank's"
+            " metadata",
+            "metadata of different runs is mixed: fetch the checkpoint again as a whole",
         )
     for chunk in about.get("chunks"):
         box = Box(
@@ -195,9 +199,8 @@ def _add_item(
                 continue
             raise IncompleteError(
                 path,
-                f"announces {key!r} {box.origin}+{box.shape}, but does not state where it is"
-                " stored",
-                "the save was interrupted, or a rank's part is missing",
+                f"lists {key!r} {box.origin}+{box.shape}, but does not state where it is stored",
+                "the save was interrupted, or a rank's part is missing: fetch the checkpoint again",
             )
         tensor.blocks.append(Block(key, box, *location))
 
@@ -208,5 +211,7 @@ def _parse_dtype(path: Path, key: str, properties: Call) -> DType:
     named = state[0] if isinstance(state, tuple) else properties.get("dtype")
     dtype = dtypes.BY_NAME.get(named.name.removeprefix("torch."))
     if dtype is None:
-        raise UnsupportedError(path, f"{key!r} has dtype {named.name}, which reshard does not know")
+        raise UnsupportedError(
+            path, f"{key!r} has dtype {named.name}, which reshard does not support"
+        )
     return dtype

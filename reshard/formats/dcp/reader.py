@@ -95,7 +95,7 @@ def _describe_stale(location: Location, used: set[str]) -> list[str]:
         if name.endswith(".distcp") and name not in used and path.stat().st_size
     ]  # a rank that had nothing to save leaves an empty file
     shown = ", ".join(rest[:_LISTED])
-    return [f"files of another save lie beside this one: {shown}"] if rest else []
+    return [f"this directory also contains files of another save: {shown}"] if rest else []
 
 
 def _find_metadata_files(location: Location) -> list[Path]:
@@ -109,19 +109,19 @@ def _find_metadata_files(location: Location) -> list[Path]:
     if not ranks:
         raise IncompleteError(
             location,
-            "holds .distcp files and no .metadata, which DCP writes last: the save was interrupted,"
-            " or the file is on another node",
-            "copy .metadata here from the node of rank 0 (it is a hidden file), or give that"
-            " node's directory as a second source",
+            "contains .distcp files but no .metadata. DCP writes .metadata last: the save was"
+            " interrupted, or .metadata is on another node",
+            "copy .metadata (a hidden file) here from the node of rank 0, or pass that node's"
+            " directory as a second source",
         )
     writers = {int(match[1]) for name in location.files if (match := _DATA.fullmatch(name))}
     missing = missing_ranks(ranks, max(ranks) + 1) or sorted(writers - ranks.keys())
     if missing:
         raise IncompleteError(
             location,
-            f"holds metadata of rank {max(ranks)}, but not of rank {missing[0]}",
-            "copy it here (a node-local disk may still hold it), or give that node's directory as a"
-            " second source",
+            f"contains metadata of rank {max(ranks)}, but not of rank {missing[0]}",
+            "copy it here (a node-local disk may still have it), or pass that node's directory as"
+            " a second source",
         )
     return [ranks[rank] for rank in sorted(ranks)]
 
@@ -132,8 +132,8 @@ def _find_data_file(location: Location, name: str) -> Path:
         raise IncompleteError(
             location,
             f"{name} is missing",
-            "copy it here (a node-local disk may still hold it), or give that node's directory as a"
-            " second source",
+            "copy it here (a node-local disk may still have it), or pass that node's directory as"
+            " a second source",
         )
     return path
 
@@ -145,16 +145,16 @@ def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dic
     for key in sorted(leaves, key=_find_positions(about, leaves).__getitem__):
         if paths and key not in paths:
             raise CorruptError(
-                location, f"announces {key!r} but does not state its path in the state dict"
+                location, f"lists {key!r}, but does not state its path in the state dict"
             )
         *parents, last = paths.get(key) or _guess_path(key)
         node = root
         for part in parents:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise CorruptError(location, f"{key!r} is inside a tensor")
+                raise CorruptError(location, f"{key!r} has a path inside that of a tensor")
         if last in node:
-            raise CorruptError(location, f"{key!r} is stored twice")
+            raise CorruptError(location, f"{key!r} is stored more than once")
         node[last] = leaves[key]
     return root
 

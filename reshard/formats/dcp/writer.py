@@ -71,7 +71,7 @@ def lay_out(
     if optimizer_key is not None and not weights_only:
         root[optimizer_key] = torch_state_dict.build_optimizer(state, "fqn")
     if not root:
-        raise UsageError("no model_key", "neither weights nor optimizer are to be written")
+        raise UsageError("no model_key", "neither weights nor an optimizer are selected")
     beside = torch_state_dict.collect_extra_state(state.manifest.train) if extra is None else extra
     root.update((name, value) for name, value in beside.items() if name not in root)
     return lay_out_state(root, shards=shards, directory=directory)
@@ -144,7 +144,9 @@ def lay_out_state(
     for path, value in flatten(Canonicalizer().of(root)):
         key = ".".join(map(str, path))
         if key in about.paths:
-            raise UnsupportedError(key, "is the joined name of two values, which DCP cannot store")
+            raise UnsupportedError(
+                key, "is the joined name of two different values; DCP cannot store both"
+            )
         about.paths[key] = path
         if isinstance(value, Value):
             _add_tensor(about, files, key, value)

@@ -103,9 +103,9 @@ class Cuts:
         settings = neox.read_settings(self._where)
         if settings is None:
             self.notes[
-                "nothing says whether GPT-NeoX ran with gpt_j_residual, where row-parallel layers"
-                " have biases that add up: they are taken for copies (copy its configs/"
-                " beside the states, or say summed with --rules)"
+                "no file states whether GPT-NeoX ran with gpt_j_residual, in which row-parallel"
+                " layers have biases that add up. reshard treats them as copies; copy the run's"
+                " configs/ beside the states, or declare the biases as summed with --rules"
             ] = None
             return "megatron"
         return "neox_parallel" if neox.has_summed_biases(settings) else "megatron"
@@ -134,7 +134,7 @@ class Cuts:
         if self._info and known not in (Split(0), Split(0, padded=True)):
             self.notes[
                 f"no pattern of universal_checkpoint_info matches {fqn!r}: ds_to_universal would"
-                " join it along dim 0; here it is "
+                " join it along dim 0; reshard reads it as "
                 + ("whole on every rank" if known.dim is None else f"cut along dim {known.dim}")
             ] = None
         return known
@@ -150,9 +150,9 @@ class Cuts:
                 if not any(_matches(text, name) for name in self._names):
                     raise UnsupportedError(
                         self._where,
-                        f"has {text!r} among its {key}, which matches no parameter, and no pattern"
-                        f" that matches {fqn!r}: it does not say how that is cut",
-                        f"say it in a file: --rules FILE, with a line for {fqn}",
+                        f"has {text!r} in its {key}, which matches no parameter, and no pattern"
+                        f" that matches {fqn!r}: how {fqn!r} is cut is not known",
+                        f"state it in a file: --rules FILE, with a line for {fqn}",
                     )
 
     def find_fused(self, fqn: str) -> Mapping[str, Any] | None:
@@ -193,9 +193,7 @@ class Cuts:
         """Return how the checkpoint says that a parameter is cut."""
         for text, why in (self._info.get("autotp_unsupported_parameter_patterns") or {}).items():
             if _matches(text, fqn):
-                raise UnsupportedError(
-                    self._where, f"says that the cut of {fqn!r} is not known: {why}"
-                )
+                raise UnsupportedError(self._where, f"the cut of {fqn!r} is not known: {why}")
         if any(self._is_listed(key, fqn) for key in _REPLICATED):
             return REPLICATED
         if self._is_listed(_GATED, fqn):
@@ -226,8 +224,9 @@ class Cuts:
         if split is None:
             raise UnsupportedError(
                 self._where,
-                f"has {fqn!r} in pieces that are not adjacent (affine_map), which is not read yet",
-                "convert the run with DeepSpeed's ds_to_universal, and give reshard its output",
+                f"stores {fqn!r} in pieces that are not adjacent (affine_map), which reshard does"
+                " not read yet",
+                "convert the run with DeepSpeed's ds_to_universal, and pass reshard the result",
             )
         return split
 
@@ -236,7 +235,9 @@ class Cuts:
         dim, view = int(fused["partition_dim"]), list(fused["shape"])
         if dim >= len(view) or (dim and len(view) != len(shape)):
             raise UnsupportedError(
-                self._where, f"cuts {fqn!r} of {shape} along dim {dim} of a view {view}"
+                self._where,
+                f"cuts {fqn!r} of shape {shape} along dim {dim} of a view {view}, which is"
+                " impossible",
             )
         parts = view[dim]
         if not isinstance(parts, (list, tuple)):
@@ -244,7 +245,7 @@ class Cuts:
         sizes = [counts.count(self._where, f"a part of {fqn!r}", size) for size in parts]
         unit = gcd(*sizes)  # a Split has the ratios of the parts, so it fits any number of ranks
         if not sizes:
-            raise CorruptError(self._where, f"cuts {fqn!r} into no parts")
+            raise CorruptError(self._where, f"cuts {fqn!r} into zero parts")
         widths = (self._info.get("sub_param_shard_widths") or {}).get(text) or ()
         return Split(
             dim,
@@ -264,14 +265,16 @@ def _compiled(text: str) -> re.Pattern[str]:
     if _REPEATED_GROUP.search(text) or len(_REPEATS.findall(text)) > _MOST_REPEATS:
         raise UnsafeError(
             f"universal_checkpoint_info's pattern {text!r}",
-            "has nested or too many repetitions: a search for it may take for ever",
-            "the checkpoint was tampered with; if it was not, describe how parameters are cut in a"
-            " file: --rules FILE",
+            "has nested or too many repetitions, so a search for it may never end",
+            "the checkpoint may have been tampered with; if it was not, describe how parameters"
+            " are cut in a file: --rules FILE",
         )
     try:
         return re.compile(text)
     except (re.error, RecursionError) as error:
-        raise CorruptError("universal_checkpoint_info", f"holds {text!r}: {error}") from error
+        raise CorruptError(
+            "universal_checkpoint_info", f"contains the pattern {text!r}: {error}"
+        ) from error
 
 
 def _matches(text: str, fqn: str) -> bool:

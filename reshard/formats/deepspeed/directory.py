@@ -71,8 +71,8 @@ class RankFiles:
                     self.location,
                     f"the checkpoint has {world_size} ranks, but there are also {kind} states of"
                     f" rank {_shown(extra)} ({names}): left over from another run",
-                    "move the extra files away; if they are of the run that you want, move the"
-                    " other files",
+                    "move the extra files away; or, if they belong to the run that you want, move"
+                    " the others",
                 )
 
 
@@ -155,11 +155,11 @@ def locate(location: Location, tag: str | None = None) -> Location:
     chosen = tag or _latest(location, tags)
     if chosen in tags:
         return location.folders[chosen]
-    content = f"the directory holds {', '.join(tags)}" if tags else "it holds no checkpoint"
+    content = f"the directory contains {', '.join(tags)}" if tags else "it contains no checkpoint"
     raise UnrecognisedError(
         location.path / chosen,
         f"is not a DeepSpeed checkpoint directory; {content}",
-        f"give one of them with --tag, e.g. --tag {tags[-1]}" if tags else "",
+        f"choose one with --tag, e.g. --tag {tags[-1]}" if tags else "",
     )
 
 
@@ -188,8 +188,8 @@ def _latest(location: Location, tags: list[str]) -> str:
         raise UnrecognisedError(location, "is not a DeepSpeed checkpoint directory")
     raise UnrecognisedError(
         location,
-        f"has no file 'latest' that says which checkpoint is meant; found {', '.join(tags)}",
-        f"give the directory itself ({location.path / tags[-1]}) or --tag {tags[-1]}",
+        f"has no file 'latest' that names the checkpoint to read; found {', '.join(tags)}",
+        f"pass the directory itself ({location.path / tags[-1]}) or --tag {tags[-1]}",
     )
 
 
@@ -226,7 +226,7 @@ def list_files(location: Location) -> TagFiles:
     if len(prefixes) > 1:  # one run writes every file with bf16_ or every file without
         raise StaleError(
             location,
-            f"holds optimizer states of two runs: {' and '.join(sorted(prefixes.values()))}",
+            f"contains optimizer states of two runs: {' and '.join(sorted(prefixes.values()))}",
             "move the files of the older run away",
         )
     _check_models(files)
@@ -240,14 +240,14 @@ def _check_models(files: TagFiles) -> None:
         if rank is None or not rank.model:
             raise IncompleteError(
                 files.location,
-                f"{name} (or zero_pp_rank_*_model_states.pt) is missing:"
-                " it holds the parameter names and shapes",
+                f"{name} (or zero_pp_rank_*_model_states.pt) is missing: it contains the parameter"
+                " names and shapes",
                 "copy it here from rank 0's disk",
             )
         if rank.model_is_sharded and name in files.location.files:
             raise StaleError(
                 files.location,
-                f"holds model states of stage 3 (zero_pp_rank_*) and of another stage ({name}):"
+                f"contains model states of stage 3 (zero_pp_rank_*) and of another stage ({name}):"
                 " files of two runs are mixed",
                 "move the files of the older run away",
             )

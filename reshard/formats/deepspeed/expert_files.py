@@ -41,7 +41,7 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
         if set(ranks) != {0}:
             raise UnsupportedError(
                 ranks[max(ranks)],
-                "is of an expert of a tensor-parallel run, which is not read yet",
+                "belongs to an expert of a tensor-parallel run, which reshard does not read yet",
             )
         paths.setdefault(layer, {})[number] = ranks[0]
     declared = first.root.get("num_experts")
@@ -63,7 +63,7 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
         layer, number = extra[0]
         raise StaleError(
             paths[layer][number],
-            f"is of an expert that the model does not have: its layers have {counts} experts",
+            f"belongs to an expert that the model does not have: its layers have {counts} experts",
             "files of two runs are mixed: move those of the other run away",
         )
     experts = [
@@ -83,7 +83,7 @@ def _open_expert(path: Path, number: int) -> Expert:
     names = map(parse_expert_name, tensors)
     owners = {(name.layer, name.number) if name else None for name in names}
     if len(owners) != 1 or (owner := owners.pop()) is None or owner[1] != number:
-        raise CorruptError(path, f"does not hold expert {number} of one layer, and nothing else")
+        raise CorruptError(path, f"does not contain exactly expert {number} of one layer")
     return Expert(owner[0], number, file, tensors)
 
 
@@ -96,8 +96,8 @@ def _check_tensors(experts: Sequence[Expert]) -> None:
         if names != expected:
             raise CorruptError(
                 expert.file.path,
-                "does not hold the same tensors of its expert as"
-                f" {Path(first.file.path).name}: {', '.join(sorted(names ^ expected)[:3])}",
+                f"does not contain the same tensors of its expert as {Path(first.file.path).name}:"
+                f" {', '.join(sorted(names ^ expected)[:3])}",
                 MIXED,
             )
 

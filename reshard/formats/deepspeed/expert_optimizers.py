@@ -117,20 +117,22 @@ def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None
     if len(sizes) > 1:
         raise UnsupportedError(
             file.path,
-            f"is of a run without ZeRO, whose layers of experts are shared by {sorted(sizes)} ranks"
-            " each: no file says which layer is shared by how many",
+            f"belongs to a run without ZeRO, whose layers of experts are shared by {sorted(sizes)}"
+            " ranks each: no file states which layer is shared by how many",
         )
     if sizes and max(sizes) > count:
         raise IncompleteError(
             file.path,
-            f"is of {max(sizes)} expert-parallel ranks, and optimizer states of {count} are here",
+            f"belongs to a run with {max(sizes)} expert-parallel ranks, but there are optimizer"
+            f" states of {count}",
             "copy the missing expp_rank_* files here",
         )
     uneven = any(total % count for total in counts.values())
     if uneven or (sizes and max(sizes) < count):
         raise StaleError(
             file.path,
-            f"is of {max(sizes, default=count)} expert-parallel ranks; optimizer states of {count}"
-            f" and files of {sorted(counts.values())} experts a layer are here",
+            f"belongs to a run with {max(sizes, default=count)} expert-parallel ranks; there are"
+            f" optimizer states of {count} and files of {sorted(counts.values())} experts per"
+            " layer",
             "files of two runs are mixed: move those of the other run away",
         )

@@ -91,27 +91,33 @@ def _refuse(files: TagFiles, first: ModelStates) -> None:
     """Refuse runs with experts that are not read yet, and files of two runs."""
     where = files.location
     if first.root.get("ds_autoep_layers"):
-        raise UnsupportedError(where, "holds experts of AutoEP, which are not read yet")
+        raise UnsupportedError(where, "contains experts of AutoEP, which reshard does not read yet")
     if files.layers or set(files.ranks) != {0}:
         raise UnsupportedError(
-            where, "holds experts of a tensor- or pipeline-parallel run, which are not read yet"
+            where,
+            "contains experts of a tensor-parallel or pipeline-parallel run, which reshard does"
+            " not read yet",
         )
     if any(layer < 0 for layer, _ in files.experts):
         raise UnsupportedError(
-            where, "holds expert_N files that name no layer, of DeepSpeed before 0.5: not read"
+            where,
+            "contains expert_N files without a layer number, from DeepSpeed before 0.5, which"
+            " reshard does not read",
         )
     if files.ranks[0].model_is_sharded:
-        raise UnsupportedError(where, "holds experts of ZeRO stage 3, which are not read yet")
+        raise UnsupportedError(
+            where, "contains experts of ZeRO stage 3, which reshard does not read yet"
+        )
     if not (files.expert_optim or first.shapes):
         raise IncompleteError(
             where,
-            "holds experts of a run without ZeRO, and no expp_rank_*_optim_states.pt",
+            "contains experts of a run without ZeRO, but no expp_rank_*_optim_states.pt",
             "copy them here (each expert-parallel rank has one)",
         )
     if files.expert_optim and files.ranks[0].optim:
         raise StaleError(
             where,
-            "holds optimizer states of a run with ZeRO (zero_pp_rank_*) and of one without"
+            "contains optimizer states of a run with ZeRO (zero_pp_rank_*) and of one without"
             " (expp_rank_*)",
             "move the files of the older run away",
         )
@@ -130,13 +136,15 @@ def _with_all_experts(
         if not local.get(layer) or count % local[layer]:
             raise CorruptError(
                 first.file.path,
-                f"lists {local.get(layer, 0)} experts of {layer!r}, and there are files of {count}",
+                f"lists {local.get(layer, 0)} experts of {layer!r}, but there are files of {count}",
                 MIXED,
             )
         sizes[layer] = count // local[layer]
     if unknown := local.keys() - sizes.keys():
         raise IncompleteError(
-            first.file.path, f"lists experts of {min(unknown)!r}, of which there is no file", MIXED
+            first.file.path,
+            f"lists experts of {min(unknown)!r}, but there is no file of them",
+            MIXED,
         )
 
     def of_all_ranks(names: Iterable[str]) -> dict[str, str]:
@@ -188,7 +196,8 @@ def _group_size(first: ModelStates, group: Iterable[str], sizes: Mapping[str, in
     if len(own) > 1:
         raise CorruptError(
             first.file.path,
-            f"a param group holds parameters of {sorted(own)} expert-parallel ranks together",
+            "a param group contains parameters with different numbers of expert-parallel ranks:"
+            f" {sorted(own)}",
             MIXED,
         )
     return own.pop() if own else 1

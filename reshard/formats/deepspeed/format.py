@@ -136,8 +136,8 @@ class Native(_Writer):
             raise IncompleteError(
                 state.manifest.origin.path,
                 "does not state the order of the model's parameters, by which DeepSpeed refers to"
-                " them (FSDP's units and safetensors have an order of their own)",
-                "name the model: --model config.json|DIR|module:factory",
+                " them (FSDP units and safetensors files have their own order)",
+                "pass the model: --model config.json|DIR|module:factory",
             )
         return write.lay_out(
             state,
@@ -171,8 +171,8 @@ class Universal(_Writer):
         if request.weights_only:
             raise UsageError(
                 "--to ds-universal",
-                "writes the optimizer state, one folder per parameter",
-                "write the weights alone with --to deepspeed, or with reshard merge",
+                "stores the optimizer state, one folder per parameter",
+                "write only the weights with --to deepspeed, or with reshard merge",
             )
         return write.lay_out_universal(state, **self._describe_grid(request))
 

@@ -65,7 +65,7 @@ def read_stages(
         if tensor_rank not in ranks:
             raise IncompleteError(
                 files.location,
-                f"holds layer {layer} of tensor-parallel rank {min(ranks)}, but not of rank"
+                f"contains layer {layer} of tensor-parallel rank {min(ranks)}, but not of rank"
                 f" {tensor_rank}",
                 "copy the missing file here",
             )
@@ -90,7 +90,7 @@ def _is_full(module: StageModule, stage: DeclaredStage) -> bool:
 def _read_tensors(file: TorchFile, layer: int, named: Names) -> dict[str, Tensor]:
     """Return the tensors of a layer's file under the names that the optimizer has for them."""
     if not isinstance(file.root, dict):
-        raise CorruptError(file.path, "is not a layer's state dict")
+        raise CorruptError(file.path, "is not the state dict of a layer")
     leaves.find_opaque(file.path, file.root)  # raises if a weight has a form that is not read
     tensors = {str(key): value for key, value in file.root.items() if isinstance(value, Tensor)}
     prefix = f"{layer}."
@@ -116,8 +116,8 @@ def _find_tied_prefix(file: TorchFile, tensors: Mapping[str, Tensor], named: Nam
     if len(fitting) > 1:
         raise UnsupportedError(
             file.path,
-            f"may be any of {', '.join(fitting)}, which have the same names and shapes",
-            "convert the run with DeepSpeed's ds_to_universal, and give reshard its output",
+            f"could be any of {', '.join(fitting)}, which have the same names and shapes",
+            "convert the run with DeepSpeed's ds_to_universal, and pass reshard the result",
         )
     return fitting[0] if fitting else None
 
@@ -131,7 +131,7 @@ def _check_named(files: TagFiles, named: Names, modules: Sequence[StageModule]) 
         where = "layer's file" if number is None else f"layer_{number:02d}-*"
         raise IncompleteError(
             files.location,
-            f"names {missing!r}, which no {where} here holds",
+            f"names {missing!r}, but no {where} here contains it",
             "copy the missing file here",
         )
 

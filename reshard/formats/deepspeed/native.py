@@ -125,10 +125,10 @@ def _require_optimizer(files: RankFiles, first: ModelStates, world_size: int) ->
     if first.shapes and not files.optim:
         raise IncompleteError(
             files.location,
-            f"is a ZeRO checkpoint of {world_size} ranks, but it holds no *_optim_states.pt:"
-            " the fp32 weights are in them",
-            "copy them here; or merge the 16-bit weights of stages 1 and 2 with"
-            f" --from torch {first.file.path}",
+            f"is a ZeRO checkpoint of {world_size} ranks, but contains no *_optim_states.pt files,"
+            " which store the fp32 weights",
+            "copy them here; or merge the 16-bit weights of stages 1 and 2 with --from torch"
+            f" {first.file.path}",
         )
 
 
@@ -157,7 +157,7 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
         if saved and (set(saved) != {world_size} if not first.expert_ranks else saved != expected):
             raise CorruptError(
                 rank.file.path,
-                f"was saved by {sorted(set(saved))} ranks, {Path(first.file.path).name} by"
+                f"was saved by {sorted(set(saved))} ranks, but {Path(first.file.path).name} by"
                 f" {sorted(set(expected))}",
                 MIXED,
             )
@@ -253,7 +253,7 @@ def _read_optimizer(
     else:
         raise UnsupportedError(
             ranks[0].file.path,
-            f"optimizer states of an unknown form: {', '.join(sorted(map(str, root)))}",
+            f"optimizer states of an unknown structure: {', '.join(sorted(map(str, root)))}",
         )
     param_groups, steps = read_param_groups(ranks, shapes), read_steps(ranks, shapes)
     train = read_train_state(first, groups=param_groups, steps=steps, optimizer_root=root)
@@ -368,7 +368,7 @@ def _find_absent(
         return ()
     if absent and "shared_params" not in first.root:
         warnings.append(
-            "at stage 3 DeepSpeed before 0.9.2 does not say which names are tied, and before 0.9.1"
-            " saves no frozen weights"
+            "DeepSpeed before 0.9.2 does not state at stage 3 which names are tied, and before"
+            " 0.9.1 does not save frozen weights"
         )
     return absent

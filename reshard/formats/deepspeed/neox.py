@@ -53,7 +53,9 @@ def _load_yaml(path: Path, text: str) -> Any:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if _count_values(node, {}) > _MAX_VALUES:
-            raise CorruptError(path, f"has more than {_MAX_VALUES} values, by its aliases")
+            raise CorruptError(
+                path, f"has more than {_MAX_VALUES} values after its aliases are expanded"
+            )
         return loader.construct_document(node) if node else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date, a number
         raise CorruptError(path, f"is not YAML: {(str(error).splitlines() or [''])[0]}") from error
@@ -82,9 +84,11 @@ def read_files(checkpoint: str) -> dict[Path, bytes]:
     contents = {}
     for path in paths:
         if not path.is_file():
-            raise CorruptError(path, "is not a plain file, as which GPT-NeoX saves its settings")
+            raise CorruptError(
+                path, "is not a regular file, which is how GPT-NeoX saves its settings"
+            )
         if path.stat().st_size > _MAX_BYTES:
-            raise CorruptError(path, f"is larger than {_MAX_BYTES} bytes, too large for settings")
+            raise CorruptError(path, f"has more than {_MAX_BYTES} bytes, too many for settings")
         contents[path] = path.read_bytes()
     return contents
 

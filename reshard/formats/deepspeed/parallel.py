@@ -87,13 +87,13 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
     if count < expected:
         raise IncompleteError(
             files.location,
-            f"{expected} model-parallel ranks saved it; model states of {count} are here",
+            f"was saved by {expected} model-parallel ranks; there are model states of {count}",
             "copy the missing mp_rank_* files here",
         )
     if count % tensor:
         raise CorruptError(
             files.location,
-            f"holds model states of {count} ranks, and files of {tensor} tensor-parallel ranks",
+            f"contains model states of {count} ranks, and files of {tensor} tensor-parallel ranks",
             "files of two runs are mixed: move those of the other run away",
         )
     return tensor

@@ -252,7 +252,7 @@ def _split(
         if flat.numel != total:
             raise CorruptError(
                 model.file.path,
-                f"has a flat {kind} of {flat.numel} elements; the members of its group have"
+                f"has a flat {kind} of {flat.numel} elements, but the members of its group have"
                 f" {total}",
             )
         offset = flat.chunk.byte_offset
@@ -285,7 +285,7 @@ def _name_fused_groups(
         matches = list(islice(fits, 2))
     if len(matches) != 1:
         raise AmbiguousError(
-            list(candidates), "were joined by a fused optimizer in an order that no file gives"
+            list(candidates), "were joined by a fused optimizer in an order that no file states"
         )
     return matches[0]
 

@@ -50,7 +50,9 @@ def read_groups(
         count = len(_masters(rank))
         if count != len(shapes):
             raise CorruptError(
-                rank.file.path, f"holds {count} groups, param_shapes lists {len(shapes)}", MIXED
+                rank.file.path,
+                f"contains {count} groups, but param_shapes lists {len(shapes)}",
+                MIXED,
             )
     for group, (members, parts) in enumerate(zip(shapes, owners, strict=True)):
         names = list(members)
@@ -158,8 +160,8 @@ class FlatGroup:
                 return numel
         raise CorruptError(
             self.ranks[0].file.path,
-            f"group {self.index}: the ranks hold {stored} elements, with padding {padded}; equal"
-            " pieces are expected",
+            f"group {self.index}: the ranks store {stored} elements, with padding {padded}; pieces"
+            " of equal size are expected",
             MIXED,
         )
 
@@ -203,7 +205,7 @@ class FlatGroup:
             raise CorruptError(
                 self.ranks[0].file.path,
                 f"group {self.index}: its {len(self.members)} parameters take {self.end} elements"
-                f" and {declared} are padding, but {len(self.ranks)} ranks hold {total}",
+                f" and {declared} are padding, but {len(self.ranks)} ranks store {total}",
                 MIXED,
             )
 
@@ -317,7 +319,7 @@ class FlatGroup:
                 raise CorruptError(
                     rank.file.path,
                     f"group {self.index}: {name} has {stored} elements; a partition has"
-                    f" {self.piece_numel}, and the parameters that it meets have {numel}",
+                    f" {self.piece_numel}, and the parameters in it have {numel}",
                     MIXED,
                 )
             at = piece.chunk.byte_offset if piece else 0

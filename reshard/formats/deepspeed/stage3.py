@@ -61,7 +61,9 @@ def _masters(rank: OptimizerStates, count: int) -> list[Tensor]:
     groups = rank.require_list("fp32_flat_groups")
     if len(groups) != count:
         raise CorruptError(
-            rank.file.path, f"holds {len(groups)} sub-groups, param_shapes lists {count}", MIXED
+            rank.file.path,
+            f"contains {len(groups)} sub-groups, but param_shapes lists {count}",
+            MIXED,
         )
     return groups
 
@@ -79,7 +81,7 @@ def _split(kind: str, members: Mapping[str, Index], pieces: Sequence[FlatPiece])
         if piece.numel != expected:
             raise CorruptError(
                 piece.file,
-                f"rank {number} holds {piece.numel} elements of {kind} in a sub-group whose"
+                f"rank {number} stores {piece.numel} elements of {kind} in a sub-group whose"
                 f" {len(members)} parameters take {expected} elements on each of {ranks} ranks",
                 MIXED,
             )

@@ -182,7 +182,7 @@ class OptimizerStates:
         if index >= len(states):
             raise CorruptError(
                 self.file.path,
-                f"base_optimizer_state holds {len(states)} groups; group {index} is missing",
+                f"base_optimizer_state contains {len(states)} groups; group {index} is missing",
                 MIXED,
             )
         return states[index] or {}
@@ -195,7 +195,7 @@ class OptimizerStates:
         """
         values = self.root.get(key)
         if values is None:
-            raise CorruptError(self.file.path, f"has no {key}, which other ranks have", MIXED)
+            raise CorruptError(self.file.path, f"has no {key}, but other ranks have it", MIXED)
         return list(values)
 
 
@@ -234,7 +234,10 @@ def locate_piece(file: TorchFile, tensor: Tensor) -> FlatPiece:
         UnsupportedError: it is a numpy array, whose bytes are not raw in the file.
     """
     if tensor.storage.file != file.path:
-        raise UnsupportedError(file.path, "holds a flat partition that is a numpy array")
+        raise UnsupportedError(
+            file.path,
+            "contains a flat partition that is a numpy array, which reshard does not read",
+        )
     return FlatPiece(file.path, tensor.chunk.byte_offset, tensor.numel, tensor.dtype)
 
 
@@ -255,7 +258,9 @@ def open_model(path: Path, cache: PickleCache | None = None) -> ModelStates:
     """
     file = torch_reader.read(path, builders=BUILDERS, cache=cache)
     if not isinstance(file.root, dict) or "module" not in file.root:
-        raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
+        raise CorruptError(
+            path, "is not a DeepSpeed model states file: it does not contain 'module'"
+        )
     expect(path, file.root, schemas.MODEL_STATES if cache is None else schemas.OTHER_MODEL_STATES)
     return ModelStates(file, file.root)
 
@@ -318,7 +323,8 @@ def open_optimizer(path: Path, rank: int) -> OptimizerStates:
     inner = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
     if not isinstance(inner, dict):
         raise CorruptError(
-            path, "is not a DeepSpeed optimizer states file: it has no 'optimizer_state_dict'"
+            path,
+            "is not a DeepSpeed optimizer states file: it does not contain 'optimizer_state_dict'",
         )
     expect(path, file.root, schemas.VERSIONED)
     expect(path, inner, schemas.OPTIMIZER_STATES, "optimizer_state_dict")

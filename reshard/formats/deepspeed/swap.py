@@ -75,8 +75,8 @@ def _pieces_of_rank(
     if len(ids) != len(offloaded):
         raise IncompleteError(
             folder,
-            f"{len(offloaded)} sub-groups of rank {rank.rank} were offloaded to disk, but"
-            f" {len(ids)} of their swap files are here",
+            f"{len(offloaded)} sub-groups of rank {rank.rank} were offloaded to disk, but the"
+            f" checkpoint contains {len(ids)} of their swap files",
             "DeepSpeed before 0.13 left them in nvme_path: look there, or save again without"
             " offload",
         )
@@ -102,9 +102,9 @@ def _check_size(path: Path, numel: int) -> None:
     if size % _ALIGNMENT or not needed <= size < needed + _MAX_PADDING:
         raise CorruptError(
             path,
-            f"has {size} bytes; its sub-group takes {needed} and padding to a multiple of"
+            f"has {size} bytes; its sub-group takes {needed} plus padding to a multiple of"
             f" {_ALIGNMENT}",
-            "the file is truncated, or of another run",
+            "the file is truncated, or belongs to another run",
         )
 
 
@@ -129,7 +129,7 @@ def _refuse_ambiguous(
     if _count_groups(offloaded, rank) > 1 and len(sizes) < len(offloaded):
         raise UnsupportedError(
             folder,
-            "sub-groups of several param groups were offloaded to disk, and their sizes do not"
-            " tell the swap files apart",
+            "sub-groups of several param groups were offloaded to disk, and the swap files cannot"
+            " be told apart by size",
             "save once without offload_optimizer to nvme",
         )

@@ -141,7 +141,7 @@ def _open_models(location: Location) -> list[ModelStates]:
     if not sharded:
         raise IncompleteError(
             location,
-            "has zero/ but no *_model_states.pt beside it: the step and the buffers are in it",
+            "has zero/ but no *_model_states.pt beside it, which stores the step and the buffers",
             "copy it here from the directory that was converted",
         )
     return [open_model(path) for path in sharded]
@@ -176,7 +176,7 @@ def _read_folder(
         value: Any = file.root.get("param") if isinstance(file.root, dict) else file.root
         is_count = path.stem == "step" and type(value) in (int, float)
         if not isinstance(value, Tensor) and not is_count:
-            raise CorruptError(path, "holds no tensor 'param'")
+            raise CorruptError(path, "does not contain the tensor 'param'")
         yield (MASTER if path.stem == "fp32" else path.stem), file, value
 
 
@@ -195,7 +195,7 @@ def _check_folders(
     if lost:
         raise IncompleteError(
             location.folders["zero"],
-            f"has no folder of {lost[0]!r}, which was trained"
+            f"has no folder for {lost[0]!r}, which was trained"
             + (f", nor of {len(lost) - 1} others" if lost[1:] else ""),
             "the conversion or a copy was interrupted: repeat it",
         )
@@ -271,11 +271,12 @@ def _find_configured_stage(model: ModelStates) -> int | None:
 
 def _warnings(model: ModelStates) -> Iterator[str]:
     if model.root.get("module") is None:
-        yield "the model states hold no module (pipeline): buffers and tied names are not known"
+        yield "the model states contain no module (pipeline): buffers and tied names are not known"
     config, ranks = model.config, model.data_ranks or 1
     stage = order.zero_section(config).get("stage", 0)
     if ranks > 1 and order.uses_round_robin(config, stage, dtypes.parse(_find_precision(model))):
         yield (
             "converted from a run with round_robin_gradients: DeepSpeed's converter (0.12 to 0.19"
-            " at least) puts the values of most parameters under other names; read the run itself"
+            " at least) stores the values of most parameters under wrong names; read the run"
+            " itself"
         )

@@ -58,14 +58,14 @@ class SourceRanks:
         if split.dim is not None:
             raise UnsupportedError(
                 entry.chunks[0].file,
-                f"joins {entry.fqn!r} along dim 0, which the ranks shared along dim {split.dim}:"
-                f" it is {entry.shape}, not {expected}",
+                f"joins {entry.fqn!r} along dim 0, but the ranks shared it along dim {split.dim}:"
+                f" its shape is {entry.shape}, expected {expected}",
                 "read the run that it was converted from",
             )
         self.notes.setdefault(
-            f"{entry.fqn!r} is stored {self.tensor} times, as ds_to_universal --no_strict joins"
-            f" what no pattern matches: {entry.shape}. It is taken once, the copies are compared;"
-            " DeepSpeed itself does not load this directory into such a model"
+            f"{entry.fqn!r} is stored {self.tensor} times, because ds_to_universal --no_strict"
+            f" joins what no pattern matches: its shape is {entry.shape}. It is read once and the"
+            " copies are compared; DeepSpeed itself does not load this directory into such a model"
         )
         rows = prod(local) * entry.dtype.itemsize
         first = entry.chunks[0]

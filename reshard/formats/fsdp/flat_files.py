@@ -170,6 +170,6 @@ def _find_buffers(state: WritableState, model: ModelShapes) -> dict[str, Value]:
     missing = [name for name in model.buffers if name not in every]
     if missing:
         raise IncompleteError(
-            state.manifest.origin.path, f"has no {missing[0]!r}, which {model.source} has"
+            state.manifest.origin.path, f"has no {missing[0]!r}, but {model.source} has it"
         )
     return {name: every[model.tied.get(name, name)] for name in names}

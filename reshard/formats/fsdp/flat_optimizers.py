@@ -28,7 +28,7 @@ _REMEDY = "write DCP or whole files"
 
 def _build_optimizer(state: WritableState) -> dict[str, Any]:
     """Build the optimizer by names; refuse what flat parameters cannot hold."""
-    why = "it has no place in a flat parameter"
+    why = "a flat parameter cannot store it"
     refuse_non_elementwise_slots(state, why, _REMEDY, placed=state.scalars)
     return torch_state_dict.build_optimizer(state, "fqn")  # refuses what is missing
 
@@ -94,8 +94,8 @@ def _refuse_unit(flat: Flat, found: Sequence[tuple[int, TrainedParameter] | None
     first, other = (flat.members[i][1].fqn for i in (0, at))
     raise UnsupportedError(
         flat.unit.prefix or "the root's flat parameter",
-        f"{first!r} and {other!r} would be one parameter of the optimizer, and are in different"
-        " groups or not both trained",
+        f"{first!r} and {other!r} would be in one flat parameter, but they are in different param"
+        " groups, or only one of them is trained",
         "write DCP or whole files, or wrap them in different units",
     )
 
@@ -113,7 +113,8 @@ def _build_flat_state(
     if len(steps) > 1:
         raise UnsupportedError(
             unit,
-            f"its members were stepped {sorted(map(str, steps))} times: one parameter has one step",
+            f"its members were stepped {sorted(map(str, steps))} times, but a flat parameter has"
+            " one step",
             _REMEDY,
         )
     for name in dict.fromkeys(name for member in stepped for name in held[member.fqn]):
@@ -121,7 +122,7 @@ def _build_flat_state(
         if any(value != values[0] for value in values):
             raise UnsupportedError(
                 unit,
-                f"the optimizer keeps a different {name} for each member, and one parameter has"
+                f"the optimizer keeps a different {name} for each member, but a flat parameter has"
                 " one",
                 _REMEDY,
             )
@@ -151,7 +152,7 @@ def _build_scalars(unit: str, stepped: Sequence[TrainedParameter]) -> dict[str, 
         lacking = [member.fqn for member in stepped if name not in member.slots]
         if lacking:
             raise UnsupportedError(
-                unit, f"the optimizer keeps no {name} of {lacking[0]!r}: {why}", _REMEDY
+                unit, f"the optimizer has no {name} of {lacking[0]!r}: {why}", _REMEDY
             )
     return scalars
 

@@ -101,8 +101,8 @@ def build_flats(state: WritableState, model: ModelShapes, dtype: DType | None) -
     if not model.units:
         raise UsageError(
             model.source,
-            "does not state how FSDP wraps it",
-            "pass --wrap as the new run will wrap it",
+            "does not state how FSDP wraps the model",
+            "pass --wrap with the wrapping of the new run",
         )
     weights = {weight.fqn: weight for weight in state.weights}
     flats = []
@@ -129,12 +129,12 @@ def _find_weight(
     found = next((weights[name] for name in names if name in weights), None)
     if found is None:
         raise IncompleteError(
-            state.manifest.origin.path, f"has no {fqn!r}, which {model.source} has"
+            state.manifest.origin.path, f"has no {fqn!r}, but {model.source} has it"
         )
     if found.shape != model.parameters[fqn]:
         raise UsageError(
             model.source,
-            f"{fqn!r} is {model.parameters[fqn]} in it, {found.shape} in the checkpoint",
+            f"{fqn!r} is {model.parameters[fqn]} in it, but {found.shape} in the checkpoint",
         )
     return found
 
@@ -147,7 +147,7 @@ def _choose_dtype(held: Sequence[Weight], dtype: DType | None) -> DType:
     strange = next((d for d in dtypes if d.family != "float"), None)
     if len(set(dtypes)) > 1 and (other or strange):
         raise UnsupportedError(
-            held[0].fqn, f"is {dtypes[0]}, others of its unit are {other or strange}"
+            held[0].fqn, f"is {dtypes[0]}, but others of its unit are {other or strange}"
         )
     return widest
 
@@ -158,4 +158,4 @@ def _refuse_unknown_weights(state: WritableState, model: ModelShapes) -> None:
     for weight in state.weights:
         aliases = {alias for alias, kept in state.manifest.tied.items() if kept == weight.fqn}
         if not known & {weight.fqn, *aliases}:
-            raise UsageError(model.source, f"has no {weight.fqn!r}, which the checkpoint holds")
+            raise UsageError(model.source, f"has no {weight.fqn!r}, but the checkpoint has it")

@@ -227,9 +227,9 @@ def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
             if isinstance(value, Value) and not value.divided and value.shape:
                 raise UnsupportedError(
                     str(fqn),
-                    f"its {name} has shape {value.shape}, which FSDP is not known to store in rank"
-                    " files",
-                    "write DCP instead, or pass --weights-only to write the weights alone",
+                    f"its {name} has shape {value.shape}; how FSDP would store such a state in"
+                    " rank files is not known",
+                    "write DCP instead, or pass --weights-only",
                 )
 
 
@@ -259,8 +259,8 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
         if state.groups:
             raise IncompleteError(
                 state.manifest.origin.path,
-                f"does not state whether {weight.fqn!r} is a parameter or a buffer: no optimizer"
-                " has it, and ranks store parameters in shards and buffers whole",
+                f"no file states whether {weight.fqn!r} is a parameter or a buffer: no optimizer"
+                " has state for it, and ranks store parameters in shards but buffers whole",
                 _SAY_MODEL,
             )
         return True
@@ -289,7 +289,7 @@ def _is_sharded_by_rows(state: WritableState) -> bool:
 def _is_parameter(model: ModelShapes, fqn: str) -> bool:
     first = model.tied.get(fqn, fqn)
     if first not in model.parameters and first not in model.buffers:
-        raise UsageError(model.source, f"has no {fqn!r}, which the checkpoint holds")
+        raise UsageError(model.source, f"has no {fqn!r}, but the checkpoint has it")
     return first in model.parameters
 
 

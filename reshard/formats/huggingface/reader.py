@@ -50,7 +50,7 @@ def read(location: Location) -> Manifest:
     manifest = replace(_read(location), quantisation=find_statement(location.files))
     others = list_other_weights(location, {Path(path).name for path in manifest.files})
     if others and not location.chosen:
-        text = f"holds other weights beside, which are not read: {some(others)}"
+        text = f"also contains other weights, which were not read: {some(others)}"
         manifest = replace(manifest, warnings=(*manifest.warnings, text))
     return manifest
 
@@ -70,9 +70,9 @@ def _read(location: Location) -> Manifest:
     if len(found) != 1:
         raise UnrecognisedError(
             location,
-            f"holds {len(found)} safetensors files and no index that states how they belong"
+            f"contains {len(found)} safetensors files but no index that states how they belong"
             f" together: {', '.join(file.name for file in found[:4])}",
-            "fetch model.safetensors.index.json; or give one file, if it is a model by itself",
+            "fetch model.safetensors.index.json, or pass one file if it is a complete model",
         )
     return _read_file(found[0])
 
@@ -84,7 +84,10 @@ def _read_unindexed(directory: Path, shards: Sequence[Path]) -> Manifest:
     manifest = _build_manifest(
         directory, entries, {source.path: source for _, source, _ in read}, set()
     )
-    text = f"no model.safetensors.index.json: {len(shards)} shards belong together by their names"
+    text = (
+        f"there is no model.safetensors.index.json: {len(shards)} shards belong together by their"
+        " names"
+    )
     return replace(manifest, warnings=(*manifest.warnings, text))
 
 
@@ -138,7 +141,9 @@ def _check_shard(index: Path, shard: Path, stored: set[str], promised: set[str])
     if stored - promised:
         fqn = min(stored - promised)
         raise StaleError(
-            shard, f"holds {fqn!r}, which {index.name} does not list there: a stale index or shard"
+            shard,
+            f"contains {fqn!r}, but {index.name} does not list it there: the index or the shard is"
+            " outdated",
         )
 
 

@@ -178,7 +178,7 @@ class Arguments:
             raise CorruptError(
                 self.source,
                 f"states {total} layers over {self.pp} pipeline stages of {self.vp} chunks, which"
-                " do not divide them",
+                " does not divide evenly",
             )
         # The first chunks of all stages precede the second ones, as a micro batch passes through
         # them.
@@ -249,7 +249,7 @@ def parse(value: Any, source: str) -> Arguments:
             counts.count(source, name, args.number(name))
     ranks = prod(max(args.number(name), 1) for name in _PARALLEL)
     if ranks > counts.MOST:
-        raise CorruptError(source, f"states that {ranks} ranks share the model")
+        raise CorruptError(source, f"states {ranks} ranks for one model, which is out of range")
     return args
 
 

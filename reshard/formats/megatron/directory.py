@@ -104,7 +104,7 @@ def find_checkpoint(location: Location) -> Location:
     if count > 1:
         raise UsageError(
             location,
-            f"belongs to one model-parallel rank of {count}",
+            f"belongs to one of {count} model-parallel ranks",
             f"pass the directory above: {above}",
         )
     return above
@@ -145,9 +145,9 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
     if missing:
         raise IncompleteError(
             location,
-            f"was saved with {grid}: {len(expected)} folders mp_rank_* are expected;"
+            f"was saved with {grid}: expected {len(expected)} folders mp_rank_*;"
             f" {some(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} missing",
-            "copy what is missing here (a node-local disk may still hold it), or give that node's"
+            "copy what is missing here (a node-local disk may still have it), or pass that node's"
             " directory as a second source",
         )
     extra = [name for name in folders if name not in expected]
@@ -156,7 +156,7 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
             location,
             f"was saved with {grid}, but also contains {some(extra, _LISTED)}, left over from"
             " another run",
-            "move them away if the other folders are the run that you mean",
+            "if the other folders are the run that you want, move these away",
         )
     return {
         rank: folders[name] for name, rank in sorted(expected.items(), key=lambda item: item[1])

@@ -176,7 +176,7 @@ def _join_segments(stored: Mapping[str, GlobalTensor], table: Table) -> dict[str
 def _get_segment(stored: Mapping[str, GlobalTensor], base: str, name: str) -> GlobalTensor:
     tensor = stored.get(f"{base}.{name}")
     if tensor is None:
-        raise IncompleteError(base, f"has no segment {name!r}, which others of its kind have")
+        raise IncompleteError(base, f"has no segment {name!r}, but others of its kind have it")
     return tensor
 
 
@@ -209,8 +209,8 @@ def _read_common(
     if not isinstance(common, dict):
         raise IncompleteError(
             location,
-            f"has neither {directory.COMMON} nor {_COMMON}, which holds the run's arguments",
-            "copy it here, or read the weights alone with --from torch",
+            f"has neither {directory.COMMON} nor {_COMMON}, which stores the run's arguments",
+            "copy it here, or read only the weights with --from torch",
         )
     return common, {}, set()
 
@@ -283,7 +283,7 @@ def _unstack(tensor: GlobalTensor) -> Iterator[GlobalTensor]:
     total = counts.count(where, "the number of stacked layers", tensor.shape[0])
     for chunk in tensor.chunks:
         if not chunk.box.fits(tensor.shape):
-            raise CorruptError(chunk.file, f"{chunk.box} lies outside of {tensor.shape}")
+            raise CorruptError(chunk.file, f"{chunk.box} lies outside {tensor.shape}")
         start, count = chunk.box.origin[0], chunk.box.shape[0]
         for index in range(start, start + count):
             by_index[index] += take_slice([chunk], index)

@@ -144,8 +144,8 @@ class FlatBuffers:
             if number not in stored:
                 raise CorruptError(
                     self._path,
-                    f"holds no flat buffer {number} of group {group[1]}, which {len(members)}"
-                    " parameters fill",
+                    f"does not contain flat buffer {number} of group {group[1]}, which"
+                    f" {len(members)} parameters fill",
                 )
             for slot, tensors in stored[number].items():
                 ordered = [tensors[index] for index in sorted(tensors)]

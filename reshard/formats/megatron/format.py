@@ -140,7 +140,7 @@ class Megatron(Writer):
         if manifest.origin.format == NAME:
             traits = tables.describe_source(manifest, source.names)
             if traits is None:
-                raise UsageError(manifest.origin.path, "does not state what its model is")
+                raise UsageError(manifest.origin.path, "does not state its model family")
             table = add_user_rules(load_whole_table(NAME), names.rules)
             saved = objects.attributes(manifest.train.objects.get("args"))
             architecture = tables.build_architecture(traits, names)
@@ -203,7 +203,7 @@ def _trim(named: Naming, wanted: Any) -> Naming:
     rows = vocabulary.pad_rows(vocab_size, wanted.divisible * wanted.sizes.tensor)
     constants = {"layers": layers} if layers else {}
     manifest, removed = vocabulary.cut_rows(named.manifest, known.table, constants, rows)
-    note = f"removed {removed} padding rows of the vocabulary, which has {vocab_size} entries"
+    note = f"removed {removed} padding rows from the vocabulary, which has {vocab_size} entries"
     return replace(named, manifest=manifest, notes=(*named.notes, *([note] * bool(removed))))
 
 

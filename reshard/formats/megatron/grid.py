@@ -100,10 +100,10 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
     if width and rows != width:
         raise CorruptError(
             args.source,
-            f"{name!r} has {shape[0]} rows on each of {args.tp} tensor-parallel ranks, of which"
-            f" transformer_impl {args.values.get('transformer_impl')!r} makes {rows}, and the"
-            f" arguments state {width}",
-            "say with --rules FILE whether the ranks cut it (cut: column or cut: replicated)",
+            f"{name!r} has {shape[0]} rows on each of {args.tp} tensor-parallel ranks. With"
+            f" transformer_impl {args.values.get('transformer_impl')!r} that is {rows} rows in"
+            f" total, but the arguments state {width}",
+            "state with --rules FILE whether the ranks cut it (cut: column or cut: replicated)",
         )
 
 

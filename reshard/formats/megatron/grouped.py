@@ -73,7 +73,8 @@ def _get_matrix_shape(entry: Entry, number: str, count: int) -> Index:
     dim = 1 if number == "1" else 0  # experts share the rows of weight2, the columns of weight1
     if not count or entry.shape[dim] % count:
         raise CorruptError(
-            entry.chunks[0].file, f"{entry.fqn!r} is {entry.shape}, which {count} experts share"
+            entry.chunks[0].file,
+            f"{entry.fqn!r} has shape {entry.shape}, which {count} experts do not divide",
         )
     part = entry.shape[dim] // count
     return (entry.shape[0], part) if dim else (part, entry.shape[1])
@@ -84,7 +85,9 @@ def _make_run(chunk: Chunk, shape: Index) -> tuple[int, Chunk]:
     start, stop = flat_span(chunk.box, shape)
     low, high = chunk.byte_span
     if stop - start != chunk.box.volume or high - low != chunk.box.volume * chunk.dtype.itemsize:
-        raise CorruptError(chunk.file, "keeps experts side by side in a tensor that is not dense")
+        raise CorruptError(
+            chunk.file, "stores experts side by side in a tensor that is not contiguous"
+        )
     one = (chunk.dtype.itemsize,)
     return start, replace(chunk, box=Box((0,), (chunk.box.volume,)), byte_strides=one)
 
@@ -108,7 +111,8 @@ def _make_head_moves(entry: Entry, version: float, args: Arguments) -> tuple[Mov
     width, rest = divmod(entry.shape[0], _PARTS * heads) if heads else (0, 1)
     if rest:
         raise CorruptError(
-            args.source, f"{entry.fqn!r} has {entry.shape[0]} rows for {heads} heads"
+            args.source,
+            f"{entry.fqn!r} has {entry.shape[0]} rows, which {heads} heads do not divide",
         )
     apart = version >= 1.0  # 1.0: [head, row, part]; 0: [part, head, row]
     runs = [

@@ -57,7 +57,7 @@ def read(location: Location, table: Table) -> Manifest:
     flat = any(file.flat is not None for file in opened.values())
     # A checkpoint without an optimizer (--no-save-optim) lacks nothing.
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
-        note = f"no rank has {directory.OPTIMIZER}: the optimizer's states are not here"
+        note = f"no rank has {directory.OPTIMIZER}: the checkpoint lacks the optimizer's state"
         whole = replace(whole, warnings=(*whole.warnings, note))
     states = own.collect_from_ranks(
         _collect_extra(opened, args, table, offsets), _collect_random(opened, args)
@@ -130,7 +130,7 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
         if count != len(first.read_chunks()):
             raise CorruptError(
                 file.path,
-                f"has {count} model chunks, other ranks have {len(first.read_chunks())}",
+                f"has {count} model chunks, but other ranks have {len(first.read_chunks())}",
                 MIXED,
             )
         _check_position(rank, file, args)
@@ -144,9 +144,9 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
     if flat and lacking:
         raise IncompleteError(
             as_path(lacking[0].path).parent,
-            f"{directory.OPTIMIZER} is missing, which other ranks have: the distributed"
-            " optimizer's states are in it",
-            "copy it here; to read the weights alone, move those of all ranks away",
+            f"{directory.OPTIMIZER} is missing, but other ranks have it: it stores the distributed"
+            " optimizer's state",
+            "copy it here; to read only the weights, move this file of all ranks away",
         )
 
 
@@ -169,7 +169,7 @@ def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None
         folder = GridPosition(pp, ep, tp).name_folder(args)
         raise CorruptError(
             file.path,
-            f"was saved by rank {saver}, whose folder is {folder}",
+            f"was saved by rank {saver}, but is in folder {folder}",
             "the folders were renamed or mixed: fetch the checkpoint again as a whole",
         )
 

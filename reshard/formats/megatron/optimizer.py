@@ -247,8 +247,7 @@ def _read_masters(
         if copies and len(half) != len(copies):
             raise CorruptError(
                 path,
-                f"keeps {len(copies)} fp32 copies of a param group of {len(half)} 16-bit"
-                " parameters",
+                f"has {len(copies)} fp32 copies for a param group of {len(half)} 16-bit parameters",
                 MIXED,
             )
         result.entries += map(make_entry, half, [MASTER] * len(copies), copies)
@@ -305,7 +304,7 @@ def _read_buffers(
         states = content.get(number)
         if not isinstance(states, dict) or len(states) != 1:
             raise CorruptError(
-                path, f"holds no flat buffer {number}, which {len(members)} parameters fill"
+                path, f"does not contain flat buffer {number}, which {len(members)} parameters fill"
             )
         (state,) = states.values()
         size = args.get_bucket_size(stage=stage, chunk=chunk)
@@ -349,9 +348,10 @@ def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int
     expected = sum(prod(param.shape) for param in members)
     return CorruptError(
         path,
-        f"{what} holds {numel} elements, which is not how Megatron lays out its {len(members)}"
-        f" parameters of {expected} elements",
-        "it belongs to another run than the weights, or to a Megatron that reshard does not know",
+        f"{what} has {numel} elements, but Megatron's layout of its {len(members)} parameters has"
+        f" {expected}",
+        "it belongs to another run than the weights, or was written by a Megatron version that"
+        " reshard does not support",
     )
 
 

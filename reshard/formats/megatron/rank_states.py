@@ -53,7 +53,7 @@ def _choose_extra_states(states: OwnStates, conversion: StateConversion) -> Carr
     if reason and policy == "keep":
         raise UsageError(
             "--extra-state keep",
-            f"the extra states of modules cannot be kept: {reason}",
+            f"the extra states of modules cannot be copied: {reason}",
             "leave them out: --extra-state drop",
         )
     if reason:
@@ -91,8 +91,8 @@ def _choose_random_states(
     if reason and policy == "keep":
         raise UsageError(
             "--rng keep",
-            f"random states cannot be kept: {reason}",
-            "leave them out with --rng drop: Megatron seeds every rank anew",
+            f"random states cannot be copied: {reason}",
+            "leave them out with --rng drop: Megatron then seeds every rank",
         )
     if reason:
         return _drop_random_states(states, notes, f"random states: {reason}")

@@ -76,7 +76,7 @@ class Meta(Writer):
         if traits.rope_scaling is not None:
             raise UnsupportedError(
                 traits.source,
-                f"scales rotations ({traits.rope_scaling}), which params.json cannot describe",
+                f"scales rotary positions ({traits.rope_scaling}), which params.json cannot state",
             )
         renamed = renaming.rename_from_hf(manifest, table, traits.architecture())
         # Meta's files have both tensors: a tied model writes its embedding under two names.
@@ -101,7 +101,7 @@ class Meta(Writer):
             raise AssertionError("`rename` describes the model")
         if not request.weights_only:
             raise UsageError(
-                "--to meta", "writes weights alone", "leave the optimizer out: --weights-only"
+                "--to meta", "stores only weights", "leave out the optimizer: --weights-only"
             )
         ranks = request.parallel.tensor
         skeleton = writer.lay_out(

@@ -64,7 +64,7 @@ def read(location: Location, table: Table | None = None) -> Manifest:
     if missing:
         raise IncompleteError(
             location,
-            f"has {files[max(files)].name}, but no file of rank {', '.join(map(str, missing))}",
+            f"has {files[max(files)].name}, but no file for rank {', '.join(map(str, missing))}",
             "fetch the missing files",
         )
     params = read_json_object(location.files[PARAMS])
@@ -109,7 +109,8 @@ def _read_rank(path: Path, location: Location, params: Mapping[str, Any], world:
     if (dims.get(EMBEDDING), dims.get(_NORM, 1)) != (2, 1):
         raise CorruptError(
             path,
-            f"has no matrix {EMBEDDING!r} or no vector {_NORM!r}: it is not a model of Meta",
+            f"has no matrix {EMBEDDING!r} or no vector {_NORM!r}, so it is not a model in Meta's"
+            " layout",
         )
     origin = Origin(
         format=NAME,
@@ -168,8 +169,8 @@ def traits(manifest: Manifest) -> Traits:
     # Llama 1 and 2 state none: theirs is the default of ``precompute_freqs_cis``.
     theta = float(params.get("rope_theta") or 10000.0)
     odd = (
-        "rotations scaled by a factor that it does not state (use_scaled_rope): Llama 3.1 has 8,"
-        " Llama 3.2 has 32"
+        "scales rotary positions by a factor that no file states (use_scaled_rope): Llama 3.1 has"
+        " 8, Llama 3.2 has 32"
     )
     return Traits(
         source=str(as_path(manifest.origin.path) / PARAMS),

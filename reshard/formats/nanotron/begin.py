@@ -59,7 +59,7 @@ def rename(conversion: StateConversion, names: NameOptions) -> Naming:
     if family.name not in _MODELS:
         raise UnsupportedError(
             traits.source,
-            f"is a {family.name} model; nanotron is written for {' and '.join(_MODELS)}",
+            f"is a {family.name} model, but nanotron is supported for {' and '.join(_MODELS)}",
         )
     _refuse_unknown(traits)
     table = add_user_rules(load_table(NAME), names.rules)
@@ -83,7 +83,7 @@ def _refuse_unknown(traits: Traits) -> None:
     """
     hidden, heads = traits.hidden or 0, traits.heads or 1
     if traits.rope_scaling is not None:
-        problem = f"scales rotations ({traits.rope_scaling})"
+        problem = f"scales rotary positions ({traits.rope_scaling})"
     elif traits.head_dim not in (None, hidden // heads):
         problem = f"has heads of {traits.head_dim} elements, nanotron of {hidden // heads}"
     else:
@@ -132,7 +132,8 @@ def add_layout(state: WritableState, described: Described, pipeline: int) -> Wri
     if empty is not None:
         raise UsageError(
             f"--pp {pipeline}",
-            f"leaves stage {empty} without a parameter, by the costs of blocks",
+            f"leaves stage {empty} without a parameter, because stages are balanced by the cost of"
+            " blocks",
             "pass a smaller --pp",
         )
     # Reversed, so that the first of two stages wins: that one saves a tied parameter.
@@ -230,6 +231,6 @@ def describe(described: Described) -> Iterator[str]:
     """Yield notes on what nanotron's own configuration has to say."""
     sequence = described.args["sequence"]
     yield (
-        "config.yaml is the run's own: its model is that of model_config.json, and the first of its"
-        f" data_stages goes on from the samples of {METADATA} (sequence_length {sequence})"
+        "config.yaml belongs to the run: its model is that of model_config.json, and the first of"
+        f" its data_stages continues after the samples in {METADATA} (sequence_length {sequence})"
     )

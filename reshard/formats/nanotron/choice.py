@@ -65,8 +65,8 @@ def resolve_layout(state: WritableState, wanted: Wanted) -> Layout:
         if cut is None:
             raise UnsupportedError(
                 state.manifest.origin.path,
-                f"the headers of {fqn!r} do not state how tensor-parallel ranks share it, or do not"
-                " match the layers of nanotron",
+                f"the headers of {fqn!r} do not state how tensor-parallel ranks share it, or do"
+                " not match nanotron's layers",
                 "write the weights with reshard merge",
             )
     if wanted.sizes.tensor > 1 and not stated.cuts:
@@ -100,7 +100,7 @@ def _change_stages(state: WritableState, stated: Layout, before: int, after: int
             differing = ", ".join(sorted(there.symmetric_difference(here))[:_SHOWN])
             raise UnsupportedError(
                 path,
-                f"stage {stage} of {before} differs from the one that nanotron derives from"
+                f"stage {stage} of {before} differs from the stage that nanotron derives from"
                 f" {MODEL_CONFIG}: {differing}",
                 f"keep the source's number of stages: --pp {before}",
             )
@@ -117,8 +117,8 @@ def _change_stages(state: WritableState, stated: Layout, before: int, after: int
     if empty is not None:
         raise UsageError(
             f"--pp {after}",
-            f"leaves stage {empty} without a parameter, by the costs of blocks: nanotron cannot"
-            " train that",
+            f"leaves stage {empty} without a parameter, because nanotron balances stages by the"
+            " cost of blocks; nanotron cannot train such a model",
             "pass a smaller --pp",
         )
     return stated.on(
@@ -142,7 +142,7 @@ def _check_optimizer(state: WritableState, stated: Layout) -> None:
     if stated.unnamed:
         raise UnsupportedError(
             path,
-            f"{stated.unnamed} parameters were never stepped, and have no name in the optimizer:"
+            f"{stated.unnamed} parameters were never stepped and have no name in the optimizer:"
             " nanotron cannot load such an optimizer",
             alone,
         )
@@ -160,6 +160,6 @@ def _check_optimizer(state: WritableState, stated: Layout) -> None:
                 raise UnsupportedError(
                     path,
                     f"only the first tensor-parallel rank has {fqn!r}, the bias of a layer that is"
-                    " cut along its input: such an optimizer is not supported",
+                    " cut along its input: reshard does not support such an optimizer",
                     alone,
                 )

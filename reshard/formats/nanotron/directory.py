@@ -175,7 +175,7 @@ def _complete(what: str, files: list[RankFile], axes: tuple[str, ...]) -> tuple[
         if file.sizes != first.sizes:
             raise CorruptError(
                 file.path,
-                f"is of a grid of {_shown(file)}, but {first.path.name} of another",
+                f"belongs to a grid of {_shown(file)}, but {first.path.name} to another",
                 _MIXED,
             )
     present = [axis for axis in axes if axis in first.sizes]
@@ -186,7 +186,7 @@ def _complete(what: str, files: list[RankFile], axes: tuple[str, ...]) -> tuple[
             missing = ", ".join(f"{axis} {rank}" for axis, rank in zip(present, ranks, strict=True))
             raise IncompleteError(
                 first.path.parent,
-                f"has no file of {what} of rank {missing}",
+                f"has no {what} file of rank {missing}",
                 FETCH_MISSING,
             )
     return tuple(sorted(files, key=lambda file: [file.rank(axis) for axis in AXES]))

@@ -66,8 +66,8 @@ class Nanotron(Writer):
         if request.zero_stage > 1:
             raise UsageError(
                 f"--zero-stage {request.zero_stage}",
-                "is not a stage of nanotron, which has 0 and 1",
-                "give one of them",
+                "is not a ZeRO stage of nanotron, which supports 0 and 1",
+                "pass 0 or 1",
             )
         wanted = Wanted(
             sizes=request.parallel,

@@ -48,7 +48,7 @@ class Cut:
                 raise UsageError(
                     f"--tp {ranks}",
                     f"does not divide {part} of dim {self.dim} of {fqn!r}, {shape}",
-                    "pass a divisor of it: nanotron cuts every fused part evenly",
+                    "pass a divisor of it: nanotron cuts every part of a fused tensor evenly",
                 )
             width = part // ranks
             here = f"{local},{local + width},None" if self.parts else _ALL

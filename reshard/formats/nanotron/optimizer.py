@@ -108,7 +108,7 @@ def _iterate_tensors(
     """
     for index, slots in file.root["state"].items():
         if index not in names:
-            raise CorruptError(file.path, f"has state under {index!r}, which names no parameter")
+            raise CorruptError(file.path, f"has state at index {index!r}, which names no parameter")
         for kind, value in slots.items():
             if kind != _STEP and isinstance(value, Tensor):
                 yield names[index], kind, value
@@ -122,8 +122,8 @@ def _find_part(file: TorchFile, rank: RankFile, part_table: PartTable, fqn: str)
     if parts is None:
         raise IncompleteError(
             file.path,
-            f"has state of {fqn!r}, of which model/ has no weights",
-            "copy the weights here",
+            f"has state of {fqn!r}, but model/ has no weights of it",
+            f"copy the weights of {fqn!r} to model/",
         )
     tp, exp = rank.rank("tp"), rank.rank("exp")
     # A parameter that has a single file is whole on every rank.
@@ -131,7 +131,7 @@ def _find_part(file: TorchFile, rank: RankFile, part_table: PartTable, fqn: str)
     # Only the files of experts name an expert rank; all others count as rank 0.
     part = whole or parts.get((tp, exp)) or parts.get((tp, 0))
     if part is None:
-        raise CorruptError(file.path, f"has a part of {fqn!r} that no weights have", MIXED)
+        raise CorruptError(file.path, f"has a part of {fqn!r} without a matching weight", MIXED)
     return part
 
 
@@ -162,7 +162,9 @@ def _add_tensor(
         )
     entry, collected = chunks.setdefault(key, (Entry(fqn, kind, stored.dtype, place.shape, ()), []))
     if entry.dtype != stored.dtype:
-        raise CorruptError(stored.file, f"the {kind} of {fqn!r} is {stored.dtype}", MIXED)
+        raise CorruptError(
+            stored.file, f"the {kind} of {fqn!r} has the unsupported dtype {stored.dtype}", MIXED
+        )
     if "dp" in rank.ranks:
         collected += place.run_chunks(stored, start, stop)
     else:

@@ -33,6 +33,7 @@ from reshard.manifest import (
 )
 from reshard.pickles import trust
 from reshard.state_dict.plain_values import to_plain
+from reshard.units import counted
 
 _TENSOR = "data"
 _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_parallel_size"}
@@ -124,7 +125,8 @@ def _read_weight(
         if stored is None or len(file.tensors) > 1:
             raise CorruptError(
                 rank.path,
-                f"contains {sorted(file.tensors)}, but a weight of nanotron is called {_TENSOR!r}",
+                f"contains {sorted(file.tensors)}, but a nanotron weight file contains one tensor"
+                f" called {_TENSOR!r}",
             )
         place = slices.of_header(file.source.path, file.metadata, stored.box.shape)
         places.setdefault(fqn, {})[rank.rank("tp"), rank.rank("exp")] = place
@@ -220,4 +222,4 @@ def _notes(census: Census, found: StagedOptimizer) -> Iterator[str]:
         )
     random = census.location.folders.get("random")
     if random and random.files:
-        yield f"the random states of {len(random.files)} ranks are not read (random/)"
+        yield f"the random states of {counted(len(random.files), 'rank')} (random/) were not read"

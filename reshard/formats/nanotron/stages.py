@@ -56,7 +56,9 @@ def redistribute(
     for one, two in pairwise(stages):
         if _common(one.scheduler) != _common(two.scheduler):
             raise UnsupportedError(
-                path, "its stages' schedulers are at different steps", "keep the source's --pp"
+                path,
+                "its stages' schedulers are at different steps",
+                "its stages' schedulers are at different steps",
             )
     indices = _find_groups(stages)
     if indices is not None:
@@ -65,7 +67,7 @@ def redistribute(
     if any(one != two for one, two in pairwise(hypers)):
         raise UnsupportedError(
             path,
-            "its stages have different param groups with several parameters: the groups of other"
+            "its stages have different param groups of several parameters, so the groups of other"
             " stages cannot be derived",
             "keep the source's --pp",
         )

@@ -57,10 +57,10 @@ def notes(state: WritableState, wanted: Wanted) -> Iterator[str]:
             *torch_state_dict.list_dropped(train),
             *train.client.keys() & train.objects.keys(),
         ):
-            yield f"not carried: {name}"
+            yield f"not copied: {name}"
     for name in choice.layout_of(state).beside:
         why = " (nanotron does not load it either)" if name == "random" else ""
-        yield f"not carried: {name}{why}"
+        yield f"not copied: {name}{why}"
 
 
 class _Run:

@@ -87,7 +87,7 @@ def find_torch_files(location: Location) -> dict[str, Path]:
             size = path.stat().st_size
             raise CorruptError(
                 path,
-                f"is not a file of torch.save ({size} bytes)" if size else "is empty",
-                "fetch it again; a node-local disk may still hold it",
+                f"is not a torch.save file ({size} bytes)" if size else "is empty",
+                "fetch it again; a node-local disk may still have it",
             )
     return torch_files

@@ -175,7 +175,7 @@ def _lay_out_checkpoint(state: WritableState, request: Request, run: Run) -> Ske
     if form == "unsharded" or request.weights_only:
         raise UsageError(
             "--weights-only" if request.weights_only else f"--state-dict-type {form}",
-            "the trainer does not resume from such a checkpoint",
+            "the trainer cannot resume from such a checkpoint",
             "leave it out, or write another layout with --to",
         )
     if form == "full":
@@ -217,9 +217,9 @@ def _accelerate(state: WritableState, request: Request) -> Skeleton:
     if request.state_dict_type not in ("full", "sharded"):
         raise UsageError(
             f"--state-dict-type {request.state_dict_type}",
-            "is not a form that Accelerate loads",
-            "write sharded or full; flat parameters are of --to fsdp, DDP's files of --to"
-            " accelerate and hf-trainer, one file is --to torch",
+            "is not a state dict type that Accelerate loads",
+            "write sharded or full; flat parameters need --to fsdp, DDP's files --to accelerate or"
+            " hf-trainer, one file --to torch",
         )
     if request.state_dict_type == "full":
         return _full(state, request, accelerate=True)
@@ -254,7 +254,7 @@ def _local(state: WritableState, request: Request) -> Skeleton:
     if request.orig_params is not None:
         raise UsageError(
             "--state-dict-type local --use-orig-params",
-            "FSDP 1 cannot load such files, its own among them",
+            "FSDP 1 cannot load such files, including its own",
             "write --state-dict-type sharded or full, which load with use_orig_params as well",
         )
     return flat_files.lay_out_fsdp1_local(
@@ -276,9 +276,9 @@ def _wrapped(request: Request, by: str) -> ModelShapes:
     if request.model is None or not request.model.units:
         raise UsageError(
             by,
-            "writes flat parameters, and nothing says which parameters lie in which",
-            "say which model is wrapped and how: --model config.json|DIR|module:factory"
-            " --wrap LlamaDecoderLayer|size=N|none",
+            "writes flat parameters, but no file states which parameters each contains",
+            "pass the model and how it is wrapped: --model config.json|DIR|module:factory --wrap"
+            " LlamaDecoderLayer|size=N|none",
         )
     return request.model
 
@@ -324,8 +324,8 @@ def _grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
         known = (",".join(f"{name}=N" for name in names) for names in naming.meshes)
         raise UsageError(
             f"--mesh {request.grid}",
-            "is none under which these files are read",
-            f"give {' or '.join(known)}, or write --to fsdp2",
+            "has a prefix under which verl does not read files",
+            f"pass {' or '.join(known)}, or write --to fsdp2",
         )
     return request.grid
 
@@ -348,7 +348,7 @@ def _lay_out_state_dicts(state: WritableState, request: Request) -> Skeleton:
         )
     raise UsageError(
         "--state-dict-type local",
-        "is not a form that the Trainer resumes from",
+        "is not a state dict type from which the Trainer resumes",
         "choose sharded, full or unsharded",
     )
 
@@ -383,7 +383,7 @@ def _describe_lost(
     files = {name: path for name, path in train.kept_files.items() if Path(name).stem not in copied}
     described = {Path(name).stem for name in files} if storable else set[str]()
     lost = [
-        f"not carried: {name}"
+        f"not copied: {name}"
         for name in torch_state_dict.list_dropped(train, storable or None)
         if name not in copied and name not in described
     ]
@@ -408,5 +408,5 @@ def _cuts(state: WritableState, model: ModelShapes | None, grid: MeshGrid, tenso
     parameters = {value.owner for value in weights.values() if value.divided}
     cut = sum(each is not None for each in touched.values())
     counts = f"{cut} of {len(parameters)} parameters cut, {len(touched) - cut} replicated"
-    apart = f"{len(parameters) - len(touched)} named by no pattern: whole on each of its ranks"
+    apart = f"{len(parameters) - len(touched)} match no pattern: stored whole on each of its ranks"
     return f"tensor parallel by the plan of {tensor.source}: {counts}, {apart}"

@@ -89,7 +89,7 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         if rank in ranks:
             raise StaleError(
                 path,
-                f"and {ranks[rank].name} are both rank {rank}'s",
+                f"and {ranks[rank].name} both belong to rank {rank}",
                 "files of two runs are mixed: move one run's files away",
             )
         ranks[rank] = path
@@ -102,7 +102,7 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         stem, ranks = next((s, r) for s, r in families.items() if 1 < len(r) < most)
         raise IncompleteError(
             next(iter(ranks.values())).parent,
-            f"holds {stem} files of {len(ranks)} ranks, others of {most}",
+            f"contains {stem} files of {len(ranks)} ranks, but other files of {most}",
             FETCH_MISSING,
         )
     return families
@@ -114,7 +114,7 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
     if len(stated) > 1:
         raise StaleError(
             first.parent,
-            f"holds files of worlds of {' and '.join(sorted(stated))} ranks",
+            f"contains files of runs with {' and '.join(sorted(stated))} ranks",
             "files of two runs are mixed: move one run's files away",
         )
     world = int(stated.pop()) if stated else max(ranks) + 1
@@ -122,9 +122,12 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
     if missing:
         raise IncompleteError(
             first.parent,
-            f"holds {first.name}, but no such file of rank {', '.join(map(str, missing))}",
-            "copy the missing files here (a node-local disk may still hold them), or give that"
+            f"contains {first.name}, but no such file of rank {', '.join(map(str, missing))}",
+            "copy the missing files here (a node-local disk may still have them), or pass that"
             " node's directory as a second source",
         )
     if max(ranks) >= world:
-        raise StaleError(ranks[max(ranks)], f"is of rank {max(ranks)}, the others of {world} ranks")
+        raise StaleError(
+            ranks[max(ranks)],
+            f"belongs to rank {max(ranks)}, but the others to a run of {world} ranks",
+        )

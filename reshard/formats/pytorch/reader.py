@@ -27,7 +27,7 @@ from reshard.training.batch import BATCH_BEFORE
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _LATEST, _SEVERAL = "latest", 2  # Composer's symlink; how many checkpoints make several
-_COPY = "{} is taken to be the same model as {}; it is not read"
+_COPY = "{} is assumed to be the same model as {}, which is not read"
 
 
 def read(
@@ -72,7 +72,7 @@ def read(
     if live is not None and not (wrap or own_wrap):
         nearby = ModelHint("the live model", known=live)
     if wrap and not (model_hint or nearby):
-        raise UsageError(f"--wrap {wrap}", "needs --model: what was wrapped so?")
+        raise UsageError(f"--wrap {wrap}", "has no effect without --model")
     if len(saved) > 1:
         manifest = _join_stages(saved, origin, key, model_hint)
     else:
@@ -147,7 +147,7 @@ def _select_checkpoint(
     if chosen is None:
         return families, []
     others = [s for s, files in families.items() if s != chosen and _is_checkpoint(files)]
-    warnings = [f"{stem} is another checkpoint; it is not read" for stem in others]
+    warnings = [f"{stem} is another checkpoint, which was not read" for stem in others]
     return {stem: files for stem, files in families.items() if stem not in others}, warnings
 
 
@@ -211,7 +211,8 @@ def _join_stages(
     if model_hint is None:
         return joined
     note = (
-        f"the files say which parameters each stage has: --model {model_hint.model} was not needed"
+        f"the files state which parameters each stage has: --model {model_hint.model} was not"
+        " needed"
     )
     return replace(joined, warnings=(*joined.warnings, note))
 
@@ -254,8 +255,8 @@ def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:
     if twice:
         raise UnrecognisedError(
             whole.where,
-            f"holds two parts that are called {min(map(str, twice))!r}, and nothing decides between"
-            " them",
+            f"contains two parts called {min(map(str, twice))!r}, and no file states which one to"
+            " read",
             "pass the path of one of them, or move the other away",
         )
     whole.root.update(added)

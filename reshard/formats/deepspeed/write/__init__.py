@@ -145,21 +145,22 @@ def _refuse_stage(cut: ModelGrid, stage: int, precision: DType, *, weights_only:
     if stage > 1:
         raise UsageError(
             f"--zero-stage {stage}",
-            "DeepSpeed's pipelines have ZeRO stages 0 and 1",
+            "DeepSpeed supports ZeRO stages 0 and 1 in pipelines",
             "give --zero-stage 1",
         )
     if stage == 0 and precision == BFLOAT16:
         raise UnsupportedError(
             "--zero-stage 0",
-            "a pipeline in bf16 keeps its optimizer as at stage 1 there, which is not written",
+            "DeepSpeed then stores the optimizer of a bf16 pipeline as at stage 1, which reshard"
+            " does not write",
             "give --zero-stage 1",
         )
     shared = [w.fqn for rank in cut.ranks for w in rank.state.weights if w.fqn.startswith(TIED)]
     if stage == 0 and shared:
         raise UnsupportedError(
             "--zero-stage 0",
-            f"names no parameter of layers that share a module ({shared[0]!r}): its files could not"
-            " be read again",
+            "the files would not name the parameters of layers that share a module"
+            f" ({shared[0]!r}), so they could not be read again",
             "give --zero-stage 1",
         )
 

@@ -53,10 +53,10 @@ def regroup_experts(
             if at != sorted(at):
                 raise UnsupportedError(
                     state.manifest.origin.path,
-                    f"has a param group of experts ({number} of {hyper.get('name')}) in an order"
-                    " that is not the model's: nothing says which it is on other expert-parallel"
-                    " ranks",
-                    "leave --ep as it is",
+                    f"has a param group of experts ({number} of {hyper.get('name')}) that is not"
+                    " in the model's order, so its order on other expert-parallel ranks is not"
+                    " known",
+                    "keep the source's --ep",
                 )
         members = [member for group in parts for member in group.members]
         members.sort(key=lambda member: position[member.fqn])
@@ -150,4 +150,4 @@ def _notes(before: Sequence[TrainedGroup], after: Sequence[TrainedGroup]) -> tup
     if old == new:
         return ()
     shown = counted(old, "param group of experts becomes", "param groups of experts become")
-    return (f"{shown} {new}, as DeepSpeed splits the user's (max_group_size at its default)",)
+    return (f"{shown} {new}, as DeepSpeed splits such groups (max_group_size at its default)",)

@@ -148,7 +148,8 @@ def find_mixture(
     if options.sizes.model > 1:
         raise UnsupportedError(
             f"{options.sizes}",
-            "experts together with tensor- or pipeline-parallel ranks are not written",
+            "reshard does not write experts together with tensor-parallel or pipeline-parallel"
+            " ranks",
             "leave out --tp and --pp",
         )
     if weights_only:
@@ -161,9 +162,10 @@ def find_mixture(
     different = sorted(set(sizes.values()))
     if len(different) > 1:  # DeepSpeed iterates over a set of names (0.19.8 ``moe/utils.py``)
         note = (
-            f"layers of experts are over {', '.join(map(str, different))} ranks each: DeepSpeed has"
-            " their param groups in an order that differs from process to process, here it is the"
-            " source's: set PYTHONHASHSEED as in the run that saved it, or give --ep N for all"
+            "the layers of experts have different numbers of ranks:"
+            f" {', '.join(map(str, different))}. DeepSpeed orders their param groups by hash,"
+            " which differs from process to process; the output keeps the source's order. Set"
+            " PYTHONHASHSEED as in the run that saved it, or pass --ep N for all"
         )
         notes = (*notes, note)
     return Mixture(replace(state, groups=groups), counts, sizes, world, notes)
@@ -180,16 +182,16 @@ def refuse_stage(mixture: Mixture, stage: int, *, weights_only: bool) -> None:
     if stage == 3:
         raise UnsupportedError(
             "--zero-stage 3",
-            "DeepSpeed refuses its own layers of experts there"
-            ' ("Native DeepSpeed MoE is not supported with ZeRO Stage 3")',
+            'DeepSpeed does not support its own layers of experts at stage 3 ("Native DeepSpeed'
+            ' MoE is not supported with ZeRO Stage 3")',
             "give --zero-stage 2",
         )
     sizes = sorted(set(mixture.sizes.values()))
     if stage == 0 and len(sizes) > 1 and not weights_only:
         raise UnsupportedError(
             "--zero-stage 0",
-            f"has layers of experts over {sizes} ranks each: no file of that stage says which layer"
-            " is shared by how many, so that it could not be read again",
+            f"has layers of experts over {sizes} ranks each: at stage 0 no file states which layer"
+            " is shared by how many, so the output could not be read again",
             "give --zero-stage 1, or --ep N for all",
         )
 
@@ -207,9 +209,9 @@ def refuse_universal(state: WritableState) -> None:
     if found is not None:
         raise UnsupportedError(
             state.manifest.origin.path,
-            f"holds a mixture of experts ({found!r}), whose ranks use the same names: DeepSpeed has"
-            " no universal form of that",
-            "write --to deepspeed with --world-size and --ep, or --to dcp, --to torch",
+            f"contains a mixture of experts ({found!r}), whose ranks use the same names: DeepSpeed"
+            " has no universal layout for it",
+            "write --to deepspeed with --world-size and --ep, or --to dcp or --to torch",
         )
 
 
@@ -235,9 +237,9 @@ def _find_sizes(state: WritableState, counts: Mapping[str, int]) -> dict[str, in
         if any(members) and (size is None or not all(members)):
             raise UnsupportedError(
                 state.manifest.origin.path,
-                f"has experts in param group {number}, which is not one of experts alone, with moe:"
-                " True and the name ep_size_N: DeepSpeed needs such groups",
-                "write the weights alone: --weights-only",
+                f"has experts in param group {number}, but DeepSpeed needs groups that contain"
+                " only experts, with moe: True and the name ep_size_N",
+                "write only the weights: --weights-only",
             )
         sizes.update({own.layer: size for own in members if own and size})
     # A layer without a group is frozen: nothing states its ranks, which are at most its experts.

@@ -143,16 +143,16 @@ def common_step(members: Sequence[TrainedParameter], path: str) -> float | None:
     for member in stepped:
         missing = [name for name in names if name not in member.slots]
         if missing:
-            raise IncompleteError(path, f"holds no {missing[0]} of {member.fqn!r}")
+            raise IncompleteError(path, f"does not contain the {missing[0]} of {member.fqn!r}")
         if member.step is None and optimizers.needs_count(names):
-            raise IncompleteError(path, f"does not say how often {member.fqn!r} was updated")
+            raise IncompleteError(path, f"does not state how often {member.fqn!r} was updated")
     steps = {member.step: member.fqn for member in stepped}
     if len(steps) > 1:
         (one, first), (other, second) = list(steps.items())[:2]
         raise UnsupportedError(
             path,
-            f"{first!r} was updated {one} times and {second!r} {other} times: ZeRO keeps one count"
-            " for all parameters of a group",
-            "stage 0 keeps one for each parameter: --zero-stage 0",
+            f"{first!r} was updated {one} times and {second!r} {other} times, but ZeRO keeps one"
+            " count for all parameters of a group",
+            "write --zero-stage 0, which keeps one count for each parameter",
         )
     return next(iter(steps), None)

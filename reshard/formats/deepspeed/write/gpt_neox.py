@@ -68,8 +68,9 @@ def notes(state: WritableState, sizes: Sizes) -> Iterator[str]:
         yield f"GPT-NeoX loads it with {shown}; the source's settings, if any, stay in configs/"
     if before != after and before.get(_UNIT) == after.get(_UNIT):
         yield (
-            f"GPT-NeoX pads the vocabulary to a multiple of {_UNIT} x {_RANKS}; if that does not"
-            f" give the {after.get('padded_vocab_size')} rows that are here, it does not load it"
+            f"GPT-NeoX pads the vocabulary to a multiple of {_UNIT} x {_RANKS}; it loads this"
+            f" checkpoint only if that results in the {after.get('padded_vocab_size')} rows stored"
+            " here"
         )
 
 

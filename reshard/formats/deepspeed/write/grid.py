@@ -32,9 +32,7 @@ from reshard.training.state import (
     refuse_non_elementwise_slots,
 )
 
-_UNEVEN = (
-    "DeepSpeed cuts it unevenly by itself: write --to ds-universal, which it loads at any size"
-)
+_UNEVEN = "DeepSpeed itself cuts it unevenly: write --to ds-universal, which it loads at any size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,17 +136,17 @@ def cut_state(state: WritableState, options: GridOptions) -> ModelGrid:
     if sizes.expert > 1:
         raise UsageError(
             f"--ep {sizes.expert}",
-            f"{manifest.origin.path} holds no experts of deepspeed.moe",
+            f"{manifest.origin.path} contains no experts of deepspeed.moe",
             "leave it out",
         )
     _refuse_round_robin(state)
-    refuse_non_elementwise_slots(state, "nothing says how model-parallel ranks share it")
+    refuse_non_elementwise_slots(state, "no file states how model-parallel ranks share it")
     layers = list_layers(manifest)
     if sizes.pipeline > 1 and not layers:
         raise UsageError(
             f"--pp {sizes.pipeline}",
-            f"{manifest.origin.path} is not a pipeline: nothing says which layers its module has"
-            " and in which order",
+            f"{manifest.origin.path} is not a pipeline: no file states which layers its module"
+            " has, and in which order",
             "leave out --pp",
         )
     notes: list[str] = []
@@ -186,7 +184,7 @@ def _refuse_round_robin(state: WritableState) -> None:
             state.manifest.origin.path,
             "was trained with round_robin_gradients, under which each model-parallel rank has its"
             " own order of parameters",
-            "save it once without",
+            "save the checkpoint once without round_robin_gradients",
         )
 
 
@@ -220,11 +218,11 @@ class _Cutter:
         if self.size > 1 and not cuts.are_known:
             raise UsageError(
                 f"--tp {self.size}",
-                f"{state.manifest.origin.path} is not a tensor-parallel run: nothing says how such"
-                f" ranks share its parameters ({next(iter(shapes), 'none')!r} ...)",
-                f"for more ranks without --tp: --world-size N; for Megatron-LM --to megatron --tp"
-                f" {self.size}; for FSDP 2 --to fsdp2 --mesh dp_shard=N,tp={self.size}; or say it"
-                f" with --rules FILE: {FORM}",
+                f"{state.manifest.origin.path} is not a tensor-parallel run: no file states how"
+                f" such ranks share its parameters ({next(iter(shapes), 'none')!r} ...)",
+                "for more ranks without --tp: --world-size N; for Megatron-LM: --to megatron --tp"
+                f" {self.size}; for FSDP 2: --to fsdp2 --mesh dp_shard=N,tp={self.size}; or state"
+                f" it with --rules FILE: {FORM}",
             )
         self.splits = {fqn: cuts.split(fqn, shape) for fqn, shape in shapes.items()}
         self._shapes = {
@@ -246,8 +244,8 @@ class _Cutter:
             self.info = _share_evenly(self.info, self.size)
             if self.size > 1:
                 self.notes.append(
-                    "tensor-parallel ranks share evenly; AutoTP cuts at key-value heads: where"
-                    f" {self.size} does not divide them, DeepSpeed loads --to ds-universal alone"
+                    "tensor-parallel ranks share evenly, but AutoTP cuts at key-value heads: if"
+                    f" {self.size} does not divide them, DeepSpeed loads only --to ds-universal"
                 )
 
     def _pad(self, fqn: str, shape: Index, divisible: int | None) -> Index:
@@ -258,7 +256,7 @@ class _Cutter:
         if not isinstance(vocabulary, int):
             raise UsageError(
                 "--make-vocab-size-divisible-by",
-                f"{self._state.manifest.origin.path} does not say which rows of {fqn!r} are"
+                f"{self._state.manifest.origin.path} does not state which rows of {fqn!r} are"
                 " padding",
             )
         rows = -(-vocabulary // unit) * unit

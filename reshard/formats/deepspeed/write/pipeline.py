@@ -21,7 +21,7 @@ from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 
 _RANK = re.compile(r"mp_rank_(\d+)_(?:model|optim)_states\.pt$")
 _GIVE_LAYERS = (
-    "say which layers each stage has: --stage-layers N,N,..., functions among them counted"
+    "state the number of layers of each stage, functions included: --stage-layers N,N,..."
 )
 Stages = tuple[range, ...]  # the layers of each, by number
 
@@ -88,7 +88,7 @@ def share_layers(
                 f"--stage-layers {','.join(map(str, given))}",
                 f"does not share {total} layers among {count} stages",
             )
-        return _ranges([0, *accumulate(given)]), "as --stage-layers says"
+        return _ranges([0, *accumulate(given)]), "as --stage-layers states"
     if count > len(layers):
         raise UsageError(f"--pp {count}", f"is more than the {len(layers)} layers of the model")
     before = manifest.origin.mesh.get("pp", 1)
@@ -102,11 +102,11 @@ def share_layers(
     if not fitting:
         raise UsageError(
             manifest.origin.path,
-            "has stages that none of DeepSpeed's partition methods makes",
+            "has stages that no partition method of DeepSpeed produces",
             _GIVE_LAYERS,
         )
     how = f"as partition_method {fitting[0]!r} shares them"
-    known = "" if own else ", which the source does not show: --stage-layers N,N,... sets others"
+    known = "" if own else ", which the source does not state: --stage-layers N,N,... sets others"
     return methods[fitting[0]](count), how + known
 
 

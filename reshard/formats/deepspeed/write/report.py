@@ -25,31 +25,30 @@ def notes(spec: OutputSpec) -> Iterator[str]:
     if spec.weights_only:
         yield from _note_weights_only(spec)
         return
-    yield from _note_scaler(spec, f"one begins at {spec.scaler['cur_scale']}")
+    yield from _note_scaler(spec, f"one starts at {spec.scaler['cur_scale']}")
     if spec.stage:
         yield from _note_never_stepped(spec)
     yield from _note_muon(spec)
     outside = [weight.fqn for weight in spec.frozen]
     if spec.stage == 0 and spec.precision == FLOAT32 and outside:
         yield (
-            "DeepSpeed loads stage 0 in fp32 only into an optimizer of the same parameters; it"
-            f" must not have been given {some(outside, _LISTED)}"
+            "DeepSpeed loads stage 0 in fp32 only into an optimizer of the same parameters; these"
+            f" must not be in it: {some(outside, _LISTED)}"
         )
     if not _is_from_deepspeed(spec):
         by_model = spec.state.manifest.ordered_by_model
         order_known = "the model" if by_model else "the source's state dict"
         yield (
-            "DeepSpeed finds parameters by their position alone: they are in the order of"
-            f" {order_known}, which must be that of model.parameters() in each of the run's"
-            " param groups"
+            f"DeepSpeed identifies parameters by position: they are in the order of {order_known},"
+            " which must be the order of model.parameters() in each of the run's param groups"
         )
         yield from _note_other_framework(spec)
         known = spec.state.manifest.frozen
         unsure = [weight.fqn for weight in spec.frozen if weight.fqn not in known]
         if spec.stage == 3 and unsure:
             yield (
-                "in no param group, and so taken for frozen parameters, which stage 3 cuts (a"
-                f" buffer among them will not load): {some(unsure, _LISTED)}"
+                "in no param group, so treated as frozen parameters, which stage 3 cuts (if one is"
+                f" a buffer, it will not load): {some(unsure, _LISTED)}"
             )
 
 
@@ -62,12 +61,12 @@ def notes_universal(spec: OutputSpec, *, described: bool = False) -> Iterator[st
     many = "any grid of ranks at stages 1 and 2 (a pipeline: 1)"
     grid = many if described else "any number of ranks at stages 1 to 3"
     yield (
-        f'for {grid}, with "checkpoint": {{"load_universal": true}}:'
-        " --world-size and --zero-stage only set values in the configuration that it keeps"
+        f'for {grid}, with "checkpoint": {{"load_universal": true}}: --world-size and'
+        " --zero-stage only set values in the stored configuration"
     )
     yield from _note_lost(spec)
     yield from _note_not_restored(spec)
-    yield from _note_scaler(spec, "that of the run that loads it begins anew")
+    yield from _note_scaler(spec, "the run that loads it starts its own")
     if spec.drops_round_robin:
         yield (
             "the run that loads it must not have round_robin_gradients, with which DeepSpeed puts"
@@ -122,25 +121,25 @@ def _note_muon(spec: OutputSpec) -> Iterator[str]:
 
 def _note_lost(spec: OutputSpec) -> Iterator[str]:
     for name in spec.lost:
-        yield f"not carried, as it is more than plain values or DeepSpeed's own name: {name}"
+        yield f"not copied: {name} (not a plain value, or a name of DeepSpeed's own)"
     if not spec.weights_only:
         yield from describe_lost_state(spec.state)
     if spec.state.manifest.train.samples is None and not spec.weights_only:
-        yield "the source does not count samples: DeepSpeed takes its steps times its batch"
+        yield "the source does not count samples: DeepSpeed uses steps x batch size"
 
 
 def _note_scaler(spec: OutputSpec, begins: str) -> Iterator[str]:
     scaler = spec.state.manifest.train.scaler
     if spec.precision != FLOAT16:
         if not loss_scale.is_idle(scaler):
-            yield f"a run in {spec.precision} has no loss scaler: the source's is left out"
+            yield f"a run in {spec.precision} has no loss scaler: the source's was not copied"
     elif not spec.scaler_is_new:
         if "cur_scale" not in scaler:
             yield "the GradScaler becomes DeepSpeed's loss scaler"
     elif loss_scale.is_idle(scaler):
         yield f"the source has no loss scaler: {begins}"
     else:
-        yield f"the source's loss scaler has no form in DeepSpeed: {begins}"
+        yield f"DeepSpeed cannot represent the source's loss scaler: {begins}"
 
 
 def _note_not_restored(spec: OutputSpec) -> Iterator[str]:
@@ -148,17 +147,17 @@ def _note_not_restored(spec: OutputSpec) -> Iterator[str]:
     left = [weight.fqn for weight in (*spec.frozen, *spec.buffers) if weight.value.numel]
     if left:
         yield (
-            "DeepSpeed's universal load restores no frozen parameter and no buffer: give the model"
-            " those under 'module' in mp_rank_00_model_states.pt before deepspeed.initialize"
-            f" ({some(left, _LISTED)})"
+            "DeepSpeed's universal load restores no frozen parameter and no buffer: load those"
+            " under 'module' in mp_rank_00_model_states.pt into the model before"
+            f" deepspeed.initialize ({some(left, _LISTED)})"
         )
 
 
 def _note_hyper(spec: OutputSpec) -> Iterator[str]:
     if not all(group.hyper for group in spec.groups):
         yield (
-            "the source keeps no hyper-parameters (elastic_checkpoint does not): the optimizer"
-            " keeps those of its script"
+            "the source does not keep hyper-parameters (elastic_checkpoint): the optimizer keeps"
+            " those of its script"
         )
         if spec.state.manifest.train.scheduler is not None:
             yield (
@@ -171,8 +170,8 @@ def _note_hyper(spec: OutputSpec) -> Iterator[str]:
     differing = dict.fromkeys(key for g in spec.groups for key in g.hyper if key not in common)
     if differing:
         yield (
-            "stage 3 would give the first group's hyper-parameters to all: there, of"
-            f" {', '.join(differing)}, each group keeps what its script gives it"
+            "stage 3 would use the first group's hyper-parameters for all: there, each group keeps"
+            f" its script's {', '.join(differing)}"
         )
 
 
@@ -181,13 +180,13 @@ def _note_stage_3(spec: OutputSpec) -> Iterator[str]:
     counts = count_steps(spec)
     if len(seen := {count or 0 for count in counts}) > 1:
         shown = some([f"{count:g}" for count in sorted(seen)], _LISTED)
-        yield f"groups were updated {shown} times: stage 3 takes the first's number for all"
+        yield f"groups were updated {shown} times: stage 3 uses the first group's number for all"
     if any(counts) and not _uses_deepspeed_optimizer(spec):
         yield (
             "at stage 3 with several param groups or sub-groups, give each its own counter after"
             ' loading (state["step"] = state["step"].clone() for each state of'
-            " engine.basic_optimizer): DeepSpeed lets them share one, which torch counts up for"
-            " each"
+            " engine.basic_optimizer): DeepSpeed lets them share one, which torch then increments"
+            " once for each"
         )
     slots = spec.state.slots
     if missing := [name for name in _STAGE_3 if name not in slots]:
@@ -205,8 +204,8 @@ def _note_small_groups(spec: OutputSpec) -> Iterator[str]:
         share = -(-numel // (ALIGNMENT * spec.world_size)) * ALIGNMENT
         if share * (spec.world_size - 1) >= numel:
             yield (
-                f"param group {number} has {numel} elements, not one for every rank of"
-                f" {spec.world_size}: stages 1 and 2 load it at fewer ranks only"
+                f"param group {number} has {numel} elements, fewer than one for every rank of"
+                f" {spec.world_size}: stages 1 and 2 load it only at fewer ranks"
             )
 
 
@@ -217,7 +216,7 @@ def _note_weights_only(spec: OutputSpec) -> Iterator[str]:
     if spec.stage != 3:
         yield "stages 0, 1 and 2 load it at any number of ranks"
     if spec.precision != FLOAT32:
-        yield f"DeepSpeed then begins its fp32 masters from the {spec.precision} weights"
+        yield f"DeepSpeed then creates its fp32 masters from the {spec.precision} weights"
 
 
 def _note_never_stepped(spec: OutputSpec) -> Iterator[str]:
@@ -229,7 +228,7 @@ def _note_never_stepped(spec: OutputSpec) -> Iterator[str]:
         if not member.slots
     ]
     if idle:
-        yield f"never stepped, and begins with zeros: {some(idle, _LISTED)}"
+        yield f"never stepped, so its state starts at zero: {some(idle, _LISTED)}"
 
 
 def _note_other_framework(spec: OutputSpec) -> Iterator[str]:
@@ -237,6 +236,9 @@ def _note_other_framework(spec: OutputSpec) -> Iterator[str]:
     if spec.recast is None:
         yield f"written for a run in {spec.precision}: for another precision, set it with --dtype"
     if spec.state.manifest.train.scheduler is None:
-        yield "no scheduler: if the run has one, load with load_lr_scheduler_states=False"
+        yield (
+            "there is no scheduler state: if the run has a scheduler, load with"
+            " load_lr_scheduler_states=False"
+        )
     if not _uses_deepspeed_optimizer(spec):
-        yield 'the optimizer must be torch\'s own in DeepSpeed too (of Adam: "torch_adam": true)'
+        yield 'the optimizer must be torch\'s own in DeepSpeed too (for Adam: "torch_adam": true)'

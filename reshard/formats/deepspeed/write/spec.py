@@ -254,21 +254,21 @@ def _check_options(world_size: int, stage: int, precision: DType | None, tag: st
     if precision not in (None, FLOAT32, BFLOAT16, FLOAT16):
         raise UsageError(f"{precision}", "DeepSpeed trains in fp32, bf16 or fp16")
     if tag is not None and (not tag or "/" in tag or tag in (".", "..")):
-        raise UsageError(f"tag {tag!r}", "is not the name of a directory")
+        raise UsageError(f"tag {tag!r}", "is not a valid directory name")
 
 
 def _check_source(state: WritableState, *, needs_hyper: bool) -> None:
     manifest = state.manifest
     if manifest.absent:
         shown = ", ".join(manifest.absent[:_LISTED])
-        raise IncompleteError(manifest.origin.path, f"holds no value of {shown}")
+        raise IncompleteError(manifest.origin.path, f"does not contain a value of {shown}")
     for number, group in enumerate(state.groups):
         if needs_hyper and not group.hyper:
             raise IncompleteError(
                 manifest.origin.path,
-                f"keeps no hyper-parameters of param group {number} (elastic_checkpoint does not):"
+                f"does not keep the hyper-parameters of param group {number} (elastic_checkpoint):"
                 " the optimizer that loads them would have no learning rate",
-                "give them with --param-groups FILE, or write --to ds-universal, with which the"
+                "pass them with --param-groups FILE, or write --to ds-universal, with which the"
                 " optimizer keeps those of its script",
             )
 

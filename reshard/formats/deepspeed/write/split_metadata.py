@@ -21,7 +21,7 @@ from reshard.training.state import WritableState
 _SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 _MANY = 2  # tensor-parallel ranks: of a single rank `Cuts` describes every tensor as whole
 
-NOT_DESCRIBED = "its tensors are not marked for tensor parallelism: load it at a degree of 1"
+NOT_DESCRIBED = "its tensors have no tensor-parallel marks: load it at a tensor-parallel size of 1"
 
 
 class SplitMetadata:

@@ -174,7 +174,7 @@ def _check_name(spec: OutputSpec, name: str) -> None:
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise UnsafeError(
             spec.state.manifest.origin.path,
-            f"names a tensor {name!r}, which cannot be the name of a directory",
+            f"contains a tensor {name!r}, whose name cannot be a directory name",
             "rename it where it is saved, or write another layout",
         )
 

@@ -49,8 +49,8 @@ def lay_out(state: WritableState, wanted: MegatronOptions, described: Described)
 def _notes(choice: Resolved) -> list[str]:
     notes = [*choice.notes, *_describe_builder(choice.args), *_describe_ignored_args(choice.args)]
     if choice.wanted.weights_only:
-        return [*notes, "weights alone, as a release: Megatron loads nothing else of it"]
-    notes += [f"not carried: {name}" for name in choice.lost]
+        return [*notes, "only the weights, as a release: Megatron loads nothing else of a release"]
+    notes += [f"not copied: {name}" for name in choice.lost]
     notes += describe_lost_state(choice.state)
     notes += filter(None, [choice.scaler_lost()])
     if choice.state.manifest.origin.format != NAME:

@@ -87,12 +87,12 @@ def find_extra_obstacle(
         and _get_source_sizes(manifest)[1:] != _get_target_sizes(sizes)[1:]
     )
     obstacles = (
-        (not states.form, "it is no checkpoint of Megatron's"),
-        (states.is_strange, "one is neither a tensor nor a stream of bytes"),
+        (not states.form, "the source is not a Megatron checkpoint"),
+        (states.is_strange, "one is neither a tensor nor a byte stream"),
         (source_impl != impl, f"those of {source_impl}'s modules are not those of {impl}'s"),
         (
             states.of_experts and states.form != form,
-            "torch and torch_dist keep those of experts in different ways",
+            "torch and torch_dist store those of experts differently",
         ),
         (
             loses,
@@ -164,16 +164,16 @@ def find_rng_obstacle(
 ) -> str:
     """Return the reason why random states cannot be kept; empty if they can."""
     if not states.rng:
-        return "it has none"
+        return "the source has none"
     if _get_source_sizes(manifest) != _get_target_sizes(sizes):
         return "each belongs to one model-parallel rank, and the grid of ranks changes"
     if sizes.expert > 1 and states.form != form:
-        return "torch and torch_dist keep them in different ways where experts are parallel"
+        return "torch and torch_dist store them differently with expert parallelism"
     # A list of several has a state for each data rank (--data-parallel-random-init).
     several = any(isinstance(value, list) and len(value) > 1 for value in states.rng.values())
     data_before = manifest.origin.mesh.get("dp", 1)
     if data_before != data and (several or (sizes.expert > 1 and form == "torch_dist")):
-        return f"they are of {data_before} data-parallel ranks, and there are to be {data}"
+        return f"they belong to {data_before} data-parallel ranks, and the output has {data}"
     return ""
 
 
@@ -199,7 +199,7 @@ def _list_states(path: str, value: Any) -> list[dict[str, Any]]:
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return value
     raise UnsupportedError(
-        path, "has random states that are not Megatron's", "leave them out: --rng drop"
+        path, "contains random states that are not Megatron's", "leave them out: --rng drop"
     )
 
 
@@ -211,7 +211,7 @@ def _rebuild(path: str, stored: Mapping[str, Any], pool: SourceFiles) -> dict[st
     dialect, trackers = rng.MEGATRON, stored.get(_TRACKERS)
     if not isinstance(trackers, dict):
         raise UnsupportedError(
-            path, f"has random states without {_TRACKERS}", "leave them out: --rng drop"
+            path, f"contains random states without {_TRACKERS}", "leave them out: --rng drop"
         )
     state = RankRng(
         rng.parse_python(path, stored.get(dialect.python)),

@@ -131,8 +131,8 @@ class Resolved:
         if self.grad_scaler is not None or loss_scale.is_idle(scaler):
             return ""
         if self.precision != FLOAT16:
-            return f"not carried: the loss scaler, which a run in {self.precision} has not"
-        return "not carried: the loss scaler, which is not a dynamic one"
+            return f"not copied: the loss scaler, which a run in {self.precision} does not have"
+        return "not copied: the loss scaler, because it is not dynamic"
 
     @property
     def mixed(self) -> bool:
@@ -176,7 +176,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     if missing:
         raise IncompleteError(
             state.manifest.origin.path,
-            f"does not state {', '.join(missing)}, which Megatron compares as it loads",
+            f"does not state {', '.join(missing)}, which Megatron compares when it loads",
             "pass the model's config: --model config.json|DIR",
         )
     # A few tensors may be fp32 in a run of 16 bits, so the most common dtype is the run's.
@@ -250,14 +250,15 @@ def _choose_padding(
     if len(heights) > 1:
         raise UnsupportedError(
             state.manifest.origin.path,
-            f"has vocabularies of {' and '.join(map(str, sorted(heights)))} rows",
+            "has vocabularies with different numbers of rows:"
+            f" {' and '.join(map(str, sorted(heights)))}",
         )
     (rows,) = heights
     entries = min(architecture.vocab or rows, rows)
     padded = vocabulary.pad_rows(entries, wanted.divisible * wanted.sizes.tensor)
     if padded <= rows:  # `Megatron.rename` has removed further rows
         return rows, []
-    return padded, [f"{padded - rows} rows of padding added to the vocabulary of {rows}: zeros"]
+    return padded, [f"{padded - rows} padding rows of zeros added to the vocabulary of {rows}"]
 
 
 def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
@@ -266,8 +267,8 @@ def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
         return
     refuse_non_elementwise_slots(
         state,
-        "Megatron has a place for state by element only",
-        "write the weights alone with --weights-only",
+        "Megatron can store only state with a value per element",
+        "write only the weights with --weights-only",
     )
     for group in state.groups:
         for member in group.members:
@@ -275,7 +276,7 @@ def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
                 if wanted.distributed and slot not in optimizers.MOMENTS:
                     raise UnsupportedError(
                         f"{member.fqn!r}",
-                        f"has the state {slot!r}: the distributed optimizer has exp_avg and"
-                        " exp_avg_sq alone",
+                        f"has the state {slot!r}, but the distributed optimizer stores only"
+                        " exp_avg and exp_avg_sq",
                         "leave out --distributed-optimizer",
                     )

@@ -161,8 +161,8 @@ class _Stack:
         if prod(extents) != len(self.members):
             raise UnsupportedError(
                 next(iter(self.members.values())).fqn,
-                f"is one of {len(self.members)} that torch_dist would stack to {extents}: some are"
-                " missing",
+                f"is one of {len(self.members)} tensors that torch_dist would stack to {extents},"
+                " but some of them are missing",
                 "write --ckpt-format torch",
             )
         return (*extents, *self.shape)
@@ -221,8 +221,9 @@ class _Stacks:
             if (stack.shape, stack.dtype) != (shape, dtype):
                 raise UnsupportedError(
                     entry.fqn,
-                    f"is {dtype.name} {shape}, others of {key + ending!r} are {stack.dtype.name}"
-                    f" {stack.shape}: torch_dist stacks like tensors only",
+                    f"is {dtype.name} {shape}, but others of {key + ending!r} are"
+                    f" {stack.dtype.name} {stack.shape}: torch_dist stacks only equal shapes and"
+                    " dtypes",
                     "write --ckpt-format torch",
                 )
             stack.members[self._place(known)] = entry
@@ -426,7 +427,7 @@ def _get_common_step(choice: Resolved, groups: Sequence[MegatronGroup]) -> Slot 
     if len(steps) > 1:
         raise UnsupportedError(
             choice.state.manifest.origin.path,
-            f"has parameters that were updated {sorted(steps)} times: torch_dist has one step",
+            f"has parameters that were updated {sorted(steps)} times, but torch_dist has one step",
             "write --ckpt-format torch",
         )
     if not steps:

@@ -81,9 +81,10 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
             if known[0] != completed:
                 raise UnsupportedError(
                     state.manifest.origin.path,
-                    f"has two param groups that are one for Megatron ({identity}), with"
-                    f" different {_name_differences(known[0], completed)}",
-                    "give like groups with --param-groups FILE, or the weights with --weights-only",
+                    f"has two param groups that Megatron would join ({identity}), with different"
+                    f" {_name_differences(known[0], completed)}",
+                    "pass equal groups with --param-groups FILE, or write the weights with"
+                    " --weights-only",
                 )
             known[1].extend(members_here)
     groups = tuple(
@@ -101,8 +102,8 @@ def _get_setting(hyper: Mapping[str, Any], key: str, state: WritableState) -> An
         return value
     raise CorruptError(
         state.manifest.origin.path,
-        f"has a param group whose {key} is {shown(value)}, where a number is expected",
-        "give the groups with --param-groups FILE, or the weights with --weights-only",
+        f"has a param group whose {key} is {shown(value)}, expected a number",
+        "pass the groups with --param-groups FILE, or write the weights with --weights-only",
     )
 
 
@@ -136,15 +137,16 @@ def _group_by_shape(
             if known != value:
                 raise UnsupportedError(
                     f"{member.fqn!r}",
-                    f"has {key} {value!r}, others {known!r}: Megatron has no such group",
-                    "give like groups with --param-groups FILE, or the weights with --weights-only",
+                    f"has {key} {value!r}, but others {known!r}: Megatron has no such group",
+                    "pass equal groups with --param-groups FILE, or write the weights with"
+                    " --weights-only",
                 )
     # The zero of parameters that do not decay must not become the decay of those that do.
     decay = max((hyper.get("weight_decay", 0.0) for _, hyper in members), default=0.0)
     decayed[0]["weight_decay"], plain[0]["weight_decay"] = decay, 0.0
     if changed:
         notes.append(
-            "weight decay goes by Megatron's rule (none of norms and biases): changed for"
+            "weight decay follows Megatron's rule (none for norms and biases): changed for"
             f" {some(changed, _SHOWN)}"
         )
     return [decayed, plain]

@@ -100,8 +100,8 @@ class _Rank:
                 raise UnsupportedError(
                     origin.path,
                     f"{local.name!r} is in a module whose position in Megatron's model is not"
-                    " known, and optimizer states are numbered by it",
-                    "write the weights alone: --init-optimizer none",
+                    " known, but Megatron numbers optimizer states by position",
+                    "write only the weights: --init-optimizer none",
                 )
 
     def root(self) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def find_rules(
         split = rule.rule.split(gated=gated, te=te, args=args, source=source)
         if split.dim is not None and split.dim >= len(weight.shape):
             raise UnsupportedError(
-                f"{weight.fqn!r}", f"has shape {weight.shape}, and is to be cut on dim {split.dim}"
+                f"{weight.fqn!r}",
+                f"has shape {weight.shape}, which cannot be cut on dim {split.dim}",
             )
         shape = weight.shape
         if split.padded and padded is not None:

@@ -19,7 +19,7 @@ def make_scheduler(state: WritableState) -> tuple[dict[str, Any], list[str]]:
     stored = train.scheduler
     if isinstance(stored, Mapping) and "lr_decay_style" in stored:
         return dict(stored), []
-    notes = [] if stored is None else ["not carried: the scheduler, which is not Megatron's"]
+    notes = [] if stored is None else ["not copied: the scheduler, because it is not Megatron's"]
     hypers = [group.hyper for group in state.groups]
     rate = max((hyper.get("lr", 0.0) for hyper in hypers), default=0.0)
     decay = max((hyper.get("weight_decay", 0.0) for hyper in hypers), default=0.0)
@@ -37,9 +37,9 @@ def make_scheduler(state: WritableState) -> tuple[dict[str, Any], list[str]]:
         "wd_incr_style": "constant",
         "wd_incr_steps": max(steps, 1),
     }
-    at = f"at {steps} samples" if steps else "at its beginning: the source counts no samples"
+    at = f"at {steps} samples" if steps else "at its start: the source counts no samples"
     notes.append(
-        f"opt_param_scheduler made anew, {at}; Megatron takes its schedule from the command line"
-        " with --override-opt-param-scheduler"
+        f"opt_param_scheduler created {at}; Megatron takes its schedule from the command line with"
+        " --override-opt-param-scheduler"
     )
     return scheduler, notes
