@@ -56,4 +56,4 @@ def test_every_value_is_written_or_reported(to, source, tmp_path):
         assert (tmp_path / "out" / "checkpoint-1").is_dir()
         kept.add("step")
     assert named == set(VALUES) - kept
-    assert not [note for note in report.notes if note.startswith("not carried")]
+    assert not [note for note in report.notes if note.startswith("not copied")]

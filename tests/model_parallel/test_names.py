@@ -336,7 +336,7 @@ def test_parts_that_differ_in_what_is_one_for_the_whole_are_refused(tmp_path):
 def test_a_missing_part_is_named(tmp_path):
     manifest, numbers, rules = trained(tmp_path)
     rest = [e for e in manifest.entries.values() if "layers.0.mlp.up_proj" not in e.fqn]
-    with pytest.raises(IncompleteError, match=r"gate_proj.weight'.* none of .*up_proj.weight'"):
+    with pytest.raises(IncompleteError, match=r"gate_proj.weight'.* not of .*up_proj.weight'"):
         rename_from_hf(manifest.with_entries(rest), rules, numbers)
 
 
