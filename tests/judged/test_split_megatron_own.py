@@ -96,7 +96,7 @@ def test_random_states_are_those_of_the_rank(megatron_case, went_on, route):
             UsageError,
             "are not those of local",
         ),
-        ({"tp": 1, "rng": "keep"}, UsageError, "they belong to model-parallel ranks"),
+        ({"tp": 1, "rng": "keep"}, UsageError, "each belongs to one model-parallel rank"),
         ({"rng": "derive"}, UnsupportedError, "--no-load-rng"),
         ({"to": "dcp", "extra_state": "keep"}, UsageError, "has no effect with --to dcp"),
     ],
