@@ -7,7 +7,8 @@ the family has: a value, a list of possible values, or ``any`` for what its conf
 traits (see `fields`). ``neutral`` lists values of further keys of the config that change nothing,
 ``neutral_args`` of further arguments (see `config_keys`). ``equal`` has fields whose value must be
 a given one. ``builder`` names the program whose modules the
-model is made of, if Megatron-core has none for it. ``alike`` lists other model types of
+model is made of, if Megatron-core has none for it, and ``differs`` what they compute differently,
+which `convert` reports. ``alike`` lists other model types of
 transformers that compute the same from these keys: tests compare logits.
 
 The built-in families are those of every table in ``tables/``; a user's file adds its own.
@@ -27,7 +28,8 @@ from reshard.model_parallel import config_keys, fields, megatron_traits, rules, 
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.traits import OWN, Traits
 
-BUILDER = "model_builder"  # an argument of our own: the program that builds such models
+# Arguments of our own: the program that builds such models, and what it computes differently.
+BUILDER, DIFFERS = "model_builder", "model_builder_differs"
 _META = "meta"
 _ANY = "any"
 _NAMING = ("model_type", "architectures")
@@ -55,6 +57,7 @@ class Family:
     equal: Mapping[str, Any] = field(default_factory=dict)
     alike: tuple[str, ...] = ()
     builder: str = ""
+    differs: str = ""
 
     @property
     def model_type(self) -> str:
@@ -118,7 +121,8 @@ class Family:
         for trait, known in items.items():
             _refuse_other_items(traits, trait, known)
             traits = traits.with_values({trait: None})  # the family's lines state all of it
-        built = {BUILDER: self.builder} if self.builder else {}
+        stated = {BUILDER: self.builder, DIFFERS: self.differs}
+        built = {name: value for name, value in stated.items() if value}
         return megatron_traits.make_args(traits) | own | built
 
     def differences(
@@ -243,6 +247,7 @@ def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> I
         UsageError: a family lacks a section, or has one that is unknown.
     """
     sections = {"when", "config", "args", "neutral", "neutral_args", "equal", "alike", "builder"}
+    sections |= {"differs"}
     families = document.get("families", {})
     for model, section in families.items() if isinstance(families, dict) else ():
         if not isinstance(section, dict) or not {"when", "config"} <= section.keys() <= sections:

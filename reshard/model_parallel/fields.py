@@ -97,6 +97,8 @@ FORMS: Mapping[str, Form] = {
     "blocks": Form(_write_blocks, _read_blocks),
     # The number of dense layers before those with experts.
     "count_first": Form(_count_first, lambda count: tuple(range(count or 0))),
+    # The number of the last layer.
+    "last": Form(lambda count: count - 1, lambda number: number + 1),
     # A flag that states the opposite.
     "not": Form(lambda value: not value, lambda value: not value),
     # A number that is null where it is zero.

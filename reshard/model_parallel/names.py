@@ -204,6 +204,9 @@ class _ToHf(_Renaming):
             whole = zip(spelled.names, self._cut_parts(entry, spelled), strict=True)
             for name, cut in whole:
                 part = self.add(cut, spelled.line.added)
+                if spelled.line.squeezed:
+                    stack = tuple(moves.put_in_stack(part.chunks, 0))
+                    part = replace(part, shape=(1, *part.shape), chunks=stack)
                 if not spelled.line.stacked:
                     yield replace(part, fqn=name)
                     continue
@@ -314,26 +317,31 @@ class _FromHf(_Renaming):
             self.check_shape(entry, plain=False)
             for number in self._list_slices(entry.fqn, part):
                 spelled = part.spelled(number)
-                key = entry.kind, spelled.own
+                key = self._find_kind(entry, spelled.own), spelled.own
                 if key not in gathered:
                     whole.append(key)
                 _, pieces = gathered.setdefault(key, (spelled, {}))
-                piece = _take_slice(entry, number, transposed=part.line.transposed)
+                place = 0 if part.line.squeezed else number
+                piece = _take_slice(entry, place, transposed=part.line.transposed)
                 pieces[part.number] = self.add(piece, -part.line.added)
         for item in whole:
             yield item if isinstance(item, Entry) else self._fuse(item, *gathered[item])
 
     def _rename_plain(self, entry: Entry) -> Entry:
         name = self.find_new_names(entry.fqn)[0]
+        return replace(entry, fqn=name, kind=self._find_kind(entry, name))
+
+    def _find_kind(self, entry: Entry, name: str) -> str:
+        """Return the kind of a tensor under its new name: a parameter may be a buffer there."""
         rule = self.spellings.table.find(name, self.spellings.numbers)
         is_buffer = entry.kind == PARAM and rule is not None and rule.rule.is_buffer
-        return replace(entry, fqn=name, kind=BUFFER if is_buffer else entry.kind)
+        return BUFFER if is_buffer else entry.kind
 
     def _fuse(self, key: Key, spelled: Spelled, pieces: Mapping[int, Entry]) -> Entry:
         names = dict(enumerate(spelled.names))
         parts, dtype = _join_parts(self.manifest.origin.path, key[1], pieces, names)
         if spelled.line.form == forms.PLAIN:
-            return replace(parts[0], fqn=key[1])
+            return replace(parts[0], fqn=key[1], kind=key[0])
         tail = parts[0].shape[1:]
         odd = next((part for part in parts if part.shape[1:] != tail), None)
         if odd:

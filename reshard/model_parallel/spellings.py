@@ -6,6 +6,7 @@ A line maps a name of the table to one of Hugging Face's, or to several in a for
     NAME: {form: qkv, names: [Q, K, V]}
     NAME: {form: qkv_stacked, names: [OTHER], transposed: true}    rows and columns change places
     NAME: {names: [OTHER], added: 1}       OTHER's values are NAME's plus 1 (see `shifted`)
+    NAME: {names: [OTHER], squeezed: true}  OTHER has one more dim of size 1, in front
     NAME: {names: [OTHER], stacked: e}     OTHER has one more dim, in front, which {e} numbers
 
 or to a list of these if Hugging Face has several ways: the first is written, all are read.
@@ -25,7 +26,7 @@ from reshard.model_parallel.patterns import Fields, Pattern
 from reshard.model_parallel.rules import RuleMatch, Table
 
 _WRITE = "write  NAME: OTHER  or  NAME: {form: " + "|".join(forms.NAMES) + ", names: [OTHER, ...]}"
-_KEYS = {"form", "names", "transposed", "stacked", "added"}
+_KEYS = {"form", "names", "transposed", "stacked", "squeezed", "added"}
 NUMBERS = ("layers", "experts")
 
 
@@ -37,6 +38,7 @@ class Line:
         own: the table's name of the parameter.
         names: the names of the parts from which it is fused.
         stacked: the field that numbers the slices of each part; empty if they are not stacked.
+        squeezed: whether each part has one more dim of size 1, in front.
         added: what Hugging Face's values have more than the table's.
     """
 
@@ -45,12 +47,14 @@ class Line:
     names: tuple[Pattern, ...]
     transposed: bool = False
     stacked: str = ""
+    squeezed: bool = False
     added: float = 0.0
 
     @property
     def is_plain(self) -> bool:
         """Whether both sides store the same tensor."""
-        return self.form == forms.PLAIN and not (self.transposed or self.stacked or self.added)
+        changes = self.transposed or self.stacked or self.squeezed or self.added
+        return self.form == forms.PLAIN and not changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +191,7 @@ def _parse_line(own: str, value: Any, source: str) -> Line:
         tuple(Pattern(str(name)) for name in value["names"]),
         bool(value.get("transposed", False)),
         str(value.get("stacked", "")),
+        bool(value.get("squeezed", False)),
         float(value.get("added", 0)),
     )
 

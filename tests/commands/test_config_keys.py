@@ -676,3 +676,22 @@ def test_a_copy_of_the_head_beside_mtp_is_stored_once_and_compared(added, tmp_pa
     reshard.split(tmp_path / "hf", tmp_path / "out", **told)
     with reshard.open(tmp_path / "out") as run:
         assert torch.equal(run["output_layer.weight"][: config.vocab_size], model.lm_head.weight)
+
+
+def test_what_another_program_computes_differently_is_said(tmp_path):
+    """Megatron-Bridge routes Ernie 4.5's tokens by a sigmoid; names and values are as they were."""
+    sizes = {"head_dim": 8, "moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}
+    config = AutoConfig.for_model("ernie4_5_moe", **TINY, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    sizes = {"tp": 2, "ep": 2, "dp": 2}
+    report = reshard.split(
+        tmp_path / "hf", tmp_path / "out", to="megatron", weights_only=True, **sizes
+    )
+    said = "Megatron-Bridge chooses experts by a sigmoid of their scores"
+    assert any(said in text for text in report.notes)
+    reshard.merge(tmp_path / "out", tmp_path / "back")
+    before, after = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "back"))
+    bias = "model.layers.1.mlp.moe_statics.e_score_correction_bias"
+    assert before[bias].shape == (1, 4)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], value) for name, value in after.items())

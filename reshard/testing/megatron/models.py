@@ -108,6 +108,8 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
             values[key] = list(values[key])[:layers]
     if values.get("moe_layers"):  # numbers, not one value a layer
         values["moe_layers"] = [number for number in values["moe_layers"] if number < layers]
+    if "moe_layer_end_index" in values:
+        values["moe_layer_end_index"] = layers - 1
     _shrink_experts(values)
     values |= {key: _WINDOW for key in _WINDOWS if values.get(key)}
     values |= {key: min(layers, values[key]) for key in ("max_window_layers",) if key in values}
@@ -188,6 +190,7 @@ def write_sources(config: PreTrainedConfig, place: Path) -> Sources:
     predicted = [] if more is None else mtp.compute_logits(model, more, tokens)
     held = [*_list_saved_buffers(model), *named.values()]
     held = [tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter)]
+    held += [param for param in model.parameters() if not param.requires_grad]
     # A published name may be another one than that in memory; values are random.
     published = load_file(place / "model" / "model.safetensors")
     buffers = frozenset(n for n, t in published.items() if any(torch.equal(t, b) for b in held))
@@ -224,8 +227,9 @@ def _list_saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _save_run(model: torch.nn.Module, path: Path) -> None:
     """Save a training state of the model: Adam after a step, with moments that can be checked."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    for param in model.parameters():
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0)
+    for param in trained:
         param.grad = torch.zeros_like(param)
     optimizer.step()
     for weight, state in optimizer.state.items():

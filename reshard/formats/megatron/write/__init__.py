@@ -21,7 +21,7 @@ from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron.directory import NAME
 from reshard.formats.megatron.write.choice import MegatronOptions, Resolved, resolve
 from reshard.model_parallel.described import Described
-from reshard.model_parallel.families import BUILDER
+from reshard.model_parallel.families import BUILDER, DIFFERS
 from reshard.training.state import WritableState, describe_lost_setup, describe_lost_state
 
 __all__ = ["MegatronOptions", "lay_out"]
@@ -85,6 +85,8 @@ def _describe_builder(args: Mapping[str, Any]) -> Iterator[str]:
             f"Megatron-core alone does not build this model: the names are those of {builder},"
             " whose provider builds it"
         )
+    if args.get(DIFFERS):
+        yield f"{builder} {args[DIFFERS]}: the two models compute different results"
 
 
 def _describe_ignored_args(args: Mapping[str, Any]) -> Iterator[str]:
