@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -47,7 +47,13 @@ def _parse_integer(value: Any) -> int:
     raise click.BadParameter(f"{value!r} is not a whole number")
 
 
-class _Choice(click.Choice[str]):
+if TYPE_CHECKING:  # Choice is generic since click 8.2
+    _StrChoice = click.Choice[str]
+else:
+    _StrChoice = click.Choice
+
+
+class _Choice(_StrChoice):
     """A choice whose values are exact; only names of options may have underscores for hyphens."""
 
     def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:

@@ -196,6 +196,13 @@ class Group(click.Group):
 
     command_class = Command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Without arguments, print the help on stderr and exit with 2, as click does since 8.2."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help(), err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
 
 def take_options(kind: type[Options], values: dict[str, Any], **further: Any) -> Any:
     """Remove the declared options from the values of a command; return the dataclass of them.

@@ -32,7 +32,7 @@ def plain(tmp_path):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", [name for name in ODD if hasattr(torch, name)])
 def test_a_dtype_that_is_not_supported_is_named(tmp_path, name, zipped):
     odd = torch.zeros(4, dtype=ODD[name]).view(getattr(torch, name))
     path = tmp_path / "x.pt"
@@ -41,10 +41,10 @@ def test_a_dtype_that_is_not_supported_is_named(tmp_path, name, zipped):
         reshard.inspect(path)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:ComplexHalf")
 def test_a_dtype_that_is_not_supported_is_named_in_dcp(tmp_path):
     state = {"model": {"w": torch.ones(3), "odd": torch.zeros(4, dtype=torch.complex32)}}
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(UnsupportedError, match="complex32"):
         reshard.inspect(tmp_path / "dcp")
 

@@ -109,7 +109,7 @@ def test_transformers_and_safetensors_load_the_bits_of_merge(mounted, merged, pl
         assert all(same(one.get_tensor(fqn), other.get_tensor(fqn)) for fqn in set(other.keys()))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_torch_loads_a_dcp_checkpoint(mounted, place, tmp_path):
     reshard.split(RUN, tmp_path / "dcp", to="dcp", world_size=2)
     mounted(RUN, "--to", "dcp", "--world-size", 2)

@@ -74,7 +74,7 @@ def test_numbers_of_parameters_stay_in_the_order_of_the_program(libraries, tmp_p
         assert two.manifest.train.param_groups == three.manifest.train.param_groups
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_a_scripts_own_objects_go_from_dcp_to_dcp(tmp_path):
     own = {"path": PurePosixPath("data/train"), "dtype": torch.bfloat16, "range": (1, 2)}
     state = {"model": {"weight": torch.arange(12.0).reshape(4, 3)}, "own": own}
