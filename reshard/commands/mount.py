@@ -16,8 +16,8 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ _DEVICE = "/dev/fuse"
 _INSTALL = "install libfuse (Debian and Ubuntu: apt install fuse3; Fedora: dnf install fuse3)"
 _ENDED_BY_SIGNAL = 8  # result of fuse_main after a signal (libfuse 3 helper.c); libfuse 2 returns 0
 _MOST_THREADS = 16
+_Key = tuple[str, int]  # of a block: the file, and the number of the block in it
 _KEPT_S = 86400  # seconds that the kernel keeps names and sizes, which never change
 
 
@@ -56,11 +57,9 @@ def mount(
     check_directory(directory)
     fuse = import_fuse()
     _check_device()
-    with open_files(source, options) as files:
+    with open_files(source, options) as files, closing(Blocks(files, options)) as blocks:
         greeting = f"mounted {len(list(files))} files of {options.to} at {directory}"
-        operations = FileOperations(
-            files, Blocks(files, options), say, f"{greeting}; Ctrl-C unmounts them"
-        )
+        operations = FileOperations(files, blocks, say, f"{greeting}; Ctrl-C unmounts them")
         with _ended_by_signals():
             _run(fuse, operations, directory)
 
@@ -109,8 +108,9 @@ def _check_device() -> None:
         raise UsageError(
             _DEVICE,
             f"cannot be used: {error.strerror}",
-            "load the kernel module: modprobe fuse; give a container the device and the right to"
-            " mount: docker run --device /dev/fuse --cap-add SYS_ADMIN; or use reshard serve",
+            "load the kernel module: modprobe fuse; let users open the device: chmod 666 /dev/fuse;"
+            " give a container the device and the right to mount: docker run --device /dev/fuse"
+            " --cap-add SYS_ADMIN; or use reshard serve",
         ) from error
 
 
@@ -165,16 +165,25 @@ class Blocks:
     """Blocks of files, each computed once for all readers that want it at the same time.
 
     The blocks that were read last are kept, up to half of ``--max-memory``; the other half is for
-    computing blocks, as many at a time as there are workers.
+    computing blocks, as many at a time as there are workers. While a file is read from one block
+    to the next, the blocks that follow are computed ahead of the reader, one for each worker.
     """
 
     def __init__(self, files: OnDemandFiles, options: FilesOptions) -> None:
         self._files = files
         self._most = max(options.max_memory_bytes // 2 // _BLOCK_BYTES, 1)
-        self._kept: OrderedDict[tuple[str, int], Future[mmap.mmap]] = OrderedDict()
+        self._kept: OrderedDict[_Key, Future[mmap.mmap]] = OrderedDict()
         self._computed: dict[str, set[int]] = defaultdict(set)
         self._lock = threading.Lock()
-        self._free_workers = threading.BoundedSemaphore(options.budget()[0])
+        workers = options.budget()[0]
+        self._free_workers = threading.BoundedSemaphore(workers)
+        # A reader's block, the one before it and those ahead of it must be kept together.
+        self._ahead = max(min(workers, self._most - 2), 0)
+        self._threads = ThreadPoolExecutor(workers)
+
+    def close(self) -> None:
+        """Stop computing blocks that nobody has asked for."""
+        self._threads.shutdown(cancel_futures=True)
 
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
         """Return a range of a file; shorter at its end.
@@ -193,15 +202,31 @@ class Blocks:
 
     def _find(self, name: str, index: int) -> mmap.mmap:
         key = name, index
-        new: Future[mmap.mmap] = Future()
         with self._lock:
-            block = self._kept.setdefault(key, new)
-            self._kept.move_to_end(key)
-            if len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-        return self._fulfil(key, new) if block is new else block.result()
+            block, is_new = self._keep(key)
+            ahead = self._keep_ahead(name, index)
+        for following, each in ahead:
+            self._threads.submit(self._fulfil, following, each)
+        return self._fulfil(key, block) if is_new else block.result()
 
-    def _fulfil(self, key: tuple[str, int], block: Future[mmap.mmap]) -> mmap.mmap:
+    def _keep(self, key: _Key) -> tuple[Future[mmap.mmap], bool]:
+        """Return the block and whether the caller must compute it; the caller holds the lock."""
+        is_new = key not in self._kept
+        block = self._kept.setdefault(key, Future())
+        self._kept.move_to_end(key)
+        if len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return block, is_new
+
+    def _keep_ahead(self, name: str, index: int) -> list[tuple[_Key, Future[mmap.mmap]]]:
+        """Return the blocks to compute ahead of a reader; the caller holds the lock."""
+        if (name, index - 1) not in self._kept:  # not a sequential read
+            return []
+        last = (self._files.nbytes(name) - 1) // _BLOCK_BYTES
+        keys = [(name, each) for each in range(index + 1, min(index + self._ahead, last) + 1)]
+        return [(key, self._keep(key)[0]) for key in keys if key not in self._kept]
+
+    def _fulfil(self, key: _Key, block: Future[mmap.mmap]) -> mmap.mmap:
         """Compute a block for all that wait for it; after an error, the next reader tries again."""
         try:
             with self._free_workers:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -247,35 +248,65 @@ def test_without_libfuse_the_system_package_is_named(tmp_path):
     assert "apt install fuse3" in done.stderr
 
 
-def test_blocks_are_computed_once_for_all_readers_and_kept_within_the_limit():
-    options = reshard.FilesOptions(max_memory_bytes=16 << 20, workers=2)
+class Zeros:
+    """Files of 40 MiB whose blocks are counted as they are computed."""
 
-    class Zeros:
-        """Files of 40 MiB whose reads are counted."""
+    def __init__(self):
+        self.reads = []
+        self.was_read = defaultdict(threading.Event)
 
-        def __init__(self):
-            self.reads = []
+    def nbytes(self, _name):
+        return 40 << 20
 
-        def nbytes(self, _name):
-            return 40 << 20
+    def read_into(self, name, byte_offset, _target):
+        self.reads.append((name, byte_offset))
+        time.sleep(0.01)
+        self.was_read[byte_offset >> 22].set()
 
-        def read_into(self, name, byte_offset, _target):
-            self.reads.append((name, byte_offset))
-            time.sleep(0.01)
+    def check_records(self):
+        pass
 
-        def check_records(self):
-            pass
 
+def open_blocks(mebibytes):
+    options = reshard.FilesOptions(max_memory_bytes=mebibytes << 20, workers=2)
     files = Zeros()
-    blocks = Blocks(files, options)
+    return files, contextlib.closing(Blocks(files, options))
+
+
+def test_blocks_are_computed_once_for_all_readers_and_kept_within_the_limit():
+    files, opened = open_blocks(16)
     start = threading.Barrier(8)
+    with opened as blocks:
 
-    def read(_):
-        start.wait()
-        return blocks.read("a", 100, 1000)
+        def read(_):
+            start.wait()
+            return blocks.read("a", 100, 1000)
 
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(read, range(8))) == {bytes(1000)}
-    assert files.reads == [("a", 0)]
-    assert len(blocks.read("a", 0, 40 << 20)) == 40 << 20
-    assert len(blocks._kept) <= 2
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(read, range(8))) == {bytes(1000)}
+        assert files.reads == [("a", 0)]
+        assert len(blocks.read("a", 0, 40 << 20)) == 40 << 20
+        assert len(blocks._kept) <= 2
+
+
+def test_sequential_reads_find_the_next_blocks_computed():
+    files, opened = open_blocks(64)
+    with opened as blocks:
+        blocks.read("a", 0, 1)
+        assert files.reads == [("a", 0)]  # may be the only read
+        blocks.read("a", 4 << 20, 1)
+        assert files.was_read[2].wait(60)
+        assert files.was_read[3].wait(60)
+        assert len(files.reads) == 4
+        assert len(blocks.read("a", 0, 40 << 20)) == 40 << 20
+        assert len(blocks._kept) <= 8
+    assert sorted(files.reads) == [("a", block << 22) for block in range(10)]
+
+
+def test_blocks_ahead_stay_within_the_limit():
+    files, opened = open_blocks(24)  # keeps 3 blocks: the reader's, the one before, one ahead
+    with opened as blocks:
+        for block in range(10):
+            blocks.read("a", block << 22, 1 << 22)
+            assert len(blocks._kept) <= 3
+    assert sorted(files.reads) == [("a", block << 22) for block in range(10)]
