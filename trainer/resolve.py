@@ -45,11 +45,23 @@ def _derive_batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int
     if whole and times and not micro:
         micro = whole // (times * world)
     micro = micro or Settings.micro_batch
-    times = times or (whole // (micro * world) if whole else 1)
+    times = times or (math.ceil(whole / (micro * world)) if whole else 1)
     whole = whole or micro * times * world
-    if micro * times * world != whole:
+    if micro * times * world != whole and not _can_be_uneven(settings, chosen, whole % micro):
         raise _make_batch_error(whole, micro, chosen.get("accumulation", 0), settings)
     return {"global_batch": whole, "micro_batch": micro, "accumulation": times}
+
+
+def _can_be_uneven(settings: Settings, chosen: dict[str, Any], rest: int) -> bool:
+    """Return whether some ranks may have one micro batch less than the others.
+
+    Only sums in micro batch order can leave out what the other ranks do not have.
+
+    Args:
+        rest: samples of the global batch that do not fill a micro batch.
+    """
+    is_canonical = (settings.reduction or get_default_reduction(settings)) == "canonical"
+    return is_canonical and not rest and not chosen.get("accumulation")
 
 
 def _make_batch_error(whole: int, micro: int, times: int, settings: Settings) -> SettingsError:
@@ -70,6 +82,7 @@ def _make_batch_error(whole: int, micro: int, times: int, settings: Settings) ->
         sizes = [each for each in range(1, whole // micro + 1) if whole // micro % each == 0]
         near = sorted(sorted(sizes, key=lambda each: abs(each - world))[:4])
         ways += f", or {', '.join(map(str, near[:-1]))} or {near[-1]} {noun}s" if near[1:] else ""
+        ways += ", or --reduction canonical" if supports_canonical(settings) else ""
     return SettingsError(
         f"a global batch of {whole} is not divisible by {ranks} x micro batch {micro}",
         f"use {ways}",

@@ -192,7 +192,16 @@ class Settings:
     @property
     def microbatches(self) -> int:
         """Micro batches per step of all ranks."""
-        return self.accumulation * self.grid.dp
+        return self.global_batch // self.micro_batch
+
+    def count_active_ranks(self, *, last: bool) -> int:
+        """Return the number of data-parallel ranks whose micro batch counts, the first ones.
+
+        Args:
+            last: whether it is the last micro batch of the step, which some ranks may not have.
+        """
+        earlier = (self.accumulation - 1) * self.grid.dp
+        return self.microbatches - earlier if last else self.grid.dp
 
     @property
     def grid(self) -> Grid:

@@ -90,6 +90,7 @@ def test_without_choices_the_settings_are_the_defaults(config):
             {"fsdp_sharding_strategy": "_HYBRID_SHARD_ZERO2", "reduction": "fast"},
         ),
         (["--nproc", "2", "--global-batch", "8", "--micro-batch", "2"], {"accumulation": 2}),
+        (["--nproc", "3", "--global-batch", "8"], {"accumulation": 3, "micro_batch": 1}),
     ],
 )
 def test_flags_become_settings(config, arguments, expected):
@@ -124,7 +125,9 @@ def test_notes_are_one_paragraph_on_stderr(run):
         (["--stratgy", "zero2"], "--strategy"),
         (["extra"], "extra"),
         (["--lr", "-1"], "lr"),
-        (["--nproc", "3", "--global-batch", "8"], "global batch"),
+        (["--nproc", "3", "--global-batch", "8", "--accumulation", "2"], "global batch"),
+        (["--nproc", "3", "--global-batch", "8", "--reduction", "fast"], "--reduction canonical"),
+        (["--nproc", "3", "--global-batch", "9", "--micro-batch", "2"], "global batch"),
         (["--deepspeed", "nope.json"], "nope.json"),
         (["--accelerate", "nope.yaml"], "nope.yaml"),
         (["--deepspeed", CONFIGS / "zero2_bf16.json", "--clip", "0.5"], "--clip"),

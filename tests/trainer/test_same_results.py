@@ -8,7 +8,7 @@ from tests.trainer import worlds
 
 pytestmark = pytest.mark.slow
 
-WORLDS = (1, 2, 3, 4, 6)
+WORLDS = (1, 2, 3, 4, 5)  # five ranks do not divide 12 micro batches
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 COMMON = {
     "global_batch": 12,

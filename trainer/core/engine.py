@@ -104,6 +104,10 @@ class NativeEngine(ABC):
         self.scaler = make_loss_scaler(settings)
 
     @abstractmethod
+    def _set_active_ranks(self, count: int) -> None:
+        """Let the next backward pass add the gradients of the first ``count`` ranks only."""
+
+    @abstractmethod
     def _reduce_gradients(self, *, last: bool) -> None:
         """Add the gradients of the micro batch that has just run to the sums over all ranks."""
 
@@ -130,6 +134,7 @@ class NativeEngine(ABC):
 
     def run_microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
         """Run forward and backward, see Engine."""
+        self._set_active_ranks(self.settings.count_active_ranks(last=last))
         with self.timer("forward"):
             loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
         with self.timer("backward"):

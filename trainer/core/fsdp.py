@@ -106,6 +106,10 @@ class ShardedEngine(NativeEngine):
 
     # The step
 
+    def _set_active_ranks(self, count: int) -> None:
+        if self._sums:
+            self._sums.active_ranks = count
+
     def _reduce_gradients(self, *, last: bool) -> None:
         """Leave the sums to FSDP, which has reduced the micro batch during its backward pass.
 

@@ -29,9 +29,14 @@ from trainer.errors import TrainingError
 
 
 class UnitSums:
-    """This rank's sums of a step. Units reduce in the same order in every backward pass."""
+    """This rank's sums of a step. Units reduce in the same order in every backward pass.
+
+    Attributes:
+        active_ranks: only the pieces of so many ranks, the first ones, are added.
+    """
 
     def __init__(self) -> None:
+        self.active_ranks = 1
         self._sums: list[Tensor] = []
         self._reduced = 0
 
@@ -47,7 +52,7 @@ class UnitSums:
         self._reduced += 1
         if total.numel() != pieces[0].numel():
             raise _make_order_error()
-        for piece in pieces:
+        for piece in pieces[: self.active_ranks]:
             total.add_(piece)
         return total
 

@@ -74,11 +74,14 @@ def _run_microbatches(
     Micro batch m of the step belongs to data-parallel rank m % dp and is its (m // dp)-th. Dropout
     draws from a generator that is seeded by the number of the first sample, so that its masks do
     not depend on the number of ranks either.
+
+    If the ranks do not divide the micro batches, the last ranks repeat one of the others instead of
+    the one that they lack: they must take part in the collectives, and it counts nowhere.
     """
     grid = settings.grid
     losses: list[Tensor] = []
     for index in range(settings.accumulation):
-        number = index * grid.dp + grid.data_index(ranks.rank)
+        number = (index * grid.dp + grid.data_index(ranks.rank)) % settings.microbatches
         first = progress.samples + number * settings.micro_batch
         tokens = corpus.get_samples(first, settings.micro_batch).to(ranks.device)
         torch.manual_seed(derive_seed(settings.seed, 1, first))
@@ -87,7 +90,8 @@ def _run_microbatches(
     own = torch.stack(losses)
     of_all_ranks = own.new_empty(ranks.world * len(losses))
     ranks.all_gather(of_all_ranks, own)
-    return of_all_ranks.view(ranks.world, -1)[grid.data_ranks].t().reshape(-1).tolist()
+    in_order = of_all_ranks.view(ranks.world, -1)[grid.data_ranks].t().reshape(-1)
+    return in_order[: settings.microbatches].tolist()
 
 
 def _update_or_skip(

@@ -10,8 +10,10 @@
 
 Canonical reduction is a sum over micro batches 0, 1, 2, ... of the step, in that order, for any
 number of ranks: rank r's k-th micro batch is number k x world + r, so each call adds one micro
-batch of every rank, in rank order, to the sums of the earlier calls. It moves the same bytes as a
-reduce-scatter; only the additions happen at the owner instead of on the way.
+batch of every rank, in rank order, to the sums of the earlier calls. If the ranks do not divide the
+micro batches, the last ranks have none in the last call, and what they send is not added. The call
+moves the same bytes as a reduce-scatter; only the additions happen at the owner instead of on the
+way.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class Reducer:
 
     Attributes:
         sums: this rank's piece of each of ``partition.flats``, in the dtype of the sums.
+        active_ranks: only the gradients of so many ranks, the first ones, are added.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Reducer:
         self.sums = [
             torch.zeros(flat.numel, dtype=dtype, device=ranks.device) for flat in partition.flats
         ]
+        self.active_ranks = ranks.world
         self._ranks = ranks
         self._timer = timer
         self._send = self._exchange if canonical else self._reduce
@@ -74,7 +78,7 @@ class Reducer:
                 [flattened[run.name][run.start : run.stop] for run in runs] for runs in by_owner
             ]
             mine = by_owner[self._ranks.rank]
-            for received in self._send(rows):
+            for received in self._send(rows)[: self.active_ranks]:
                 self._add_row(mine, received)
 
     def clear(self) -> None:

@@ -94,6 +94,9 @@ class ZeroEngine(NativeEngine):
 
     # The step
 
+    def _set_active_ranks(self, count: int) -> None:
+        self.reducer.active_ranks = count
+
     @property
     def _summed_microbatches(self) -> int:
         return self.settings.microbatches
