@@ -30,6 +30,8 @@ from reshard.live.files import (
     read_options,
 )
 from reshard.live.safe_load import load_safely
+from reshard.live.swapped_optimizer import SCALE, patch_swap_loading
+from reshard.live.unread import load_unread
 from reshard.manifest import ParamGroup
 from reshard.model import shapes_of
 from reshard.move.on_demand import OnDemandFiles
@@ -93,8 +95,17 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
         log_report(live.report)
         with ExitStack() as stack:
             folder = stack.enter_context(create_names(live.files))
-            stack.enter_context(_reading_from(engine, live.files, folder))
-            if leaves_optimizer:
+            loader = stack.enter_context(_reading_from(engine, live.files, folder))
+            if engine.zero_nvme_offload_optimizer():
+                filled = patch_swap_loading(
+                    engine,
+                    folder,
+                    loader.load_unread,
+                    has_scale=not load_module_only,
+                    has_states=not leaves_optimizer,
+                )
+                stack.enter_context(filled)
+            elif leaves_optimizer:
                 stack.enter_context(_leaving_optimizer(engine, folder))
             _, client_state = engine.load_checkpoint(
                 str(folder),
@@ -114,17 +125,12 @@ def _refuse_engine(engine: Any) -> None:
     Raises:
         UnsupportedError: names the setting, and what to do instead.
     """
-    remedy = "write a checkpoint for it with reshard split, and load that"
     if engine.load_universal_checkpoint():
         raise UnsupportedError(
             "load_universal",
             "is set in the engine's configuration, so that DeepSpeed expects a universal"
             " checkpoint",
             'remove it from the section "checkpoint": reshard needs no universal checkpoint',
-        )
-    if engine.zero_optimization() and engine.zero_nvme_offload_optimizer():
-        raise UnsupportedError(
-            "offload_optimizer", "to NVMe is loaded by copying files of the checkpoint", remedy
         )
 
 
@@ -205,22 +211,31 @@ class _Loader:
         Raises:
             UnsafeError: the file names a class that is not known to be safe.
         """
-        name = Path(path).relative_to(self._folder).as_posix()
+        name = self._name(path)
         return load_safely(self._files.open(name, checks=False), name, map_location)
+
+    def load_unread(self, path: str) -> Any:
+        """Return the object in a file, with an `UnreadTensor` for each tensor.
+
+        Raises:
+            UnsafeError: the file names a class that is not known to be safe.
+        """
+        name = self._name(path)
+        return load_unread(self._files.open(name, checks=False), name)
+
+    def _name(self, path: str) -> str:
+        return Path(path).relative_to(self._folder).as_posix()
 
 
 @contextmanager
-def _reading_from(engine: Any, files: OnDemandFiles, folder: Path) -> Iterator[None]:
+def _reading_from(engine: Any, files: OnDemandFiles, folder: Path) -> Iterator[_Loader]:
     """Let an engine load from memory, within this block."""
     own = engine.checkpoint_engine
-    engine.checkpoint_engine = _Loader(files, folder, own)
+    engine.checkpoint_engine = loader = _Loader(files, folder, own)
     try:
-        yield
+        yield loader
     finally:
         engine.checkpoint_engine = own
-
-
-_SCALE = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 
 @contextmanager
@@ -237,7 +252,7 @@ def _leaving_optimizer(engine: Any, folder: Path) -> Iterator[None]:
         return own(load_dir, tag, load_optimizer_states=False)
 
     def restore_weights() -> None:
-        scale = {name: getattr(optimizer, name) for name in _SCALE if hasattr(optimizer, name)}
+        scale = {name: getattr(optimizer, name) for name in SCALE if hasattr(optimizer, name)}
         own(str(folder), (folder / "latest").read_text().strip(), load_optimizer_states=False)
         vars(optimizer).update(scale)
 

@@ -33,6 +33,16 @@ WEIGHTS = (
     Resumed("z3_bf16", "z2_bf16", 2, 2),
     Resumed("z2_groups_tiny", "z3_subgroups", 2, 3),
 )
+OFFLOADED = (
+    Resumed("z3_bf16", "z3_offload_both", 3, 3),
+    Resumed("z3_offload_both", "z1_offload_cpu", 4, 1),
+)
+SWAPPED = (  # engines whose optimizer, and in one case whose weights, are in files
+    Resumed("z3_nvme_optimizer", "z3_nvme_optimizer", 2, 3),
+    Resumed("z3_nvme_optimizer", "z3_nvme_both", 3, 3),
+    Resumed("z3_nvme_both", "z3_nvme_optimizer", 4, 3),
+    Resumed("z3_bf16", "z3_nvme_unswapped", 3, 3),
+)
 FROM_DCP = Resumed("z3_bf16", "z2_bf16", 3, 2)
 
 
@@ -53,6 +63,36 @@ def test_an_engine_goes_on_from_another_framework(made, tmp_path):
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_an_engine_goes_on_from_any_layout(run, resumed, made):
     assert_goes_on(run, resumed[run], made)
+
+
+@pytest.fixture(scope="module")
+def offloaded(made, tmp_path_factory):
+    directories = {run: made / run.source / "run" for run in OFFLOADED}
+    return resume_all(directories, tmp_path_factory.mktemp("offloaded"), live=True)
+
+
+@pytest.mark.parametrize("run", OFFLOADED, ids=str)
+def test_offloaded_parameters_and_optimizers_are_loaded(run, offloaded, made):
+    assert_goes_on(run, offloaded[run], made)
+
+
+@pytest.fixture(scope="module")
+def swapped(request, made, tmp_path_factory):
+    if not request.config.getoption("--nvme"):
+        pytest.skip("needs DeepSpeed's aio op (libaio-dev, minutes of compiling): give --nvme")
+    directories = {run: made / run.source / "run" for run in SWAPPED}
+    return resume_all(directories, tmp_path_factory.mktemp("swapped"), live=True)
+
+
+@pytest.mark.parametrize("run", SWAPPED, ids=str)
+def test_an_optimizer_offloaded_to_nvme_goes_on_at_other_ranks(run, swapped, made):
+    assert_goes_on(run, swapped[run], made)
+
+
+@pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_weights_are_loaded_into_an_engine_with_nvme(how, swapped, made, tmp_path):
+    del swapped  # skips without the op
+    assert_weights_alone(made, tmp_path, SWAPPED[1:3], how)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +119,13 @@ def test_the_live_optimizer_decides_the_param_groups(run, regrouped, made):
 
 @pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}])
 def test_weights_are_loaded_without_the_optimizer(how, made, tmp_path):
-    directories = {run: made / run.source / "run" for run in WEIGHTS}
-    got = resume_all(directories, tmp_path, live=True, **how)
-    for run in WEIGHTS:
+    assert_weights_alone(made, tmp_path, WEIGHTS, how)
+
+
+def assert_weights_alone(made, place, runs, how):
+    directories = {run: made / run.source / "run" for run in runs}
+    got = resume_all(directories, place, live=True, **how)
+    for run in runs:
         assert isinstance(got[run], dict), got[run]
         loaded, wanted = got[run]["loaded"], find_reference(made, run.source)
         assert_same(loaded["live"], wanted["live"])
