@@ -17,6 +17,7 @@ from typing import Any
 
 from reshard import formats
 from reshard.accelerate import choose_state_dict_type
+from reshard.errors import UnsupportedError
 from reshard.formats.request import LiveTarget
 from reshard.live.directory import open_directory
 from reshard.live.files import name_groups
@@ -46,7 +47,15 @@ def open_checkpoint(
 
     Raises:
         ReshardError: on every rank, if the source cannot be read, trusted or written so.
+        UnsupportedError: the Trainer trains adapters of PEFT without DeepSpeed.
     """
+    if hasattr(trainer.model, "peft_config") and not trainer.is_deepspeed_enabled:
+        raise UnsupportedError(
+            "trainer.model",
+            "has adapters of PEFT, which reshard loads into a Trainer with DeepSpeed only",
+            "pass the checkpoint itself to trainer.train: DDP and FSDP 2 load their own files of"
+            " adapters at any number of ranks",
+        )
     decided, config = _describe_strategy(trainer)
     groups = _list_groups(trainer, config)
     target = LiveTarget(shapes=shapes_of(trainer.model), config=config, groups=groups)

@@ -54,9 +54,30 @@ def resumed(saved, tmp_path_factory):
     return JUDGE.run(tmp_path_factory.mktemp("resumed"), jobs)
 
 
+@pytest.fixture(scope="module")
+def live(saved, tmp_path_factory):
+    """The same without files: the Trainer reads what `split` would have written."""
+    jobs = {}
+    for name, (run, ranks, how, resumes) in RESUMED.items():
+        options = {key: how[key] for key in ("rng",) if key in how}
+        told = {**resumes, "family": RUNS[run]["family"], "resume": saved[run][0]}
+        jobs[name] = ranks, {**told, "live": options}
+    return JUDGE.run(tmp_path_factory.mktemp("live"), jobs)
+
+
 @pytest.mark.parametrize("name", RESUMED)
 def test_the_trainer_resumes_experts_with_every_bit(name, resumed, saved):
-    seen, truth = resumed[name], saved[RESUMED[name][0]][1]
+    assert_resumed(resumed[name], saved[RESUMED[name][0]][1])
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_trainer_resumes_experts_without_files(name, live, resumed, saved):
+    assert_resumed(live[name], saved[RESUMED[name][0]][1])
+    assert live[name]["losses"] == resumed[name]["losses"]
+
+
+def assert_resumed(seen, truth):
+    assert isinstance(seen, dict), seen
     assert seen["step"] == truth["step"] == worker.SAVED
     for fqn, value in truth["params"].items():
         assert same(seen["params"][fqn], value), fqn

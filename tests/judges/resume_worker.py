@@ -138,9 +138,22 @@ def _mixtral() -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**_experts(num_local_experts=4)))
 
 
-FAMILIES = {"llama": _llama, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe}
+def _lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2)
+    adapted = get_peft_model(_llama(), config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # zero at first: a run that lost it would look the same
+                parameter.normal_(std=0.02)
+    return adapted
+
+
+FAMILIES = {"llama": _llama, "lora": _lora, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe}
 LAYERS = {
     "llama": "LlamaDecoderLayer",
+    "lora": "LlamaDecoderLayer",
     "mixtral": "MixtralDecoderLayer",
     "qwen3_moe": "Qwen3MoeDecoderLayer",
 }
