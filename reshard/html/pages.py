@@ -6,6 +6,7 @@ the manifests of the command. The ``facts`` of a checkpoint are the document of 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -85,11 +86,13 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
 
 
 def command_panel(document: Document) -> Facts:
-    """Build the panel of the options that were given, and of how an output is loaded."""
+    """Build the panel of the command, the options that were given, and how an output is loaded."""
+    places = [document[name] for name in ("source", "destination") if name in document]
+    command = shlex.join(["reshard", document["command"], *places])
     options = document["options"].items()
     rows = [(name, str(value)) for name, value in options if name != "html"]
     load = [("load it", document["load_line"])] if document.get("load_line") else []
-    return Facts("Command", [("command", document["command"]), *rows, *load])
+    return Facts("Command", [("command", command), *rows, *load])
 
 
 def _averaged_table(sources: Sequence[Document]) -> Iterator[Table]:

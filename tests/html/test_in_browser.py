@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -215,6 +216,39 @@ def test_no_page_is_wider_than_its_window(tab, tmp_path, width):
     reshard.inspect(tmp_path / "x.safetensors", html=tmp_path / "x.html")
     tab.show(tmp_path / "x.html", width=width, height=800)
     assert tab.js("document.documentElement.scrollWidth") <= width
+
+
+CUT = (  # cells whose text does not fit
+    "[...document.querySelectorAll('th, td, dt, dd')]"
+    ".filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent.slice(0, 80))"
+)
+OUT_OF_REACH = (  # last columns that scrolling to the right does not show
+    "[...document.querySelectorAll('.scroller')].filter((e) => { e.scrollLeft = 1e6;"
+    " const last = [...e.querySelectorAll('th')].at(-1).getBoundingClientRect();"
+    " return last.right > e.getBoundingClientRect().right + 1; }).length"
+)
+
+
+@pytest.mark.parametrize("command", ["inspect", "merge", "split", "diff", "verify"])
+def test_no_column_of_a_report_is_cut(tab, tmp_path, command):
+    out, page, picture = (tmp_path / name for name in ("out", "x.html", "x.png"))
+    if command in ("inspect", "verify"):
+        getattr(reshard, command)(EXAMPLE, html=page)
+    else:
+        made = {"merge": reshard.merge, "split": partial(reshard.split, world_size=2)}
+        report = made.get(command, reshard.merge)(EXAMPLE, out, html=page)
+        assert report.done
+    if command == "diff":
+        reshard.diff(EXAMPLE, out, html=page, overwrite=True)
+    tab.show(page)
+    assert tab.js(CUT) == []
+    assert tab.js(OUT_OF_REACH) == 0
+    tab.picture(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    if command in ("merge", "split"):
+        facts = texts(tab, "dd")
+        assert f"reshard {command} {report.source} {out}" in facts
+        assert report.load_line in facts
 
 
 def test_on_paper_all_is_light_and_tables_are_written_out(show, tmp_path):

@@ -43,8 +43,8 @@ class SplitReport(OutputReport):
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
         yield self._format_written(self.bytes_written)
-        yield f"from        {self.format}, {self.ranks_before} ranks"
-        yield f"to          {self.target}, {self.ranks} ranks"
+        yield f"from        {self.format}, {units.counted(self.ranks_before, 'rank')}"
+        yield f"to          {self.target}, {units.counted(self.ranks, 'rank')}"
         yield from self._list_identity()
         yield f"weights     {self.weights}"
         counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
