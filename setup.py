@@ -1,6 +1,6 @@
-"""Build the optional compiled module; everything else about the package is in pyproject.toml.
+"""Build the optional compiled modules; everything else about the package is in pyproject.toml.
 
-Without a C compiler, the package is installed without the module and casts with numpy.
+Without a C compiler, the package is installed without them and computes with numpy.
 """
 
 import sys
@@ -14,13 +14,14 @@ STABLE = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DI
 setup(
     ext_modules=[
         Extension(
-            "reshard.move._cast",
-            ["reshard/move/_cast.c"],
+            f"reshard.{package}.{name}",
+            [f"reshard/{package}/{name}.c"],
             extra_compile_args=["-O3", "-fno-trapping-math"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
             py_limited_api=STABLE,
             optional=True,
         )
+        for package, name in (("move", "_cast"), ("quantised", "_codes"))
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
 )

@@ -234,6 +234,7 @@ WITH_NUMPY = (  # imported by functions only
     "reshard.move.cast",
     "reshard.quantised.decode",
     "reshard.quantised.encode",
+    "reshard.quantised.loops",
 )
 
 

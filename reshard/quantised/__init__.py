@@ -5,6 +5,7 @@ pairs        the codes and scales of each weight, with their geometry checked
 scaled       the geometry: where codes and scales are, and which belong together
 decode       the arithmetic of dequantisation, with numpy
 encode       the arithmetic of quantisation
+loops        the loops of both over the values, compiled or with numpy
 computed     a weight's values as bytes that are computed when they are read
 dequantise   a manifest of the dequantised weights
 

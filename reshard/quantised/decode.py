@@ -19,6 +19,7 @@ from reshard.chunks import Chunk
 from reshard.derived import Reader
 from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, UINT8, DType
 from reshard.errors import CorruptError
+from reshard.quantised import loops
 from reshard.quantised.scaled import Scaled
 
 Array = NDArray[Any]
@@ -34,7 +35,7 @@ _FLOAT8 = {
 }
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, table 5
 
-_BLOCK = 1 << 16  # values; a block stays in the cache
+_BLOCK = 1 << 17  # values; a block stays in the cache
 _KEPT = 16 << 20  # bytes; an expert of GPT-OSS has 8 MiB
 
 
@@ -145,25 +146,25 @@ def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], 
     row, column = origin
     rows, columns = out.shape
     first = (matrix * weight.rows + row) * weight.columns + column
+    scales = _read_scales(pool, weight, matrix, row, rows)
+    lines, high = _spread(scales, weight.block[1], column, columns), rows // len(scales)
     if weight.packed:
-        low, high = first // 2, -(-(first + rows * columns) // 2)
-        raw = np.frombuffer(_read(pool, weight.codes, low, high - low), np.uint8)
+        start, stop = first // 2, -(-(first + rows * columns) // 2)
+        raw = np.frombuffer(_read(pool, weight.codes, start, stop - start), np.uint8)
         values = _pair_table()[raw].view(np.float32)[first % 2 :][: rows * columns]
         out[...] = values.reshape(rows, columns)
+        loops.multiply(out, lines, high)
     else:
         raw = np.frombuffer(_read(pool, weight.codes, first, rows * columns), np.uint8)
         table = decode_table(weight.codes.dtype)
-        np.take(table, raw.reshape(rows, columns), out=out, mode="clip")
-    scales = _read_scales(pool, weight, matrix, row, rows)
-    _multiply(out, scales, weight.block[1], column)
+        loops.decode(raw.reshape(rows, columns), table, lines, high, out)
 
 
-def _multiply(values: Array, scales: Array, width: int, column: int) -> None:
-    """Multiply values, from a column on, by the scales of their blocks of ``width`` columns."""
-    first, last = column // width, (column + values.shape[1] - 1) // width
+def _spread(scales: Array, width: int, column: int, columns: int) -> Array:
+    """Return the scale of each column, from one on; blocks have ``width`` columns."""
+    first, last = column // width, (column + columns - 1) // width
     wide = np.repeat(scales[:, first : last + 1], width, axis=1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        values *= wide[:, column - first * width :][:, : values.shape[1]]
+    return np.ascontiguousarray(wide[:, column - first * width :][:, :columns])
 
 
 def _read(pool: Reader, chunk: Chunk, first: int, count: int) -> bytes:
@@ -235,34 +236,22 @@ def _transpose(
 ) -> None:
     """Fill ``out`` with the transposed block at an origin of a stored matrix.
 
-    Bytes are transposed instead of values, which have eight times their size. A code of 4 bits and
-    the scale of its block are looked up together: there are 65,536 pairs of a byte and a scale.
+    Bytes are transposed instead of values, which have eight times their size.
     """
-    (row, column), (columns, rows), width = origin, out.shape, weight.block[1]
+    (row, column), rows = origin, out.shape[1]
     step = _count_kept_rows(weight)
     for start in range(row - row % step, row + rows, step):
         codes, scales = _read_columns(pool, weight, matrix, start, step)
-        inside = slice(max(row - start, 0), row + rows - start)
-        into = slice(max(start - row, 0), max(start - row, 0) + codes[:, inside].shape[1])
-        for block in range(column // width, -(-(column + columns) // width)):
-            first, stop = block * width, (block + 1) * width
-            pairs = codes[first // 2 : stop // 2, inside] | scales[block, inside]
-            for at in range(max(first, column), min(stop, column + columns)):
-                table = _product_table(at % 2)
-                table.take(pairs[(at - first) // 2], out=out[at - column, into], mode="clip")
+        first = max(row - start, 0), column
+        loops.decode_columns(codes, scales, _products(), first, max(start - row, 0), out)
 
 
 @cache
-def _product_table(half: int) -> Array:
-    """Return the bfloat16 of each pair of a scale (upper byte) and a byte of two e2m1 codes.
-
-    Args:
-        half: 0 for the code in the lower bits, 1 for the other.
-    """
+def _products() -> Array:
+    """Return the bfloat16 of each pair of a scale and an e2m1 code: 256 rows of 16."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        pairs = _powers()[:, None] * decode_e2m1()
-    codes = np.arange(256) >> 4 if half else np.arange(256) & 15
-    values: Array = (pairs.view(np.uint32) >> 16).astype(np.uint16)[:, codes].reshape(-1)
+        products = _powers()[:, None] * decode_e2m1()
+    values: Array = (products.view(np.uint32) >> 16).astype("<u2")
     return values
 
 
@@ -274,10 +263,7 @@ def _count_kept_rows(weight: Scaled) -> int:
 def _read_columns(
     pool: Reader, weight: Scaled, matrix: int, row: int, rows: int
 ) -> tuple[Array, Array]:
-    """Return the transposed codes and scales of some rows, and keep them for the next call.
-
-    The scales are in the upper bytes of 16 bits.
-    """
+    """Return the transposed codes and scales of some rows, and keep them for the next call."""
     own, key = pool.kept, (weight, matrix, row)
     if getattr(own, "rows", None) != key:
         own.rows = own.columns = None  # frees the memory before the new columns need some
@@ -293,7 +279,7 @@ def _transpose_bytes(
 ) -> tuple[Array, Array]:
     width = weight.columns // 2  # bytes
     codes = np.empty((width, rows), np.uint8)
-    scales = np.empty((weight.grid[1], rows), np.uint16)
+    scales = np.empty((weight.grid[1], rows), np.uint8)
     step = max(_BLOCK // width, 1)
     for start in range(0, rows, step):
         part = slice(start, start + step)
@@ -301,5 +287,4 @@ def _transpose_bytes(
         raw = _read(pool, weight.codes, (matrix * weight.rows + row + start) * width, count * width)
         codes[:, part] = np.frombuffer(raw, np.uint8).reshape(count, width).T
         scales[:, part] = _read_exponents(pool, weight, matrix, row + start, count).T
-    scales <<= 8
     return codes, scales

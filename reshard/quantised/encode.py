@@ -12,13 +12,13 @@ weight has it: if the codes are stored transposed (GPT-OSS), a block is a part o
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, UINT8, DType
+from reshard.quantised import loops
 from reshard.quantised.decode import E5M2, E8M0, decode_e2m1, decode_scales, decode_table
 from reshard.quantised.scaled import Scaled
 
@@ -30,7 +30,16 @@ _TEST_ROWS = 16
 
 def find_largest(values: Array, weight: Scaled) -> Array:
     """Return the largest absolute value of each block; NaN if one of its values is NaN."""
-    return _reduce_blocks(np.abs(values), weight)
+    high, wide = weight.value_block
+    lines = loops.find_largest(values, high)
+    return _reduce_columns(np.maximum, lines, wide)
+
+
+def compare(values: Array, others: Array, weight: Scaled) -> tuple[Array, Array]:
+    """Return for each block whether it has the bits of another, and those rounded to bfloat16."""
+    high, wide = weight.value_block
+    bits = _reduce_columns(np.bitwise_and, loops.compare(values, others, high), wide)
+    return (bits & 1) != 0, (bits & 2) != 0
 
 
 def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:
@@ -64,15 +73,11 @@ def encode(values: Array, stored_scales: Array, weight: Scaled) -> Array:
     return _pack(codes, axis=0 if weight.transposed else 1) if weight.packed else codes
 
 
-def _spread(scales: Array, weight: Scaled, shape: tuple[int, ...]) -> Array:
-    """Return the scale of each value of rows of blocks, or of one row if it is that of all."""
-    high, wide = weight.value_block
-    if len(scales) > 1 and high > 1:
-        scales = np.repeat(scales, high, axis=0)
-    if wide > 1:
-        scales = np.repeat(scales, wide, axis=1)
-    spread: Array = scales[: shape[0], : shape[1]]
-    return spread
+def _spread(scales: Array, weight: Scaled, columns: int) -> Array:
+    """Return the scale of each column of each row of blocks."""
+    wide = weight.value_block[1]
+    spread = np.repeat(scales, wide, axis=1)[:, :columns] if wide > 1 else scales
+    return np.ascontiguousarray(spread)
 
 
 def _pack(codes: Array, axis: int) -> Array:
@@ -93,31 +98,19 @@ def list_values(weight: Scaled) -> Array:
     return decode_e2m1() if weight.packed else decode_table(weight.codes.dtype)
 
 
-def _reduce_blocks(values: Array, weight: Scaled) -> Array:
-    """Return the maximum of each block."""
-    for axis, step in enumerate(weight.value_block):
-        if step > 1:
-            values = _reduce(values, step, axis)
-    return values
-
-
-def _reduce(values: Array, step: int, axis: int) -> Array:
-    """Return the maximum of every ``step`` rows or columns; the last ones can be fewer."""
-    even = values.shape[axis] - values.shape[axis] % step
-    whole, rest = np.split(values, [even], axis=axis)
-    shape = (*values.shape[:axis], even // step, step, *values.shape[axis + 1 :])
-    largest: Array = whole.reshape(shape).max(axis=axis + 1)
-    if not rest.size:
-        return largest
-    return np.concatenate([largest, rest.max(axis=axis, keepdims=True)], axis=axis)
+def _reduce_columns(function: np.ufunc, lines: Array, wide: int) -> Array:
+    """Reduce every ``wide`` columns to one; the last ones can be fewer."""
+    if wide == 1:
+        return lines
+    reduced: Array = function.reduceat(lines, range(0, lines.shape[1], wide), axis=1)
+    return reduced
 
 
 def _encode(values: Array, scales: Array, weight: Scaled) -> Array:
-    with np.errstate(under="ignore", over="ignore", invalid="ignore"):
-        scaled = values / _spread(scales, weight, values.shape)
-    table = _encode_table(None if weight.packed else weight.codes.dtype)
-    codes: Array = table.take(_round_to_odd(scaled), mode="clip")
-    return codes
+    lines, high = _spread(scales, weight, values.shape[1]), weight.value_block[0]
+    dtype = None if weight.packed else weight.codes.dtype
+    name = "e2m1" if dtype is None else dtype.name
+    return loops.encode(values, lines, high, _list_magnitudes(dtype), name)
 
 
 def _list_magnitudes(dtype: DType | None) -> Array:
@@ -129,36 +122,6 @@ def _list_magnitudes(dtype: DType | None) -> Array:
     if dtype is None:
         return decode_e2m1()[:8]
     return decode_table(dtype)[: 124 if dtype == E5M2 else 127]
-
-
-@cache
-def _encode_table(dtype: DType | None) -> Array:
-    """Return the code of each upper half of a float32 whose lower half was rounded to odd.
-
-    Args:
-        dtype: the dtype of the codes; None: e2m1.
-    """
-    numbers = _list_magnitudes(dtype).astype(np.float64)
-    halves = np.arange(1 << 16, dtype=np.uint32)
-    with np.errstate(invalid="ignore"):  # NaN
-        values = np.abs((halves << 16).view(np.float32)).astype(np.float64)
-    middles = (numbers[1:] + numbers[:-1]) / 2
-    below = np.searchsorted(middles, values, "left")
-    above = np.searchsorted(middles, values, "right")
-    codes = np.where(below % 2 == 0, below, above)  # a value in the middle has the even code
-    sign = 8 if dtype is None else 128
-    return (codes | np.where(halves >> 15, sign, 0)).astype(np.uint8)
-
-
-def _round_to_odd(values: Array) -> Array:
-    """Return the upper halves of float32 values; the last bit is set if the lower half is not 0.
-
-    A code has at least two bits less, so rounding these to a code gives the code of the whole value
-    (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
-    """
-    halves = values.view("<u2").reshape(*values.shape, 2)
-    odd: Array = halves[..., 1] | (halves[..., 0] != 0)
-    return odd
 
 
 def _round(scales: Array, dtype: DType) -> Array:
@@ -196,10 +159,5 @@ def _gives_values(rows: Array, scales: Array, weight: Scaled) -> Array:
     """Return for each block in a row of blocks whether codes times the scale give its values."""
     codes = _encode(rows, scales, weight)
     with np.errstate(under="ignore"):
-        products = list_values(weight)[codes] * _spread(scales, weight, rows.shape)
-    return all_in_blocks(products.view("<u4") == rows.view("<u4"), weight)
-
-
-def all_in_blocks(is_true: Array, weight: Scaled) -> Array:
-    """Return for each block whether a statement is true of all its values."""
-    return ~_reduce_blocks(~is_true, weight)
+        products = list_values(weight)[codes] * _spread(scales, weight, rows.shape[1])
+    return compare(products, rows, weight)[0]

@@ -1,4 +1,4 @@
-"""The compiled module, built from the sources at hand."""
+"""A compiled module, built from the sources at hand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def find_compiler() -> str | None:
     return shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
 
 
-def build_module(directory: Path) -> ModuleType:
-    """Build ``reshard.move._cast`` into a directory and import it from there.
+def build_module(directory: Path, name: str) -> ModuleType:
+    """Build the compiled modules into a directory and import one of them from there.
 
     Raises:
         CalledProcessError: setuptools failed.
@@ -28,8 +28,8 @@ def build_module(directory: Path) -> ModuleType:
     command = [sys.executable, "setup.py", "-q", "build_ext"]
     places = ["--build-lib", directory / "lib", "--build-temp", directory / "temp"]
     subprocess.run([*command, *places], cwd=ROOT, check=True, capture_output=True)
-    path = next((directory / "lib").rglob("_cast*.so"))
-    spec = importlib.util.spec_from_file_location("reshard.move._cast", path)
+    path = next((directory / "lib").rglob(f"{name.rpartition('.')[2]}*.so"))
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.box import Box, Index, index_of, row_major, whole
 from reshard.chunks import Chunk
 from reshard.derived import Derived, Reader, list_files
-from reshard.dtypes import BFLOAT16, FLOAT32
+from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError
 from reshard.manifest import PARAM, Entry
 from reshard.move.tiles import TileReader, find_reader
@@ -323,21 +323,10 @@ def _cut(tile: Box, weight: Scaled) -> Iterator[Box]:
 
 def _compare(values: Array, released: Array, weight: Scaled) -> Array:
     """Return for each block whether it has the same bits as another, perhaps as bfloat16."""
-    import numpy as np
-
-    from reshard.move.cast import cast
     from reshard.quantised import encode
 
-    same = encode.all_in_blocks(values.view("<u4") == released.view("<u4"), weight)
-    if weight.dtype != FLOAT32 or same.all():
-        return same
-    lower, upper = np.moveaxis(values.view("<u2").reshape(*values.shape, 2), 2, 0)
-    is_narrow = encode.all_in_blocks(lower == 0, weight)
-    if (is_narrow > same).any():
-        rounded = np.empty(values.shape, "<u2")
-        cast(released, rounded, FLOAT32, BFLOAT16, clamp=False)
-        same |= is_narrow & encode.all_in_blocks(upper == rounded, weight)
-    return same
+    same, rounded = encode.compare(values, released, weight)
+    return same | rounded if weight.dtype == FLOAT32 else same
 
 
 @dataclass(frozen=True, slots=True, eq=False)

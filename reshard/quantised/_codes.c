@@ -1,0 +1,257 @@
+/* Loops over the values of quantised weights: codes to values, values to codes, comparisons.
+
+   `reshard.quantised.loops` computes the same bits with numpy where this module was not compiled.
+   A matrix is row-major. `high` rows after one another share a line, which has an element for each
+   column: a scale, a maximum, or whether all values are equal. The loops have no branches, so that
+   the compiler vectorizes them. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "checkpoints are little-endian; numpy computes on this machine"
+#endif
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
+#define VECTORIZED __attribute__((target_clones("avx2", "default")))
+#else
+#define VECTORIZED
+#endif
+
+/* Buffers need not be aligned, so elements are copied. */
+static inline uint32_t load(const char *base, Py_ssize_t index) {
+    uint32_t bits;
+    memcpy(&bits, base + 4 * index, 4);
+    return bits;
+}
+
+static inline void store(char *base, Py_ssize_t index, uint32_t bits) { memcpy(base + 4 * index, &bits, 4); }
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+VECTORIZED static void decode_row(const uint8_t *codes, const char *table, const char *scales,
+                                  char *out, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++)
+        store(out, i, bits_of(float_of(load(table, codes[i])) * float_of(load(scales, i))));
+}
+
+/* How the finite values of a code are stored: exponent bias, mantissa bits, largest magnitude. */
+typedef struct {
+    const char *name;
+    int32_t bias, mantissa, largest, sign;
+} Format;
+
+static const Format FORMATS[] = {
+    {"float8_e4m3fn", 7, 3, 0x7E, 0x80}, {"float8_e5m2", 15, 2, 0x7B, 0x80}, {"e2m1", 1, 1, 7, 8}};
+
+/* Round value / scale to nearest even; what is larger than the largest code, and NaN, becomes it. */
+VECTORIZED static void encode_row(const char *values, const char *scales, uint8_t *codes,
+                                  Py_ssize_t columns, const Format *format) {
+    int32_t shift = 23 - format->mantissa, half = (1 << (shift - 1)) - 1;
+    int32_t rebias = (127 - format->bias) << 23, smallest = rebias + (1 << 23);
+    int32_t largest = format->largest, sign = format->sign;
+    /* Its unit in the last place is the smallest subnormal code, so a sum with it rounds to that. */
+    int32_t magic = (127 + 24 - format->bias - format->mantissa) << 23;
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        uint32_t bits = bits_of(float_of(load(values, i)) / float_of(load(scales, i)));
+        int32_t magnitude = bits & 0x7FFFFFFF;
+        int32_t capped = magnitude < 0x7F000000 ? magnitude : 0x7F000000;
+        int32_t normal = (capped - rebias + half + (capped >> shift & 1)) >> shift;
+        int32_t subnormal = (int32_t)bits_of(float_of(capped) + float_of(magic)) - magic;
+        int32_t made = capped < smallest ? subnormal : normal;
+        made = made < largest ? made : largest;
+        codes[i] = made | (bits >> 31) * sign;
+    }
+}
+
+/* As integers, magnitudes have the order of the values, with NaN above all. */
+VECTORIZED static void largest_row(const char *values, char *line, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        int32_t before = load(line, i), magnitude = load(values, i) & 0x7FFFFFFF;
+        store(line, i, before > magnitude ? before : magnitude);
+    }
+}
+
+/* Round to nearest even, like `_cast.c`. */
+static inline uint32_t to_bfloat16(uint32_t bits) {
+    uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return (int32_t)(bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded;
+}
+
+VECTORIZED static void compare_row(const char *values, const char *others, char *line,
+                                   Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        uint32_t value = load(values, i), other = load(others, i);
+        uint32_t is_same = value == other, is_rounded = value == to_bfloat16(other) << 16;
+        store(line, i, load(line, i) & (is_same | is_rounded << 1));
+    }
+}
+
+/* The products of one column of codes of 4 bits, in one half of each byte, and their scales. */
+VECTORIZED static void decode_column(const uint8_t *codes, const uint8_t *scales, const char *table,
+                                     char *out, Py_ssize_t rows, int shift) {
+    for (Py_ssize_t i = 0; i < rows; i++)
+        memcpy(out + 2 * i, table + 2 * (scales[i] << 4 | (codes[i] >> shift & 15)), 2);
+}
+
+/* Return whether buffers have the sizes of `rows` rows of `columns` elements, and their lines. */
+static int check(int is_right) {
+    if (!is_right) PyErr_SetString(PyExc_ValueError, "the buffers do not have the size of the matrix");
+    return is_right;
+}
+
+static Py_ssize_t count_lines(Py_ssize_t rows, Py_ssize_t high) { return rows / high + (rows % high != 0); }
+
+/* Whether `size` values are whole rows of `columns`, and a line is as long as a row of blocks. */
+static int is_matrix(Py_ssize_t size, Py_ssize_t line_bytes, Py_ssize_t columns, Py_ssize_t high) {
+    return columns > 0 && high > 0 && size % columns == 0 && line_bytes % 4 == 0 &&
+           line_bytes / 4 % columns == 0 && line_bytes / 4 / columns == count_lines(size / columns, high);
+}
+
+/* decode(codes, table, scales, out, columns, high): out = table[codes] * scales */
+static PyObject *decode(PyObject *module, PyObject *args) {
+    Py_buffer codes, table, scales, out;
+    Py_ssize_t columns, high;
+    if (!PyArg_ParseTuple(args, "y*y*y*w*nn", &codes, &table, &scales, &out, &columns, &high)) return NULL;
+    int is_right = check(is_matrix(codes.len, scales.len, columns, high) && table.len == 1024 &&
+                         out.len % 4 == 0 && out.len / 4 == codes.len);
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t row = 0; row < codes.len / columns; row++)
+            decode_row((uint8_t *)codes.buf + row * columns, table.buf,
+                       (char *)scales.buf + row / high * columns * 4, (char *)out.buf + row * columns * 4,
+                       columns);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&out);
+    if (!is_right) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* encode(values, scales, codes, columns, high, format): codes = round(values / scales) */
+static PyObject *encode(PyObject *module, PyObject *args) {
+    Py_buffer values, scales, codes;
+    Py_ssize_t columns, high;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "y*y*w*nns", &values, &scales, &codes, &columns, &high, &name)) return NULL;
+    size_t number = 0, known = sizeof FORMATS / sizeof *FORMATS;
+    while (number < known && strcmp(FORMATS[number].name, name)) number++;
+    int is_right = check(number < known && is_matrix(codes.len, scales.len, columns, high) &&
+                         values.len % 4 == 0 && values.len / 4 == codes.len);
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t row = 0; row < codes.len / columns; row++)
+            encode_row((char *)values.buf + row * columns * 4,
+                       (char *)scales.buf + row / high * columns * 4,
+                       (uint8_t *)codes.buf + row * columns, columns, &FORMATS[number]);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&codes);
+    if (!is_right) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* find_largest(values, lines, columns, high): lines = largest magnitudes of `high` rows */
+static PyObject *find_largest(PyObject *module, PyObject *args) {
+    Py_buffer values, lines;
+    Py_ssize_t columns, high;
+    if (!PyArg_ParseTuple(args, "y*w*nn", &values, &lines, &columns, &high)) return NULL;
+    int is_right = check(values.len % 4 == 0 && is_matrix(values.len / 4, lines.len, columns, high));
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        memset(lines.buf, 0, lines.len);
+        for (Py_ssize_t row = 0; row < values.len / 4 / columns; row++)
+            largest_row((char *)values.buf + row * columns * 4,
+                        (char *)lines.buf + row / high * columns * 4, columns);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&lines);
+    if (!is_right) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* compare(values, others, lines, columns, high): bit 0 of each element of a line tells whether all
+   values of `high` rows are those of the other matrix, bit 1 whether they are these as bfloat16 */
+static PyObject *compare(PyObject *module, PyObject *args) {
+    Py_buffer values, others, lines;
+    Py_ssize_t columns, high;
+    if (!PyArg_ParseTuple(args, "y*y*w*nn", &values, &others, &lines, &columns, &high)) return NULL;
+    int is_right = check(values.len % 4 == 0 && values.len == others.len &&
+                         is_matrix(values.len / 4, lines.len, columns, high));
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
+        for (Py_ssize_t row = 0; row < values.len / 4 / columns; row++)
+            compare_row((char *)values.buf + row * columns * 4, (char *)others.buf + row * columns * 4,
+                        (char *)lines.buf + row / high * columns * 4, columns);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&others);
+    PyBuffer_Release(&lines);
+    if (!is_right) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* decode_columns(codes, scales, table, out, height, first_row, first_column, columns, at, group)
+
+   Fill part of `columns` rows of `out` from element `at` of each on, as far as the codes reach: its
+   row is a column of the stored matrix. `codes` and `scales` have a row of `height` bytes for each
+   two columns and for each `group` of columns of the stored matrix. */
+static PyObject *decode_columns(PyObject *module, PyObject *args) {
+    Py_buffer codes, scales, table, out;
+    Py_ssize_t height, row, column, columns, at, group;
+    if (!PyArg_ParseTuple(args, "y*y*y*w*nnnnnn", &codes, &scales, &table, &out, &height, &row, &column,
+                          &columns, &at, &group))
+        return NULL;
+    Py_ssize_t last = column + columns - 1;
+    Py_ssize_t width = columns > 0 ? out.len / 2 / columns : 0;
+    int is_right = check(height > 0 && row >= 0 && row <= height && column >= 0 && columns > 0 && at >= 0 &&
+                         group > 0 && at <= width && out.len == 2 * width * columns && table.len == 8192 &&
+                         last / 2 < codes.len / height && last / group < scales.len / height);
+    if (is_right) {
+        Py_ssize_t count = height - row < width - at ? height - row : width - at;
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < columns; i++)
+            decode_column((uint8_t *)codes.buf + (column + i) / 2 * height + row,
+                          (uint8_t *)scales.buf + (column + i) / group * height + row, table.buf,
+                          (char *)out.buf + 2 * (i * width + at), count, (column + i) % 2 * 4);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&out);
+    if (!is_right) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"decode", decode, METH_VARARGS, NULL},
+                                {"encode", encode, METH_VARARGS, NULL},
+                                {"find_largest", find_largest, METH_VARARGS, NULL},
+                                {"compare", compare, METH_VARARGS, NULL},
+                                {"decode_columns", decode_columns, METH_VARARGS, NULL},
+                                {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "reshard.quantised._codes", NULL, 0,
+                                        methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__codes(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,23 @@
+from typing_extensions import Buffer
+
+def decode(
+    codes: Buffer, table: Buffer, scales: Buffer, out: Buffer, columns: int, high: int, /
+) -> None: ...
+def encode(
+    values: Buffer, scales: Buffer, codes: Buffer, columns: int, high: int, dtype: str, /
+) -> None: ...
+def find_largest(values: Buffer, lines: Buffer, columns: int, high: int, /) -> None: ...
+def compare(values: Buffer, others: Buffer, lines: Buffer, columns: int, high: int, /) -> None: ...
+def decode_columns(
+    codes: Buffer,
+    scales: Buffer,
+    table: Buffer,
+    out: Buffer,
+    height: int,
+    first_row: int,
+    first_column: int,
+    columns: int,
+    at: int,
+    group: int,
+    /,
+) -> None: ...

@@ -1,0 +1,176 @@
+"""The loops over values: by the compiled module ``_codes``, if this installation has it, or numpy.
+
+Both give the same bits. Matrices are contiguous; ``lines`` have one row for each `high` rows of a
+matrix (the last can be fewer) and an element for each column.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def _find_compiled() -> ModuleType | None:
+    try:
+        from reshard.quantised import _codes
+    except ImportError:  # there was no C compiler at the installation
+        return None
+    return _codes
+
+
+_compiled = _find_compiled()
+
+
+def decode(codes: Array, table: Array, lines: Array, high: int, out: Array) -> None:
+    """Write the products of codes and scales.
+
+    Args:
+        codes: a matrix of bytes.
+        table: the 256 values of the codes, in float32.
+        lines: the scales, in float32.
+        high: the rows that share a line.
+        out: a matrix of float32.
+    """
+    if _compiled is not None:
+        _compiled.decode(codes, table, lines, out, codes.shape[1], high)
+        return
+    np.take(table, codes, out=out, mode="clip")
+    multiply(out, lines, high)
+
+
+def multiply(values: Array, lines: Array, high: int) -> None:
+    """Multiply values by scales, in place."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        values *= _repeat(lines, high, len(values))
+
+
+def encode(values: Array, lines: Array, high: int, magnitudes: Array, dtype: str) -> Array:
+    """Return the nearest codes of values divided by scales, ties to even; NaN as the largest.
+
+    Args:
+        values: a matrix of float32.
+        lines: the scales, in float32; not 0.
+        high: the rows that share a line.
+        magnitudes: the finite values of the codes without a sign, in their order.
+        dtype: the name of the codes' dtype; "e2m1" for those of 4 bits.
+    """
+    if _compiled is not None:
+        codes = np.empty(values.shape, np.uint8)
+        if values.size:
+            _compiled.encode(values, lines, codes, values.shape[1], high, dtype)
+        return codes
+    with np.errstate(under="ignore", over="ignore", invalid="ignore"):
+        scaled = values / _repeat(lines, high, len(values))
+    table = _encode_table(tuple(magnitudes.tolist()))
+    taken: Array = table.take(_round_to_odd(scaled), mode="clip")
+    return taken
+
+
+def find_largest(values: Array, high: int) -> Array:
+    """Return lines of the largest absolute values; NaN if one of the values is NaN."""
+    lines = np.empty((-(-len(values) // high), values.shape[1]), np.float32)
+    if _compiled is not None and values.size:
+        _compiled.find_largest(values, lines, values.shape[1], high)
+    else:
+        _reduce_rows(np.maximum, np.abs(values), high, lines)
+    return lines
+
+
+def compare(values: Array, others: Array, high: int) -> Array:
+    """Return lines of bits that compare two matrices of float32.
+
+    Bit 0 is set if all values of the rows have the same bits, bit 1 if the values have the bits of
+    the others after rounding these to bfloat16.
+    """
+    lines = np.empty((-(-len(values) // high), values.shape[1]), np.uint32)
+    if _compiled is not None and values.size:
+        _compiled.compare(values, others, lines, values.shape[1], high)
+        return lines
+    mine, bits = values.view(np.uint32), others.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+    rounded[np.isnan(others)] = 0x7FC00000
+    equal = (mine == bits) | ((mine == rounded).astype(np.uint32) << 1)
+    _reduce_rows(np.bitwise_and, equal, high, lines)
+    return lines
+
+
+def decode_columns(
+    codes: Array, scales: Array, table: Array, origin: tuple[int, int], at: int, out: Array
+) -> None:
+    """Write the transposed block at an origin of a matrix of codes of 4 bits.
+
+    Args:
+        codes: the transposed bytes of the matrix: a row for each two columns.
+        scales: the transposed scales, one byte each: a row for each block of columns.
+        table: the values in 16 bits by scale and code: 256 rows of 16.
+        origin: the first row and column of the matrix.
+        at: the element of each row of ``out`` to start at.
+        out: a row for each column of the block; rows end where the codes end.
+    """
+    (row, column), (columns, width), height = origin, out.shape, codes.shape[1]
+    group = 2 * len(codes) // len(scales)
+    if _compiled is not None:
+        _compiled.decode_columns(codes, scales, table, out, height, row, column, columns, at, group)
+        return
+    count = min(height - row, width - at)
+    inside, into = slice(row, row + count), slice(at, at + count)
+    for number in range(columns):
+        byte, half = divmod(column + number, 2)
+        # A code and its scale are looked up together: a byte and a scale have 65,536 pairs.
+        pairs = scales[2 * byte // group, inside].astype(np.uint16) << 8 | codes[byte, inside]
+        _pair_table(table.tobytes(), half).take(pairs, out=out[number, into], mode="clip")
+
+
+def _repeat(lines: Array, high: int, rows: int) -> Array:
+    """Return a line for each row, or one line if it is that of all."""
+    return lines if high == 1 or len(lines) == 1 else np.repeat(lines, high, axis=0)[:rows]
+
+
+def _reduce_rows(function: np.ufunc, values: Array, high: int, lines: Array) -> None:
+    """Reduce every ``high`` rows to one; the last ones can be fewer."""
+    function.reduceat(values, range(0, len(values), high), axis=0, out=lines)
+
+
+@cache
+def _pair_table(table: bytes, half: int) -> Array:
+    """Return the value of each pair of a scale (upper byte) and a byte of two codes.
+
+    Args:
+        table: the values by scale and code.
+        half: 0 for the code in the lower bits, 1 for the other.
+    """
+    codes = np.arange(256) >> 4 if half else np.arange(256) & 15
+    values: Array = np.frombuffer(table, "<u2").reshape(256, 16)[:, codes].reshape(-1)
+    return values
+
+
+@cache
+def _encode_table(magnitudes: tuple[float, ...]) -> Array:
+    """Return the code of each upper half of a float32 whose lower half was rounded to odd."""
+    numbers = np.array(magnitudes, np.float64)
+    halves = np.arange(1 << 16, dtype=np.uint32)
+    with np.errstate(invalid="ignore"):  # NaN
+        values = np.abs((halves << 16).view(np.float32)).astype(np.float64)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    below = np.searchsorted(middles, values, "left")
+    above = np.searchsorted(middles, values, "right")
+    codes = np.where(below % 2 == 0, below, above)  # a value in the middle has the even code
+    sign = 8 if len(numbers) == 8 else 128
+    return (codes | np.where(halves >> 15, sign, 0)).astype(np.uint8)
+
+
+def _round_to_odd(values: Array) -> Array:
+    """Return the upper halves of float32 values; the last bit is set if the lower half is not 0.
+
+    A code has at least two bits less, so rounding these to a code gives the code of the whole value
+    (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """
+    halves = values.view("<u2").reshape(*values.shape, 2)
+    odd: Array = halves[..., 1] | (halves[..., 0] != 0)
+    return odd

@@ -1,0 +1,174 @@
+"""The compiled loops and those of numpy give the same bits, for every code and for odd numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import reshard
+from reshard.dtypes import BY_NAME
+from reshard.quantised import decode, encode, loops
+from tests.quantised.models import (
+    FP8,
+    MXFP4,
+    mxfp4_experts,
+    random_codes,
+    random_scales,
+    write_model,
+)
+from tests.support.compiled import build_module, find_compiler
+
+FLOAT8 = ["float8_e4m3fn", "float8_e5m2"]
+SPECIAL = [0.0, 1.0, np.inf, np.nan, 1e-45, 1e-40, 1.2e-38, 3.4e38, 2.0**-127, 2.0**-133]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The module as its source is now; what is installed can be older."""
+    if not find_compiler():
+        pytest.skip("this machine has no C compiler, so numpy computes")
+    return build_module(tmp_path_factory.mktemp("built"), "reshard.quantised._codes")
+
+
+@pytest.fixture
+def both(built, monkeypatch):
+    """Return what a function makes with the module and without."""
+
+    def call(function):
+        made = []
+        for module in (built, None):
+            monkeypatch.setattr(loops, "_compiled", module)
+            made.append(function())
+        return made
+
+    return call
+
+
+def random_floats(*shape):
+    """Any bits: infinities, NaN and subnormals too."""
+    return np.random.default_rng(5).integers(0, 1 << 32, shape, np.uint32).view(np.float32)
+
+
+def same_bits(one, other):
+    return (one.view(np.uint32) == other.view(np.uint32)).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_code_times_every_kind_of_scale(both, dtype):
+    special = np.array(SPECIAL, "<f4")
+    scales = np.concatenate([special, -special, random_floats(2001)])
+    codes = np.repeat(np.arange(256, dtype=np.uint8)[:, None], len(scales), axis=1)
+    table = decode.decode_table(BY_NAME[dtype])
+
+    def products():
+        out = np.empty(codes.shape, np.float32)
+        loops.decode(codes, table, scales[None], len(codes), out)
+        return out
+
+    ours, wanted = both(products)
+    assert same_bits(ours, wanted)
+    values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).float()
+    theirs = (values[:, None] * torch.from_numpy(scales)).numpy()
+    assert ((ours == theirs) | (np.isnan(ours) & np.isnan(theirs))).all()
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, "e2m1"])
+def test_values_around_every_tie_become_the_same_codes(both, dtype):
+    magnitudes = encode._list_magnitudes(BY_NAME.get(dtype))
+    halves = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    values = (halves | lower[:, None]).view(np.float32)
+    ones = np.ones((1, values.shape[1]), np.float32)
+    ours, wanted = both(lambda: loops.encode(values, ones, len(values), magnitudes, dtype))
+    assert (ours == wanted).all()
+    if dtype == "float8_e5m2":  # torch's cast rounds alike, but does not saturate
+        is_finite = np.abs(values) <= magnitudes[-1]
+        theirs = torch.from_numpy(values).to(torch.float8_e5m2).view(torch.uint8).numpy()
+        assert (ours == theirs)[is_finite].all()
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, "e2m1"])
+@pytest.mark.parametrize(("rows", "high"), [(50, 8), (5, 1), (7, 128), (16, 16), (0, 8)])
+def test_blocks_with_uneven_edges(both, dtype, rows, high):
+    values = random_floats(rows, 301)
+    lines = np.abs(random_floats(-(-rows // high), 301))
+    lines[~(np.isfinite(lines) & (lines > 0))] = 2.0**-9
+    magnitudes = encode._list_magnitudes(BY_NAME.get(dtype))
+    ours, wanted = both(lambda: loops.encode(values, lines, high, magnitudes, dtype))
+    assert (ours == wanted).all()
+
+
+@pytest.mark.parametrize(("rows", "high"), [(50, 8), (5, 1), (7, 128), (16, 16), (0, 8)])
+def test_maxima_and_comparisons(both, rows, high):
+    values = random_floats(rows, 301)
+    ours, wanted = both(lambda: loops.find_largest(values, high))
+    assert ((ours == wanted) | (np.isnan(ours) & np.isnan(wanted))).all()
+    bits = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    rounded = (bits.astype(np.uint32) << 16).view(np.float32)
+    rounded[np.isnan(values)] = np.uint32(0x7FC00000).view(np.float32)
+    mixed = np.where(np.arange(301) % 3 == 0, values, rounded)
+    mixed[rows // 2 : rows // 2 + 1, ::7] = 1
+    ours, wanted = both(lambda: loops.compare(mixed, values, high))
+    assert (ours == wanted).all()
+    if rows > high:
+        assert set(np.unique(ours)) >= {0, 1, 2}
+
+
+def test_any_part_of_transposed_codes(both):
+    draw = np.random.default_rng(6)
+    codes = draw.integers(0, 256, (32, 77), np.uint8)
+    scales = draw.integers(0, 255, (2, 77), np.uint8)
+    for row, column, columns, at, width in [
+        (0, 0, 64, 0, 77),
+        (5, 3, 40, 2, 50),
+        (76, 63, 1, 0, 9),
+    ]:
+
+        def part(shape=(columns, width), origin=(row, column), at=at):
+            out = np.zeros(shape, "<u2")
+            loops.decode_columns(codes, scales, decode._products(), origin, at, out)
+            return out
+
+        ours, wanted = both(part)
+        assert (ours == wanted).all()
+
+
+def test_the_module_refuses_other_sizes(built):
+    eight, line = bytes(8), bytes(16)
+    with pytest.raises(ValueError, match="size of the matrix"):
+        built.decode(eight, bytes(1024), line, bytearray(28), 4, 2)
+    with pytest.raises(ValueError, match="size of the matrix"):
+        built.decode(eight, bytes(1024), line, bytearray(32), 4, 1)
+    with pytest.raises(ValueError, match="size of the matrix"):
+        built.encode(bytes(32), line, bytearray(8), 4, 2, "float8_e8m0fnu")
+    with pytest.raises(ValueError, match="size of the matrix"):
+        built.find_largest(bytes(32), bytearray(16), 0, 2)
+    with pytest.raises(ValueError, match="size of the matrix"):
+        built.compare(bytes(32), bytes(28), bytearray(16), 4, 2)
+    with pytest.raises(ValueError, match="size of the matrix"):
+        built.decode_columns(eight, eight, bytes(8192), bytearray(16), 8, 0, 2, 1, 0, 32)
+
+
+def test_merges_write_the_same_files(both, tmp_path):
+    """An fp8 and an MXFP4 release: to bf16, and that like another release."""
+    blocks, scales = mxfp4_experts(2, 70, 3)
+    tensors = {"e.down_proj_blocks": blocks, "e.down_proj_scales": scales}
+    write_model(tmp_path / "mxfp4", tensors, MXFP4)
+    tensors["e.down_proj_blocks"] = blocks.flip(0)
+    write_model(tmp_path / "mxfp4-other", tensors, MXFP4)
+    for name, seed in (("fp8", 0), ("fp8-other", 3)):
+        codes, scales = random_codes(200, 300, seed=seed), random_scales(2, 3)
+        write_model(tmp_path / name, {"a.weight": codes, "a.weight_scale_inv": scales}, FP8)
+
+    def merged():
+        found, number = [], len(list(tmp_path.iterdir()))
+        for method in ("fp8", "mxfp4"):
+            values, out = tmp_path / f"{method}{number}", tmp_path / f"{method}-q{number}"
+            reshard.merge(tmp_path / method, values, dtype="bf16")
+            reshard.merge(values, out, quantise_like=tmp_path / f"{method}-other")
+            found += [(path / "model.safetensors").read_bytes() for path in (values, out)]
+        return found
+
+    ours, wanted = both(merged)
+    assert ours == wanted
