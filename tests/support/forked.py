@@ -33,8 +33,11 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def serving(modules: list[str]) -> Iterator[str]:
-    """Start a process that imports these modules and forks programs; yield its socket's path."""
+def serving(modules: list[str], environment: dict[str, str] | None = None) -> Iterator[str]:
+    """Start a process that imports these modules and forks programs; yield its socket's path.
+
+    It ends with the block, or with this process.
+    """
     from tests.support.programs import LIMIT_S  # not for the client, a script
 
     with tempfile.TemporaryDirectory(prefix="forked-") as place:
@@ -43,6 +46,8 @@ def serving(modules: list[str]) -> Iterator[str]:
             server = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.forked", path, *modules],
                 cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=file,
             )
@@ -55,7 +60,7 @@ def serving(modules: list[str]) -> Iterator[str]:
             yield str(path)
         finally:
             server.kill()
-            server.wait()
+            server.communicate()
 
 
 def build_command(path: str, world: int) -> list[str]:
@@ -103,7 +108,7 @@ def serve(path: str, modules: list[str]) -> NoReturn:
         listener.bind(f"{path}.new")
         listener.listen(64)
         Path(f"{path}.new").rename(path)  # whoever sees it can connect
-        while True:
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             client, _ = listener.accept()
             if os.fork():
                 client.close()
@@ -113,6 +118,7 @@ def serve(path: str, modules: list[str]) -> NoReturn:
             with contextlib.suppress(BrokenPipeError):
                 _serve_one(client)
             os._exit(0)
+    os._exit(0)
 
 
 def _serve_one(client: socket.socket) -> None:
@@ -124,10 +130,11 @@ def _serve_one(client: socket.socket) -> None:
     order = json.loads(data)
     port = find_free_port()
     ranks = range(order["world"]) if order["world"] else [None]
-    running = {_fork(order, rank, port, streams) for rank in ranks}
+    started = [_fork(order, rank, port, streams) for rank in ranks]
+    running = set(started)
     for stream in streams:
         os.close(stream)
-    client.sendall(json.dumps(sorted(running)).encode() + b"\n")
+    client.sendall(json.dumps(started).encode() + b"\n")
     codes: list[int] = []
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -136,8 +143,9 @@ def _serve_one(client: socket.socket) -> None:
             codes.append(os.waitstatus_to_exitcode(status))
         gone = select.select([client], [], [], 0)[0]  # a client sends no more unless it has ended
         if gone or any(codes):
-            for other in running:
-                os.kill(other, signal.SIGKILL)
+            for group in started:  # with what its program forked
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
         if not pid:
             time.sleep(POLL_SECONDS)
     client.sendall(b"%d\n" % next((code for code in codes if code), 0))
@@ -145,6 +153,8 @@ def _serve_one(client: socket.socket) -> None:
 
 def _fork(order: dict[str, Any], rank: int | None, port: int, streams: list[int]) -> int:
     pid = os.fork()
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)  # in both processes: whichever comes first
     if pid:
         return pid
     try:
