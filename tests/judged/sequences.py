@@ -10,7 +10,9 @@ from typing import Any
 from tests.judges import server
 from tests.judges.deepspeed_cases import CASES, WARMUP, Case, ds_config
 
-JUDGE = server.Judge("tests.judges.sequence_worker", "DeepSpeed and PyTorch", {})
+JUDGE = server.Judge(
+    "tests.judges.sequence_worker", "DeepSpeed and PyTorch", {}, like=server.DEEPSPEED
+)
 SAVES = (2, 4, 6)
 
 

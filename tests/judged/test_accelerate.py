@@ -13,7 +13,7 @@ from tests.judges import server
 
 pytestmark = pytest.mark.slow
 
-JUDGE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {})
+JUDGE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, like=server.DEEPSPEED)
 RUNS = {
     "fsdp2": {"version": 2, "type": "SHARDED"},
     "fsdp1": {"version": 1, "type": "SHARDED"},

@@ -15,8 +15,8 @@ from tests.judges import server
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.slow
 
-LIGHTNING = server.Judge("tests.judges.lightning_worker", "Lightning", {})
-ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {})
+LIGHTNING = server.Judge("tests.judges.lightning_worker", "Lightning", {}, like=server.DEEPSPEED)
+ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, like=server.DEEPSPEED)
 SAVED = 3  # as `accelerate_worker.SAVED`
 NOISE = 1e-6  # absolute, of losses of about 4.6: another order of summing gradients
 STRATEGIES = {

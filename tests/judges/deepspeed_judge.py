@@ -25,7 +25,7 @@ from tests.support.programs import LIMIT_S
 __all__ = ["CASES", "CaseResult", "JudgeError", "deepspeed_load", "make_all"]
 
 COMPILE_LIMIT_S = 1200.0
-JUDGE = server.Judge("tests.judges.deepspeed_worker", "DeepSpeed", CASES)
+JUDGE = server.Judge(server.DEEPSPEED, "DeepSpeed", CASES, like=server.DEEPSPEED)
 
 
 def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:

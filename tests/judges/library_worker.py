@@ -9,6 +9,7 @@ from tests.judges import ranks
 from tests.judges.library_cases import CASES, EXTRA_PATHS, IMPORTS
 
 PRELOADED = (
+    "deepspeed",  # which Accelerate imports at its first look at a model
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

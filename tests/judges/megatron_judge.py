@@ -64,7 +64,7 @@ def load_all(out: Path, cases: Mapping[str, Case]) -> dict[str, CaseResult]:
 
 
 def _ask(out: Path, cases: Mapping[str, Case]) -> dict[str, CaseResult]:
-    judge = server.Judge(WORKER, "Megatron-core", cases)
+    judge = server.Judge(WORKER, "Megatron-core", cases, like=WORKER)
     return judge.make(out, cases, table=dict(cases))
 
 

@@ -21,6 +21,7 @@ PRELOADED = (
     "megatron.core.pipeline_parallel",
     "tests.judges.megatron_files",
     "tests.judges.megatron_truth",
+    "torch._dynamo",  # half a second in each rank
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tests.judges.server import Judge
+from tests.judges.server import DEEPSPEED, Judge
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -50,4 +50,4 @@ CASES = {
         Case("fsdp", 2, frozen="mlp"),
     )
 }
-JUDGE = Judge("tests.judges.memory_worker", "memory", CASES)
+JUDGE = Judge("tests.judges.memory_worker", "memory", CASES, like=DEEPSPEED)

@@ -22,8 +22,14 @@ from reshard.sizing.families import count_config
 from reshard.sizing.setup import Cluster, Training
 from reshard.sizing.strategies import forecast
 from tests.judges.memory_cases import BUCKET, CASES, CONFIG, SEQ_LEN, Case
-from tests.judges.ranks import Job, join_group, serve
+from tests.judges.ranks import Job, import_all, join_group, serve
 
+PRELOADED = (
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.stage3",
+    "transformers.models.llama.modeling_llama",
+)
 Step = tuple[Callable[[], None], Callable[[], None]]
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 
@@ -149,5 +155,11 @@ def _work(job: Job, rank: int) -> None:
     dist.barrier()
 
 
+def _preload(_jobs: list[Job]) -> dict[str, str]:
+    """Import everything once."""
+    import_all(PRELOADED)
+    return {}
+
+
 if __name__ == "__main__":
-    serve(_work, lambda _jobs: {})
+    serve(_work, _preload)

@@ -16,7 +16,7 @@ from tests.judges import server
 from tests.judges.parallel_cases import CASES
 from tests.judges.server import CaseResult, JudgeError
 
-JUDGE = server.Judge("tests.judges.parallel_worker", "DeepSpeed", CASES)
+JUDGE = server.Judge("tests.judges.parallel_worker", "DeepSpeed", CASES, like=server.DEEPSPEED)
 
 
 def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:

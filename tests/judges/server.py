@@ -5,7 +5,9 @@ Neither this module nor a judge imports a framework; the worker process does (se
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -22,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.judges.ranks import Job, Report
+from tests.support import forked
 from tests.support.crashed import crashed, warn_of
 from tests.support.programs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
+DEEPSPEED = "tests.judges.deepspeed_worker"
 LOG_TAIL = 3000
 NOT_HERE = "not_made.json"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -61,12 +65,15 @@ class Judge:
         name: of the framework, in messages.
         cases: its table.
         limit_s: the seconds that one case may take.
+        like: a module of a worker. One process of it imports its frameworks once, and is forked for
+            the workers of all judges that name it; without, each starts a Python of its own.
     """
 
     worker: str
     name: str
     cases: Mapping[str, Any]
     limit_s: float = LIMIT_S
+    like: str = ""
 
     def make(
         self, out: Path, names: Iterable[str], *, start_s: float = LIMIT_S, **told: Any
@@ -113,8 +120,9 @@ class Judge:
             asked, log = Path(scratch, "jobs"), Path(scratch, "worker.log")
             asked.write_bytes(pickle.dumps(jobs))
             with log.open("w") as stderr:
+                python = _serve(self.like) if self.like else [sys.executable]
                 worker = subprocess.Popen(
-                    [sys.executable, "-m", self.worker, str(asked)],
+                    [*python, "-m", self.worker, str(asked)],
                     cwd=ROOT,
                     env=_environment(scratch),
                     stdout=subprocess.PIPE,
@@ -185,6 +193,17 @@ class Judge:
             if code != 0
         ]
         return "\n".join([f"{self.name} case {job.case} failed", *tails])
+
+
+@functools.cache
+def _serve(module: str) -> list[str]:
+    """Return what stands for ``python`` in forks of a process that has imported a worker's part."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    home = stack.enter_context(tempfile.TemporaryDirectory(prefix="judges-"))
+    return forked.build_command(
+        stack.enter_context(forked.serving([module], _environment(home))), 0
+    )
 
 
 def _environment(home: str) -> dict[str, str]:

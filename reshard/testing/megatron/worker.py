@@ -24,7 +24,8 @@ def serve(jobs: list[Job]) -> None:
 
     cpu.pass_for_gpus()
     delta.stand_in_for_kernels()
-    importlib.import_module("reshard.testing.megatron.core")
+    for module in ("reshard.testing.megatron.core", "torch._dynamo"):  # else in each rank
+        importlib.import_module(module)
     cpu.after_import()
     for job in jobs:
         failure = _run(job)
