@@ -148,7 +148,7 @@ def lay_out(
     """
     tensors = list(tensors)
     _check_names(entry.fqn for entry, _ in tensors)
-    ordered = sorted(tensors, key=lambda item: (_RANK[item[1]], item[0].fqn.encode()))
+    ordered = sorted(tensors, key=lambda item: (_RANK[item[1]], item[0].fqn))
     header: dict[str, Any] = (
         {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
     )

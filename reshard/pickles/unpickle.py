@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import ALTERED, DAMAGED, CorruptError, ReshardError
+from reshard.errors import ALTERED, DAMAGED, CorruptError
 from reshard.pickles import sharing
 from reshard.pickles.machine import Machine
 from reshard.pickles.opcodes import HANDLERS
@@ -62,8 +62,6 @@ def loads(
     machine = Machine(data, start, where, {**BUILDERS, **(builders or {})}, persistent)
     try:
         value = machine.run(HANDLERS)
-    except ReshardError:
-        raise
     # What the handlers raise on bytes that no pickler writes.
     except (
         RecursionError,
