@@ -70,6 +70,18 @@ def assert_same_state(found, wanted):
     assert train.scheduler == other.scheduler
 
 
+def assert_resumed_state(seen, truth, step):
+    """Step, parameters and optimizer that a real Trainer reports, bitwise."""
+    assert isinstance(seen, dict), seen
+    assert seen["step"] == truth["step"] == step
+    for fqn, value in truth["params"].items():
+        assert same(seen["params"][fqn], value), fqn
+    assert seen["optimizer"].keys() == truth["optimizer"].keys()
+    for fqn, slots in truth["optimizer"].items():
+        for slot, value in slots.items():
+            assert same(seen["optimizer"][fqn][slot], value), f"{slot} of {fqn}"
+
+
 def tensors(place):
     """Every weight and every moment of an Adam, by kind and name."""
     with reshard.open(place) as checkpoint:

@@ -13,6 +13,7 @@ import reshard
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.keys import Edits
 from tests.judges import library_models as models
+from tests.judges.library_cases import SHARDED_ADAPTERS
 
 peft = pytest.importorskip("peft")
 
@@ -106,15 +107,7 @@ def test_the_file_is_the_one_that_peft_saves(form, factory, saved, want, tmp_pat
     assert report.warnings == []
 
 
-SHARDED = [  # case, what a user gives, the adapter, and where PEFT saved it
-    ("peft_zero3", "checkpoint-2", "default", "saved"),
-    ("peft_fsdp2", "whole", "default", "saved"),
-    ("peft_fsdp2", "whole", "other", "saved/other"),
-    ("peft_fsdp2", "alone", "other", "saved/other"),
-]
-
-
-@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED)
+@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED_ADAPTERS)
 def test_out_of_shards_it_is_what_peft_saves_when_all_is_gathered(
     case, source, name, place, library_case, tmp_path
 ):
@@ -124,7 +117,7 @@ def test_out_of_shards_it_is_what_peft_saves_when_all_is_gathered(
     assert_same_directory(tmp_path / "out", made / place)
 
 
-@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED[:2])
+@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED_ADAPTERS[:2])
 def test_a_model_with_it_says_what_the_trained_one_said(
     case, source, name, place, library_case, tmp_path
 ):

@@ -27,6 +27,7 @@ from reshard.keys import Edits
 from tests.judged.test_quantised import fp8_model, gpt_oss
 from tests.judged.test_quantised import read as read_files
 from tests.judges import library_models as models
+from tests.judges.library_cases import SHARDED_ADAPTERS
 from tests.quantised.models import FP8, scale_blocks, write_model
 
 peft = pytest.importorskip("peft")
@@ -215,15 +216,7 @@ def test_experts_are_stacked(sizes, made, tmp_path):
     torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
 
 
-SHARDED = [  # case, what a user gives, the adapter, and where PEFT saved it
-    ("peft_zero3", "checkpoint-2", "default", "saved"),
-    ("peft_fsdp2", "whole", "default", "saved"),
-    ("peft_fsdp2", "whole", "other", "saved/other"),
-    ("peft_fsdp2", "alone", "other", "saved/other"),
-]
-
-
-@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED)
+@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED_ADAPTERS)
 def test_out_of_shards(case, source, name, place, library_case, tmp_path):
     """PEFT merges the same fp32 values; its own files have the dtype of training."""
     made = library_case(case)

@@ -16,11 +16,11 @@ import torch
 import reshard
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.training import rng
+from tests.judged.alike import assert_resumed_state
 from tests.judges import resume_worker as worker
 from tests.judges import server
-from tests.support.sample_tensors import same
 
-JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {})
+JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, like=server.DEEPSPEED)
 RUNS = {  # what saves
     "ddp": {"kind": "ddp"},
     "fsdp2": {"kind": "fsdp2", "type": "SHARDED_STATE_DICT"},
@@ -127,14 +127,7 @@ def test_the_param_groups_of_the_trainer_need_no_file(live, saved):
 
 
 def assert_resumed(seen, truth):
-    assert isinstance(seen, dict), seen
-    assert seen["step"] == truth["step"] == worker.SAVED
-    for fqn, value in truth["params"].items():
-        assert same(seen["params"][fqn], value), fqn
-    assert seen["optimizer"].keys() == truth["optimizer"].keys()
-    for fqn, slots in truth["optimizer"].items():
-        for slot, value in slots.items():
-            assert same(seen["optimizer"][fqn][slot], value), f"{slot} of {fqn}"
+    assert_resumed_state(seen, truth, worker.SAVED)
     assert set(seen["steps"].values()) == set(truth["steps"].values()) == {3.0}
     if "groups" in seen and "groups" in truth:
         for group, wanted in zip(seen["groups"], truth["groups"], strict=True):

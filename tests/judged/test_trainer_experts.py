@@ -11,11 +11,11 @@ from __future__ import annotations
 import pytest
 
 import reshard
+from tests.judged.alike import assert_resumed_state
 from tests.judges import resume_worker as worker
 from tests.judges import server
-from tests.support.sample_tensors import same
 
-JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {})
+JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, like=server.DEEPSPEED)
 FSDP2 = {"kind": "fsdp2", "type": "SHARDED_STATE_DICT"}
 RUNS = {  # name -> how the Trainer trains and saves at two ranks
     "mixtral ddp": {"kind": "ddp", "family": "mixtral"},
@@ -67,24 +67,13 @@ def live(saved, tmp_path_factory):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_the_trainer_resumes_experts_with_every_bit(name, resumed, saved):
-    assert_resumed(resumed[name], saved[RESUMED[name][0]][1])
+    assert_resumed_state(resumed[name], saved[RESUMED[name][0]][1], worker.SAVED)
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_the_trainer_resumes_experts_without_files(name, live, resumed, saved):
-    assert_resumed(live[name], saved[RESUMED[name][0]][1])
+    assert_resumed_state(live[name], saved[RESUMED[name][0]][1], worker.SAVED)
     assert live[name]["losses"] == resumed[name]["losses"]
-
-
-def assert_resumed(seen, truth):
-    assert isinstance(seen, dict), seen
-    assert seen["step"] == truth["step"] == worker.SAVED
-    for fqn, value in truth["params"].items():
-        assert same(seen["params"][fqn], value), fqn
-    assert seen["optimizer"].keys() == truth["optimizer"].keys()
-    for fqn, slots in truth["optimizer"].items():
-        for slot, value in slots.items():
-            assert same(seen["optimizer"][fqn][slot], value), f"{slot} of {fqn}"
 
 
 @pytest.mark.parametrize("name", SAME_RANKS)

@@ -456,3 +456,10 @@ CASES: dict[str, Case] = {
     )
     for case in rows
 }
+
+SHARDED_ADAPTERS = [  # case, what a user gives, the adapter, and where PEFT saved it
+    ("peft_zero3", "checkpoint-2", "default", "saved"),
+    ("peft_fsdp2", "whole", "default", "saved"),
+    ("peft_fsdp2", "whole", "other", "saved/other"),
+    ("peft_fsdp2", "alone", "other", "saved/other"),
+]
