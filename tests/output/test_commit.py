@@ -197,13 +197,13 @@ def test_a_missing_parent_is_named(tmp_path):
 
 
 STUCK = """
-import time
+import sys
 from reshard.cli import main
 from reshard.move import execute
 
 def stuck(*_):
     print("writing", flush=True)
-    time.sleep(1)
+    sys.stdin.read()  # until the signal was sent
 
 execute._Worker.__call__ = stuck
 main()
@@ -221,7 +221,7 @@ def test_a_signal_ends_a_merge_with_a_message_and_nothing_written(tmp_path, numb
     def default() -> None:  # a runner under nohup hands signals down as ignored
         signal.signal(number, signal.SIG_DFL)
 
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, preexec_fn=default) as child:  # noqa: PLW1509
         assert child.stdout.readline() == b"writing\n"
         child.send_signal(number)

@@ -107,7 +107,7 @@ def test_only_named_globals_are_called(called):
 MEASURED = "COVERAGE_PROCESS_START" in os.environ  # which takes its time
 
 
-def limited(data, *, seconds=30 if MEASURED else 3, megabytes=3000):
+def limited(data, *, seconds=30 if MEASURED else 10, megabytes=3000):
     """Interpret in a process of its own: 'ok' or the error's name, and its peak memory in MB."""
     probe = (
         "import resource, sys\n"

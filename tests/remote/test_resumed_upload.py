@@ -80,7 +80,7 @@ def cut_off(proxy, **options):
     def fault(method, path, _number):
         if method != "PUT" or not path.endswith("/__2_0.distcp"):
             return None
-        for _ in range(500):  # until the first two are there, with their receipts
+        for _ in range(5000):  # until the first two are there, with their receipts
             if sum(method == "PUT" and "/sent-" in path for method, path in [*proxy.seen]) >= 2:
                 return 500
             time.sleep(0.02)
@@ -329,7 +329,7 @@ def test_a_sign_of_life_is_given_again_and_again(files, monkeypatch):
     held.acquire()
     (name,) = files.find(PLACE)
     files.pipe_file(name, b"old")
-    for _ in range(100):
+    for _ in range(2000):
         time.sleep(0.05)
         if files.cat_file(name) != b"old":
             break

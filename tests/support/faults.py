@@ -24,9 +24,9 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from tests.support.programs import LIMIT_S
 from tests.support.signal_points import Points
 
-_MOST = 60  # seconds until a child at whose points a signal came is taken to hang
 _NAMES = {"os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir"}
 
 
@@ -188,7 +188,7 @@ def _child(trial: dict) -> None:
     disk = Disk(fault, trial["within"])
     disk.install()
     if "files" in fault:
-        faulthandler.dump_traceback_later(_MOST, exit=True)
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         found = Points(fault["files"], fault.get("strike"), fault.get("signal", 0))
         found.install()
     code = 0

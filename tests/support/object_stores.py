@@ -91,7 +91,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self):
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            data = self.rfile.read(length := int(self.headers.get("Content-Length") or 0))
+            if len(data) < length:
+                raise ConnectionAbortedError(
+                    "the client was killed: a store keeps no part of a file"
+                )
+            return data
         parts = []
         while size := int(self.rfile.readline().split(b";")[0], 16):
             parts.append(self.rfile.read(size))
