@@ -10,7 +10,7 @@ from tests.support.sample_tensors import same
 
 pytestmark = pytest.mark.slow
 
-JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, limit_s=90.0)
+JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, like=server.DEEPSPEED)
 FSDP2 = {"kind": "fsdp2", "type": "SHARDED_STATE_DICT", "family": "lora"}
 DDP = {"kind": "ddp", "family": "lora"}
 
