@@ -99,7 +99,7 @@ def numbered(location: Location) -> dict[int, Location]:
 
 
 def list_checkpoints(
-    location: Location, detect: Callable[[Location], bool], depth: int = _DEPTH
+    location: Location, detect: Callable[[Location], bool]
 ) -> dict[int, Location | None]:
     """Return the checkpoints of a run by the number in their name, lowest first.
 
@@ -109,14 +109,41 @@ def list_checkpoints(
     Raises:
         UnrecognisedError: there are several runs, or several checkpoints of one number.
     """
+    runs = list_runs(location, detect)
+    if len(runs) > 1:
+        raise UnrecognisedError(
+            location,
+            f"holds the checkpoints of several models: {' and '.join(runs)}",
+            "pass the directories of one model's checkpoints",
+        )
+    return next(iter(runs.values()), {})
+
+
+def list_runs(
+    location: Location, detect: Callable[[Location], bool], depth: int = _DEPTH
+) -> dict[str, dict[int, Location | None]]:
+    """Return the runs that a directory holds, with their checkpoints as in `list_checkpoints`.
+
+    A run that trains several models has each in a folder of the numbered directories (verl:
+    ``actor`` and ``critic``). The runs have the names of these folders; a single run has none.
+
+    Raises:
+        UnrecognisedError: there are several runs beside one another.
+    """
     numbers = numbered(location)
-    found = {n: checkpoint(numbers[n], None, detect, depth - 1) for n in sorted(numbers)}
-    if any(found.values()):
-        return found
+    if depth:
+        models = [_list_models(folder, detect, depth - 1) for folder in numbers.values()]
+        names = [name for name in _FOLDERS if any(name in each for each in models)] or [""]
+        found = {
+            name: {n: _find_model(numbers[n], name, detect, depth - 1) for n in sorted(numbers)}
+            for name in names
+        }
+        if any(place for places in found.values() for place in places.values()):
+            return found
     if not depth:
         return {}
     inside = [location.folders[name] for name in _FOLDERS if name in location.folders]
-    several = [each for folder in inside if (each := list_checkpoints(folder, detect, depth - 1))]
+    several = [each for folder in inside if (each := list_runs(folder, detect, depth - 1))]
     if len(several) > 1:
         raise UnrecognisedError(
             location,
@@ -124,6 +151,28 @@ def list_checkpoints(
             f"pass one of {some([str(folder) for folder in inside])}",
         )
     return several[0] if several else {}
+
+
+def _list_models(location: Location, detect: Callable[[Location], bool], depth: int) -> list[str]:
+    """Return the folders of a checkpoint that has several models; empty if it has one."""
+    if not depth or detect(location):
+        return []
+    names = [
+        name
+        for name in _FOLDERS
+        if name in location.folders and checkpoint(location.folders[name], None, detect, depth - 1)
+    ]
+    return names if len(names) > 1 else []
+
+
+def _find_model(
+    location: Location, name: str, detect: Callable[[Location], bool], depth: int
+) -> Location | None:
+    """Return the checkpoint in a folder of a numbered directory, or in the directory itself."""
+    if not name:
+        return checkpoint(location, None, detect, depth)
+    folder = location.folders.get(name)
+    return checkpoint(folder, None, detect, depth - 1) if folder else None
 
 
 def number_of(name: str) -> int | None:

@@ -11,11 +11,9 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from reshard.checksum import crc32
-from reshard.derived import list_files
 from reshard.dtypes import FLOAT32, FLOAT64, DType
 from reshard.files import SourceFiles
 from reshard.history.tags import Tag
@@ -91,7 +89,7 @@ class Movement:
         changes: from each checkpoint to the next.
         jumps: the sum of squared changes from each checkpoint to the one after the next.
         digests: for each checkpoint, the CRC-32 of the weights and slots that were read.
-        files: (number of the later checkpoint, name of the file in it) -> what changed in the
+        files: (number of the later checkpoint, path of the file in it) -> what changed in the
             elements whose weight that file stores; and the same of slots.
         not_finite: for each checkpoint, the number of weights that are infinite or NaN.
     """
@@ -282,10 +280,12 @@ class _Series:
         flags = moved, expected, momenta, momenta_moved
         found.changes[number - 1].add(_describe(before.weight, now.weight, flags))
         for part, file in pieces[""]:
-            _tally(found.weight_files, number, file, [flag[part] for flag in flags])
+            name = self._tags[number].name_file(file)
+            found.weight_files[number, name].add(_count([flag[part] for flag in flags]))
         if shared:
             for part, file in pieces[_find_first(shared)]:
-                _tally(found.slot_files, number, file, [flag[part] for flag in flags])
+                name = self._tags[number].name_file(file)
+                found.slot_files[number, name].add(_count([flag[part] for flag in flags]))
 
     def _find_expected(self, number: int, now: _Values) -> Array:
         """Return the elements that must move, by the optimizer's state and the learning rate."""
@@ -377,9 +377,3 @@ def _count(flags: Sequence[Array]) -> Change:
         momenta=int(np.count_nonzero(momenta)),
         momenta_moved=int(np.count_nonzero(momenta_moved)),
     )
-
-
-def _tally(
-    files: dict[tuple[int, str], Change], number: int, file: str, flags: Sequence[Array]
-) -> None:
-    files[number, PurePath(list_files(file)[0]).name].add(_count(flags))

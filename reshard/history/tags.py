@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from reshard.derived import list_files
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest, ParamGroup
 
 _HIGHEST = ("initial_lr", "max_lr")  # torch's schedulers keep these in a param group
@@ -42,6 +44,20 @@ class Tag:
     def count_updates(self, fqn: str) -> float | None:
         """Return the number of updates of one parameter, or None."""
         return self.manifest.train.optimizer_step.get(fqn, self.updates)
+
+    @cached_property
+    def _directory(self) -> str:
+        """The directory that has all files of the checkpoint."""
+        # pathlib does not have these functions for the names of URLs.
+        paths = map(os.path.abspath, self.manifest.files)
+        return os.path.commonpath(list(map(os.path.dirname, paths)))
+
+    def name_file(self, file: str) -> str:
+        """Return the path of a chunk's file below the directory of the checkpoint.
+
+        Megatron's ranks have files of one name, each in a directory of its own.
+        """
+        return os.path.relpath(list_files(file)[0], self._directory)
 
     @cached_property
     def weights(self) -> dict[str, Entry]:

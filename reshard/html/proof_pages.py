@@ -100,11 +100,15 @@ def remembered(document: Document) -> Page:
 
 def _layer_curves(document: Document) -> Iterator[Curves]:
     """Yield the chart of the changes of each layer group."""
-    places = [tag["number"] for tag in document["checkpoints"]][1:]
+    numbers: dict[str, list[int]] = {}
+    for tag in document["checkpoints"]:
+        numbers.setdefault(tag["model"], []).append(tag["number"])
     runs = tuple(
-        LossRun(name, places, {"change": values}) for name, values in document["groups"].items()
+        LossRun(name, places, {"change": values})
+        for name, values in document["groups"].items()
+        if (places := numbers.get(name.partition(": ")[0], numbers.get("", []))[1:])
     )
-    if runs and places:
+    if runs:
         title = "Change per update, relative to the weights (root mean square)"
         yield Curves(runs, None, {"change": title})
 

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard.errors import UsageError
+from reshard.errors import UnrecognisedError, UsageError
 from reshard.files import SourceFiles
 from reshard.history import checks as names
+from reshard.html import proof_pages
 from reshard.manifest import WEIGHT_KINDS
 from reshard.tensors import read_block
 from tests.judged.sequences import RUNS
@@ -322,3 +323,75 @@ def test_what_is_refused(sequences_made, tmp_path):
         reshard.verify(sequences_made / "dcp/run/step-4", history=True)
     with pytest.raises(UsageError, match="no effect with --history"):
         reshard.verify(sequences_made / "dcp/run", history=True, against=tmp_path / "x")
+
+
+@pytest.fixture
+def several(sequences_made, tmp_path):
+    """A run as verl lays one out, which trains an actor and a critic."""
+    for step in (2, 4, 6):
+        for model, name in (("actor", "dcp"), ("critic", "dcp_slow")):
+            place = tmp_path / "run" / f"global_step_{step}" / model
+            place.parent.mkdir(parents=True, exist_ok=True)
+            reshard.split(sequences_made / name / f"run/step-{step}", place, to="verl")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("6")
+    return tmp_path / "run"
+
+
+def test_each_model_of_a_run_has_a_history(several):
+    report = reshard.verify(several, history=True)
+    assert not statuses(report, "failed", "warned")
+    assert [each["name"] for each in report.tags] == [
+        f"global_step_{step}/{model}" for model in ("actor", "critic") for step in (2, 4, 6)
+    ]
+    assert {each.partition(": ")[0] for each in report.groups} == {"actor", "critic"}
+    chart, *_ = proof_pages.remembered(report.to_json()).sections
+    assert [(each.name, each.steps) for each in chart.runs] == [
+        (name, [4, 6]) for name in report.groups
+    ]
+    critic = several / "global_step_{}/critic"
+    transplant(str(critic).format(4), str(critic).format(6), [WEIGHT])
+    found = failed(several)
+    assert found.keys() == {names.WEIGHTS}
+    assert all(text.startswith("critic: ") for text in found[names.WEIGHTS])
+
+
+def test_a_model_that_was_not_saved_once(several):
+    shutil.rmtree(several / "global_step_4/critic")
+    report = reshard.verify(several, history=True)
+    (warning,) = report.check(names.READABLE).warnings
+    assert warning.startswith("critic: step 4: its directory has no complete checkpoint")
+    assert report.exit_code == 0
+
+
+def test_a_history_of_one_of_several_models_is_not_averaged(several, tmp_path):
+    with pytest.raises(UnrecognisedError, match="several models: actor and critic"):
+        reshard.average(several, tmp_path / "mean", last=2)
+
+
+@pytest.fixture(params=["torch", "torch_dist"])
+def iterations(request, sequences_made, tmp_path):
+    """A run in the directories of Megatron, two tensor-parallel ranks."""
+    source, run = sequences_made / "dcp/run", tmp_path / "run"
+    run.mkdir()
+    for step in (2, 4, 6):
+        made = tmp_path / f"made{step}"
+        options = {"ckpt_format": request.param, "tp": 2, "world_size": 2}
+        reshard.split(
+            source / f"step-{step}", made, to="megatron", model=source / "config.json", **options
+        )
+        (made / f"iter_000000{step}").rename(run / f"iter_000000{step}")
+    return run
+
+
+def test_the_history_of_a_megatron_run(iterations):
+    for deep in (False, True):
+        report = reshard.verify(iterations, history=True, deep=deep)
+        assert not statuses(report, "failed", "warned"), list(report.lines())
+        assert [each["updates"] for each in report.tags] == [2, 4, 6]
+        assert report.check(names.SHARDS).status == "passed"
+    before, now = (iterations / f"iter_000000{step}" for step in (4, 6))
+    ranks = {chunk.file for entry in holds(now).entries.values() for chunk in entry.chunks}
+    second = next(file for file in ranks if "mp_rank_01" in file or "__1_0" in file)
+    transplant(before, now, ALL, lambda _, file: file == second)
+    found = failed(iterations)
+    assert any("mp_rank_01" in text or "__1_0" in text for text in found[names.SHARDS])

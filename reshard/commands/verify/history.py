@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from pathlib import Path
@@ -26,6 +26,7 @@ from reshard.history.movement import Movement, count_bytes, measure
 from reshard.history.tags import Tag
 from reshard.location import Location
 from reshard.tensors import first_difference
+from reshard.units import counted
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
@@ -39,7 +40,8 @@ class HistoryReport(VerifyReport):
     """The result of `verify` with ``history``.
 
     Args:
-        tags: for each checkpoint: name, number, step, updates, lr; and what changed since the one
+        tags: for each checkpoint: model (if the run trains several), name, number, step, updates,
+            lr; and what changed since the one
             before: the fractions of weights and of moments that moved, the root mean square of the
             changes relative to that of the weights, and the largest change.
         groups: layer group -> for each checkpoint but the first, the relative change per update.
@@ -81,18 +83,46 @@ def check_run(
     check_page(options, sources)
     mode = "deep" if options.deep else "sampled"
     report = HistoryReport(str(sources[0]), f"{mode} history", options.given())
-    history = _open(sources, options)
-    if history.tags:
-        origin = history.tags[-1].manifest.origin
-        report.format, report.detail = origin.format, origin.detail
-        _measure(history, options, meter)
-        report.tags = list(_describe_tags(history))
-        report.groups = _describe_groups(history)
-        report.bytes_read = sum(each.bytes_read for each in history.movements)
-    report.checks = check_history(history)
+    checks: dict[str, list[Check]] = {}
+    for model, history in _open(sources, options).items():
+        if history.tags:
+            _measure(history, options, meter)
+            _add_model(report, model, history)
+        checks[model] = check_history(history)
+    report.checks = _join_checks(checks)
     report.seconds = time.perf_counter() - began
     write_page(options, lambda: _build_page(report))
     return report
+
+
+def _add_model(report: HistoryReport, model: str, history: History) -> None:
+    """Add the checkpoints of one model to the report."""
+    origin = history.tags[-1].manifest.origin
+    report.format, report.detail = origin.format, origin.detail
+    report.tags += [{**tag, "model": model} for tag in _describe_tags(history)]
+    for group, changes in _describe_groups(history).items():
+        report.groups[f"{model}: {group}" if model else group] = changes
+    report.bytes_read += sum(each.bytes_read for each in history.movements)
+
+
+def _join_checks(checks: Mapping[str, Sequence[Check]]) -> list[Check]:
+    """Return one list of checks; the findings of several models begin with the model's name."""
+    if len(checks) == 1:
+        return list(*checks.values())
+    joined = []
+    for same in zip(*checks.values(), strict=True):
+        by_model = dict(zip(checks, same, strict=True))
+        joined.append(
+            Check(
+                same[0].name,
+                "; ".join(f"{model}: {check.looked_at}" for model, check in by_model.items()),
+                [f"{model}: {text}" for model, each in by_model.items() for text in each.failures],
+                [f"{model}: {text}" for model, each in by_model.items() for text in each.warnings],
+                applies=any(check.applies for check in same),
+                exit_code=max([check.exit_code for check in same if check.failures], default=1),
+            )
+        )
+    return joined
 
 
 def _refuse_options(options: VerifyOptions) -> None:
@@ -112,19 +142,27 @@ def _refuse_options(options: VerifyOptions) -> None:
             raise UsageError(flag, "has no effect with --history", "leave it out")
 
 
-def _open(sources: Sequence[Path], options: VerifyOptions) -> History:
-    """Read the headers of all checkpoints of a run.
+def _open(sources: Sequence[Path], options: VerifyOptions) -> dict[str, History]:
+    """Read the headers of all checkpoints of a run, by the model if it trains several.
 
     Raises:
         UsageError: there are fewer than two.
     """
-    found = run.list_checkpoints(Location.of(sources), lambda at: bool(registry.detect(at)))
-    if len(found) < 2:
+    runs = run.list_runs(Location.of(sources), lambda at: bool(registry.detect(at)))
+    count = min(map(len, runs.values()), default=0)
+    if count < 2:
         raise UsageError(
             sources[0],
-            f"has {len(found)} checkpoints with a number in their name; a history needs two",
+            f"has {counted(count, 'checkpoint')} with a number in the name; a history needs two",
             "pass the directory of a run that keeps several checkpoints",
         )
+    return {model: _read_all(found, sources, options) for model, found in runs.items()}
+
+
+def _read_all(
+    found: Mapping[int, Location | None], sources: Sequence[Path], options: VerifyOptions
+) -> History:
+    """Read the headers of the checkpoints of one model."""
     tags: list[Tag] = []
     unreadable: dict[str, Check] = {}
     for number, place in found.items():
