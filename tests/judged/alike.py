@@ -1,4 +1,4 @@
-"""What it means that two state dicts, or two checkpoints, are the same."""
+"""Assertions that two state dicts, or two checkpoints, are equal."""
 
 from __future__ import annotations
 

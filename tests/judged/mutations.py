@@ -1,4 +1,4 @@
-"""Files of another rank, step or run in a sound checkpoint: what each command makes of that.
+"""Put files of another rank, step or run into a valid checkpoint, and see how commands react.
 
 ``python -m tests.judged.mutations CHECKPOINTS [--seed DIR] [--step DIR]`` prints the table of
 docs/identity.md. CHECKPOINTS is what ``--checkpoints`` of the test command keeps; the other two are

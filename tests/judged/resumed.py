@@ -1,4 +1,4 @@
-"""Runs of real DeepSpeed that go on from a checkpoint, compared with the run that saved it."""
+"""Resume checkpoints with real DeepSpeed, and compare with the run that saved them."""
 
 from __future__ import annotations
 

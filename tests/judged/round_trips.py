@@ -1,4 +1,4 @@
-"""Split real checkpoints to another size and back, and tell what is not the same.
+"""Split real checkpoints to another size and back, and list the differences.
 
 ``python -m tests.judged.round_trips OUT [WORD ...]`` makes every checkpoint of the PyTorch and
 library judges in OUT (those whose names have one of the words), runs ``verify --deep`` on each,

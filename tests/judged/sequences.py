@@ -1,4 +1,4 @@
-"""The runs of several checkpoints that real frameworks make: one table, made once a session."""
+"""Runs with several checkpoints that real frameworks save, once per session."""
 
 from __future__ import annotations
 

@@ -68,14 +68,14 @@ def test_the_run_continues_at_the_same_rates(run, size, how, saved, resumed):
     assert seen["moments"] > 0
 
 
-def test_the_report_tells_what_was_copied_and_what_to_set(resumed):
+def test_the_report_states_what_was_copied_and_what_to_set(resumed):
     report = resumed[1]["fsdp2", 4]
     assert "custom_checkpoint_0.pkl: copied as they are" in report.kept
     assert any(text.startswith("scheduler.bin: last_epoch 6 -> 12") for text in report.notes)
     assert any("multiply constants by 2" in text for text in report.notes)
 
 
-def test_another_framework_is_told_what_it_loses(saved, tmp_path):
+def test_another_framework_is_warned_of_lost_state(saved, tmp_path):
     report = reshard.split(saved[0] / "fsdp2/saved", tmp_path / "out", to="dcp")
     told = [text for text in report.notes if text.startswith("custom_checkpoint_0.pkl")]
     assert len(told) == 1

@@ -157,7 +157,7 @@ def test_an_empty_adapter_is_filled_from_the_shards_beside_it(library_case, tmp_
     assert caught.value.remedy == f"merge {run / 'global_step2'}"
 
 
-def test_one_of_several_adapters_by_its_name(saved, want, tmp_path):
+def test_one_of_several_adapters_is_chosen_by_name(saved, want, tmp_path):
     model = adapted()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"]))
     source = saved(drawn(model))
@@ -169,7 +169,7 @@ def test_one_of_several_adapters_by_its_name(saved, want, tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "lightning.model.", "_orig_mod."])
-def test_what_wraps_the_model_goes(wrapper, saved, want, tmp_path):
+def test_prefixes_of_wrappers_are_removed(wrapper, saved, want, tmp_path):
     source = saved(adapted())
     state = torch.load(source)["model"]
     torch.save({f"{wrapper}{name}": value for name, value in state.items()}, source)
@@ -188,13 +188,13 @@ def test_adapters_that_transformers_added_itself(tmp_path):
     assert_same_directory(tmp_path / "out", tmp_path / "want")
 
 
-def test_of_peft_own_file_under_any_name(want, tmp_path):
+def test_pefts_own_file_is_read_under_any_name(want, tmp_path):
     adapted({**PLAIN, "modules_to_save": ["lm_head"]}).save_pretrained(want)
     reshard.merge(want, tmp_path / "out", adapter="mine")
     assert_same_directory(tmp_path / "out", want)
 
 
-def test_without_a_configuration_it_is_said_what_is_needed(saved, tmp_path):
+def test_a_missing_configuration_is_an_error_that_states_its_content(saved, tmp_path):
     source = saved(adapted(FORMS["ranks"]))
     (source.parent / CONFIG).unlink()
     with pytest.raises(IncompleteError) as caught:
@@ -231,7 +231,7 @@ def test_the_configuration_of_another_adapter_is_refused(wrong, saved, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def test_half_of_a_layer_is_refused(saved, tmp_path):
+def test_a_layer_without_one_of_its_matrices_is_refused(saved, tmp_path):
     source = saved(adapted())
     with pytest.raises(IncompleteError, match=r"1 adapted layer \(.*1.self_attn.q_proj\) with"):
         reshard.merge(
@@ -242,7 +242,7 @@ def test_half_of_a_layer_is_refused(saved, tmp_path):
         )
 
 
-def test_what_else_a_lora_layer_may_hold_is_refused(tmp_path):
+def test_unknown_tensors_of_a_lora_layer_are_refused(tmp_path):
     config = peft.AdaLoraConfig(**{**PLAIN, "r": 8}, total_step=10, task_type="CAUSAL_LM")
     model = peft.get_peft_model(models.build("llama"), config)
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -299,7 +299,7 @@ def test_a_merge_of_all_weights_says_how_to_have_the_adapter(saved, tmp_path):
     assert "Pass --adapter default to write one adapter for PeftModel.from_pretrained" in text
 
 
-def test_what_is_no_adapter_or_no_directory_is_refused(saved, tmp_path):
+def test_a_source_without_adapter_or_a_file_as_output_is_refused(saved, tmp_path):
     source = saved(adapted())
     with pytest.raises(
         UsageError, match="the name has the suffix of a file, but --adapter writes a directory"

@@ -125,7 +125,7 @@ def test_the_last_checkpoints_of_a_run(sequences_made, tag, tmp_path, run):
     assert report.optimizer_tensors_left == (0 if run == "hf" else report.optimizer_tensors_left)
 
 
-def test_odd_tensors(tag, truth, tmp_path):
+def test_tensors_of_unusual_dtypes_and_shapes_are_averaged(tag, truth, tmp_path):
     out = tmp_path / "mean.safetensors"
     report = reshard.average([tag("z2_menagerie", s) for s in (2, 6)], out, dtype="fp32")
     weights, got = [truth("z2_menagerie", s) for s in (2, 6)], load_file(out)
@@ -168,7 +168,7 @@ def test_a_tied_head_that_one_file_stores_again_must_be_equal(tag, tmp_path):
         reshard.average(paths, tmp_path / "b.safetensors")
 
 
-def test_a_training_layout_of_an_average(tag, truth, tmp_path):
+def test_an_average_can_be_split_to_a_training_layout(tag, truth, tmp_path):
     """In two steps: the fp32 mean, which becomes the master weights of a new run in bf16."""
     reshard.average([tag("z1_bf16", s) for s in (2, 6)], tmp_path / "mean", dtype="fp32")
     groups = tmp_path / "groups.json"
@@ -258,7 +258,7 @@ def test_the_newest_save_must_be_complete(sequences_made, tmp_path):
         reshard.average(run, tmp_path / "out.safetensors", last=2, trust="none")
 
 
-def test_a_damaged_source_is_noticed(tag, tmp_path):
+def test_a_damaged_source_is_detected(tag, tmp_path):
     run = shutil.copytree(tag("z3_bf16", 4), tmp_path / "run")
     path = next(run.glob("*rank_1*optim_states.pt"))
     with reshard.open(run) as checkpoint:

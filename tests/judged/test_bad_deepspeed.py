@@ -1,4 +1,4 @@
-"""Files of DeepSpeed's that contradict one another: refused by name, before anything is written.
+"""Contradicting files of DeepSpeed are refused by name, before anything is written.
 
 One damage a line, done to what DeepSpeed itself wrote, as mixed runs and lost files leave it.
 """
@@ -110,7 +110,7 @@ DAMAGES = {
 @pytest.mark.parametrize(
     ("case", "pattern", "change", "error", "says"), DAMAGES.values(), ids=DAMAGES
 )
-def test_what_contradicts_itself_is_refused(case, pattern, change, error, says, tmp_path):
+def test_contradicting_files_are_refused(case, pattern, change, error, says, tmp_path):
     run = Path(shutil.copytree(KEPT / case / "run", tmp_path / "run"))
     for path in sorted(run.rglob(pattern)):
         edited(path, change)
@@ -120,7 +120,7 @@ def test_what_contradicts_itself_is_refused(case, pattern, change, error, says, 
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_layer_that_is_no_dict_is_refused(tmp_path):
+def test_a_layer_that_is_not_a_dict_is_refused(tmp_path):
     run = Path(shutil.copytree(KEPT / PIPELINE / "run", tmp_path / "run"))
     path = next(run.rglob("layer_03-model_01*"))
     torch.save([torch.ones(2)], path)
@@ -154,7 +154,7 @@ def test_frozen_weights_that_a_run_left_out_are_named(tmp_path):
         ),
     ],
 )
-def test_a_universal_directory_that_lost_something_is_refused(damage, error, says, made, tmp_path):
+def test_an_incomplete_universal_directory_is_refused(damage, error, says, made, tmp_path):
     run = Path(shutil.copytree(made / "universal_z2" / "universal", tmp_path / "run"))
     damage(next(run.rglob("zero")))
     with pytest.raises(error, match=says):
@@ -210,7 +210,7 @@ def two_groups(run):
         (two_groups, UnsupportedError, "the swap files cannot be told apart by size"),
     ],
 )
-def test_swap_files_that_are_not_all_there_are_refused(damage, error, says, tmp_path):
+def test_missing_swap_files_are_refused(damage, error, says, tmp_path):
     run = Path(shutil.copytree(KEPT / OFFLOADED / "run", tmp_path / "run"))
     damage(run)
     with pytest.raises(error, match=says) as refusal:

@@ -221,7 +221,7 @@ def test_two_world_sizes_mixed(copied, made, refused):
     refused(run, 3, OPTIM1, "ranks")
 
 
-def test_size_0_weights_name_the_real_ones(copied, refused):
+def test_weights_of_size_0_are_reported_with_their_real_files(copied, refused):
     run = copied("z3_bf16")
     state = torch.load(
         tag_of(run) / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False
@@ -244,7 +244,7 @@ def without_shared_params(copied):
     return run
 
 
-def test_a_name_without_a_value_is_never_dropped_in_silence(without_shared_params, refused):
+def test_a_name_without_a_value_is_never_dropped_silently(without_shared_params, refused):
     (without_shared_params / "config.json").unlink()
     refused(without_shared_params, 1, "'lm_head.weight'", "no rank holds a value", "--exclude")
 
@@ -417,7 +417,7 @@ def test_existing_directory_that_is_not_empty(copied, refused, tmp_path):
     refused(copied("z2_bf16"), 2, "not empty", destination=target)
 
 
-def test_overwrite_never_deletes_what_is_no_export(copied, refused, tmp_path):
+def test_overwrite_never_deletes_files_that_are_not_an_export(copied, refused, tmp_path):
     target = tmp_path / "home"
     (target / "photos").mkdir(parents=True)
     refused(copied("z2_bf16"), 2, "photos", destination=target, options=["--overwrite"])
@@ -477,7 +477,7 @@ def test_overflow_to_infinity(tmp_path, refused):
         ["--workers", "-3"],
     ],
 )
-def test_options_that_make_no_sense(copied, refused, options):
+def test_contradicting_options_are_refused(copied, refused, options):
     refused(copied("z2_bf16"), 2, options=options)
 
 

@@ -218,7 +218,7 @@ def test_ranks_of_two_steps(copied, refused):
     refused(source, CorruptError, "optim_rank1.pt", "step", "mixed")
 
 
-def test_a_drifted_buffer_is_said(copied, merged):
+def test_a_drifted_buffer_is_reported(copied, merged):
     source = copied("fsdp2_ranks")
 
     def drifted(state):
@@ -280,7 +280,7 @@ def _local(**fields: Any) -> Callable[[Any], None]:
         (_local(shape=(2, 13), dtype=torch.bfloat16), CorruptError),
     ],
 )
-def test_a_dtensor_that_lies(copied, refused, lie, error):
+def test_a_dtensor_with_wrong_metadata_is_refused(copied, refused, lie, error):
     source = copied("fsdp2_ranks_ws4")
     edited(source / "model_rank1.pt", lambda state: lie(state["odd"]))
     refused(source, error, "model_rank")
@@ -417,11 +417,11 @@ METADATA_LIES = """
     ],
     ids=METADATA_LIES,
 )
-def test_dcp_metadata_that_lie(copied, refused, edit, error, word):
+def test_wrong_dcp_metadata_are_refused(copied, refused, edit, error, word):
     refused(announced(copied("fsdp2_dcp"), edit), error, word)
 
 
-def test_two_keys_of_one_place_without_paths(copied, refused):
+def test_two_keys_with_one_path_are_refused(copied, refused):
     def spell_twice(about):
         about.planner_data = None  # as a planner leaves it that flattens nothing
         kinds = about.state_dict_metadata
@@ -435,7 +435,7 @@ def test_two_keys_of_one_place_without_paths(copied, refused):
     refused(announced(copied("fsdp2_dcp"), spell_twice), CorruptError, "is stored more than once")
 
 
-def test_an_object_without_a_place(copied, refused):
+def test_an_object_without_a_position_is_refused(copied, refused):
     def forget(about):
         kinds = about.state_dict_metadata.items()
         key = next(key for key, kind in kinds if isinstance(kind, BytesStorageMetadata))
@@ -528,7 +528,7 @@ def test_unconsolidated_blocks_of_two_dtypes(copied, refused, dtype):
     refused(source, CorruptError, "has another dtype or number of dims than in")
 
 
-def test_unconsolidated_blocks_without_a_place(copied, refused):
+def test_unconsolidated_blocks_without_a_position_are_refused(copied, refused):
     source = copied("hf_storage_sharded")
     path = max(source.glob("shard-*"))
     with_header(path, lambda header: header["__metadata__"].pop("DCP_SHARDING_INFO"))
@@ -546,7 +546,7 @@ def with_header(path: Path, edit: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("offsets", [[4], [4, 0, 0], [-4, 0], [3, 0], ["a", 0], None, [4.5, 0]])
-def test_unconsolidated_blocks_that_lie(copied, refused, offsets):
+def test_unconsolidated_blocks_with_wrong_positions_are_refused(copied, refused, offsets):
     source = copied("hf_storage_sharded")
 
     def change(header):
@@ -648,7 +648,7 @@ def _bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
     ids=["tuples", "lists", "dicts", "wide", "arguments"],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_bombs_end_soon(tmp_path, payload, ranks):
+def test_pickle_bombs_end_within_limits(tmp_path, payload, ranks):
     for rank in range(ranks):
         with_payload(tmp_path / f"model_rank{rank}.pt", payload)
     done = _bounded("inspect", tmp_path)
@@ -687,7 +687,7 @@ def test_deep_nesting(tmp_path, payload):
     ],
     ids=["list", "dict", "object", "elements"],
 )
-def test_values_that_hold_themselves(tmp_path, merged, payload):
+def test_values_that_contain_themselves_are_refused(tmp_path, merged, payload):
     path = with_payload(tmp_path / "m.pt", payload)
     with reshard.open(path) as checkpoint:
         assert list(checkpoint) == ["w"]
@@ -737,7 +737,7 @@ def test_an_optimizer_alone(torch_made, tmp_path, refused):
 
 @pytest.mark.parametrize("data", [b"", b"junk" * 10], ids=["empty", "junk"])
 @pytest.mark.parametrize("name", ["pytorch_model_fsdp.bin", "optimizer.bin"])
-def test_a_damaged_part_is_never_passed_over_in_silence(copied, tmp_path, name, data):
+def test_a_damaged_part_is_never_ignored(copied, tmp_path, name, data):
     path = max(copied("trainer_fsdp1_full").rglob(name))
     path.write_bytes(data)
     with or_refused((CorruptError, IncompleteError), name):
@@ -771,7 +771,7 @@ def test_code_beside_a_config_never_runs(copied, right):
         ({"wrap": "LlamaDecoderLayer"}, UsageError, ("--model",)),
     ],
 )
-def test_flat_parameters_told_wrongly(copied, refused, told, error, words):
+def test_a_wrong_model_or_wrapping_is_refused(copied, refused, told, error, words):
     refused(copied("fsdp1_local_flat"), error, *words, **told)
 
 
@@ -792,7 +792,7 @@ def test_exchanged_rank_files_are_never_read_wrongly(copied, right, case):
         right(case, source, model=MODEL, wrap="LlamaDecoderLayer")
 
 
-def test_fairscale_metadata_that_lie(copied, refused):
+def test_wrong_fairscale_metadata_are_refused(copied, refused):
     source = _only_directory(copied("fairscale_flat"))
     path = min(path for path in source.iterdir() if "shard_metadata" in _keys(path))
     edited(path, lambda state: state.update(shard_metadata=5))
@@ -848,7 +848,7 @@ def test_an_optimizer_of_other_parameters(copied, named_rightly, numbers):
     named_rightly(source)
 
 
-def test_stateless_parameters_keep_the_others_names(copied, named_rightly):
+def test_parameters_without_state_do_not_change_other_names(copied, named_rightly):
     source = copied("plain_pair")
     edited(source / "optim.pt", lambda state: [state["state"].pop(n) for n in (0, 3, 22)])
     assert named_rightly(source) == 20
@@ -869,7 +869,7 @@ def test_stateless_parameters_keep_the_others_names(copied, named_rightly):
         lambda o: o["param_groups"][0].update(param_names=["a"] * 23),
     ],
 )
-def test_an_optimizer_of_odd_form(copied, named_rightly, edit):
+def test_an_optimizer_of_unknown_structure_is_refused(copied, named_rightly, edit):
     source = copied("plain_pair")
     edited(source / "optim.pt", edit)
     with or_refused((CorruptError, UnsupportedError), str(source)):
@@ -904,7 +904,7 @@ def halves(source: Path, *patterns: str) -> list[Path]:
         ("dcp_no_collectives", ("__1*",)),
     ],
 )
-def test_halves_on_two_nodes(copied, right, case, patterns, backwards):
+def test_halves_on_two_nodes_are_read_as_one_checkpoint(copied, right, case, patterns, backwards):
     both = halves(copied(case), *patterns)
     right(case, both[::-1] if backwards else both)
 
@@ -923,7 +923,7 @@ def test_a_file_in_both_halves(copied, right, refused):
     refused([first, second], CorruptError, str(second / ".metadata"), "which has the same name")
 
 
-def test_logs_of_two_nodes_do_no_harm(copied, right):
+def test_log_files_of_two_nodes_are_ignored(copied, right):
     both = halves(copied("fsdp2_dcp_ws4"), "__[23]_*.distcp")
     for number, place in enumerate(both):
         (place / "train.log").write_text(f"node {number}")
@@ -953,18 +953,18 @@ def test_newest_checkpoint_was_interrupted(copied, refused):
     refused(source, UnrecognisedError, "checkpoint-")
 
 
-def test_a_pointer_to_nothing_is_no_guess(copied, refused):
+def test_a_pointer_to_a_missing_checkpoint_is_refused(copied, refused):
     source = copied("verl_sample")
     (source / "latest_checkpointed_iteration.txt").write_text("7")
     refused(source, UnrecognisedError, "7", "3")
 
 
 @pytest.mark.parametrize("tag", ["9", "../..", "9" * 5000, "²"])
-def test_tags_that_are_not_there(copied, refused, tag):
+def test_missing_tags_are_refused(copied, refused, tag):
     refused(copied("verl_sample"), UnrecognisedError, "no checkpoint", tag=tag)
 
 
-def test_links_to_nothing_and_pipes(tmp_path, refused):
+def test_broken_links_and_pipes_are_refused(tmp_path, refused):
     place = tmp_path / "place"
     place.mkdir()
     (place / "model_rank0.pt").symlink_to("nowhere.pt")

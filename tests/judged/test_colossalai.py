@@ -46,7 +46,7 @@ def test_weights_and_moments_are_those_of_the_live_objects(case):
         assert set(train.optimizer_step.values()) == {3.0}
 
 
-def test_the_step_within_an_epoch_is_not_the_runs():
+def test_the_step_within_an_epoch_is_not_the_step_of_the_run():
     with reshard.open(KEPT / "plain" / "ckpt") as checkpoint:
         train = checkpoint.manifest.train
     assert train.step is None
@@ -54,7 +54,7 @@ def test_the_step_within_an_epoch_is_not_the_runs():
     assert train.scheduler["last_epoch"] == 3
 
 
-def test_stages_of_a_pipeline_are_counted_and_stand_in_order(copied):
+def test_stages_of_a_pipeline_are_counted_and_ordered(copied):
     run = copied("pipeline")
     index = run / "pytorch_model.bin.index.json"
     about = json.loads(index.read_text())
@@ -73,7 +73,7 @@ def test_the_state_goes_to_other_layouts_and_stays_the_same(case, tmp_path):
     assert report.same, list(report.lines())
 
 
-def test_the_weights_alone_are_a_hugging_face_directory(tmp_path):
+def test_weights_alone_are_a_hugging_face_directory(tmp_path):
     truth = torch.load(KEPT / "plain" / "truth.pt")["weights"]
     reshard.merge(KEPT / "plain" / "ckpt" / "modeling", tmp_path / "whole.pt")
     merged = torch.load(tmp_path / "whole.pt")
@@ -90,7 +90,7 @@ def test_a_missing_file_is_named(copied, name):
         reshard.open(run)
 
 
-def test_a_number_that_no_shard_holds_is_missed(copied):
+def test_a_number_that_no_shard_contains_is_reported(copied):
     run = copied("plain")
     index = run / "optimizer" / "pytorch_optim.bin.index.json"
     about = json.loads(index.read_text())
@@ -112,7 +112,7 @@ def test_an_optimizer_saved_asynchronously_is_refused(copied):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_written_is_what_its_savers_wrote(case, tmp_path, monkeypatch):
+def test_the_output_equals_what_the_savers_wrote(case, tmp_path, monkeypatch):
     """Shard by shard, at the judge's size of one; its stages of a pipeline are one here."""
     monkeypatch.setattr(writer, "_SHARD_BYTES", int(MEGABYTES * (1 << 20)))
     report = reshard.split(KEPT / case / "ckpt", tmp_path / "out")

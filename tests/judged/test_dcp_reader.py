@@ -113,7 +113,7 @@ def optimizer_bytes(source, *kinds):
         return sum(entry.nbytes for entry in entries if not kinds or entry.kind in kinds)
 
 
-def test_no_job_of_two_ranks_differs_from_the_checkpoint(two):
+def test_two_ranks_load_the_values_of_the_checkpoint(two):
     for found in two:
         for name, result in found.items():
             if not name.startswith("wrong") and name != "weights for training":
@@ -161,7 +161,7 @@ def test_a_rank_reads_its_own_bytes_only(two, three):
 
 
 @pytest.mark.parametrize("change", WRONG)
-def test_what_does_not_fit_is_named(two, change):
+def test_state_that_does_not_fit_is_named(two, change):
     error, *texts = WRONG[change]
     for found in two:
         raised = found[f"wrong {change}"]
@@ -185,7 +185,7 @@ def test_plain_models_and_odd_tensors(alone):
     assert alone["backwards"]["groups"] == alone["menagerie"]["groups"]
 
 
-def test_groups_that_are_split_in_another_way_are_refused(alone):
+def test_groups_with_other_members_are_refused(alone):
     assert alone["mixed"]["raised"] == {0: "UsageError"}
     assert "are in one group in the target, not here" in alone["mixed"]["text"]
 
@@ -202,13 +202,13 @@ def test_shapes_are_compared_where_the_planner_does_not(alone):
     assert "has shape (32,) in the checkpoint, but (64,) in the target" in alone["careless"]["text"]
 
 
-def test_without_a_target_everything_is_there(alone):
+def test_a_load_without_a_target_returns_everything(alone):
     found = alone["everything"]
     assert (found["lr"], found["params"]) == (0.01, 20)
     assert (found["step"], found["step type"]) == (4.0, "torch.float32")
 
 
-def test_a_partial_load_is_the_planners_to_allow(alone):
+def test_the_planner_decides_whether_a_partial_load_is_allowed(alone):
     assert alone["partly"] == (True, [1.0, 1.0], 7)
 
 

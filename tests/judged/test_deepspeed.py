@@ -63,7 +63,7 @@ def test_fp32_merge_is_what_deepspeed_reports(case, made, tmp_path):
 
 
 @pytest.mark.parametrize("case", [name for name in MERGED if CASES[name].exclude_frozen])
-def test_the_base_model_gives_what_deepspeed_left_out(case, made, tmp_path):
+def test_the_base_model_supplies_weights_that_deepspeed_left_out(case, made, tmp_path):
     reference = reference_of(case, made)
     trained = {name: value.float() + 1 for name, value in reference["params"].items()}
     aliases = {alias: trained[kept].clone() for alias, kept in reference["tied"].items()}
@@ -165,7 +165,7 @@ def test_universal_directory_holds_the_same_state(case, made, tmp_path):
 
 
 @pytest.mark.parametrize("case", [n for n, c in CASES.items() if c.kind in REFUSED])
-def test_experts_of_which_no_file_says_enough_are_refused_by_name(case, made, tmp_path):
+def test_experts_without_enough_metadata_are_refused_by_name(case, made, tmp_path):
     with pytest.raises(reshard.errors.UnsupportedError, match=r"shared by \[1, 2, 4\] ranks"):
         reshard.merge(made / case / "run", tmp_path / "x.safetensors")
     assert list(tmp_path.iterdir()) == []
@@ -195,7 +195,7 @@ def test_same_bytes_for_any_number_of_workers_and_memory(case, made, tmp_path):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_sources_are_left_as_they_were(made, copied, tmp_path):
+def test_sources_are_not_changed(made, copied, tmp_path):
     run = copied("z3_bf16")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*.pt")}
     for path in before:
@@ -221,7 +221,7 @@ def test_single_file_names_its_aliases_as_safetensors_does(made, tmp_path):
     assert metadata == {"format": "pt", "lm_head.weight": "model.embed_tokens.weight"}
 
 
-def test_round_robin_is_noticed_to_differ_from_the_slice_mappings(made):
+def test_round_robin_order_differs_from_the_slice_mappings(made):
     """DeepSpeed's own mapping is wrong there; ours is compared with the engine above."""
     case = "z2_round_robin"
     run = made / case / "run"
@@ -235,7 +235,7 @@ def test_round_robin_is_noticed_to_differ_from_the_slice_mappings(made):
 
 
 @pytest.mark.parametrize("case", ["z0_fp32", "z0_bf16"])
-def test_state_that_is_not_by_element_is_told_of_without_zero_too(case, copied):
+def test_state_that_is_not_per_element_is_reported_without_zero_too(case, copied):
     """As ``LAMB`` and factored optimizers have it; with ZeRO it was told of."""
     run = copied(case)
     (path,) = run.rglob("mp_rank_00_model_states.pt")

@@ -1,4 +1,4 @@
-"""Mixtures of experts that real DeepSpeed saved: where they go, and what is amiss with them.
+"""Mixtures of experts that real DeepSpeed saved: conversions, and damaged files.
 
 Their weights, masters and moments are compared in ``test_deepspeed.py``, as every case's are.
 """
@@ -52,7 +52,7 @@ def test_the_state_goes_to_another_format_whole(case, target, made, tmp_path):
         assert torch.equal(got[key], value), key
 
 
-def test_a_table_of_cuts_is_read_where_nothing_is_cut(made, tmp_path):
+def test_rules_are_read_for_a_run_without_cuts(made, tmp_path):
     (tmp_path / "rules.yaml").write_text("- 1")
     options = SplitOptions(rules=tmp_path / "rules.yaml")
     with pytest.raises(UsageError, match=r"rules\.yaml"):
@@ -76,7 +76,7 @@ def test_a_missing_file_is_named(case, lost, message, copied, tmp_path):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 
-def test_a_file_of_a_larger_model_is_noticed(copied, tmp_path):
+def test_a_file_of_a_larger_model_is_detected(copied, tmp_path):
     run = copied("moe_z2")
     expert = next(run.rglob("layer_1_expert_1_*"))
     expert.with_name("layer_1_expert_2_mp_rank_00_model_states.pt").write_bytes(expert.read_bytes())
@@ -84,7 +84,7 @@ def test_a_file_of_a_larger_model_is_noticed(copied, tmp_path):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 
-def test_an_expert_under_another_experts_name_is_noticed(copied, tmp_path):
+def test_an_expert_under_another_experts_name_is_detected(copied, tmp_path):
     run = copied("moe_z2")
     first, second = sorted(run.rglob("layer_1_expert_*"))
     second.write_bytes(first.read_bytes())
@@ -92,7 +92,7 @@ def test_an_expert_under_another_experts_name_is_noticed(copied, tmp_path):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 
-def test_an_expert_that_lacks_a_parameter_is_noticed(copied, tmp_path):
+def test_an_expert_that_lacks_a_parameter_is_detected(copied, tmp_path):
     run = copied("moe_z0")
     path = next(run.rglob("layer_0_expert_2_*"))
     held = torch.load(path, weights_only=False)
@@ -135,7 +135,7 @@ def test_experts_of_autoep_are_refused(copied, tmp_path):
         ),
     ],
 )
-def test_experts_in_forms_that_are_not_read_are_refused(source, name, message, copied, tmp_path):
+def test_experts_in_unsupported_layouts_are_refused(source, name, message, copied, tmp_path):
     run = copied("moe_z2")
     path = next(run.rglob(source))
     path.with_name(name).write_bytes(path.read_bytes())
@@ -143,7 +143,7 @@ def test_experts_in_forms_that_are_not_read_are_refused(source, name, message, c
         reshard.merge(run, tmp_path / "x.safetensors")
 
 
-def test_no_optimizer_of_any_expert_rank_is_noticed(copied, tmp_path):
+def test_missing_optimizers_of_all_expert_ranks_are_detected(copied, tmp_path):
     run = copied("moe_z0")
     for path in run.rglob("expp_rank_*"):
         path.unlink()

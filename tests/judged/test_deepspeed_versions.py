@@ -74,7 +74,7 @@ def test_a_split_for_other_ranks_holds_the_same(case, truth, tmp_path):
         assert_state(tmp_path / "s", truth)
 
 
-def test_all_names_without_a_value_are_told_at_once(tmp_path):
+def test_all_names_without_a_value_are_listed_in_one_error(tmp_path):
     run = KEPT / "deepspeed_0.9.1/z3_sub" / "run"
     with pytest.raises(reshard.errors.IncompleteError) as refusal:
         reshard.merge(run, tmp_path / "m.safetensors")
@@ -84,7 +84,7 @@ def test_all_names_without_a_value_are_told_at_once(tmp_path):
     assert "before 0.9.2 does not state at stage 3 which names are tied" in note
 
 
-def test_shapes_in_the_optimizers_files(tmp_path):
+def test_shapes_are_read_from_the_optimizers_files(tmp_path):
     """As before DeepSpeed 0.6.0: a run of a later one, with them moved there."""
     pytest.importorskip("deepspeed")  # whose loss scaler is pickled in the files
     case = KEPT / "deepspeed_0.6.7/z2_oldadam"

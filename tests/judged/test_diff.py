@@ -44,7 +44,7 @@ def test_another_layout_is_the_same_training_state(name, to, source, tmp_path):
     assert not report.only_a
 
 
-def test_two_runs_differ_and_where_is_said(made):
+def test_differences_of_two_runs_are_located(made):
     report = reshard.diff(made / "z2_fp32/run", made / "z3_fp32/run")
     assert report.exit_code == 1
     with reshard.open(made / "z2_fp32/run") as a, reshard.open(made / "z3_fp32/run") as b:
@@ -68,7 +68,7 @@ def test_merged_weights_are_those_of_the_run_as_if_cast(made, tmp_path):
     assert not reshard.diff(source, out).same, "the optimizer is missing"
 
 
-def test_where_the_dtype_alone_differs_it_says_what_to_do(made, tmp_path):
+def test_a_difference_of_dtype_alone_is_explained(made, tmp_path):
     run = made / "z1_bf16" / "run"
     reshard.merge(run, tmp_path / "wide.safetensors", dtype="fp32")
     reshard.merge(run, tmp_path / "narrow.safetensors", dtype="bf16")

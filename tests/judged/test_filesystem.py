@@ -65,7 +65,7 @@ def test_torch_loads_a_layout_that_is_nowhere(run, tmp_path):
         assert same(states[0][key], states[1][key]), key
 
 
-def test_folders_and_names_that_are_not_there(run):
+def test_missing_folders_and_names_are_errors(run):
     files = fsspec.filesystem("reshard", fo=str(run), to="deepspeed")
     (tag,) = (each["name"] for each in files.ls("") if each["type"] == "directory")
     assert files.isdir(tag)

@@ -64,7 +64,7 @@ def _wrapper(form):
 
 
 @pytest.mark.parametrize("optimizer", SCALARS)
-def test_fsdp1_goes_on_exactly_as_it_would_have(trained, loaded, optimizer):
+def test_fsdp1_continues_bitwise(trained, loaded, optimizer):
     for world, forms in AT.items():
         for form in forms:
             result = loaded[1][optimizer, form, str(world)]
@@ -89,7 +89,7 @@ def test_what_is_written_is_read_as_its_source(trained, loaded, optimizer, form)
         assert_same_state(found, wanted)
 
 
-def test_a_value_that_members_have_for_themselves_is_refused(trained, tmp_path):
+def test_a_value_that_differs_between_members_is_refused(trained, tmp_path):
     """Whole files keep one for each parameter, a flat parameter does not."""
     source = trained[0] / "fsdp1 nadam" / "ranks"
     reshard.split(source, tmp_path / "full", to="fsdp", state_dict_type="full", **TOLD)
@@ -105,7 +105,7 @@ def test_a_value_that_members_have_for_themselves_is_refused(trained, tmp_path):
         reshard.split(tmp_path / "full", tmp_path / "out", world_size=2, **LOCAL, **TOLD)
 
 
-def test_a_value_that_each_rank_has_for_itself_is_refused(trained, tmp_path):
+def test_a_value_that_differs_between_ranks_is_refused(trained, tmp_path):
     run = shutil.copytree(trained[0] / "fsdp1 nadam" / "ranks", tmp_path / "run")
     edited(run / "optim_rank1.pt", lambda root: root["state"][0]["mu_product"].mul_(2))
     with pytest.raises(DifferentError, match=r"mu_product of .*: differs between"):

@@ -1,4 +1,4 @@
-"""Files of another rank, step or run in real checkpoints: what each command makes of them."""
+"""Files of another rank, step or run in real checkpoints are detected by each command."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def exchange(a, b):
     b.write_bytes(held)
 
 
-def test_two_ranks_files_that_were_exchanged_are_refused(zero, tmp_path):
+def test_exchanged_files_of_two_ranks_are_refused(zero, tmp_path):
     exchange(*ranks_of(zero, OPTIMIZERS))
     for command in (reshard.merge, reshard.split):
         with pytest.raises(CorruptError, match=r"optim_states.*lies here as .*optim_states"):
@@ -64,7 +64,7 @@ def test_a_rank_file_that_was_copied_over_another_is_refused(zero, tmp_path):
         reshard.merge(zero, tmp_path / "out.safetensors")
 
 
-def test_the_command_exits_with_3_and_names_a_way_out(zero, tmp_path):
+def test_the_command_exits_with_3_and_suggests_an_option(zero, tmp_path):
     exchange(*ranks_of(zero, OPTIMIZERS))
     arguments = ["merge", str(zero), str(tmp_path / "out.safetensors")]
     result = CliRunner().invoke(cli, arguments)
@@ -79,7 +79,7 @@ def test_folders_of_megatron_ranks_that_were_exchanged_are_refused(megatron, tmp
         reshard.merge(megatron, tmp_path / "out")
 
 
-def test_seeds_tell_tensor_parallel_ranks_where_arguments_do_not(megatron, tmp_path):
+def test_seeds_identify_tensor_parallel_ranks_without_arguments(megatron, tmp_path):
     files = sorted(megatron.rglob("model_optim_rng.pt"))
     for path in files:
         state = torch.load(path, weights_only=False)
@@ -91,7 +91,7 @@ def test_seeds_tell_tensor_parallel_ranks_where_arguments_do_not(megatron, tmp_p
         check_identity(formats.read(megatron))
 
 
-def test_the_final_norm_tells_the_last_pipeline_stage(megatron):
+def test_the_final_norm_identifies_the_last_pipeline_stage(megatron):
     files = sorted(megatron.rglob("model_optim_rng.pt"))
     for path in files:
         state = torch.load(path, weights_only=False)
@@ -103,7 +103,7 @@ def test_the_final_norm_tells_the_last_pipeline_stage(megatron):
         check_identity(formats.read(megatron))
 
 
-def test_masters_of_another_run_are_noticed_by_their_values(zero):
+def test_masters_of_another_run_are_detected_by_their_values(zero):
     _, path = ranks_of(zero, OPTIMIZERS)
     state = torch.load(path, weights_only=False)
     for flat in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
@@ -150,7 +150,7 @@ def test_names_in_another_order_are_refused(zero):
         check_identity(formats.read(zero))
 
 
-def test_nothing_is_compared_without_trust(zero):
+def test_trust_none_compares_nothing(zero):
     exchange(*ranks_of(zero, OPTIMIZERS))
     identity = check_identity(formats.read(zero), "none")
     assert (identity.evidence, identity.compared) == ([], 0)
@@ -172,7 +172,7 @@ def test_the_report_says_what_was_compared(zero, tmp_path):
     assert report.to_json()["identity"]["trust"] == "sampled"
 
 
-def test_counters_that_do_not_fit_are_warnings(zero):
+def test_contradicting_counters_are_warnings(zero):
     manifest = formats.read(zero)
     train = replace(manifest.train, step=manifest.train.step + 2)
     found = find_counter_conflicts(replace(manifest, train=train))
@@ -188,7 +188,7 @@ COVERING = [  # one of each form that names its files, its ranks or its values i
 
 @pytest.mark.parametrize("name", COVERING)
 @pytest.mark.parametrize("command", ["merge", "split", "convert", "reader"])
-def test_no_mutation_passes_in_silence(made, torch_made, name, command):
+def test_every_mutation_is_reported(made, torch_made, name, command):
     place = made if name.startswith("deepspeed") else torch_made.parent
     source = next(each for each in mutations.sources(place) if each.name == name)
     tried = 0

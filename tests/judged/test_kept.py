@@ -29,7 +29,7 @@ def test_weights_are_merged_as_they_were(library, tmp_path):
 
 
 @pytest.mark.parametrize("library", WHOLE)
-def test_the_optimizer_goes_along_to_other_ranks(library, tmp_path):
+def test_the_optimizer_is_split_for_other_ranks(library, tmp_path):
     reshard.split(DATA / library / "ckpt", tmp_path / "out", to="dcp", world_size=3)
     want = truth(library)["state"]
     with reshard.open(tmp_path / "out") as checkpoint:
@@ -59,7 +59,7 @@ def test_olmo_core_keeps_a_learning_rate_in_a_tensor_for_each_parameter():
 
 
 @pytest.mark.parametrize("library", COMPUTED)
-def test_torchaos_moments_are_told_of_and_never_dropped(library, tmp_path):
+def test_torchaos_moments_are_reported_and_never_dropped(library, tmp_path):
     source = DATA / library / "ckpt"
     assert not reshard.inspect(source).manifest.frozen
     with pytest.raises(UnsupportedError, match=r"keeps 'exp_avg' of '0\.weight' as an object"):
@@ -67,7 +67,7 @@ def test_torchaos_moments_are_told_of_and_never_dropped(library, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_verl_s_first_fsdp_says_how_it_wrapped(tmp_path):
+def test_verl_fsdp1_wrapping_follows_from_its_config(tmp_path):
     """By transformers' own blocks, as verl does by default: no --wrap, and the moments are read."""
     actor = DATA / "verl" / "verl_sample" / "ckpt" / "global_step_3" / "actor"
     with reshard.open(actor) as found, reshard.open(actor, wrap="LlamaDecoderLayer") as told:

@@ -73,7 +73,7 @@ def test_weights_are_the_live_ones(case, checkpoint, truth):
 
 
 @pytest.mark.parametrize(("case", "path"), ALSO)
-def test_other_paths_mean_the_same(case, path, folder, truth):
+def test_every_path_of_a_checkpoint_reads_the_same(case, path, folder, truth):
     reference = truth(case)
     with reshard.open(source(case, folder, path), **options(case)) as checkpoint:
         check_weights(checkpoint, reference)
@@ -90,7 +90,7 @@ def test_slots_are_the_live_ones(case, checkpoint, truth):
 
 
 @pytest.mark.parametrize("case", [name for name in READ if not CASES[name].slots], scope="module")
-def test_a_slot_without_a_certain_owner_is_given_to_none(case, checkpoint, truth):
+def test_a_slot_without_a_certain_owner_is_not_assigned(case, checkpoint, truth):
     wanted = truth(case)["optimizer"]
     for slot in {slot for slots in wanted.values() for slot in slots}:
         try:
@@ -151,13 +151,13 @@ def test_merge_keeps_every_byte(case, folder, truth, tmp_path):
 
 
 @pytest.mark.parametrize("case", [n for n, c in CASES.items() if c.expect == "refused"])
-def test_refused_with_nothing_left(case, folder, truth, tmp_path):
+def test_refused_checkpoints_leave_no_output(case, folder, truth, tmp_path):
     truth(case)
     with pytest.raises(reshard.ReshardError):
         reshard.merge(source(case, folder), tmp_path / "x.safetensors", **options(case))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_adapters_are_said_not_to_be_in_the_weights(library_case, tmp_path):
+def test_a_note_states_that_adapters_are_not_merged(library_case, tmp_path):
     report = reshard.merge(library_case("peft_lora") / "ckpt", tmp_path / "out.safetensors")
     assert any("8 LoRA tensors" in text for text in report.warnings)

@@ -52,7 +52,7 @@ def resumed(made, tmp_path_factory):
     return resume_all(directories, tmp_path_factory.mktemp("live"), live=True)
 
 
-def test_an_engine_goes_on_from_another_framework(made, tmp_path):
+def test_an_engine_continues_from_another_framework(made, tmp_path):
     """FSDP's files have an order of their own: the live model gives DeepSpeed's."""
     source = tmp_path / "dcp"
     reshard.split(made / FROM_DCP.source / "run", source, to="dcp", world_size=2)
@@ -61,7 +61,7 @@ def test_an_engine_goes_on_from_another_framework(made, tmp_path):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_an_engine_goes_on_from_any_layout(run, resumed, made):
+def test_an_engine_continues_from_any_layout(run, resumed, made):
     assert_goes_on(run, resumed[run], made)
 
 

@@ -73,7 +73,7 @@ def resumed(saved, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("source", "name", "ranks"), RESUMED)
-def test_the_trainer_goes_on(source, name, ranks, saved, resumed):
+def test_the_trainer_continues(source, name, ranks, saved, resumed):
     got, wanted = resumed[f"{source}-{name}-{ranks}"], saved[source][1]
     assert isinstance(got, dict), got
     assert got["losses"] == pytest.approx(wanted["losses"][SAVED:], abs=NOISE)

@@ -48,7 +48,7 @@ def resumed(saved, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "ranks"), RESUMED)
-def test_torchtitan_goes_on(name, ranks, saved, resumed):
+def test_torchtitan_continues(name, ranks, saved, resumed):
     got, wanted = resumed[f"{name}-{ranks}"], saved[1]
     assert isinstance(got, dict), got
     assert got["losses"] == pytest.approx(wanted["losses"][SAVED:], abs=NOISE)

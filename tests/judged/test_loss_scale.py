@@ -1,4 +1,4 @@
-"""A loss scaler that changes its form raises its scale at the step at which it would have."""
+"""A converted loss scaler raises its scale at the same step as the original."""
 
 from __future__ import annotations
 
@@ -85,35 +85,35 @@ def after(scaler, history):
 
 
 @given(HISTORY)
-def test_deepspeeds_scaler_goes_on_in_torch(history):
+def test_deepspeeds_scaler_continues_in_torch(history):
     before = after(DeepSpeed(), history)
     state = loss_scale.convert_to_torch(before.state())
     assert steps_until_raised(Torch(state)) == steps_until_raised(before)
 
 
 @given(HISTORY)
-def test_torchs_scaler_goes_on_in_deepspeed(history):
+def test_torchs_scaler_continues_in_deepspeed(history):
     before = after(Torch(), history)
     state = loss_scale.convert_to_deepspeed(before.state(), len(history))
     assert steps_until_raised(DeepSpeed(state)) == steps_until_raised(before)
 
 
 @given(HISTORY)
-def test_there_and_back_again(history):
+def test_a_round_trip_restores_the_source(history):
     before = after(Torch(), history).state()
     assert (
         loss_scale.convert_to_torch(loss_scale.convert_to_deepspeed(before, len(history))) == before
     )
 
 
-def test_what_has_no_other_form():
+def test_scalers_without_another_form_are_dropped():
     assert loss_scale.convert_to_torch({"cur_scale": 128.0, "dynamic": False}) is None
     uneven = Torch().state() | {"backoff_factor": 0.25}
     assert loss_scale.convert_to_deepspeed(uneven, 3) is None
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "accelerate"])
-def test_it_travels_out_of_deepspeed(made, to, tmp_path):
+def test_the_scaler_is_converted_from_deepspeed(made, to, tmp_path):
     source = made / "z2_fp16_overflow/run"
     with reshard.open(source) as checkpoint:
         held = checkpoint.manifest.train.scaler
@@ -125,7 +125,7 @@ def test_it_travels_out_of_deepspeed(made, to, tmp_path):
     assert found["scale"] == held["cur_scale"]
 
 
-def test_it_travels_into_deepspeed(libraries, tmp_path):
+def test_the_scaler_is_converted_to_deepspeed(libraries, tmp_path):
     source = libraries / "acc_single/ckpt"
     with reshard.open(source) as checkpoint:
         held = checkpoint.manifest.train.scaler
@@ -139,7 +139,7 @@ def test_it_travels_into_deepspeed(libraries, tmp_path):
     assert DeepSpeed(found).scale() == held["scale"]
 
 
-def test_a_run_without_scaling_says_that_it_leaves_the_scaler_out(libraries, tmp_path):
+def test_a_run_without_scaling_reports_the_dropped_scaler(libraries, tmp_path):
     source = libraries / "acc_single/ckpt"
     report = reshard.split(
         source, tmp_path / "out", to="deepspeed", zero_stage=2, dtype="bf16", model=MODEL

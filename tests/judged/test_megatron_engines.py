@@ -125,7 +125,7 @@ def test_the_engine_holds_megatron_s_weights_and_moments(megatron_case, went_on,
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
-def test_the_engine_trains_on_as_megatron_does(megatron_case, went_on, route):
+def test_the_engine_continues_like_megatron(megatron_case, went_on, route):
     truth, found = truth_of(megatron_case(route.case)), went_on[str(route)]
     assert isinstance(found, dict), found
     assert found["losses"] == pytest.approx(truth["later"], abs=EXACT)

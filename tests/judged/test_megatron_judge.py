@@ -1,4 +1,4 @@
-"""Whether the judge may judge: Megatron-core against itself, without reshard."""
+"""The test setup of Megatron-core, checked against itself, without reshard."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_truth_has_every_state_of_every_parameter(megatron_case, case):
 
 
 @pytest.mark.parametrize(("case", "form"), OWN)
-def test_a_loaded_checkpoint_goes_on_as_its_source_did(megatron_case, went_on, case, form):
+def test_a_loaded_checkpoint_continues_like_its_source(megatron_case, went_on, case, form):
     source, found = truth_of(megatron_case(case)), went_on[f"{case} {form}"]
     assert found["later"] == source["later"]
     assert torch.equal(found["losses"], source["losses"])
@@ -79,7 +79,7 @@ def test_a_loaded_checkpoint_goes_on_as_its_source_did(megatron_case, went_on, c
 
 
 @pytest.mark.parametrize("grid", [ONE_RANK, OTHER_GRID])
-def test_another_grid_goes_on_alike(megatron_case, went_on, grid):
+def test_another_grid_continues_alike(megatron_case, went_on, grid):
     source, found = truth_of(megatron_case("llama_tp2pp2")), went_on[grid]
     assert found["later"] == pytest.approx(source["later"], abs=EXACT)
     assert (found["losses"] - source["losses"]).abs().max() < EXACT
@@ -87,9 +87,7 @@ def test_another_grid_goes_on_alike(megatron_case, went_on, grid):
         assert torch.equal(found["params"][name][: len(value)], value)
 
 
-def test_the_loader_refuses_what_is_not_whole_and_feels_what_is_not_the_same(
-    megatron_case, tmp_path
-):
+def test_the_loader_refuses_incomplete_files_and_detects_changes(megatron_case, tmp_path):
     displaced = shutil.copytree(megatron_case("llama_tp2pp2") / "torch", tmp_path / "displaced")
     first, last = (displaced / "iter_0000003" / f"mp_rank_00_00{stage}" for stage in (0, 1))
     shutil.copy(first / "model_optim_rng.pt", last / "model_optim_rng.pt")

@@ -35,7 +35,7 @@ def whole(name, value, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_ranks_held_is_read(case):
+def test_the_state_of_the_ranks_is_read(case):
     reference = reference_of(case)
     with reshard.open(KEPT / case / "run") as checkpoint:
         assert set(checkpoint) == set(reference["params"])
@@ -48,7 +48,7 @@ def test_what_the_ranks_held_is_read(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_transformers_says_what_the_model_said(case, tmp_path):
+def test_transformers_computes_the_logits_of_the_model(case, tmp_path):
     from transformers import AutoModelForCausalLM
 
     reference = reference_of(case)
@@ -95,7 +95,7 @@ def tensors(value, path=""):
 
 
 @pytest.mark.parametrize("case", NEOX)
-def test_there_and_back_over_one_rank_every_byte_is_the_same(case, tmp_path):
+def test_a_round_trip_over_one_rank_keeps_every_byte(case, tmp_path):
     """The settings go along, and the sizes are those that GPT-NeoX's loader wants."""
     run, stages = KEPT / case / "run", 2 if case.endswith("pp2") else 1
     report = split(run, tmp_path / "one", SplitOptions(tp=1, pp=stages, dp=1))
@@ -128,7 +128,7 @@ def test_there_and_back_over_one_rank_every_byte_is_the_same(case, tmp_path):
         assert all("rng" in at for at in before)  # of ranks that are no more
 
 
-def test_a_padding_that_may_become_another_is_told(tmp_path):
+def test_padding_that_the_target_may_change_is_reported(tmp_path):
     run = shutil.copytree(KEPT / NEOX[1] / "run", tmp_path / "run")
     for path in run.rglob("*model_states.pt"):
         states = torch.load(path, weights_only=False)
@@ -139,7 +139,7 @@ def test_a_padding_that_may_become_another_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("case", NEOX)
-def test_other_values_of_a_sum_are_found(case, tmp_path):
+def test_a_lost_sum_of_biases_is_detected(case, tmp_path):
     """The same files without what says that ranks add up: another state."""
     copy = shutil.copytree(KEPT / case / "run", tmp_path / "run")
     shutil.rmtree(next(copy.glob("*/configs")))
@@ -149,7 +149,7 @@ def test_other_values_of_a_sum_are_found(case, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_deepspeed_gives_each_rank_its_share_of_the_universal_form(ranks, tmp_path):
+def test_deepspeed_loads_each_ranks_share_of_a_universal_checkpoint(ranks, tmp_path):
     """Every rank gets what the file holds; the sum over ranks is the same at the size it is for."""
     case, name = "gpt_neox/tp2pp2", "2.attention.dense.bias"
     split(KEPT / case / "run", tmp_path / "native", SplitOptions(tp=ranks, pp=2, dp=1))
@@ -181,7 +181,7 @@ def loaded(folder, rank, ranks):
     return {"params": held, **param._hp_mapping.optim_fragment}
 
 
-def test_without_its_settings_the_report_says_what_was_assumed(tmp_path):
+def test_missing_settings_are_reported_as_assumptions(tmp_path):
     copy = shutil.copytree(KEPT / "gpt_neox/tp2pp2/run", tmp_path / "run")
     shutil.rmtree(next(copy.glob("*/configs")))
     with reshard.open(copy) as checkpoint:

@@ -174,7 +174,7 @@ def read_model(directory):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_it_is_what_peft_merges(form, made, tmp_path):
+def test_the_merge_equals_pefts(form, made, tmp_path):
     base, adapter, adapted = made(models.build("llama_biased"), FORMS[form])
     live = logits_of(adapted)
     got, report = merged(adapter, base, tmp_path / "out")
@@ -193,7 +193,7 @@ def test_conv1d_with_square_weights(made, tmp_path):
     torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
 
 
-def test_a_base_without_the_first_part_of_the_names(made, tmp_path):
+def test_a_base_without_the_name_prefix_is_merged(made, tmp_path):
     base, adapter, adapted = made(gpt2(), GPT2)
     file = base / "model.safetensors"
     state = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
@@ -304,7 +304,7 @@ def edit(adapter, **values):
         ({"alpha_pattern": {"(a+)+q": 3}}, "does not run"),
     ],
 )
-def test_what_changes_the_sum_is_refused_by_name(values, text, made, tmp_path):
+def test_settings_that_change_the_sum_are_refused_by_name(values, text, made, tmp_path):
     base, adapter, _ = made(models.build("llama"), PLAIN)
     edit(adapter, **values)
     with pytest.raises(UnsupportedError, match=text):
@@ -365,7 +365,7 @@ def test_experts_as_peft_0_18_stored_them(made, tmp_path):
     torch.testing.assert_close(got[name], before + 8 / 2 * product, rtol=1e-6, atol=1e-5)
 
 
-def test_square_experts_that_nothing_decides_are_refused(made, tmp_path):
+def test_ambiguous_square_experts_are_refused(made, tmp_path):
     form = {"r": 2, "target_modules": [], "target_parameters": ["experts.down_proj"]}
     base, adapter, _ = made(qwen3_moe(moe_intermediate_size=24), form)
     with pytest.raises(UnsupportedError, match="is square"):
@@ -489,7 +489,7 @@ def as_bytes(tensor):
         ({"fill_missing_from": Path("other")}, "has no effect with --merge-lora"),
     ],
 )
-def test_options_that_contradict_it_are_refused(options, text, tmp_path):
+def test_contradicting_options_of_merge_lora_are_refused(options, text, tmp_path):
     with pytest.raises(UsageError, match=text):
         merged(tmp_path, tmp_path, tmp_path / "out", **options)
 

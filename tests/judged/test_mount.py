@@ -143,7 +143,7 @@ def test_a_layout_with_folders_has_the_names_of_split(mounted, place, tmp_path):
     assert files(place) == files(tmp_path / "split")
 
 
-def test_readers_at_once_and_one_that_is_killed(mounted, merged, place):
+def test_parallel_readers_survive_a_killed_one(mounted, merged, place):
     wanted = (merged / WEIGHTS).read_bytes()
     server = mounted(RUN)
     command = [sys.executable, "-c", READS_SLOWLY, str(place / WEIGHTS)]
@@ -226,7 +226,7 @@ def test_a_relative_source_is_found_by_reads_too(mounted, merged, place):
     assert digest(place) == digest(merged)
 
 
-def test_what_cannot_be_mounted(tmp_path):
+def test_impossible_mounts_are_refused(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for name, said in (("full", "it contains file"), ("none", "mkdir -p")):

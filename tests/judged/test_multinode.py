@@ -173,7 +173,7 @@ def mishaps(tmp_path):
     return path
 
 
-def test_another_run_goes_on_where_a_killed_worker_ended_one(launcher, tmp_path, mishaps):
+def test_another_run_continues_after_a_killed_worker(launcher, tmp_path, mishaps):
     words = ("--to", "dcp", "--max-memory", "128KiB", "--workers", "1")
     codes, _, err = ended(
         launcher.nodes(1, 3, mishaps, "die late", "convert", EXAMPLE, tmp_path / "out", *words)
@@ -220,7 +220,7 @@ def test_a_killed_worker_ends_the_run_and_leaves_nothing(launcher, tmp_path, mis
     assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
 
 
-def test_the_death_of_the_first_rank_is_told_by_another(launcher, tmp_path, mishaps):
+def test_the_death_of_the_first_rank_is_reported_by_another(launcher, tmp_path, mishaps):
     words = ("first dies", "merge", EXAMPLE, tmp_path / "out")
     codes, _, err = ended(launcher.nodes(1, 2, mishaps, *words))
     assert codes == [1]  # torchrun's own
@@ -230,7 +230,7 @@ def test_the_death_of_the_first_rank_is_told_by_another(launcher, tmp_path, mish
     assert {path.name for path in tmp_path.iterdir()} == {"out", "mishaps.py"}, err
 
 
-def test_a_machine_that_is_gone_ends_the_run(launcher, tmp_path, mishaps):
+def test_a_lost_machine_ends_the_run(launcher, tmp_path, mishaps):
     words = ("die", "convert", EXAMPLE, tmp_path / "out", "--to", "dcp")
     codes, _, err = ended(launcher.ranks(2, mishaps, *words))
     assert codes == [2, -9]
@@ -238,7 +238,7 @@ def test_a_machine_that_is_gone_ends_the_run(launcher, tmp_path, mishaps):
     assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
 
 
-def test_what_one_rank_meets_is_said_once_and_ends_all(launcher, tmp_path, mishaps):
+def test_an_error_of_one_rank_is_printed_once_and_ends_all(launcher, tmp_path, mishaps):
     words = ("fail", "convert", EXAMPLE, tmp_path / "out", "--to", "dcp")
     codes, _, err = ended(launcher.ranks(3, mishaps, *words))
     assert codes == [3, 3, 3]  # as one process that meets a corrupt file
@@ -247,7 +247,7 @@ def test_what_one_rank_meets_is_said_once_and_ends_all(launcher, tmp_path, misha
     assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
 
 
-def test_ranks_that_were_not_given_the_same_are_refused(launcher, tmp_path):
+def test_ranks_with_different_arguments_are_refused(launcher, tmp_path):
     start = ("-m", "reshard", "convert", EXAMPLE, tmp_path / "out", "--to")
     port = find_free_port()
     both = [
@@ -267,7 +267,7 @@ def test_ranks_that_were_not_given_the_same_are_refused(launcher, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_processes_write_to_a_store_and_others_go_on(launcher, tmp_path, mishaps, files):
+def test_several_processes_write_to_a_store_and_others_continue(launcher, tmp_path, mishaps, files):
     out = "s3://bucket/many/out"
     words = ("--to", "dcp", "--workers", "1", "--resume")
     codes, _, err = ended(

@@ -173,7 +173,7 @@ def test_a_model_of_no_family_keeps_its_names_and_says_why(megatron_case, tmp_pa
         reshard.merge(place, tmp_path / "b", names="hf")
 
 
-def test_padding_is_taken_off_under_the_source_s_names_too(megatron_case, tmp_path):
+def test_padding_is_removed_under_the_source_s_names_too(megatron_case, tmp_path):
     source = megatron_case("llama_odd_tp2") / "torch"
     report = reshard.merge(source, tmp_path / "a.safetensors", vocab_size=101)
     assert any("padding rows 101 to 111" in text for text in report.changes)
@@ -295,7 +295,7 @@ def test_deepspeeds_optimizer_gets_megatrons_groups_and_scheduler(made, tmp_path
         assert (scheduler["start_wd"], scheduler["lr_decay_style"]) == (0.01, "constant")
 
 
-def test_what_megatron_has_no_place_for_is_told(tmp_path):
+def test_state_that_megatron_cannot_store_is_reported(tmp_path):
     model = AutoModelForCausalLM.from_config(llama_config(96))
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.arange(8).reshape(1, 8)
@@ -314,7 +314,7 @@ def test_what_megatron_has_no_place_for_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_run_goes_to_deepspeed_under_hugging_face_s_names_at_once(megatron_case, tmp_path, given):
+def test_a_run_is_converted_to_deepspeed_with_hugging_face_names(megatron_case, tmp_path, given):
     """In the model's order: of the config that is given, else of what the run says of its model."""
     source = megatron_case("llama_tp2pp2") / "torch"
     reshard.merge(source, tmp_path / "hf")

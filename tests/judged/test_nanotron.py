@@ -1,4 +1,4 @@
-"""nanotron's own files, read and merged; the truth is what one process over whole tensors has.
+"""nanotron's own files, read and merged; compared with one process that has whole tensors.
 
 ``tests/data/nanotron`` says how they were made: TP x PP x DP, ZeRO-1, fp32 masters, tied weights.
 """
@@ -31,7 +31,7 @@ def copied(tmp_path):
     return copy
 
 
-def test_the_cases_are_there():
+def test_there_are_four_cases():
     assert len(CASES) == 4
 
 
@@ -103,7 +103,7 @@ def test_a_missing_rank_is_named(copied, name):
         reshard.open(run)
 
 
-def test_a_weight_without_a_file_is_missed(copied):
+def test_a_weight_without_a_file_is_reported(copied):
     run = copied("zero_tp2pp2dp2")
     next(run.rglob("tiny/model_weight.safetensors")).unlink()
     with pytest.raises(IncompleteError, match="but model/ has no weights"):
@@ -130,7 +130,7 @@ def test_another_grid_among_the_files_is_refused(copied):
         {"names": {}},
     ],
 )
-def test_an_optimizer_of_another_form_is_refused(copied, change):
+def test_an_optimizer_of_another_structure_is_refused(copied, change):
     run = copied("zero_tp2pp2dp2")
     file = next(run.rglob("optimizer_pp-1*.pt"))
     saved = torch.load(file, weights_only=False)
@@ -179,7 +179,7 @@ def test_a_moment_of_another_dtype_on_one_rank_is_refused(copied):
         (lambda held: {"weight": held}, r"contains \['weight'\]"),
     ],
 )
-def test_a_rank_s_weight_of_another_form_is_refused(made, says, copied):
+def test_a_rank_s_weight_of_another_shape_or_dtype_is_refused(made, says, copied):
     run = copied("zero_tp2pp2dp2")
     file = next(run.rglob("embed/**/model_weight*tp-rank-1-of-2.safetensors"))
     with safe_open(file, framework="pt") as held:

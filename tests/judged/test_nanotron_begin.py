@@ -1,4 +1,4 @@
-"""``--to nanotron`` from other frameworks: what nanotron itself saves of the same state.
+"""``--to nanotron`` from other frameworks writes what nanotron saves of the same state.
 
 By hand, nanotron at 2411b02 has loaded what is written of a Megatron run at TP 2 x PP 2, at one
 rank and with ZeRO-1, has saved the same tensors again, and its own converter to Hugging Face has

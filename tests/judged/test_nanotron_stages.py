@@ -1,4 +1,4 @@
-"""``--to nanotron --pp``: what nanotron's own models have on other numbers of pipeline stages.
+"""``--to nanotron --pp`` writes what nanotron's own models have at that number of stages.
 
 ``tests/judges/nanotron_pipeline.py`` made the runs with nanotron's models, ``build_model`` and
 optimizers: runs of one model made the same updates.
@@ -81,7 +81,7 @@ def _configured(run, change):
         (lambda _said: None, 6, UsageError, "without a parameter"),
     ],
 )
-def test_stages_that_nothing_tells_are_refused(change, pp, error, says, copied, tmp_path):  # noqa: F811
+def test_stages_without_a_known_order_are_refused(change, pp, error, says, copied, tmp_path):  # noqa: F811
     run = copied("qwen_pp3dp2")
     _configured(run, change)
     with pytest.raises(error, match=says):

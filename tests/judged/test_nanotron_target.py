@@ -1,4 +1,4 @@
-"""``--to nanotron``: nanotron's own files again, and the same state on other ranks.
+"""``--to nanotron`` writes nanotron's own files, and the same state for other ranks.
 
 At the grid of the source every file is held against the one that nanotron's savers wrote; at
 another, against what one process over whole tensors has, and against what nanotron saved there.
@@ -173,7 +173,7 @@ def test_weights_alone_and_another_dtype(tmp_path):
         ({"ep": 2, "dp": 2}, "does not support expert-parallel or context-parallel ranks"),
     ],
 )
-def test_what_nanotron_s_files_do_not_tell_is_refused(asked, says, tmp_path):
+def test_options_that_nanotron_s_files_cannot_support_are_refused(asked, says, tmp_path):
     with pytest.raises(UsageError, match=says):
         reshard.split(KEPT / "zero_tp2pp2dp2" / "ckpt", tmp_path / "out", to="nanotron", **asked)
 
@@ -184,7 +184,7 @@ def test_another_framework_s_checkpoint_of_no_known_model_is_refused(tmp_path):
         reshard.split(tmp_path / "dcp", tmp_path / "out", to="nanotron")
 
 
-def test_a_cut_that_is_none_of_nanotron_s_is_refused(copied, tmp_path):  # noqa: F811
+def test_a_cut_that_nanotron_does_not_use_is_refused(copied, tmp_path):  # noqa: F811
     run = copied("zero_tp2pp2dp2")
     ranks = sorted((run / "3").rglob("embed/**/*.safetensors"))
     for path, there in zip(ranks, ("6,12", "0,6"), strict=True):  # the ranks changed places
@@ -219,7 +219,7 @@ def test_half_a_state_is_refused(lost, copied, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_an_optimizer_that_counts_no_steps_goes_there_and_back(zero, copied, tmp_path):  # noqa: F811
+def test_an_optimizer_without_steps_survives_a_round_trip(zero, copied, tmp_path):  # noqa: F811
     """As torch's SGD: one slot, no step, a None where there is no momentum yet."""
     run = copied("fp32_tp2pp2")
 

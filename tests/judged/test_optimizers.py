@@ -199,7 +199,7 @@ def resumed(runs, place):
 
 
 @pytest.mark.parametrize("cell", COVERING, ids=lambda cell: cell.name)
-def test_the_engine_goes_on_with_the_same_state(cell, runs, resumed):
+def test_the_engine_continues_with_the_same_state(cell, runs, resumed):
     got, wanted = resumed[cell.name], runs[cell.source]
     assert not isinstance(got, str), got
     assert not different(got["held"], wanted["held"])
@@ -210,14 +210,14 @@ def test_the_engine_goes_on_with_the_same_state(cell, runs, resumed):
     assert off_by(got, wanted) <= OWN_NOISE.get(cell.kind.optimizer, noise)
 
 
-def test_verify_has_nothing_to_say_of_them(runs, place):
+def test_verify_passes_for_every_optimizer(runs, place):
     """Muon's matrices count nothing, the Adam beside them does."""
     for name in runs:
         report = reshard.verify(place / "runs" / name / "run", deep=True)
         assert not [check.failures for check in report.checks if check.failures], name
 
 
-def test_the_order_that_muon_has_at_stage_3_is_told(runs, place, tmp_path):
+def test_the_order_of_muon_at_stage_3_is_reported(runs, place, tmp_path):
     """Without zero.Init: no file of another stage shows whether the new run has it."""
     told = [
         reshard.split(place / "runs" / source / "run", tmp_path / source, zero_stage=3).notes
@@ -226,7 +226,7 @@ def test_the_order_that_muon_has_at_stage_3_is_told(runs, place, tmp_path):
     assert ["zero.Init" in " ".join(notes) for notes in told] == [True, False, False]
 
 
-def test_a_value_that_each_rank_has_for_itself_is_refused(runs, place, tmp_path):
+def test_a_value_that_differs_between_ranks_is_refused(runs, place, tmp_path):
     run = shutil.copytree(place / "runs" / "nadam_z2_bf16_one" / "run", tmp_path / "run")
     (second,) = run.rglob("*pp_rank_1_*optim_states.pt")
 
@@ -247,7 +247,7 @@ def test_a_universal_checkpoint_is_refused_where_the_engine_could_not_use_it(
         reshard.split(place / "runs" / source / "run", tmp_path / "u", to="ds-universal")
 
 
-def test_what_a_universal_checkpoint_needs_of_its_run_is_told(runs, place, tmp_path):
+def test_requirements_of_a_universal_checkpoint_are_reported(runs, place, tmp_path):
     """Counters in Python, as DeepSpeed's own Adam has; groups without a learning rate."""
     run = shutil.copytree(place / "runs" / "adamw_z2_bf16_tiny" / "run", tmp_path / "run")
 

@@ -54,7 +54,7 @@ def check(checkpoint, reference):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_ranks_held_is_read(case, made):
+def test_the_state_of_the_ranks_is_read(case, made):
     reference = reference_of(made / case)
     with reshard.open(made / case / "run") as checkpoint:
         check(checkpoint, reference)
@@ -131,7 +131,7 @@ parameters:
 
 
 @pytest.mark.parametrize("case", ["mpu2_z0", "mpu2_z2_fp32"])
-def test_a_users_rules_say_what_the_run_does_not(case, made, tmp_path):
+def test_rules_of_the_user_describe_an_undescribed_run(case, made, tmp_path):
     run = shutil.copytree(made / case / "run", tmp_path / "run")
     for path in run.glob("*/*model_states.pt"):
         states = torch.load(path, weights_only=False)
@@ -175,7 +175,7 @@ def untied(run):
         torch.save(states, path)
 
 
-def test_what_ds_to_universal_joined_that_every_rank_had_whole_is_found(tmp_path):
+def test_copies_that_ds_to_universal_joined_are_detected(tmp_path):
     """Its pattern names the tied module, the parameter is of a layer: --no_strict goes past it."""
     run = shutil.copytree(MEGATRON_DEEPSPEED / "run", tmp_path / "run")
     untied(run)
@@ -224,7 +224,7 @@ def gone_on(made, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", range(len(GOES_ON)))
-def test_deepspeed_goes_on_at_another_grid(number, made, gone_on):
+def test_deepspeed_continues_on_another_grid(number, made, gone_on):
     case, _, _, noise = GOES_ON[number]
     reference, found = reference_of(made / case), gone_on[number]
     for kind in ("params", *SLOTS):
@@ -234,7 +234,7 @@ def test_deepspeed_goes_on_at_another_grid(number, made, gone_on):
         assert loss == pytest.approx(wanted, abs=noise)
 
 
-def test_stages_are_those_that_deepspeed_makes():
+def test_stages_equal_those_of_deepspeed():
     from deepspeed.runtime import utils
 
     chance = random.Random(5)
@@ -355,7 +355,7 @@ def test_a_copy_that_the_last_stage_does_not_use_is_no_padding(case, made):
 @pytest.mark.parametrize(
     ("name", "slots"), [("word_embeddings", ()), ("position_embeddings", ("exp_avg_sq",))]
 )
-def test_copies_that_two_stages_train_and_that_differ_are_noticed(name, slots, made, tmp_path):
+def test_different_copies_of_two_stages_are_detected(name, slots, made, tmp_path):
     """Also those of which nothing but the moments says that the last stage trains its copy."""
     run = shutil.copytree(made / "pp2dp2" / "run", tmp_path / "run")
     fqn = f"tied_modules.embed.{name}.weight"

@@ -60,7 +60,7 @@ def test_groups_have_the_parameters_of_all_stages(trained, run, form):
 
 
 @pytest.mark.parametrize("form", ["numbered", "apart", "named"])
-def test_rank_files_say_how_many_stages_there_are_and_keep_the_models_order(trained, form):
+def test_rank_files_state_the_stages_and_keep_the_models_order(trained, form):
     with reshard.open(trained / "three_axes" / form) as checkpoint:
         assert checkpoint.manifest.origin.mesh == {"world": 8, "pp": 2}
         assert list(checkpoint) == list(truth(trained / "three_axes")["weights"])

@@ -116,7 +116,7 @@ def list_names(place, kind="exp_avg"):
         return {entry.fqn: entry.shape for entry in checkpoint.manifest.of_kind(kind)}
 
 
-def test_a_training_state_has_the_names_that_are_asked_for(made, tmp_path):
+def test_a_training_state_gets_the_requested_names(made, tmp_path):
     run, name = made / NAMES[0] / "run", "model.layers.0.block_sparse_moe.experts.2.w2.weight"
     memory = list_names(run)
     report = reshard.split(run, tmp_path / "hf", to="dcp", names="hf", model=str(run))

@@ -223,7 +223,7 @@ def test_trained_weights_are_quantised_as_transformers_does(tmp_path, scale_fmt)
     assert (logits[0] - logits[1]).norm() < 0.1 * logits[1].norm()
 
 
-def test_fsdp_2_begins_from_codes_as_from_what_transformers_makes_of_them(tmp_path):
+def test_fsdp_2_starts_from_codes_as_from_dequantised_weights(tmp_path):
     """Losses of two ranks over three steps, bit by bit: a DCP of an fp8 model, and a fresh run."""
     source = fp8_model(tmp_path, "llama")
     groups = tmp_path / "groups.json"

@@ -78,7 +78,7 @@ ALL = {"state", "trajectory", "bitwise"}
 MOST = {"state", "trajectory"}
 
 
-def test_deepspeed_goes_on_at_other_ranks_and_stages(trained, launch):
+def test_deepspeed_continues_at_other_ranks_and_stages(trained, launch):
     place, script = trained("deepspeed")
     options = {
         "command": launch("{world_size}", script, OPTIONS),
@@ -100,7 +100,7 @@ def test_deepspeed_goes_on_at_other_ranks_and_stages(trained, launch):
     assert (other.control.tensors, lost > 0.02) == (30, True)
 
 
-def test_the_unbroken_run_goes_on_from_the_source_as_the_training_did(trained, launch):
+def test_the_unbroken_run_continues_like_the_training(trained, launch):
     """Started without the training's log, which is then another witness."""
     place, script = trained("deepspeed")
     command = launch("{world_size}", script, OPTIONS)
@@ -127,7 +127,7 @@ def test_a_script_that_loads_no_optimizer_gets_no_verdict(trained, launch, tmp_p
     assert levels(report) == {"deepspeed stage 2, 2 ranks": {"state"}}
 
 
-def test_accelerate_goes_on_with_fsdp_2_at_other_ranks(trained, launch):
+def test_accelerate_continues_with_fsdp_2_at_other_ranks(trained, launch):
     place, script = trained("accelerate")
     report = reshard.resume_check(
         place / "run",
@@ -146,7 +146,7 @@ def test_accelerate_goes_on_with_fsdp_2_at_other_ranks(trained, launch):
     assert report.targets[0].tensors_equal
 
 
-def test_the_trainer_of_transformers_goes_on_at_other_ranks(trained, launch):
+def test_the_trainer_of_transformers_continues_at_other_ranks(trained, launch):
     """Its configuration says nothing of clipping, and DeepSpeed clips to 1 all the same."""
     place, script = trained("trainer")
     report = reshard.resume_check(
@@ -163,7 +163,7 @@ def test_the_trainer_of_transformers_goes_on_at_other_ranks(trained, launch):
     assert worst(report, 0) < 1e-6
 
 
-def test_our_trainer_goes_on_by_its_own_settings(tmp_path):
+def test_our_trainer_continues_with_its_own_settings(tmp_path):
     """Saved by two ranks; DeepSpeed's layout and FSDP's whole files, each at one."""
     log = tmp_path / "log.jsonl"
     settings = {

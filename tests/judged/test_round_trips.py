@@ -44,16 +44,16 @@ TORCH = (
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_librarys_checkpoint_comes_back_whole(name, libraries, tmp_path):
+def test_a_round_trip_restores_a_librarys_checkpoint(name, libraries, tmp_path):
     round_trips.check(round_trips.of_library(name, libraries), tmp_path)
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_a_checkpoint_of_torch_comes_back_whole(name, torch_made, tmp_path):
+def test_a_round_trip_restores_a_checkpoint_of_torch(name, torch_made, tmp_path):
     round_trips.check(round_trips.of_torch(name, torch_made), tmp_path)
 
 
-def test_weights_alone_are_written_where_nothing_asks_for_more(torch_made, tmp_path):
+def test_weights_alone_are_written_for_a_source_without_optimizer(torch_made, tmp_path):
     source = torch_made / "dcp_model_only/ckpt"
     for target in ("dcp", "fsdp2", "torch"):
         report = reshard.split(source, tmp_path / target, to=target, world_size=2)

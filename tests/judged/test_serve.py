@@ -1,4 +1,4 @@
-"""`reshard serve`: a run of real DeepSpeed as a model of the Hub, which is on no disk."""
+"""`reshard serve`: a run of real DeepSpeed as a model of the Hub, without files on a disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``reshard split`` and ``convert`` on what real frameworks wrote: nothing is lost on any way."""
+"""``reshard split`` and ``convert`` lose nothing of what real frameworks wrote."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_only_a_run_of_the_trainer_is_written_as_one(made, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["deepspeed 2", "deepspeed 3", "accelerate"])
-def test_there_and_back_again(name, source, tmp_path):
+def test_a_round_trip_restores_the_source(name, source, tmp_path):
     before = state_of(source)
     path = source
     for number, world in enumerate((3, 8, 2)):
@@ -163,7 +163,7 @@ def test_torch_reads_what_was_written(torch_made, tmp_path):
 
 
 @pytest.mark.parametrize("to", WRITABLE)
-def test_what_does_not_come_out_is_told_of(to, made, tmp_path):
+def test_state_that_is_not_written_is_reported(to, made, tmp_path):
     """Counters, scheduler, loss scaler, clipping, the script's own values: one run has them all."""
     source = made / "z2_fp16_overflow" / "run"
     report = reshard.split(source, tmp_path / "out", to=to)

@@ -1,4 +1,4 @@
-"""An optimizer that begins and groups that a user gives: real engines train on as from their own.
+"""New optimizers and user-defined param groups: real engines continue as with their own.
 
 Three sources of derived state, each judged by what the real framework does next: weights alone, an
 Adam at step 0 (bitwise as a fresh run from the same weights), and groups that are split anew.
@@ -133,7 +133,7 @@ def test_deepspeeds_stage_0_loads_the_same_weights(engines, weights):
             assert same(loaded["params"][name], wanted[name][...].float()), name
 
 
-def test_deepspeed_has_the_adam_that_begins(engines):
+def test_deepspeed_loads_the_new_adam(engines):
     for stage in (2, 3):
         loaded = engines[f"zeros{stage}"]["loaded"]
         assert all(not t.any() for slot in loaded["slots"].values() for t in slot.values())
@@ -237,12 +237,12 @@ def test_an_optimizer_needs_to_know_the_model(weights, tmp_path, groups_file):
     reshard.split(alone, tmp_path / "out", **options, model=str(weights[False]))
 
 
-def test_only_an_adam_begins(made, tmp_path):
+def test_only_an_adam_can_be_started(made, tmp_path):
     with pytest.raises(UnsupportedError, match="another optimizer"):
         reshard.split(made / "z1_sgd/run", tmp_path / "out", init_optimizer="zeros")
 
 
-def test_groups_that_are_none(made, tmp_path, groups_file):
+def test_malformed_groups_are_refused(made, tmp_path, groups_file):
     source = made / "z2_groups_decay/run"
     for said, *groups in (
         ("no group for", {"match": "norm"}),

@@ -1,4 +1,4 @@
-"""DeepSpeed runs laid out for other ranks and stages: read back, and resumed for real."""
+"""DeepSpeed runs split for other ranks and stages: read back, and resumed by real DeepSpeed."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_fsdp_becomes_zero_2(torch_made, tmp_path):
     assert any("torch_adam" in note for note in notes)
 
 
-def test_fsdp_1_stands_unit_after_unit_and_zero_in_the_models_order(torch_made, tmp_path):
+def test_fsdp_1_is_in_the_order_of_units_and_zero_in_that_of_the_model(torch_made, tmp_path):
     """DeepSpeed would give each parameter what stands at its place, whatever its name."""
     source = torch_made / "fsdp1_full" / "ckpt"
     truth = torch.load(torch_made / "fsdp1_full" / "truth.pt", weights_only=False)

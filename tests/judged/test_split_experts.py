@@ -1,4 +1,4 @@
-"""Mixtures of experts for other ranks: the files DeepSpeed would have saved, resumed for real."""
+"""Mixtures of experts split for other ranks: equal to DeepSpeed's files, and resumed by it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_same_layout_gives_the_files_that_deepspeed_wrote(case, made, tmp_pa
 
 
 @pytest.mark.parametrize("case", ELSEWHERE)
-def test_so_does_the_way_there_and_back(case, made, tmp_path):
+def test_a_round_trip_gives_the_files_that_deepspeed_wrote(case, made, tmp_path):
     """Over other ranks, in the form of another stage."""
     source, (world, ranks) = made / case / "run", ELSEWHERE[case]
     stage = int(read(source).origin.detail[-1])

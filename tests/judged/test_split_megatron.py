@@ -149,14 +149,14 @@ def test_megatron_holds_the_same_state_bit_by_bit(megatron_case, went_on, route)
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
-def test_megatron_says_the_same_of_the_same_tokens(megatron_case, went_on, route):
+def test_megatron_computes_the_same_loss(megatron_case, went_on, route):
     source, found = truth_of(megatron_case(route.case)), went_on[str(route)]
     difference = (found["losses"] - source["losses"]).abs().max()
     assert difference < (EXACT if CASES[route.case].precision == "fp32" else HALF)
 
 
 @pytest.mark.parametrize("route", list(filter(sees_the_same, ROUTES)), ids=str)
-def test_megatron_trains_on_as_the_source_did(megatron_case, went_on, route):
+def test_megatron_continues_like_the_source(megatron_case, went_on, route):
     source, found = truth_of(megatron_case(route.case)), went_on[str(route)]
     if route.is_the_same:
         assert found["later"] == source["later"]
@@ -166,7 +166,7 @@ def test_megatron_trains_on_as_the_source_did(megatron_case, went_on, route):
     assert found["later"] == pytest.approx(source["later"], abs=near)
 
 
-def test_a_state_under_hugging_faces_names_goes_on_in_megatron(megatron_case, tmp_path):
+def test_a_state_with_hugging_face_names_continues_in_megatron(megatron_case, tmp_path):
     source = megatron_case("llama")
     reshard.merge(source / "torch", tmp_path / "model")
     reshard.split(source / "torch", tmp_path / "named", to="torch", names="hf")
@@ -206,7 +206,7 @@ def test_arguments_keep_their_enums_and_dtypes(megatron_case, tmp_path, form):
         ("mixtral_grouped_ep2", "local", False),
     ],
 )
-def test_experts_are_named_as_the_arguments_say(megatron_case, tmp_path, case, impl, grouped):
+def test_experts_are_named_by_the_arguments(megatron_case, tmp_path, case, impl, grouped):
     """TEGroupedMLP numbers experts at the end of a name, SequentialMLP has a module each."""
     source = megatron_case(case) / "torch"
     reshard.split(source, tmp_path / "out", to="megatron", transformer_impl=impl, ep=2, dp=2)
@@ -217,7 +217,7 @@ def test_experts_are_named_as_the_arguments_say(megatron_case, tmp_path, case, i
     assert not reshard.diff(tmp_path / "out", source, kinds=["weights"]).unequal
 
 
-def test_a_mixture_of_hugging_face_s_says_how_its_experts_are_named(megatron_case, tmp_path):
+def test_a_hugging_face_mixture_determines_the_names_of_its_experts(megatron_case, tmp_path):
     reshard.merge(megatron_case("mixtral_ep2") / "torch", tmp_path / "hf")
     config = tmp_path / "hf" / "config.json"
     text = config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 26914.93')
@@ -236,7 +236,7 @@ parameters:
 """
 
 
-def test_experts_that_rules_number_lie_over_ranks(tmp_path):
+def test_experts_numbered_by_rules_are_distributed_over_ranks(tmp_path):
     """``--ep`` of experts under names of a fork's own, there and back."""
     rules = tmp_path / "rules.yaml"
     rules.write_text(RULES)

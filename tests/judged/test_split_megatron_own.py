@@ -1,4 +1,4 @@
-"""What ranks of Megatron saved beside tensors: modules' own and random states, loaded again."""
+"""Extra states and random states of Megatron's ranks, split and loaded by Megatron-core."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_random_states_are_those_of_the_rank(megatron_case, went_on, route):
         ({"to": "dcp", "extra_state": "keep"}, UsageError, "has no effect with --to dcp"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(megatron_case, options, error, says, tmp_path):
+def test_states_that_cannot_be_kept_are_refused(megatron_case, options, error, says, tmp_path):
     with pytest.raises(error, match=says):
         reshard.split(megatron_case(CASE) / "torch", tmp_path / "out", **options)
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_kept_is_refused(megatron_case, options, error, says, tmp
         ({"to": "dcp"}, "--to dcp cannot store them"),
     ],
 )
-def test_what_is_left_out_is_said(megatron_case, options, why, tmp_path):
+def test_dropped_states_are_reported(megatron_case, options, why, tmp_path):
     report = reshard.split(megatron_case(CASE) / "torch", tmp_path / "out", **options)
     assert any("own states of 8 modules" in text and why in text for text in report.dropped)
     assert any(text.startswith("random states") for text in report.dropped)

@@ -102,26 +102,26 @@ def loaded(trained, plan, made, tmp_path_factory):
     return found, told, reference["next"]["losses"]
 
 
-def test_pytorch_loads_every_bit_to_where_it_lies(loaded):
+def test_pytorch_loads_every_bit_of_every_block(loaded):
     for name, ranks in loaded[0].items():
         for result in ranks:
             assert result.get("at") is None, (name, result["at"])
             assert result.get("differing", []) == [], name
 
 
-def test_training_goes_on_exactly_as_it_would_have(loaded, trained):
+def test_training_continues_bitwise(loaded, trained):
     for mesh in RESUMED:
         assert loaded[0][f"{mesh} to {mesh}"][0]["losses"] == trained[1][mesh], mesh
 
 
-def test_another_mesh_goes_on_as_one_axis_would_have(loaded, trained):
+def test_another_mesh_continues_like_one_axis(loaded, trained):
     wanted = list(map(float.fromhex, trained[1][FLAT]))
     for name in (f"{FLAT} to {TENSOR}", f"{FLAT} to {HYBRID}", "verl"):
         found = list(map(float.fromhex, loaded[0][name][0]["losses"]))
         assert found == pytest.approx(wanted, rel=3e-7), name
 
 
-def test_a_mesh_goes_on_where_deepspeed_stopped(loaded):
+def test_a_mesh_continues_where_deepspeed_stopped(loaded):
     """Four ranks of ZeRO-3 become 2 x 2, the Llama in it cut by transformers' own plan."""
     found, report, wanted = loaded
     assert found["zero3"][0]["losses"] == pytest.approx(wanted, rel=1e-6)
@@ -131,7 +131,7 @@ def test_a_mesh_goes_on_where_deepspeed_stopped(loaded):
     assert any("gradient_accumulation_steps 1 -> 2" in note for note in report.derived)
 
 
-def test_the_model_beside_a_checkpoint_says_how_it_is_cut(loaded, made, tmp_path):
+def test_the_model_beside_a_checkpoint_determines_its_cuts(loaded, made, tmp_path):
     """``config.json``: placed as transformers itself places a model on such a mesh."""
     split(made / "hf_z1_fp32_tied" / "run", tmp_path / "out", TENSOR)
     for rank, wanted in enumerate(loaded[0]["specs"]):
@@ -139,7 +139,7 @@ def test_the_model_beside_a_checkpoint_says_how_it_is_cut(loaded, made, tmp_path
         assert {name: repr(worker.place_of(value)) for name, value in read.items()} == wanted
 
 
-def test_there_and_back_every_tensor_has_the_same_bytes(trained, plan, tmp_path):
+def test_a_round_trip_keeps_the_bytes_of_every_tensor(trained, plan, tmp_path):
     """By way of meshes that divide nothing evenly, with more ranks than rows."""
     source = trained[0] / FLAT / "ranks"
     split(source, tmp_path / "direct", FLAT)
@@ -167,7 +167,9 @@ def test_there_and_back_every_tensor_has_the_same_bytes(trained, plan, tmp_path)
         ("dp=2,pp=2", {}, UsageError, "split each stage by itself"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(trained, mesh, options, error, text, tmp_path):
+def test_meshes_and_plans_that_do_not_fit_are_refused_by_name(
+    trained, mesh, options, error, text, tmp_path
+):
     with pytest.raises(error, match=text):
         split(trained[0] / FLAT / "ranks", tmp_path / "out", mesh, **options)
     assert list(tmp_path.iterdir()) == []

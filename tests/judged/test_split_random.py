@@ -62,7 +62,7 @@ def saved(groups, seed, path):
 
 @settings(max_examples=25)
 @given(GROUPS, WAYS, st.integers(0, 99))
-def test_any_model_goes_any_way(groups, ways, seed):
+def test_random_models_survive_random_layouts(groups, ways, seed):
     with tempfile.TemporaryDirectory() as place:
         source = Path(place, "source")
         source.mkdir()

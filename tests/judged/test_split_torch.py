@@ -1,4 +1,4 @@
-"""What we lay out for PyTorch, read by real PyTorch: every form, at more and at fewer ranks."""
+"""Layouts written for PyTorch, loaded by real PyTorch: every form, at more and fewer ranks."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_pytorch_loads_every_bit_of_every_form(loaded):
             assert result["differing"] == [], name
 
 
-def test_training_goes_on_exactly_as_it_would_have(loaded, trained):
+def test_training_continues_bitwise(loaded, trained):
     _, losses = trained
     for name in AT[2][0]:
         assert loaded[2, name][0]["losses"] == losses["fsdp2"], name
@@ -197,7 +197,7 @@ def test_training_goes_on_exactly_as_it_would_have(loaded, trained):
 
 
 @pytest.mark.parametrize("world", [3, 4])
-def test_at_other_sizes_it_goes_on_as_from_pytorchs_own_checkpoint(loaded, trained, world):
+def test_other_sizes_continue_as_from_pytorchs_own_checkpoint(loaded, trained, world):
     _, losses = trained
     for name in AT[world][0]:
         if name != "orig":  # another engine, which gathers in another order
@@ -210,7 +210,7 @@ def test_at_other_sizes_it_goes_on_as_from_pytorchs_own_checkpoint(loaded, train
         assert found == pytest.approx(list(map(float.fromhex, wanted)), rel=1e-6), name
 
 
-def test_fsdp2_goes_on_where_deepspeed_stopped(loaded, deepspeed):
+def test_fsdp2_continues_where_deepspeed_stopped(loaded, deepspeed):
     """Three ranks from a ZeRO checkpoint of two; the losses that DeepSpeed itself had next."""
     found = [
         float.fromhex(x) if isinstance(x, str) else x for x in loaded[3, "deepspeed"][0]["losses"]
@@ -274,7 +274,7 @@ def has_optimizer(place, told):
         return bool(checkpoint.manifest.train.param_groups)
 
 
-def test_a_scripts_own_objects_are_carried(torch_made, tmp_path):
+def test_a_scripts_own_objects_are_copied(torch_made, tmp_path):
     """Beside a scheduler, arrays and the state of a generator, none of which is a model."""
     source = torch_made / "dcp_objects" / "ckpt"
     report = reshard.split(source, tmp_path / "out", to="dcp", world_size=2)
@@ -337,7 +337,7 @@ def test_files_of_ranks_read_back_as_their_source(case, form, source, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["dcp", "pair", "orig"])
-def test_there_and_back_every_tensor_has_the_same_bytes(trained, form, tmp_path):
+def test_a_round_trip_keeps_the_bytes_of_every_tensor(trained, form, tmp_path):
     place = trained[0] / "fsdp2" / ("dcp" if form == "dcp" else "ranks")
     lay_out, *_ = FORMS[form]
     told = {"model": f"tests.judges.torch_models:{TWO}", "wrap": "LlamaDecoderLayer"}
@@ -372,7 +372,7 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
         assert_alike(ours, theirs)
 
 
-def test_dcp_s_chunks_tell_parameters_from_buffers(torch_made, tmp_path):
+def test_dcp_s_chunks_distinguish_parameters_from_buffers(torch_made, tmp_path):
     """A parameter of several rows lies on several ranks; a buffer lies whole on one."""
     source = torch_made / "fsdp2_dcp" / "ckpt"
     made = split(source, tmp_path / "out", lambda s: rank_files.lay_out_fsdp2(s, grid(2)))
@@ -393,7 +393,7 @@ def refused(source, lay_out, error, *texts, **told):
         assert text in str(caught.value)
 
 
-def test_what_is_missing_is_named(torch_made, made, trained):
+def test_missing_state_is_named(torch_made, made, trained):
     place, _ = trained
     ranks = torch_made / "fsdp2_ranks_model_only_ws4" / "ckpt"
     refused(ranks, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "has no optimizer state")
@@ -434,7 +434,7 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     )
 
 
-def test_numbers_are_the_models_even_where_units_stand_in_another_order(torch_made, tmp_path):
+def test_numbers_follow_the_model_even_if_units_have_another_order(torch_made, tmp_path):
     """A flat optimizer lists the root's parameters first; ``torch.optim`` counts the model's."""
     said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
     model = shapes("menagerie")
@@ -451,7 +451,7 @@ def test_numbers_are_the_models_even_where_units_stand_in_another_order(torch_ma
         assert all(same(state["optimizer"]["state"][number][k], v) for k, v in wanted.items()), fqn
 
 
-def test_a_bf16_copy_is_asked_for(made, tmp_path):
+def test_a_bf16_copy_is_written_on_request(made, tmp_path):
     lay_out = lambda s: dcp.lay_out(s, shards=2, dtype=dtypes.BFLOAT16)  # noqa: E731
     split(made / "z3_bf16" / "run", tmp_path / "out", lay_out)
     with reshard.open(tmp_path / "out") as found, reshard.open(made / "z3_bf16" / "run") as wanted:
@@ -512,7 +512,7 @@ def test_lists_and_empty_dicts_are_flattened_as_pytorch_does():
     assert {".".join(map(str, path)): path for path in ours} == paths
 
 
-def test_what_was_not_kept_as_it_was_is_not_written():
+def test_state_that_was_not_read_unchanged_is_not_written():
     faithful = {"last_epoch": 3, "_last_lr": [0.1], "betas": (0.9, 0.99), "x": {"y": None}}
     assert torch_state_dict.is_restorable(faithful)
     assert torch_state_dict.is_restorable({"milestones": {30: 1}})

@@ -149,12 +149,12 @@ def test_its_losses_are_those_of_the_unbroken_run(name, resumed, saved):
     assert resumed[name]["losses"][0] == pytest.approx(wanted[0], rel=1e-6)
 
 
-def test_without_random_states_it_goes_another_way(resumed, saved):
+def test_a_run_without_random_states_has_other_losses(resumed, saved):
     """What shows that the losses above depend on them."""
     assert resumed["ddp at 2, no rng"]["losses"] != saved["ddp"][1]["losses"]
 
 
-def test_the_report_tells_what_became_of_random_states(written):
+def test_the_report_states_what_happened_to_random_states(written):
     for name, kept in (("ddp at 2", "kept"), ("ddp at 1", "derived"), ("fsdp2 at 4", "dropped")):
         told = getattr(written[name][0], kept)
         assert any("random states" in text for text in told), (name, told)
@@ -165,7 +165,7 @@ def test_the_report_tells_what_became_of_random_states(written):
     }
 
 
-def test_the_batch_of_a_rank_stays_right(written):
+def test_the_batch_of_a_rank_is_adjusted(written):
     for name, batch, said in (("ddp at 1", 2, "steps by 2"), ("fsdp2 at 4", 1, "2 -> 1")):
         report, place = written[name]
         assert json.loads((place / "trainer_state.json").read_text())["train_batch_size"] == batch
@@ -175,7 +175,7 @@ def test_the_batch_of_a_rank_stays_right(written):
     assert len(state["log_history"]) == 3
 
 
-def test_a_state_of_the_trainer_is_made_where_there_is_none(made, tmp_path):
+def test_a_missing_trainer_state_is_created(made, tmp_path):
     report = reshard.split(
         made / "z2_groups_decay/run", tmp_path / "out", to="hf-trainer", state_dict_type="unsharded"
     )
@@ -248,7 +248,7 @@ def test_accelerate_loads_the_states_of_a_trainer(libraries, tmp_path, loaded):
         assert torch.equal(found[2], saved["cpu"])
 
 
-def test_states_are_made_for_other_ranks(libraries, tmp_path, loaded):
+def test_random_states_are_derived_for_other_ranks(libraries, tmp_path, loaded):
     source = libraries / "acc_fsdp2_sharded/ckpt"
     for name in ("a", "b"):
         reshard.split(source, tmp_path / name, world_size=3, rng="derive")
@@ -264,7 +264,7 @@ def test_states_are_made_for_other_ranks(libraries, tmp_path, loaded):
     assert len({state.numpy().tobytes() for state in states}) == 3
 
 
-def test_choices_that_cannot_be(libraries, made, tmp_path):
+def test_impossible_choices_of_random_states_are_refused(libraries, made, tmp_path):
     source = libraries / "acc_fsdp2_sharded/ckpt"
     with pytest.raises(UsageError, match="do not fit the 3 ranks"):
         reshard.split(source, tmp_path / "out", world_size=3, rng="keep")
@@ -291,7 +291,7 @@ def test_choices_that_cannot_be(libraries, made, tmp_path):
         ("torch_manual_seed", torch.zeros(3)),
     ],
 )
-def test_states_that_are_none_are_refused(key, value, libraries, tmp_path):
+def test_malformed_random_states_are_refused(key, value, libraries, tmp_path):
     source = libraries / "acc_fsdp2_sharded/ckpt/random_states_0.pkl"
     held = torch.load(source, weights_only=False) | {key: value}
     torch.save(held, tmp_path / "random_states_0.pkl")

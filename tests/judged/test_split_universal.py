@@ -1,4 +1,4 @@
-"""Universal checkpoints that we lay out: read back, compared with DeepSpeed's, loaded for real."""
+"""Universal checkpoints that reshard writes: read back, compared with DeepSpeed's, loaded by it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def check_tensors(ours, theirs):
         assert torch.equal(ours[name], value), name
 
 
-def test_what_ds_to_universal_made_is_written_again(made, tmp_path):
+def test_a_checkpoint_of_ds_to_universal_is_written_again(made, tmp_path):
     source = made / "universal_z3" / "universal"
     found = read(universal(source, tmp_path / "out"))
     assert contents(found) == contents(read(source))
@@ -268,7 +268,7 @@ def off(losses, wanted):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_deepspeed_goes_on_from_it(run, loaded, made):
+def test_deepspeed_continues_from_it(run, loaded, made):
     got = loaded[run.name]
     assert isinstance(got, dict), got
     wanted = torch.load(made / run.source / "reference.pt", weights_only=False)
@@ -299,7 +299,7 @@ def test_deepspeed_goes_on_from_it(run, loaded, made):
 
 
 @pytest.mark.parametrize("run", FSDP, ids=lambda run: run.name)
-def test_fsdp_goes_on_under_zero(run, loaded, fsdp):
+def test_fsdp_continues_under_zero(run, loaded, fsdp):
     place, losses = fsdp
     got = loaded[run.name]
     assert isinstance(got, dict), got
@@ -331,7 +331,7 @@ def test_deepspeed_scatters_it_where_parameters_go_round(loaded, made, tmp_path)
     assert any("must not have round_robin_gradients" in note for note in report.notes)
 
 
-def test_what_ds_to_universal_makes_of_such_a_run_is_warned_of(loaded):
+def test_wrong_output_of_ds_to_universal_causes_a_warning(loaded):
     """It says nothing itself; from the run itself everything is right."""
     truth = loaded[ROUND.name]
     assert isinstance(truth, dict), truth
@@ -355,7 +355,7 @@ NOTES = {
 
 
 @pytest.mark.parametrize("case", NOTES)
-def test_the_report_says_what_the_loading_run_must_know(case, made, tmp_path):
+def test_the_report_states_requirements_of_the_loading_run(case, made, tmp_path):
     out = Path(tmp_path, "out")
     report = reshard.split(run_of(case, made), out, to="ds-universal", dry_run=True)
     for text in NOTES[case]:

@@ -1,4 +1,4 @@
-"""Every file of ranks that `split` writes says where it belongs: its archive's name, its stamp."""
+"""Every rank file that `split` writes states its rank and save, by archive name and stamp."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def contents(directory):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_file_of_a_rank_says_where_it_belongs(target, made, tmp_path):
+def test_every_file_of_a_rank_states_its_rank_and_save(target, made, tmp_path):
     case, options, count, without = TARGETS[target]
     source, out = made / case / "run", tmp_path / "out"
     reshard.split(source, out, world_size=3, **options)
@@ -72,7 +72,7 @@ def test_every_file_of_a_rank_says_where_it_belongs(target, made, tmp_path):
     assert {stamp.world_size for stamp in stamps} == {1 if target == "torch" else 3}
 
 
-def test_a_stamp_is_of_one_save_and_never_travels(made, tmp_path):
+def test_a_stamp_belongs_to_one_save_and_is_never_copied(made, tmp_path):
     def split(source, name, ranks):
         reshard.split(source, tmp_path / name, to="deepspeed", zero_stage=3, world_size=ranks)
         return tmp_path / name

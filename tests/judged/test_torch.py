@@ -129,7 +129,7 @@ def test_other_models_of_the_file_are_found_by_key(case, place, truth):
 
 
 @pytest.mark.parametrize("stem", ["{}_{}.pt", "{}-{}.bin", "{}{}.pth"])
-def test_ranks_are_told_by_shards_where_no_word_says_so(stem, torch_made, tmp_path):
+def test_ranks_are_counted_by_shards_if_no_file_states_them(stem, torch_made, tmp_path):
     source = torch_made / "fsdp2_ranks" / "ckpt"
     for path in source.glob("*_rank*.pt"):
         kind, rank = path.stem.split("_rank")

@@ -1,4 +1,4 @@
-"""``python -m trainer --resume`` takes what real frameworks saved, at any number of ranks.
+"""``python -m trainer --resume`` reads what real frameworks saved, at any number of ranks.
 
 Nothing is written: each rank reads from the source what ``reshard split`` would have written for
 it. The proof is that the state and the next losses are those of a resume after that ``split``.
@@ -129,7 +129,7 @@ def split(source, out, strategy, world, **options):
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda each: " ".join(map(str, each)))
-def test_a_run_goes_on_as_after_a_split(target, resumed):
+def test_a_run_continues_as_after_a_split(target, resumed):
     live, after_split = resumed[target]
     assert [rank["state"] for rank in live] == [rank["state"] for rank in after_split]
     assert [rank["losses"] for rank in live] == [rank["losses"] for rank in after_split]

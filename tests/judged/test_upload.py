@@ -1,4 +1,4 @@
-"""`reshard merge RUN hf://org/name`: huggingface_hub commits files that are on no disk."""
+"""`reshard merge RUN hf://org/name`: huggingface_hub commits files without a copy on a disk."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_repository_gets_the_files_that_merge_writes(made, tmp_path):
         assert server.parent == SHA
 
 
-def test_files_that_are_there_are_replaced_only_if_asked(made):
+def test_existing_files_are_replaced_only_on_request(made):
     run = made / SOURCE / "run"
     with hub(present=["config.json", "README.md"]) as server:
         refused = merge(server, run)

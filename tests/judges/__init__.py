@@ -1,1 +1,1 @@
-"""Judges: real frameworks that write the checkpoints which reshard is tested against."""
+"""Judges: real frameworks that write the checkpoints with which reshard is tested."""

@@ -1,4 +1,4 @@
-"""Checkpoints that ColossalAI's own savers wrote on one CPU, and beside each what it holds by name.
+"""Checkpoints of ColossalAI's own savers on one CPU, each with the expected values by name.
 
     RESHARD_COLOSSALAI=ColossalAI python -m tests.judges.colossalai_judge OUT [case[=RUN] ...]
 

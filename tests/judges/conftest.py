@@ -1,4 +1,4 @@
-"""Modules that import a library which may be absent: pytest would look for doctests in them."""
+"""Modules that import an optional library, which pytest must not search for doctests."""
 
 from __future__ import annotations
 

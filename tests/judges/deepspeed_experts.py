@@ -1,4 +1,4 @@
-"""Runs with experts over ranks: trained, saved, and gathered from the ranks that have them.
+"""Runs with expert parallelism: train, save, and gather the experts from their ranks.
 
 Every rank tells what it holds under the names that a rank with all experts would use; what several
 hold must be equal, bit for bit.

@@ -1,4 +1,4 @@
-"""The tiny models that the DeepSpeed judge trains, and the one global batch they all see.
+"""The tiny models that the DeepSpeed judge trains, and the global batch that all of them use.
 
 The menagerie holds every kind of tensor that has broken a checkpoint tool somewhere: prime sizes,
 0-d, empty, frozen, never reached by a gradient, tied, and buffers of four dtypes.

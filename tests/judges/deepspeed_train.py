@@ -1,4 +1,4 @@
-"""One rank's work: build the model, train it with real DeepSpeed, save, and tell the truth.
+"""The work of one rank: train a model with real DeepSpeed, save it, and record its state.
 
 Runs in a process that was forked for one case only, so a case may leave DeepSpeed's global state
 (patched constructors, expert groups, pipeline grids) in any condition it likes.

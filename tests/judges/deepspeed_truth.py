@@ -1,4 +1,4 @@
-"""What a live DeepSpeed engine really holds: full fp32 masters, slots, frozen tensors, buffers.
+"""Read the state of a live DeepSpeed engine: fp32 masters, slots, frozen tensors, buffers.
 
 Every reference the judge hands out passes through here, so nothing is taken on trust:
 

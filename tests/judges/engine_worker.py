@@ -1,4 +1,4 @@
-"""Real engines with transformers' model that go on from what reshard made of a Megatron run.
+"""Real engines with transformers' model that resume from converted Megatron runs.
 
 A job says which engine, where its checkpoint lies, and the config.json that came with it. Rank 0
 saves what the engine held when it had loaded, and how it went on: see `_report`.

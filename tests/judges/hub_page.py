@@ -1,4 +1,4 @@
-"""The page of what `tests.judged.hub_names` found."""
+"""Write the documentation page with the results of `tests.judged.hub_names`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes CPUs pass for the GPUs that libraries ask for. Nothing here writes a byte."""
+"""Patches that let libraries which require GPUs run on CPUs. They do not change saved files."""
 
 from __future__ import annotations
 

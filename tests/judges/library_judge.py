@@ -1,4 +1,4 @@
-"""Make checkpoints with the libraries that people train with, and the truth beside each.
+"""Make checkpoints with training libraries, each with a file of the expected state.
 
 ``make_all(out)`` gives a directory per case::
 

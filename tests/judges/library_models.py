@@ -1,4 +1,4 @@
-"""The tiny models of the library cases; a factory each, as ``--model module:factory`` names it."""
+"""The tiny models of the library cases, one factory each for ``--model module:factory``."""
 
 from __future__ import annotations
 

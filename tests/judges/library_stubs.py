@@ -1,4 +1,4 @@
-"""Stands in for what a library imports but does not need to write a checkpoint.
+"""Replacements for modules that a library imports but does not need to save a checkpoint.
 
 A library installed with ``pip install --no-deps`` imports its web servers, loggers and schedulers
 at the top of its modules. Any attribute of a stub is a class that accepts everything.

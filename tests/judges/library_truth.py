@@ -1,4 +1,4 @@
-"""What live models and optimizers hold, as full tensors by fully qualified name."""
+"""Read the state of live models and optimizers, as full tensors by fully qualified name."""
 
 from __future__ import annotations
 

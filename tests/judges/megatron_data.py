@@ -1,4 +1,4 @@
-"""The tokens that a run of Megatron-core is trained on, for it and for the engines after it."""
+"""The training tokens of Megatron-core's runs and of the engines that continue them."""
 
 from __future__ import annotations
 

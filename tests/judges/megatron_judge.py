@@ -1,4 +1,4 @@
-"""Real Megatron-core, on CPUs: it makes checkpoints with the truth beside each, and loads any.
+"""Save and load checkpoints with real Megatron-core on CPUs; record the expected state of each.
 
 ``make_all(out)`` trains every case and gives a directory a case::
 

@@ -1,4 +1,4 @@
-"""Tiny GPT models of Megatron-core with their data, on a grid that is initialised already."""
+"""Tiny GPT models of Megatron-core with their data, on an initialized grid of ranks."""
 
 from __future__ import annotations
 

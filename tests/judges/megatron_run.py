@@ -1,4 +1,4 @@
-"""A training run of Megatron-core: train steps, an evaluated loss, on whatever grid is laid."""
+"""A training run of Megatron-core: training steps and an evaluated loss, on any grid of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron-core's live models and optimizers hold, by parameter name."""
+"""Read the state of Megatron-core's live models and optimizers, by parameter name."""
 
 from __future__ import annotations
 

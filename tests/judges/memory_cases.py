@@ -1,4 +1,4 @@
-"""Strategies whose memory real frameworks show: on CPU, by gloo, with one small Llama."""
+"""Strategies whose memory is measured in real frameworks: a small Llama on CPU with gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live FSDP 2 with tensor parallelism and replicas: it saves, and goes on from what reshard wrote.
+"""Live FSDP 2 with tensor parallelism and replicas: save, and resume from reshard's output.
 
 Each job is a function of (ranks, ...) for `worlds.run` and returns plain values. A mesh is written
 as ``--mesh`` has it.

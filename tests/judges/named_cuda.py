@@ -1,4 +1,4 @@
-"""Write on a CPU what a process on a GPU would write.
+"""Write on a CPU the files that a process on a GPU would write.
 
 Its files differ in the names of devices: the location of each storage, every ``torch.device`` (of a
 DTensor, and of each placement in a ShardedTensor) and the device type of a DeviceMesh. All of them

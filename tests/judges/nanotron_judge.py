@@ -1,4 +1,4 @@
-"""Checkpoints of nanotron's own savers on CPU, and beside each the whole tensors that it must make.
+"""Checkpoints of nanotron's own savers on CPU, each with the expected whole tensors.
 
     RESHARD_NANOTRON=nanotron/src python -m tests.judges.nanotron_judge OUT [case ...]
 

@@ -1,4 +1,4 @@
-"""Optimizers that people give to DeepSpeed and that are neither torch's nor DeepSpeed's own.
+"""Third-party optimizers that DeepSpeed can train with.
 
 Each keeps the state that the published one keeps, under its names; what they do with it is short.
 """

@@ -1,4 +1,4 @@
-"""Trains with any optimizer in real DeepSpeed, saves, goes on; and tells all that it holds.
+"""Train with any optimizer in real DeepSpeed, save, resume, and record the whole state.
 
 What is told is found without a table of slots: every value of every state that the engine's
 optimizer holds, gathered from the ranks and named by parameter.

@@ -1,4 +1,4 @@
-"""A Llama of transformers that DeepSpeed's AutoTP cuts by itself, and what it is when whole.
+"""A Llama of transformers that DeepSpeed's AutoTP cuts, and the whole model from its ranks.
 
 DeepSpeed's layers gather their own parameters (``gather_params``), see `consolidated`; here
 they gather whatever else has the parameters' shapes too: masters and moments.

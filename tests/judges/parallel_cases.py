@@ -1,4 +1,4 @@
-"""Runs of real DeepSpeed with tensor, pipeline and expert parallel ranks: a row a checkpoint."""
+"""Runs of real DeepSpeed with tensor, pipeline and expert parallelism, one row per checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make model-parallel checkpoints with real DeepSpeed, and go on from them with real DeepSpeed.
+"""Make model-parallel checkpoints with real DeepSpeed, and resume from them with it.
 
 ``make_all(out)`` gives a directory a case: ``run/``, and ``reference.pt``, which the ranks gathered
 from one another in training; or ``python -m tests.judges.parallel_judge OUT [case ...]``.

@@ -1,4 +1,4 @@
-"""A small language model whose layers are cut over tensor-parallel ranks, by itself.
+"""A small language model that implements tensor parallelism itself.
 
 As Megatron's: columns, rows, a vocabulary, gate and up in one. Every parameter says how it was cut
 (`CUT`), for the judge to gather it again; the collectives are plain torch.distributed.

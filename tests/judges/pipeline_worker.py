@@ -1,4 +1,4 @@
-"""Live training under pipeline, data and tensor parallelism of torch, saved in every form.
+"""Train with torch's pipeline, data and tensor parallelism, and save in every form.
 
 Each job is a function of (ranks, ...) for `worlds.run` and returns plain values. A mesh is
 ``(pp, dp, tp)``; every stage has layers under the names that the whole model gives them.

@@ -1,4 +1,4 @@
-"""Live FSDP 2 of transformers models whose files have other names and shapes than their memory.
+"""Live FSDP 2 with transformers models whose files have other names and shapes than in memory.
 
 Each job is a function of (ranks, ...) for `worlds.run` and returns plain values.
 """

@@ -1,4 +1,4 @@
-"""The side that forks: one process imports a framework once, and its forks are the ranks.
+"""The worker side: one process imports a framework once, and forks itself into the ranks.
 
 Importing torch and a framework takes many seconds; a fork takes none and shares no state
 afterwards, so cases can neither slow nor poison each other. A worker module gives ``serve`` its own

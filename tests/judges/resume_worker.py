@@ -1,4 +1,4 @@
-"""The worker of real Trainers that begin, save and resume: a fresh set of ranks for every job.
+"""The worker of real Trainers that start, save and resume: new ranks for every job.
 
 Each has dropout, so that its next losses tell whether the random states were resumed too.
 """

@@ -1,4 +1,4 @@
-"""Runs of real frameworks that save several checkpoints, which `average` and the history read.
+"""Runs of real frameworks that save several checkpoints, for `average` and `--history`.
 
 Each run leaves ``run/`` with its checkpoints, and ``found.pt``: step -> fqn -> the fp32 weights
 that the live engine held when it saved.

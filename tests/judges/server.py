@@ -1,4 +1,4 @@
-"""The side that asks: a judge has one worker process make cases, and puts each into its place.
+"""The test side: a judge lets one worker process make cases, and moves each to its place.
 
 Neither this module nor a judge imports a framework; the worker process does (see ``ranks``).
 """

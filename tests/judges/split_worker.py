@@ -1,4 +1,4 @@
-"""Live PyTorch training that saves, and that goes on from what reshard wrote for other ranks.
+"""Live PyTorch training that saves, and resumes from reshard's output for other ranks.
 
 Each job is a function of (ranks, ...) for `worlds.run` and returns plain values.
 """

@@ -1,4 +1,4 @@
-"""The models of the PyTorch cases. Each factory takes nothing, as ``reshard --model`` wants it."""
+"""The models of the PyTorch cases. No factory takes arguments, as ``reshard --model`` requires."""
 
 from __future__ import annotations
 

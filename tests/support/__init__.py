@@ -1,4 +1,4 @@
-"""What tests share.
+"""Helpers that tests share.
 
 Modules:
     browser: drives a headless Chromium, to look at the pages that reshard writes.

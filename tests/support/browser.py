@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its debugging pipe: pages as a person sees them.
+"""A headless Chromium that tests control through its debugging pipe.
 
 Needs only the browser itself (``apt-get install chromium``), no driver and no network. The protocol
 is JSON documents that end in a zero byte, on the browser's descriptors 3 and 4.

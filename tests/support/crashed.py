@@ -1,4 +1,4 @@
-"""Recognize ranks that native code killed: whoever starts ranks starts those again, with a warning.
+"""Recognize ranks that native code killed, so that tests start them again with a warning.
 
 gloo's own threads crash once in thousands of process groups (torch 2.13, seen under load).
 """

@@ -1,4 +1,4 @@
-"""Changes to files of checkpoints, which tests make to see them noticed."""
+"""Edit files of checkpoints, to test that the change is detected."""
 
 from __future__ import annotations
 

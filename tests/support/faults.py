@@ -1,4 +1,4 @@
-"""A process in which every call that changes a disk can be the last, or fail.
+"""A process that can be killed, or fail, at every call that changes a disk.
 
 It reads trials from stdin, a line of JSON each, and forks for each: the child runs a program with
 its system calls counted, and at the chosen one it is killed, loses power, is refused or signalled.

@@ -1,4 +1,4 @@
-"""Run what the README and the first pages of the documentation show, with the installed reshard.
+"""Run the commands of the README and the first documentation pages with the installed reshard.
 
     ./dev wheel    # from the wheel, outside of the source tree
 

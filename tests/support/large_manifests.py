@@ -1,4 +1,4 @@
-"""Manifests of large runs, made of numbers alone: what a map of them must stay readable at."""
+"""Manifests of large runs without files, to test that their maps stay readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the contents of a wheel and a source distribution with what belongs in them.
+"""Compare the contents of a wheel and a source distribution with the expected files.
 
 python tests/support/package_contents.py dist
 """

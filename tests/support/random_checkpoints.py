@@ -1,4 +1,4 @@
-"""Random checkpoints in real files: known values, stored in every way that a manifest can say."""
+"""Random checkpoints in real files: known values in every layout that a manifest can describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of pages, to look at: ``python -m tests.support.screenshots OUT PAGE.html ...``.
+"""Take screenshots of pages: ``python -m tests.support.screenshots OUT PAGE.html ...``.
 
 Of each page, by day, by night and on a phone; and of maps of 2, 64 and 1,024 ranks, and of curves.
 """

@@ -1,4 +1,4 @@
-"""The points of a program at which Python may run the handler of a signal: found, and struck.
+"""Find the points of a program where Python can run a signal handler, and interrupt there.
 
 Handlers run in the main thread: where a function begins, where a loop turns, after a call, and in a
 call that waits, which is as if it came before the call.

@@ -1,4 +1,4 @@
-"""Every check of ``verify``, and ``diff``, catches what it is for; unchanged checkpoints pass.
+"""Every check of ``verify``, and ``diff``, detects its damage; unchanged checkpoints pass.
 
 A row is one damage done to a checkpoint that a real framework wrote, and the check that must catch
 it by name. The table stands in docs/proof.md too, and must be this one.
@@ -357,7 +357,7 @@ def test_an_unchanged_checkpoint_passes_and_is_its_own_manifest(name, original, 
 
 
 @pytest.mark.parametrize("row", TEETH, ids=NAMES)
-def test_damage_is_caught_by_name(row, original, known, tmp_path):
+def test_damage_is_detected_by_the_named_check(row, original, known, tmp_path):
     manifest, warned = known(row.source)
     place = tmp_path / original(row.source).name
     shutil.copytree(original(row.source), place)
@@ -397,6 +397,6 @@ def table():
         yield f"| {row.what} | {row.source} | `{row.caught}` | {diffs[row.differs]} |"
 
 
-def test_the_table_of_the_documentation_is_this_one():
+def test_the_table_in_the_documentation_is_current():
     text = (Path(__file__).parents[2] / "docs" / "proof.md").read_text()
     assert "\n".join(table()) in text
