@@ -69,7 +69,7 @@ DAMAGES = {
         *(STAGE_3, RANK_1, of_optimizer(lambda held: shorter(held["fp32_flat_groups"]))),
         *(
             CorruptError,
-            "rank 1 holds 114 elements of master .* take 117 elements on each of 2 ranks",
+            "rank 1 stores 114 elements of master .* take 117 elements on each of 2 ranks",
         ),
     ),
     "no sub-groups": (
@@ -89,11 +89,14 @@ DAMAGES = {
     ),
     "another step of a tensor-parallel rank": (
         *(PARALLEL, "mp_rank_01_model_states.pt", lambda root: root.update(global_steps=4)),
-        *(CorruptError, "mp_rank_01_model_states.pt: is of step 4, mp_rank_00_model_.* of 3"),
+        *(CorruptError, "mp_rank_01_model_states.pt: is of step 4, but mp_rank_00_model_.* of 3"),
     ),
     "other updates of a tensor-parallel rank": (
         *(PARALLEL, "*_mp_rank_01_optim_states.pt", of_optimizer(stepped)),
-        *(CorruptError, r"'0\.word_embeddings\.weight' was updated 8 times, 3 on another rank"),
+        *(
+            CorruptError,
+            r"'0\.word_embeddings\.weight' was updated 8 times, but 3 times on another rank",
+        ),
     ),
     "another model's tensor-parallel rank": (
         *(PARALLEL, "mp_rank_01_model_states.pt"),
@@ -102,7 +105,7 @@ DAMAGES = {
     ),
     "a layer's file without its tensors": (
         *(PIPELINE, "layer_03-model_00*", lambda root: root.clear()),
-        *(IncompleteError, r"names '3\..*', which no layer_03-\* here holds"),
+        *(IncompleteError, r"names '3\..*', but no layer_03-\* here contains"),
     ),
 }
 

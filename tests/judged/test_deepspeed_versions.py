@@ -67,7 +67,9 @@ def test_a_split_for_other_ranks_holds_the_same(case, truth, tmp_path):
         with pytest.raises(reshard.errors.IncompleteError, match=r"lists 'head\.weight', but no"):
             reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
     elif case in WITHOUT_HYPER:
-        with pytest.raises(reshard.errors.IncompleteError, match="does not keep hyper-parameters"):
+        with pytest.raises(
+            reshard.errors.IncompleteError, match="does not keep the hyper-parameters"
+        ):
             reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
     else:
         reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)

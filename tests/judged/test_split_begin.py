@@ -263,7 +263,7 @@ def test_malformed_groups_are_refused(made, tmp_path, groups_file):
         with pytest.raises(UsageError, match=said):
             reshard.split(source, tmp_path / "out", param_groups=groups_file(*groups))
     (tmp_path / "groups.json").write_text("{")
-    with pytest.raises(UsageError, match="no JSON"):
+    with pytest.raises(UsageError, match="is not a JSON file"):
         reshard.split(source, tmp_path / "out", param_groups=tmp_path / "groups.json")
     with pytest.raises(UsageError, match="exclude each other"):
         reshard.split(source, tmp_path / "out", weights_only=True, param_groups=tmp_path)

@@ -163,7 +163,7 @@ def test_a_round_trip_keeps_the_bytes_of_every_tensor(trained, plan, tmp_path):
         (TENSOR, {}, UsageError, "no file states how tensor parallelism cuts"),
         (TENSOR, {"model": MODEL}, UsageError, "has no tensor-parallel plan"),
         (FLAT, {"tp_plan": "plan.json"}, UsageError, "needs --mesh with an axis tp=N"),
-        ("dp_replicate=2,dp_shard=2", {"to": "verl"}, UsageError, "give fsdp=N or ddp=N,fsdp=N"),
+        ("dp_replicate=2,dp_shard=2", {"to": "verl"}, UsageError, "pass fsdp=N or ddp=N,fsdp=N"),
         ("dp=2,pp=2", {}, UsageError, "split each stage by itself"),
     ],
 )

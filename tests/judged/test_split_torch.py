@@ -419,7 +419,7 @@ def test_missing_state_is_named(torch_made, made, trained):
     refused(factored, lay_out, UnsupportedError, "has shape (7, 1)")
     decay = torch_made / "fsdp2_ranks_groups" / "ckpt"
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie"), ranks=2)  # noqa: E731
-    refused(decay, lay_out, UnsupportedError, "'odd' and 'small' would be one parameter")
+    refused(decay, lay_out, UnsupportedError, "'odd' and 'small' would be in one flat parameter")
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie", None), ranks=2)  # noqa: E731
     refused(decay, lay_out, UsageError, "how FSDP wraps the model")
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes(TWO), ranks=2)  # noqa: E731

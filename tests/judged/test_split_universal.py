@@ -346,7 +346,10 @@ def test_wrong_output_of_ds_to_universal_causes_a_warning(loaded):
 
 
 NOTES = {
-    "z2_groups_tiny": ("param group 2 has 1 elements", "of weight_decay, lr, each group keeps"),
+    "z2_groups_tiny": (
+        "param group 2 has 1 elements",
+        "each group keeps its script's weight_decay, lr",
+    ),
     "z2_sgd": ("does not load at stage 3",),
     "z2_amsgrad": ("stage 3 does not load max_exp_avg_sq",),
     "z1_elastic": ("does not keep hyper-parameters",),

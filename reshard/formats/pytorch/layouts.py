@@ -324,7 +324,7 @@ def _grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
         known = (",".join(f"{name}=N" for name in names) for names in naming.meshes)
         raise UsageError(
             f"--mesh {request.grid}",
-            "has a prefix under which verl does not read files",
+            "is not a mesh under which verl reads its files",
             f"pass {' or '.join(known)}, or write --to fsdp2",
         )
     return request.grid
