@@ -36,8 +36,9 @@ NAMED = (
 @pytest.fixture(scope="module")
 def proofs(tmp_path_factory):
     """The proof of every family, by its name."""
-    dense, sparse = families.DENSE[1:], families.SPARSE[-2:]
-    found = families.prove([*PROVED, *NAMED], tmp_path_factory.mktemp("families"), dense, sparse)
+    place, dense, sparse = tmp_path_factory.mktemp("families"), families.DENSE, families.SPARSE
+    found = families.prove(PROVED, place / "proved", dense[1:], sparse[-2:])
+    found += families.prove(NAMED, place / "named", dense[-1:], sparse[-1:])
     return {proof.name: proof for proof in found}
 
 

@@ -10,7 +10,7 @@ import torch
 import reshard
 from tests.judges.megatron_cases import STEPS
 from tests.judges.megatron_data import SAMPLES
-from tests.judges.server import Judge
+from tests.judges.server import DEEPSPEED, Judge
 
 pytestmark = pytest.mark.slow
 
@@ -56,10 +56,8 @@ ROUTES = [
     Route(SHARDED, "torch_dist_fully_reshardable", "live dcp"),
     Route(EXPERTS, "torch", "deepspeed", "deepspeed", options={"zero_stage": 2}),
     Route(EXPERTS, "torch_dist", "deepspeed", "deepspeed", options={"zero_stage": 3}),
-    Route(EXPERTS, "torch", "dcp", "dcp"),
     Route(EXPERTS, "torch_dist", "live dcp"),
     Route(EXPERTS, "torch_dist", "fsdp2", "fsdp2", options={"device": "cpu"}),
-    Route(EXPERTS, "torch_dist", "accelerate", "accelerate"),
     Route(EXPERTS, "torch_dist", "hf-trainer", "hf-trainer"),
 ]
 
@@ -87,7 +85,7 @@ def went_on(megatron_case, tmp_path_factory):
             **({"tp": route.options["tp"]} if "tp" in route.options else {}),
         }
         jobs[str(route)] = (route.ranks, told)
-    judge = Judge("tests.judges.engine_worker", "an engine", {})
+    judge = Judge("tests.judges.engine_worker", "an engine", {}, like=DEEPSPEED)
     return judge.run(out / "runs", jobs)
 
 

@@ -172,7 +172,7 @@ class Cases:
 
     # Resuming
 
-    def resumed(self, name, strategy, chosen, forms=tuple(FORMS), *, half=3, whole=6):
+    def resumed(self, name, strategy, chosen, forms=tuple(FORMS), *, half=2, whole=4):
         """Unbroken, and broken by each form of checkpoint."""
         complete = self.engine(strategy, **chosen)
         results = {"unbroken": self.train(complete, 0, whole), "half": half, "forms": {}}
@@ -206,14 +206,14 @@ class Cases:
     def saved(self, strategy):
         """Checkpoints for fewer ranks, and how this number of ranks goes on."""
         engine = self.engine(strategy)
-        self.train(engine, 0, 3)
+        self.train(engine, 0, 2)
         self.keep(strategy, engine)
         for form in ("full", "dcp", "rank"):
             engine.settings = dataclasses.replace(engine.settings, **FORMS[form])
             write_all(self.place(f"{strategy}-{form}"), fsdp.collect(engine, {}), engine.ranks)
         untrained = self.engine(strategy, **FORMS["local"])
         write_all(self.place(f"{strategy}-local"), fsdp.collect(untrained, {}), untrained.ranks)
-        return self.train(engine, 3, 6)
+        return self.train(engine, 2, 4)
 
     def keep(self, name, engine):
         kept = {"weights": weights(engine), "moments": moments(engine)}
@@ -229,7 +229,7 @@ class Cases:
         return {
             "loaded": same(weights(fresh), kept["weights"]),
             "moments": same(moments(fresh), kept["moments"]),
-            "steps": self.train(fresh, 3, 6),
+            "steps": self.train(fresh, 2, 4),
         }
 
     def unmoved(self, strategy, directory, chosen):

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.judge
 STAGES = ("ddp", "zero1", "zero2", "zero3")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ALL = [(stage, precision) for precision in PRECISIONS for stage in STAGES]
-AT, STEPS = 4, 9
+SOME = [*((stage, "fp32") for stage in STAGES), ("zero2", "bf16"), ("zero2", "fp16")]
+AT, STEPS = 4, 7
 EXACT, SANE = 1e-6, {"fp32": 1e-6, "bf16": 3e-3, "fp16": 3e-4}
 """Relative difference of losses: required in fp32; observed in 16 bits, with a margin."""
 MODEL = {
@@ -139,7 +140,8 @@ def plan_two_ranks(plan, *, nvme):
         plan.train(f"ds-{key}", stage, precision, "deepspeed")
         plan.train(f"ds-of-native-{key}", stage, precision, "deepspeed", f"native-{key}")
         plan.train(f"native-of-ds-{key}", stage, precision, "native", f"ds-{key}")
-        plan.train(f"ds-of-ds-{key}", stage, precision, "deepspeed", f"ds-{key}")
+        if (stage, precision) in SOME:
+            plan.train(f"ds-of-ds-{key}", stage, precision, "deepspeed", f"ds-{key}")
         for of in ("native", "ds"):
             plan.look(f"look-native-of-{of}-{key}", stage, precision, "native", f"{of}-{key}")
             plan.look(f"look-ds-of-{of}-{key}", stage, precision, "deepspeed", f"{of}-{key}")
@@ -186,7 +188,7 @@ def plan_two_ranks(plan, *, nvme):
     for window in (1, 2, 3, 10):
         plan.add(f"scalers-{window}", "scalers", window=window, overflows=overflows)
     disk = plan.chosen("zero2", "fp32", "deepspeed", save=plan.run("full"))
-    plan.add("full-disk", "full_disk", at=8, **disk)
+    plan.add("full-disk", "full_disk", at=STEPS, **disk)
 
 
 def plan_three_ranks(plan):
@@ -363,9 +365,7 @@ def test_we_continue_deepspeeds_run(results, stage, precision):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize(
-    ("stage", "precision"), [*((s, "fp32") for s in STAGES), ("zero2", "bf16"), ("zero2", "fp16")]
-)
+@pytest.mark.parametrize(("stage", "precision"), SOME)
 def test_we_continue_deepspeeds_run_at_other_numbers_of_ranks(results, stage, precision, world):
     key = f"{stage}-{precision}"
     theirs = results[f"look-ds-of-ds-{key}"]
@@ -376,7 +376,7 @@ def test_we_continue_deepspeeds_run_at_other_numbers_of_ranks(results, stage, pr
     assert apart(run, results[f"ds-{key}"], AT) < SANE[precision]
 
 
-@pytest.mark.parametrize(("stage", "precision"), ALL)
+@pytest.mark.parametrize(("stage", "precision"), SOME)
 def test_deepspeed_resumes_itself_bitwise_through_our_loop(results, stage, precision):
     whole, part = results[f"ds-{stage}-{precision}"], results[f"ds-of-ds-{stage}-{precision}"]
     assert part.losses == whole.losses[AT:]
@@ -478,7 +478,7 @@ def test_refusals(results, name, kind, words):
 def test_run_directories_hold_whole_checkpoints_only(results, root):
     assert results["ds-zero2-fp32"]
     names = {path.name for path in (root / "ds-zero2-fp32").iterdir()}
-    assert names == {"global_step4", "global_step8", "global_step9", "latest"}
+    assert names == {f"global_step{AT}", f"global_step{STEPS}", "latest"}
     inside = {path.name for path in (root / "ds-zero2-fp32" / "global_step4").iterdir()}
     assert {name for name in inside if name.endswith(".pt")} == {
         "mp_rank_00_model_states.pt",

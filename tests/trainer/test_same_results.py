@@ -40,6 +40,7 @@ MODELS = {
     },
 }
 JOBS = [(model, strategy) for model in MODELS for strategy in STRATEGIES]
+OF_SIX = [(model, strategy) for model, strategy in JOBS if model == "bf16"]  # 6 ranks are slow
 
 
 def job(directory, model, **changes):
@@ -54,9 +55,10 @@ def trained(tmp_path_factory):
     results = {}
     for world in WORLDS:
         directory = tmp_path_factory.mktemp(f"world-{world}")
-        jobs = [job(directory, model, strategy=strategy) for model, strategy in JOBS]
+        keys = OF_SIX if world == 6 else JOBS
+        jobs = [job(directory, model, strategy=strategy) for model, strategy in keys]
         runs_of_jobs = worlds.train_on(world, jobs)[0]
-        results |= {(*key, world): run for key, run in zip(JOBS, runs_of_jobs, strict=True)}
+        results |= {(*key, world): run for key, run in zip(keys, runs_of_jobs, strict=True)}
     return results
 
 
@@ -64,9 +66,10 @@ def trained(tmp_path_factory):
 def test_losses_norms_scales_and_parameters_have_the_same_bits_everywhere(trained, model):
     one = trained[model, "ddp", 1]
     assert len(set(one.losses)) == COMMON["steps"], "it trains"
-    for strategy in STRATEGIES:
-        for world in WORLDS:
-            assert trained[model, strategy, world] == one, (strategy, world)
+    runs = {key: run for key, run in trained.items() if key[0] == model}
+    assert {world for _, _, world in runs} >= {1, 2, 3, 4}
+    for key, run in runs.items():
+        assert run == one, key
 
 
 def test_the_fp16_case_overflows_backs_off_and_grows_again(trained):
