@@ -249,7 +249,7 @@ def test_settings_whose_aliases_have_no_end(tmp_path, kind):
     place = Path(shutil.copytree(DATA / "gpt_neox" / "tp2pp0" / "run", tmp_path / "run"))
     path = place / "global_step3" / "configs" / "zz.yml"
     path.write_text("\n".join([*lines, "activation: *a11"]))
-    with pytest.raises(CorruptError, match=r"zz\.yml: has more than \d+ values, by its aliases"):
+    with pytest.raises(CorruptError, match=r"zz\.yml: has more than \d+ values after its aliases"):
         formats.read(place)
 
 

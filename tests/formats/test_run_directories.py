@@ -140,7 +140,7 @@ def test_other_weights_beside_are_named(tmp_path):
 def test_a_format_that_is_not_read_is_called_by_its_name(chosen, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(
-        ReshardError, match=r"(?s)GGUF \(llama.cpp's\) is not read: give the PyTorch"
+        ReshardError, match=r"(?s)reshard does not read GGUF \(llama.cpp's\): pass the PyTorch"
     ):
         reshard.open(tmp_path / chosen)
 
@@ -170,7 +170,7 @@ def test_a_tag_that_does_not_exist_lists_those_that_do(tmp_path):
 def test_a_run_below_is_suggested_and_a_loose_file_above_is_not(tmp_path):
     (tmp_path / "empty").mkdir()
     torch.save({"weight": torch.ones(2)}, tmp_path / "model.bin")
-    with pytest.raises(UnrecognisedError, match="give a run directory"):
+    with pytest.raises(UnrecognisedError, match="pass a run directory"):
         reshard.open(tmp_path / "empty")
     checkpoint = tmp_path / "place/outputs/checkpoint-4"
     checkpoint.mkdir(parents=True)
