@@ -1,6 +1,7 @@
 """Run the commands of the README and the first documentation pages with the installed reshard.
 
     ./dev wheel    # from the wheel, outside of the source tree
+    python tests/support/guides.py README.md    # with the reshard that is installed; one page
 
 Each page has a directory of its own, with the checkpoints that its commands name. The commands of
 its console blocks run one after another, as a reader would type them; then its blocks of Python. A
@@ -109,7 +110,7 @@ def main() -> None:
         run("what is imported is what is installed", [sys.executable, "-c", HOME], sources)
         for line in SOURCES.values():
             run(line, ["bash", "-c", line], sources)
-        for page in PAGES:
+        for page in [ROOT / name for name in sys.argv[1:]] or PAGES:
             sys.stderr.write(f"{page.relative_to(ROOT)}\n")
             run_page(page, sources, Path(scratch, f"{page.parent.name}-{page.stem}"))
 
