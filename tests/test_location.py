@@ -54,7 +54,7 @@ def test_several_files_are_refused(tmp_path):
 
 
 def test_nowhere(tmp_path):
-    with pytest.raises(UnrecognisedError, match="no such"):
+    with pytest.raises(UnrecognisedError, match="does not exist"):
         Location.of([tmp_path / "a"])
 
 

@@ -48,7 +48,7 @@ def test_rows_that_cover_are_accepted():
 def test_a_name_that_is_no_text_is_refused(changed):
     made = manifest((6, 4), [rows(0, 6)])
     entries = index_entries([replace(entry, **changed) for entry in made.entries.values()])
-    with pytest.raises(CorruptError, match="is not text"):
+    with pytest.raises(CorruptError, match="is not a string"):
         check(replace(made, entries=entries))
 
 

@@ -110,7 +110,7 @@ def list_blocks(
     _check_rows(fqn, split, extent)
     if any(weight * extent % (ranks * sum(split.parts)) for weight in split.parts):
         raise UsageError(
-            f"tensor parallel size {ranks}",
+            f"tensor-parallel size {ranks}",
             f"does not divide dim {split.dim} of {fqn!r}, which is {extent}"
             + (f" of {len(split.parts)} parts" if len(split.parts) > 1 else ""),
         )

@@ -94,7 +94,7 @@ def test_the_vocabulary_is_padded_for_the_new_grid(held, tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"tp": 3, "pp": 1, "dp": 1}, "tensor parallel size 3"),
+        ({"tp": 3, "pp": 1, "dp": 1}, "tensor-parallel size 3"),
         ({"ep": 2}, r"--ep 2: .* contains no experts of deepspeed\.moe"),
         ({"pp": 16, "dp": 1}, "--pp 16: is more than the 7 layers"),
         ({"pp": 2, "stage_layers": "1,2"}, "does not share 8 layers among 2 stages"),

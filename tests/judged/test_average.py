@@ -211,7 +211,7 @@ def test_what_is_refused(sequences_made, tag, tmp_path):
     refuses(UsageError, "between 0 and 1", a, b, ema=1.0)
     refuses(UsageError, "has 3 numbered checkpoints", sequences_made / "dcp/run", last=4)
     refuses(
-        DifferentError, "lacks 32 tensors of .*: llama", a, tag("z2_menagerie", 2), dtype="bf16"
+        DifferentError, "does not have 32 tensors of .*: llama", a, tag("z2_menagerie", 2), dtype="bf16"
     )
     refuses(UsageError, "merge each checkpoint with", a, b, replicas="mean")
 
@@ -220,7 +220,7 @@ def test_another_shape_is_refused_by_name(tag, tmp_path):
     state = load_file(tag("hf", 2) / "model.safetensors")
     state["model.norm.weight"] = state["model.norm.weight"][:-1].clone()
     save_file(state, tmp_path / "a.safetensors")
-    with pytest.raises(DifferentError, match=r"'model.norm.weight' with shape \[6\d\]"):
+    with pytest.raises(DifferentError, match=r"'model.norm.weight' has shape \[6\d\]"):
         reshard.average([tag("hf", 4), tmp_path / "a.safetensors"], tmp_path / "out.safetensors")
 
 

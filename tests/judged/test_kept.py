@@ -62,7 +62,7 @@ def test_olmo_core_keeps_a_learning_rate_in_a_tensor_for_each_parameter():
 def test_torchaos_moments_are_reported_and_never_dropped(library, tmp_path):
     source = DATA / library / "ckpt"
     assert not reshard.inspect(source).manifest.frozen
-    with pytest.raises(UnsupportedError, match=r"keeps 'exp_avg' of '0\.weight' as an object"):
+    with pytest.raises(UnsupportedError, match=r"stores 'exp_avg' of '0\.weight' as an object"):
         reshard.split(source, tmp_path / "out", to="dcp", world_size=2)
     assert not (tmp_path / "out").exists()
 

@@ -167,7 +167,7 @@ def test_a_moment_of_another_dtype_on_one_rank_is_refused(copied):
     saved = torch.load(file, weights_only=False)
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].bfloat16()
     torch.save(saved, file)
-    with pytest.raises(CorruptError, match=r"the exp_avg of .* is bfloat16"):
+    with pytest.raises(CorruptError, match=r"the exp_avg of .* has the unsupported dtype bfloat16"):
         reshard.open(run)
 
 

@@ -141,7 +141,7 @@ def test_existing_files_are_replaced_only_on_request(made):
     with hub(present=["config.json", "README.md"]) as server:
         refused = merge(server, run)
         assert refused.returncode == UsageError.exit_code
-        assert "config.json already" in refused.stderr
+        assert "already contains config.json" in refused.stderr
         assert not server.committed
         assert merge(server, run, "--overwrite").returncode == 0
         assert "config.json" in server.committed

@@ -390,7 +390,7 @@ def test_the_right_model_passes(name, original):
 
 def table():
     """What docs/proof.md shows."""
-    yield "| damage | to | caught by | `diff` |"
+    yield "| damage | checkpoint | detected by | `diff` |"
     yield "| --- | --- | --- | --- |"
     diffs = {True: "different", False: "same", None: "cannot be read"}
     for row in TEETH:

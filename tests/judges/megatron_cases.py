@@ -135,7 +135,7 @@ class Grid:
 
     Attributes:
         vpp: model chunks a pipeline rank; None is the plain schedule.
-        etp: the experts' tensor parallel size; None is ``tp``.
+        etp: the experts' tensor-parallel size; None is ``tp``.
         first: ``--decoder-first-pipeline-num-layers``.
         sp: sequence parallel.
     """

@@ -172,7 +172,7 @@ def test_a_pattern_of_layers_is_a_number_or_a_list(pattern):
 
 def test_layers_of_another_kind_are_named():
     config = {"model_type": "gpt_oss", "layer_types": ["linear_attention"] * 2}
-    with pytest.raises(UnsupportedError, match="layer_types: layers of 'linear_attention'"):
+    with pytest.raises(UnsupportedError, match="layer_types: layers of type 'linear_attention'"):
         families.read_config(config, "config.json")
 
 

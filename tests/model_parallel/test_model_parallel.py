@@ -133,7 +133,7 @@ def test_a_user_s_lines_count_before_the_table_s(tmp_path):
     assert table.require("decoder.layers.7.mlp.linear_fc3.weight", {}).rule.cut == "row"
     assert table.require("output_layer.weight", {}).rule.cut == "replicated"
     file.write_text("parameters: {a: sideways}")
-    with pytest.raises(UsageError, match="'a' has the cut 'sideways'"):
+    with pytest.raises(UsageError, match="'a' has the unknown cut 'sideways'"):
         add_user_rules(load_table("megatron"), file)
 
 
@@ -177,7 +177,7 @@ def test_a_rank_may_lack_the_state_of_a_part_that_is_empty_and_of_no_other(rows)
         Manifest(Origin("test", "/b"), index_entries([params[1]]), {}, ordered=True),
     ]
     if rows:
-        with pytest.raises(IncompleteError, match="/b: lacks the master 'w'"):
+        with pytest.raises(IncompleteError, match="/b: does not have the master 'w'"):
             combine.join_tensor_ranks(ranks, lambda _fqn, _shape: Split(0))
         return
     for order in (ranks, ranks[::-1]):

@@ -176,7 +176,7 @@ def test_what_can_only_be_described_is_refused(tmp_path):
     saved = optimizer.state_dict()
     saved["state"][1]["pairs"] = {(0, 1): torch.ones(2)}
     torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "a.pt")
-    with pytest.raises(UnsupportedError, match=r"keeps 'pairs' of '2.weight' as an object"):
+    with pytest.raises(UnsupportedError, match=r"stores 'pairs' of '2.weight' as an object"):
         split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
 
 
@@ -212,7 +212,7 @@ def test_one_of_two_that_nothing_names_is_not_lost(tmp_path):
     with reshard.open(tmp_path / "a.pt") as checkpoint:
         assert checkpoint.manifest.unnamed_optimizers == ("optimizers.0",)
         assert any("optimizers.0" in text for text in checkpoint.manifest.warnings)
-    with pytest.raises(IncompleteError, match=r"holds an optimizer \(optimizers.0\), and no file"):
+    with pytest.raises(IncompleteError, match=r"contains an optimizer \(optimizers.0\), but no file"):
         split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
 
 

@@ -258,6 +258,7 @@ def test_counter_seeds_differ_in_every_coordinate():
     [
         ({}, 1, (1, 1, 1)),
         ({"global_batch": 12}, 3, (12, 1, 4)),
+        ({"global_batch": 7}, 2, (7, 1, 4)),  # one rank has one micro batch less
         ({"global_batch": 12, "micro_batch": 2}, 3, (12, 2, 2)),
         ({"accumulation": 4}, 2, (8, 1, 4)),
         ({"global_batch": 12, "accumulation": 2}, 2, (12, 3, 2)),
@@ -272,7 +273,7 @@ def test_the_batch_identity_fills_in_what_is_not_given(chosen, world, expected):
 @pytest.mark.parametrize(
     ("chosen", "world", "message"),
     [
-        ({"global_batch": 7}, 2, "global batch of 7"),
+        ({"global_batch": 7, "micro_batch": 2}, 2, "global batch of 7"),
         ({"global_batch": 8, "micro_batch": 2, "accumulation": 1}, 2, "2 ranks x"),
         ({"micro_batch": -1}, 1, "micro_batch is -1"),
         ({"steps": 0}, 1, "steps is 0"),

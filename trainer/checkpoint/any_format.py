@@ -132,7 +132,9 @@ def _load(files: OnDemandFiles, name: str, map_location: Any) -> Any:
     from reshard.errors import ReshardError
 
     try:
-        loaded = torch.load(files.open(name), map_location=map_location, weights_only=True)
+        # torch.load hides the errors of the file that it reads, so they are raised after it.
+        file = files.open(name, checks=False)
+        loaded = torch.load(file, map_location=map_location, weights_only=True)
         files.check()
     except ReshardError as error:
         raise _make_error(error, one_rank=True) from error

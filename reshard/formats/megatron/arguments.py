@@ -1,7 +1,7 @@
 """``args``: the command line of the run, which every Megatron checkpoint keeps.
 
 Source: Megatron-LM core_v0.16.1 ``megatron/training/arguments.py``; ``model_parallel_size`` is the
-name of the tensor parallel size before Megatron-LM 2.5.
+name of the tensor-parallel size before Megatron-LM 2.5.
 """
 
 from __future__ import annotations

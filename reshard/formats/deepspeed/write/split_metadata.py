@@ -127,7 +127,7 @@ class SplitMetadata:
     def _note_summed(self, fqns: Sequence[str]) -> Iterator[str]:
         if fqns:
             yield (
-                f"load it at a tensor parallel size of {self._tensor} alone: ranks add up"
+                f"load it at a tensor-parallel size of {self._tensor} alone: ranks add up"
                 f" {len(fqns)} biases ({fqns[0]!r} ...), and DeepSpeed gives each rank the share of"
                 " one that is stored; for another size write --to deepspeed --tp N"
             )
