@@ -211,7 +211,11 @@ def test_what_is_refused(sequences_made, tag, tmp_path):
     refuses(UsageError, "between 0 and 1", a, b, ema=1.0)
     refuses(UsageError, "has 3 numbered checkpoints", sequences_made / "dcp/run", last=4)
     refuses(
-        DifferentError, "does not have 32 tensors of .*: llama", a, tag("z2_menagerie", 2), dtype="bf16"
+        DifferentError,
+        "does not have 32 tensors of .*: llama",
+        a,
+        tag("z2_menagerie", 2),
+        dtype="bf16",
     )
     refuses(UsageError, "merge each checkpoint with", a, b, replicas="mean")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,7 +135,7 @@ def test_a_checkpoint_of_ds_to_universal_is_written_again(made, tmp_path):
 def few_descriptors():
     """As in a process that may have 50 descriptors beside those that the tests have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = len(os.listdir("/proc/self/fd"))
+    opened = len(list(Path("/proc/self/fd").iterdir()))
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 50, hard))
     try:
         yield
