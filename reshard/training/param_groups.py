@@ -23,7 +23,7 @@ from reshard.keys import compile_patterns
 from reshard.manifest import ParamGroup
 from reshard.pickles import objects
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
-from reshard.units import some
+from reshard.units import counted, some
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
 _OWN_KEYS = ("match", "fqns", "frozen")
@@ -194,17 +194,42 @@ def regroup(state: WritableState, given: Rules) -> Made:
     lost = sorted(fqn for fqn in frozen if trained[fqn].member.slots)
     if lost:
         raise UsageError(given.where, f"freezes {_list_some(lost)}, which has optimizer state")
-    scheduler, scheduler_notes = _regroup_scheduler(state, origins, groups)
+    manifest = replace(state.manifest, frozen=state.manifest.frozen | frozenset(frozen))
+    regrouped, scheduler_notes = _replace_groups(replace(state, manifest=manifest), groups, origins)
+    return regrouped, [*notes, *scheduler_notes]
+
+
+def drop_empty_groups(state: WritableState) -> Made:
+    """Return the state without param groups that have no parameters, as a DeepSpeed engine has it.
+
+    The engine removes them from the optimizer (DeepSpeed 0.19.8 ``runtime/engine.py``,
+    ``_configure_optimizer``). HF Trainer makes one where no bias or norm is trained (LoRA).
+    """
+    kept = [number for number, group in enumerate(state.groups) if group.members]
+    if len(kept) == len(state.groups):
+        return state, []
+    groups = [state.groups[number] for number in kept]
+    dropped, notes = _replace_groups(state, groups, [[number] for number in kept])
+    count = counted(len(state.groups) - len(kept), "param group")
+    return dropped, [f"{count} without parameters left out, as DeepSpeed does", *notes]
+
+
+def _replace_groups(
+    state: WritableState, groups: Sequence[TrainedGroup], origins: Sequence[Sequence[int]]
+) -> Made:
+    """Return the state with new groups, and the scheduler's lists with one value for each.
+
+    Args:
+        origins: for each new group, the numbers of its members' groups in the state.
+    """
+    scheduler, notes = _regroup_scheduler(state, origins, groups)
     train = state.manifest.train
     kept = {key: value for key, value in train.objects.items() if key != objects.SCHEDULER}
     same = scheduler == train.scheduler
     # The object as it was saved has the lists of the old groups: a target would prefer it.
     train = replace(train, scheduler=scheduler, objects=train.objects if same else kept)
-    manifest = replace(
-        state.manifest, train=train, frozen=state.manifest.frozen | frozenset(frozen)
-    )
-    regrouped = replace(state, manifest=manifest, groups=tuple(groups), regrouped=True)
-    return regrouped, [*notes, *scheduler_notes]
+    manifest = replace(state.manifest, train=train)
+    return replace(state, manifest=manifest, groups=tuple(groups), regrouped=True), notes
 
 
 def _collect_members(state: WritableState) -> dict[str, _Member]:

@@ -382,6 +382,9 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
     if groups:
         state, derived = param_groups.regroup(state, groups)
         notes.derived += derived
+    if request.separate_masters and not request.weights_only:
+        state, derived = param_groups.drop_empty_groups(state)
+        notes.derived += derived
     if is_new:
         state, derived = fresh_adam.start_adam(state, request.master_dtype)
         notes.derived += derived
