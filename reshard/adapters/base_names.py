@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from reshard import keys
-from reshard.adapters.names import ROOT
 from reshard.errors import UsageError
 from reshard.manifest import Manifest
+from reshard.model.adapter_names import ROOT
 from reshard.units import some
 
 _BASE_LAYER = ".base_layer"

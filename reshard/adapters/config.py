@@ -11,7 +11,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from reshard.adapters.names import (
+from reshard.box import Index
+from reshard.containers.json_files import read_json_object
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError, shown
+from reshard.model.adapter_names import (
     DEFAULT,
     EMBEDDINGS,
     IN,
@@ -24,9 +27,6 @@ from reshard.adapters.names import (
     parse_part,
     strip_root,
 )
-from reshard.box import Index
-from reshard.containers.json_files import read_json_object
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError, shown
 from reshard.schema import COUNT, NUMBER, TEXT, either, expect, fields, mapping, maybe, sequence
 from reshard.units import counted, some
 

@@ -14,11 +14,11 @@ from reshard import dtypes
 from reshard.adapters import base_names, layouts, settings
 from reshard.adapters.config import Config
 from reshard.adapters.layouts import Fit
-from reshard.adapters.names import IN, MAGNITUDE, OUT, TOKENS, parse_part
 from reshard.adapters.product import Order, Product, add_product
 from reshard.adapters.rows import replace_rows
 from reshard.errors import CorruptError, UnsupportedError, UsageError
 from reshard.manifest import PARAM, Entry, Manifest, index_entries, most_common_dtype
+from reshard.model.adapter_names import IN, MAGNITUDE, OUT, TOKENS, parse_part
 from reshard.training.companion_files import is_embedding
 from reshard.weights import find_head_name
 

@@ -3,14 +3,15 @@
 Some checkpoints need them: an FSDP1 flat parameter (``LOCAL_STATE_DICT``, the raw optimizer) is one
 long vector, and only the wrapped model shows which parameters are in it.
 
-build        the module itself
-wrap         which of its modules FSDP 1 wraps
-shapes       names and shapes of its parameters, and which of them each wrapped module owns
-published    the names and shapes that save_pretrained writes, and how they are made
-conversion   a training state between two forms of a model
-tracing      tensors without values that record how they are made
-library      whether transformers converts a model, without importing it
-order        weights and training states in the order of the model
+build          the module itself
+wrap           which of its modules FSDP 1 wraps
+shapes         names and shapes of its parameters, and which of them each wrapped module owns
+published      the names and shapes that save_pretrained writes, and how they are made
+conversion     a training state between two forms of a model
+tracing        tensors without values that record how they are made
+adapter_names  names of LoRA tensors in the model and in PEFT's file
+library        whether transformers converts a model, without importing it
+order          weights and training states in the order of the model
 """
 
 from __future__ import annotations

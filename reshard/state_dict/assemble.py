@@ -26,6 +26,7 @@ from reshard.manifest import (
     most_common_dtype,
 )
 from reshard.model import ModelHint, ModelShapes
+from reshard.model.adapter_names import find_trained_names
 from reshard.pickles import trust
 from reshard.pickles.objects import SCHEDULER
 from reshard.state_dict import (
@@ -97,6 +98,7 @@ def build_manifest(
         read, entries = model_optimizers.select_optimizers(
             parts, entries, units, model, parsed, pool
         )
+    entries = _name_as_trained(entries, read)
     all_warnings = [
         *warnings,
         *parsed.notes,
@@ -126,6 +128,18 @@ def build_manifest(
         keyed=None if flats or units else optimizer_state.find_keying(parts.optimizers.values()),
         ordered_by_model=model is not None and not ordered,  # sorted by it above
     )
+
+
+def _name_as_trained(
+    entries: Mapping[str, Entry], read: Sequence[ParsedOptimizer]
+) -> dict[str, Entry]:
+    """Give an adapter's weights the names that the optimizer has for them."""
+    trained = (fqn for one in read for group in one.groups for fqn in group.fqns)
+    names = find_trained_names(entries, trained)
+    return {
+        names.get(fqn, fqn): replace(entry, fqn=names.get(fqn, fqn))
+        for fqn, entry in entries.items()
+    }
 
 
 def _add_step_claims(

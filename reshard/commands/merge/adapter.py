@@ -8,13 +8,13 @@ from pathlib import Path
 
 from reshard import formats, keys
 from reshard.adapters import config as configs
-from reshard.adapters import names
-from reshard.adapters.names import Part
 from reshard.commands.merge.passes import Adapter, Merge
 from reshard.containers import safetensors_shards as writer
 from reshard.errors import ReshardError, UnsupportedError, UsageError
 from reshard.files import SourceFiles, read_small_file
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, OutputFile, Skeleton
+from reshard.model import adapter_names as names
+from reshard.model.adapter_names import Part
 from reshard.tensors import is_zero
 from reshard.training import companion_files as companions
 from reshard.units import counted, some

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from reshard.adapters import names as adapters
 from reshard.commands.merge.passes import Merge
 from reshard.dtypes import FLOAT32
 from reshard.errors import UsageError
 from reshard.formats import values
 from reshard.manifest import Quantisation
+from reshard.model import adapter_names as adapters
 from reshard.quantised.statement import CONFIG, OTHERS, read_statement, without_statement
 from reshard.training.companion_files import QUANTISED
 from reshard.units import some

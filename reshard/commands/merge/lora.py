@@ -13,7 +13,6 @@ from reshard import keys, weights
 from reshard.adapters import base_names, merging
 from reshard.adapters.base_names import strip_peft
 from reshard.adapters.merging import Merged
-from reshard.adapters.names import add_root, find_parts
 from reshard.adapters.product import Product
 from reshard.box import contiguous_cuts
 from reshard.commands.merge import adapter, passes
@@ -28,6 +27,7 @@ from reshard.formats.values import dequantise
 from reshard.location import directory_of
 from reshard.manifest import MASTER, PARAM, Entry, Manifest
 from reshard.model import library
+from reshard.model.adapter_names import add_root, find_parts
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.paths import as_path

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import formats, keys, naming, replicas, weights
-from reshard.adapters import names as adapters
 from reshard.box import Index
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.output import is_single_file
@@ -21,6 +20,7 @@ from reshard.files import SourceFiles, read_small_file
 from reshard.formats.base import Conversion
 from reshard.location import directory_of
 from reshard.manifest import Entry, Skeleton
+from reshard.model import adapter_names as adapters
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.paths import as_path

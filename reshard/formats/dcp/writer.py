@@ -24,6 +24,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.model.adapter_names import find_saved_names
 from reshard.pickles.canonical import Canonicalizer
 from reshard.pickles.pickler import Pickler
 from reshard.pickles.values import Call, Global
@@ -80,17 +81,17 @@ def lay_out(
 def lay_out_fsdp(
     state: WritableState, *, shards: int, weights_only: bool = False, dtype: DType | None = None
 ) -> Skeleton:
-    """Lay out the two directories of FSDP's ``SHARDED_STATE_DICT``, named as by Accelerate."""
-    weights = lay_out(
-        state,
-        shards=shards,
-        optimizer_key=None,
-        directory="pytorch_model_fsdp_0",
-        dtype=dtype,
-        extra={},
-    )
+    """Lay out the two directories of FSDP's ``SHARDED_STATE_DICT``, named as by Accelerate.
+
+    The weights of an adapter without its base have PEFT's names beside an optimizer, as HF Trainer
+    saves and loads them; the optimizer's names show those of the model.
+    """
+    names = {} if weights_only else find_saved_names(weight.fqn for weight in state.weights)
+    weights = torch_state_dict.build_weights(state, dtype=dtype)
+    saved = {names.get(fqn, fqn): value for fqn, value in weights.items()}
+    model = lay_out_state({"model": saved}, shards=shards, directory="pytorch_model_fsdp_0")
     if weights_only:
-        return weights
+        return model
     moments = lay_out(
         state,
         shards=shards,
@@ -99,7 +100,7 @@ def lay_out_fsdp(
         directory="optimizer_0",
         extra={},
     )
-    return skeletons.join([weights, moments])
+    return skeletons.join([model, moments])
 
 
 def lay_out_accelerate(

@@ -76,6 +76,37 @@ def find_parts(fqns: Iterable[str]) -> list[Part]:
     return [part for fqn in fqns if (part := parse_part(fqn))]
 
 
+def find_saved_names(fqns: Iterable[str]) -> dict[str, str]:
+    """Return name in the model -> name in PEFT's file, if all weights are those of one adapter.
+
+    >>> find_saved_names(["base_model.model.q.lora_A.default.weight"]).popitem()[1]
+    'base_model.model.q.lora_A.weight'
+    >>> find_saved_names(["base_model.model.q.lora_A.default.weight", "base_model.model.q.weight"])
+    {}
+    """
+    fqns = list(fqns)
+    parts = find_parts(fqns)
+    is_adapter = len(parts) == len(fqns) and len({part.adapter for part in parts}) == 1
+    return {part.fqn: part.saved_as for part in parts} if is_adapter else {}
+
+
+def find_trained_names(saved: Iterable[str], trained: Iterable[str]) -> dict[str, str]:
+    """Return name in PEFT's file -> name in the model, for weights that an optimizer trains.
+
+    HF Trainer saves an adapter's weights under FSDP 2 without the adapter's name, and the optimizer
+    with it. Source: Accelerate 1.15 ``utils/fsdp_utils.py`` (``adapter_only``). The result is empty
+    unless every weight that is missing among the saved names has a saved name of its own.
+
+    >>> find_trained_names(["base_model.model.q.lora_A.weight"], ["q.lora_A.default.weight"])
+    {'base_model.model.q.lora_A.weight': 'q.lora_A.default.weight'}
+    """
+    saved = set(saved)
+    parts = [parse_part(fqn) for fqn in trained if fqn not in saved]
+    names = {part.saved_as: part.fqn for part in parts if part and part.adapter}
+    is_complete = len(names) == len(parts) and names.keys() <= saved
+    return names if is_complete else {}
+
+
 def explain_separate(fqns: Iterable[str]) -> list[str]:
     """Return the note that adapters are written separately, not added to the weights."""
     parts = find_parts(fqns)
