@@ -313,7 +313,7 @@ def choose_family(
         )
     raise UnsupportedError(
         traits.source,
-        f"no model family of reshard matches; the nearest is {nearest.name}, but {differs}",
+        f"matches no model family of reshard; the nearest is {nearest.name}, but {differs}",
         "keep the source's names with --names source",
     )
 

@@ -14,7 +14,14 @@ from reshard.errors import UsageError
 from reshard.manifest import Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
 
-__all__ = ["ModelNames", "NameOptions", "Naming", "choose_names", "prefer_source"]
+__all__ = [
+    "ModelNames",
+    "NameOptions",
+    "Naming",
+    "choose_names",
+    "explain_source_names",
+    "prefer_source",
+]
 
 
 def prefer_source(options: NameOptions) -> NameOptions:
@@ -46,6 +53,20 @@ def choose_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> N
         return tables.remove_padding(manifest, own, options)
     _refuse_unused(options)
     return Naming(manifest)
+
+
+def explain_source_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> list[str]:
+    """Return a note that the output has the names of the source, if those are not Hugging Face's.
+
+    Args:
+        own: how the names of the source may differ from Hugging Face's.
+    """
+    if not own.may_differ(manifest):
+        return []
+    from reshard.naming import tables
+
+    traits = tables.describe_source(manifest, own)
+    return [] if traits is None else [tables.explain_source_names(own, traits, options)]
 
 
 def _refuse_unused(options: NameOptions) -> None:

@@ -50,7 +50,7 @@ def rename_to_hf(
         # Without any wish of the user about names, the source's own names are a valid output.
         if options.names or options.family or options.config:
             raise
-        return Naming(manifest, (f"the output has the names of the source: it {error.problem}",))
+        return Naming(manifest, (_explain_unknown_family(error),))
     traits = replace(traits, vocab=_vocab_size(traits, options))
     if options.config is None:
         config, notes = family.make_config(traits), list[str]()
@@ -70,6 +70,27 @@ def rename_to_hf(
         config,
         trimmed=(table, traits.vocab) if traits.vocab and not options.keep_padding else None,
     )
+
+
+def explain_source_names(own: ModelNames, traits: Traits, options: NameOptions) -> str:
+    """Return a note that the output has the names of the source, and how to get Hugging Face's.
+
+    Args:
+        traits: what the source states about its model.
+    """
+    try:
+        family, _ = _choose_family(own, traits, options)
+    except UnsupportedError as error:
+        return _explain_unknown_family(error)
+    return (
+        "the output has the names of the source, which transformers does not load; pass --names hf"
+        f" for those of Hugging Face ({family.name}), or a directory as DESTINATION to get a"
+        " config.json too"
+    )
+
+
+def _explain_unknown_family(error: UnsupportedError) -> str:
+    return f"the output has the names of the source: it {error.problem}"
 
 
 def remove_padding(manifest: Manifest, own: ModelNames, options: NameOptions) -> Naming:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import reshard
+from reshard import naming
 from reshard.errors import DifferentError, UsageError
 from reshard.keys import Edits
+from reshard.model_parallel.traits import Traits
+from reshard.naming import tables
 from tests.model.test_published import MODELS, make_model
 from tests.support.programs import run_python
 
@@ -21,6 +25,31 @@ BERT = {
     "num_attention_heads": 2,
     "vocab_size": 40,
 }
+
+
+MEGATRON = Path(__file__).parents[1] / "data" / "megatron" / "llama_tp2pp2" / "ckpt"
+KEPT = "the output has the names of the source"
+
+
+def test_one_file_of_a_megatron_run_says_that_it_keeps_the_names(tmp_path):
+    def merge(**options):
+        report = reshard.merge(MEGATRON, tmp_path / "a.safetensors", overwrite=True, **options)
+        return [text for text in report.warnings if text.startswith(KEPT)]
+
+    (text,) = merge()
+    assert "which transformers does not load; pass --names hf for those of Hugging Face" in text
+    assert "decoder.final_layernorm.weight" in load_file(tmp_path / "a.safetensors")
+    assert not merge(names="hf")
+    assert "model.norm.weight" in load_file(tmp_path / "a.safetensors")
+    assert not merge(names="source")
+
+
+def test_one_file_of_an_unknown_model_says_why_it_keeps_the_names():
+    traits = Traits(source="args", odd=("square positions",))
+    own = naming.ModelNames(may_differ=lambda _: True, describe=lambda _: traits)
+    text = tables.explain_source_names(own, traits, naming.NameOptions())
+    assert text.startswith(f"{KEPT}: it matches no model family of reshard; the nearest is ")
+    assert "square positions" in text
 
 
 @pytest.fixture(scope="module", params=[*MODELS, "BertForMaskedLM"])

@@ -148,20 +148,20 @@ def find_companions(merge: Merge) -> Merge:
 
 def rename(merge: Merge) -> Merge:
     """Return the merge under the names of the output, with a config if one was derived."""
-    options, companions = merge.options, merge.companions
-    chosen = naming.choose_names(
-        merge.manifest,
-        merge.source.names,
-        naming.NameOptions(
-            # A directory is for transformers, so its names are chosen; a file keeps the source's.
-            names=options.names or (None if merge.is_directory or options.family else "source"),
-            family=options.family,
-            rules=options.rules,
-            vocab_size=options.vocab_size,
-            keep_padding=options.keep_padding,
-            config=companions.config,
-        ),
+    options, companions, own = merge.options, merge.companions, merge.source.names
+    wanted = naming.NameOptions(
+        names=options.names,
+        family=options.family,
+        rules=options.rules,
+        vocab_size=options.vocab_size,
+        keep_padding=options.keep_padding,
+        config=companions.config,
     )
+    if not (merge.is_directory or options.names or options.family):
+        # A directory is for transformers, so its names are chosen; a file keeps the source's.
+        merge.notes.warnings += naming.explain_source_names(merge.manifest, own, wanted)
+        wanted = naming.prefer_source(wanted)
+    chosen = naming.choose_names(merge.manifest, own, wanted)
     if chosen.config is not None:
         companions = replace(companions, config=dict(chosen.config))
     return replace(apply_names(merge, chosen), companions=companions)
