@@ -11,7 +11,7 @@ import torch
 import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
-from reshard.errors import UnsupportedError, UsageError
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.model_parallel.shards import REPLICATED, Split
 from tests.judged.alike import tensors
@@ -193,3 +193,21 @@ def test_fused_parameters_have_the_widths_that_the_checkpoint_says():
         "sub_param_shard_widths": {"qkv": [[4, 2], [2, 1]]},
     }
     assert cuts(info, "qkv").split("qkv", (6,)) == Split(0, (2, 1), widths=((4, 2), (2, 1)))
+
+
+@pytest.mark.parametrize("grid", [{}, {"tp": 1, "pp": 1, "dp": 1}, {"tp": 4, "pp": 3, "dp": 1}])
+def test_a_tied_pipeline_without_its_optimizer_keeps_its_names(grid, tmp_path):
+    """Only the list of parameters names layers that share a module: their file does not."""
+    split(SAMPLE / "run", tmp_path / "weights", SplitOptions(weights_only=True, **grid))
+    assert not list((tmp_path / "weights").rglob("*optim_states.pt"))
+    report = reshard.diff(SAMPLE / "run", tmp_path / "weights", kinds=["weight"], dtype="bf16")
+    assert report.same, list(report.lines())
+    assert report.equal == 52
+
+
+def test_a_pipeline_whose_optimizer_is_lost_is_refused(tmp_path):
+    split(SAMPLE / "run", tmp_path / "out", SplitOptions(tp=1))
+    for path in (tmp_path / "out").rglob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match=r"contains no \*_optim_states\.pt files"):
+        reshard.open(tmp_path / "out")

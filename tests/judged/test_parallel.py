@@ -234,6 +234,41 @@ def test_deepspeed_continues_on_another_grid(number, made, gone_on):
         assert loss == pytest.approx(wanted, abs=noise)
 
 
+ONLY_WEIGHTS = [  # layers that share a module: only the list of parameters has their names
+    ("pp2dp2", {}),
+    ("pp2_fp16", {"tp": 2, "dp": 1}),
+    ("tp2pp2", {"tp": 1, "dp": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def weights_loaded(made, tmp_path_factory):
+    """What real DeepSpeed loads from each, and the directories."""
+    from tests.judges import parallel_judge
+
+    runs = []
+    for number, (case, grid) in enumerate(ONLY_WEIGHTS):
+        place = tmp_path_factory.mktemp("weights") / str(number)
+        row = replace(CASES[case], **grid)
+        sizes = {"tp": row.tp, "pp": row.pp, "dp": row.dp}
+        split(made / case / "run", place, SplitOptions(weights_only=True, **sizes))
+        runs.append((place, case, grid))
+    return runs, parallel_judge.load_all(runs, steps=1, load_module_only=True)
+
+
+@pytest.mark.parametrize("number", range(len(ONLY_WEIGHTS)))
+def test_deepspeed_loads_a_tied_pipeline_without_its_optimizer(number, made, weights_loaded):
+    runs, found = weights_loaded
+    place, case, _ = runs[number]
+    live = reference_of(made / case)["live"]
+    with reshard.open(place) as checkpoint:
+        assert set(live) <= set(checkpoint)
+        for name, value in live.items():
+            assert torch.equal(found[number]["loaded"]["live"][name], value), name
+            assert torch.equal(checkpoint[name][...], value), name
+        assert not checkpoint.manifest.train.param_groups
+
+
 def test_stages_equal_those_of_deepspeed():
     from deepspeed.runtime import utils
 

@@ -24,11 +24,14 @@ def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseRes
     return JUDGE.make(out, list(CASES if names is None else names))
 
 
-def load_all(runs: Iterable[tuple[Path, str, dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
+def load_all(
+    runs: Iterable[tuple[Path, str, dict[str, Any]]], steps: int, **how: Any
+) -> list[dict[str, Any]]:
     """Have real DeepSpeed go on from directories.
 
     Args:
         runs: of each the directory, the case, and what of it is another there (tp, pp, dp ...).
+        how: options of ``load_checkpoint``.
 
     Returns:
         of each ``loaded``, a reference as of right after loading, ``losses`` and ``params``.
@@ -40,7 +43,7 @@ def load_all(runs: Iterable[tuple[Path, str, dict[str, Any]]], steps: int) -> li
         for number, (run, name, other) in enumerate(runs):
             case = replace(CASES[name], **other)
             place = Path(scratch, str(number))
-            told = {"case": case, "load": run.resolve(), "steps": steps}
+            told = {"case": case, "load": run.resolve(), "how": how, "steps": steps}
             job = JUDGE.job(name, place / "out", place, case.world, **told)
             jobs[f"{name}-{number}"] = replace(job, case=f"{name}-{number}")
         for report in JUDGE.ask(list(jobs.values())):

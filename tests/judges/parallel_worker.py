@@ -45,8 +45,9 @@ def work(job: ranks.Job, rank: int) -> None:
         return
     models.Tp.seed = 8
     engine = start(case)
-    engine.load_checkpoint(str(job.told["load"]))
-    loaded = truth(engine)
+    how = job.told["how"]
+    engine.load_checkpoint(str(job.told["load"]), **how)
+    loaded = truth(engine, () if how.get("load_module_only") else SLOTS)
     first = engine.global_steps
     losses = [step(engine, case, first + n) for n in range(job.told["steps"])]
     _write({"loaded": loaded, "losses": losses, "params": truth(engine)["params"]}, job.out)
@@ -143,11 +144,11 @@ def _update(engine: Any, loss: Tensor) -> float:
     return ranks.mean_over_ranks(loss, dist.get_world_size())
 
 
-def truth(engine: Any) -> dict[str, Any]:
+def truth(engine: Any, slots: tuple[str, ...] = SLOTS) -> dict[str, Any]:
     """Whole tensors by the optimizer's names, gathered by the ranks that hold them."""
     first = getattr(engine, "is_first_stage", lambda: True)()
     unused = frozenset() if first else frozenset({POSITIONS})
-    now = deepspeed_truth.snapshot(engine, SLOTS, unused)
+    now = deepspeed_truth.snapshot(engine, slots, unused)
     nothing = deepspeed_truth.empty_params(engine.module)  # of a rank without a head
     mine = {
         name: {**held, **nothing} for name, held in (("params", now.params), *now.slots.items())

@@ -121,8 +121,8 @@ def _mics_shard_size(first: ModelStates) -> int:
 
 
 def _require_optimizer(files: RankFiles, first: ModelStates, world_size: int) -> None:
-    """Check that there are optimizer states: ``param_shapes`` is written with ZeRO only."""
-    if first.shapes and not files.optim:
+    """Check that there are optimizer states: DeepSpeed writes ``param_shapes`` with ZeRO only."""
+    if first.shapes and not files.optim and not _is_weights_only(first):
         raise IncompleteError(
             files.location,
             f"is a ZeRO checkpoint of {world_size} ranks, but contains no *_optim_states.pt files,"
@@ -130,6 +130,15 @@ def _require_optimizer(files: RankFiles, first: ModelStates, world_size: int) ->
             "copy them here; or merge the 16-bit weights of stages 1 and 2 with --from torch"
             f" {first.file.path}",
         )
+
+
+def _is_weights_only(first: ModelStates) -> bool:
+    """Return whether reshard wrote these files without an optimizer.
+
+    It lists the parameters of a pipeline at stage 0 too (`write.model_states`). Without its stamp,
+    the optimizer's files may be lost.
+    """
+    return first.file.stamp is not None and zero_section(first.config).get("stage") == 0
 
 
 def _check_models(models: Sequence[ModelStates]) -> None:

@@ -110,6 +110,8 @@ def _root(
         frozen = None
     samples = {} if train.samples is None else {"global_samples": train.samples}
     sharded = spec.stage > 0
+    # A layer's file has no names of shared modules: without an optimizer, only this list has them.
+    lists_names = sharded or (spec.layered and spec.weights_only)
     experts: dict[str, Any] = {}
     if spec.experts:
         own = (item for item in module.items() if not parse_expert_name(item[0]))
@@ -119,7 +121,7 @@ def _root(
         "module": None if spec.layered else module,
         "buffer_names": [weight.fqn for weight in spec.buffers],
         "optimizer": None if sharded or spec.weights_only else make_optimizer(spec),
-        "param_shapes": _param_shapes(spec) if sharded else None,
+        "param_shapes": _param_shapes(spec) if lists_names else None,
         "frozen_param_shapes": None if frozen is None else _frozen_shapes(spec),
         "shared_params": _shared_params(spec) if sharded else None,
         "frozen_param_fragments": None if frozen is None else OrderedDict(frozen),
