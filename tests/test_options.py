@@ -128,6 +128,26 @@ def test_a_keyword_that_is_no_option_is_refused(tmp_path):
         reshard.merge(tmp_path, tmp_path / "out", dtyp="bf16")
 
 
+def test_diff_takes_the_word_of_its_report_and_its_plural(tmp_path):
+    a = tmp_path / "a.safetensors"
+    save_file({"x.weight": torch.ones(3)}, a)
+    for kind in ("weight", "weights"):
+        assert reshard.diff(a, a, kinds=[kind]).equal_by_kind == {"weight": 1}
+    with pytest.raises(UsageError, match="must be one of optimizer, train, weight"):
+        reshard.diff(a, a, kinds=["weigths"])
+
+
+def test_a_choice_is_shown_as_it_is_declared_and_taken_in_two_spellings(tmp_path):
+    arguments = ["convert", "--to", "megatron", "--ckpt-format"]
+    shown = CliRunner().invoke(cli, ["convert", "--to", "megatron", "--help"]).output
+    assert "[torch|torch_dist]" in shown
+    refused = CliRunner().invoke(cli, [*arguments, "zarr", "a", "b"])
+    assert "is not one of 'torch', 'torch_dist'" in refused.output
+    for value in ("torch_dist", "torch-dist"):
+        done = CliRunner().invoke(cli, [*arguments, value, str(tmp_path / "a"), "b"])
+        assert "does not exist" in str(done.output) + str(done.exception)
+
+
 def test_reports_list_the_options_that_were_given(tmp_path):
     a = tmp_path / "a.safetensors"
     save_file({"x.weight": torch.ones(3)}, a)
@@ -138,7 +158,7 @@ def test_reports_list_the_options_that_were_given(tmp_path):
     for arguments, expected in (
         (["inspect", a], {}),
         (["verify", a, "--deep"], {"deep": True}),
-        (["diff", a, a, "--kind", "weights"], {"kinds": ["weights"]}),
+        (["diff", a, a, "--kind", "weight"], {"kinds": ["weight"]}),
         (["split", a, tmp_path / "c", "--to", "dcp", "--dry-run"], {"to": "dcp", "dry_run": True}),
         (["merge", a, tmp_path / "d", "--rename", "x=y"], {"rename": [["x", "y"]]}),
     ):

@@ -50,7 +50,24 @@ class _Parsed(_ParamType):
         return self._parse(value) if isinstance(value, str) else value
 
 
-class _OpenChoice(_Choice):
+class _SpelledChoice(_Choice):
+    """A choice that is shown as it is declared; the user may write ``-`` for ``_``.
+
+    click's own shows every value as ``token_normalize_func`` returns it (``torch-dist``).
+    """
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the choice that the value spells."""
+        wanted = str(value).replace("_", "-")
+        spelled = (each for each in self.choices if each.replace("_", "-") == wanted)
+        return super().convert(next(spelled, value), param, ctx)
+
+    def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:  # noqa: ARG002
+        """Return a choice as click 8.2 and later show it in help, messages and completions."""
+        return str(choice)
+
+
+class _OpenChoice(_SpelledChoice):
     """A choice to which extensions add values; they are imported only for an unknown value."""
 
     def __init__(self, option: Option) -> None:
@@ -324,7 +341,7 @@ def _type_of(option: Option) -> Any:
     if option.type is int and option.choices:  # consecutive numbers; click 8.1's Choice needs texts
         return click.IntRange(min(option.choices), max(option.choices))
     if option.choices:
-        return _OpenChoice(option) if declared.find_choices else click.Choice(option.choices)
+        return _OpenChoice(option) if declared.find_choices else _SpelledChoice(option.choices)
     if option.type is int and (declared.minimum is not None or declared.maximum is not None):
         return click.IntRange(declared.minimum, declared.maximum)
     return option.type

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from reshard.html.page import Page
 
 SCHEMA = 1
-WEIGHTS, OPTIMIZER, TRAIN = "weights", "optimizer", "train"
+OPTIMIZER, TRAIN = "optimizer", "train"
+_WEIGHTS = "weights"  # also accepted for WEIGHT, the word of the report
 _compared = partial(option, group="Comparison")
 
 
@@ -49,7 +50,7 @@ class DiffOptions(ReadOptions):
     )
     kinds: Sequence[str] = _compared(
         (),
-        "Compare only weights, optimizer, train, or a slot such as exp_avg.",
+        "Compare only weight, optimizer, train, or a slot such as exp_avg.",
         flags=("--kind",),
         unset="all",
     )
@@ -248,11 +249,10 @@ class _Selection:
 
     def __init__(self, options: DiffOptions, *manifests: Manifest) -> None:
         slots = {kind for each in manifests for kind, _ in each.entries} - {"buffer", "param"}
-        known = {WEIGHTS, OPTIMIZER, TRAIN, *(slots - {"master"})}
-        for kind in options.kinds:
-            if kind not in known:
-                raise UsageError(f"--kind {kind}", f"must be one of {', '.join(sorted(known))}")
-        self._kinds = set(options.kinds)
+        known = {WEIGHT, OPTIMIZER, TRAIN, *(slots - {"master"})}
+        self._kinds = {WEIGHT if kind == _WEIGHTS else kind for kind in options.kinds}
+        for kind in self._kinds - known:
+            raise UsageError(f"--kind {kind}", f"must be one of {', '.join(sorted(known))}")
         self._ignored: list[re.Pattern[str]] = keys.compile_patterns(options.ignore, "--ignore")
 
     @property
@@ -275,7 +275,7 @@ class _Selection:
 
     def _is_key_selected(self, key: PairKey) -> bool:
         kind, fqn = key
-        group = WEIGHTS if kind in (WEIGHT, COPY) else OPTIMIZER
+        group = WEIGHT if kind in (WEIGHT, COPY) else OPTIMIZER
         return self.is_selected(fqn) and (not self._kinds or bool(self._kinds & {group, kind}))
 
 

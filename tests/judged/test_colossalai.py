@@ -69,7 +69,7 @@ def test_stages_of_a_pipeline_are_counted_and_ordered(copied):
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_goes_to_other_layouts_and_stays_the_same(case, tmp_path):
     reshard.split(KEPT / case / "ckpt", tmp_path / "out", to="dcp", world_size=2)
-    report = reshard.diff(KEPT / case / "ckpt", tmp_path / "out", kinds=["weights", "optimizer"])
+    report = reshard.diff(KEPT / case / "ckpt", tmp_path / "out", kinds=["weight", "optimizer"])
     assert report.same, list(report.lines())
 
 

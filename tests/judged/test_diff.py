@@ -62,8 +62,8 @@ def test_differences_of_two_runs_are_located(made):
 def test_merged_weights_are_those_of_the_run_as_if_cast(made, tmp_path):
     source, out = made / "z3_bf16/run", tmp_path / "m.safetensors"
     reshard.merge(source, out, dtype="bf16")
-    assert reshard.diff(source, out, kinds=["weights"], dtype="bf16").same
-    strict = reshard.diff(source, out, kinds=["weights"])
+    assert reshard.diff(source, out, kinds=["weight"], dtype="bf16").same
+    strict = reshard.diff(source, out, kinds=["weight"])
     assert {each.what for each in strict.unequal} == {"dtype"}
     assert not reshard.diff(source, out).same, "the optimizer is missing"
 
@@ -117,7 +117,7 @@ def test_hyper_parameters_and_steps(torch_made, tmp_path):
         "optimizer step",
         "lr",
     ]
-    assert reshard.diff(tmp_path / "a", tmp_path / "b", kinds=["weights", "optimizer"]).same
+    assert reshard.diff(tmp_path / "a", tmp_path / "b", kinds=["weight", "optimizer"]).same
 
 
 def test_the_command(made):

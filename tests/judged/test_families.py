@@ -88,5 +88,5 @@ def test_a_16_bit_norm_stays_the_rounded_master(tmp_path):
     named = {"names": "hf", "family": "qwen3_5"}
     reshard.split(tmp_path / "there", tmp_path / "ds", to="deepspeed", world_size=2, **named)
     reshard.split(tmp_path / "ds", tmp_path / "again", **told)  # compares copies with masters
-    kinds = ["weights", "optimizer"]
+    kinds = ["weight", "optimizer"]
     assert reshard.diff(tmp_path / "there", tmp_path / "again", kinds=kinds).same

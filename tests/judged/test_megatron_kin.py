@@ -79,7 +79,7 @@ def test_each_rank_gets_its_share_of_a_summed_bias(tmp_path):
 
 
 NEOX = [case for case in CASES if case.startswith("gpt_neox")]
-VALUES = {"kinds": ["weights", "optimizer"]}
+VALUES = {"kinds": ["weight", "optimizer"]}
 
 
 def tensors(value, path=""):

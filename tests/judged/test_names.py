@@ -215,7 +215,7 @@ def test_the_optimizer_goes_through_hugging_face_s_names(megatron_case, tmp_path
     reshard.split(
         tmp_path / "torch", tmp_path / "back", to="megatron", tp=4, model=config, **as_before
     )
-    found = reshard.diff(tmp_path / "back", source, kinds=["weights", "optimizer"])
+    found = reshard.diff(tmp_path / "back", source, kinds=["weight", "optimizer"])
     assert not found.unequal
     assert not found.only_a
     assert not found.only_b

@@ -75,7 +75,7 @@ def test_a_sample_without_metadata_is_read_as_it_is(tmp_path):
 def test_the_state_goes_to_fsdp_and_stays_the_same(ranks, tmp_path):
     case = KEPT / "zero_tp2pp2dp2"
     reshard.split(case / "ckpt", tmp_path / "out", to="dcp", world_size=ranks)
-    report = reshard.diff(case / "ckpt", tmp_path / "out", kinds=["weights", "optimizer"])
+    report = reshard.diff(case / "ckpt", tmp_path / "out", kinds=["weight", "optimizer"])
     assert report.same, list(report.lines())
     assert report.equal == 24
 

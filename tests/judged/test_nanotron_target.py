@@ -90,7 +90,7 @@ def test_on_other_ranks_it_is_the_state_of_the_whole_model(case, tp, dp, zero, t
                 assert torch.equal(torch.as_tensor(slot[fqn][...]), wanted), (kind, fqn)
         mesh = checkpoint.manifest.origin.mesh
         assert (mesh.get("tp", 1), mesh.get("dp", 1)) == (tp, dp)
-    report = reshard.diff(KEPT / case / "ckpt", tmp_path / "out", kinds=["weights", "optimizer"])
+    report = reshard.diff(KEPT / case / "ckpt", tmp_path / "out", kinds=["weight", "optimizer"])
     assert report.same, list(report.lines())
 
 
@@ -147,7 +147,7 @@ def test_parts_that_are_fused_along_the_last_dim_are_cut_row_by_row(copied, zero
         path = next((tmp_path / "out").rglob(f"down_proj/*tp-rank-{rank}-of-4.safetensors"))
         mine = [part.chunk(4, 1)[rank] for part in whole.split([16, 8], 1)]
         assert torch.equal(loaded(path)["data"], torch.cat(mine, 1))
-    report = reshard.diff(run, tmp_path / "out", kinds=["weights", "optimizer"])
+    report = reshard.diff(run, tmp_path / "out", kinds=["weight", "optimizer"])
     assert report.same, list(report.lines())
 
 
@@ -246,7 +246,7 @@ def test_a_bias_of_the_first_rank_alone_is_refused(copied, tmp_path):  # noqa: F
     with pytest.raises(UnsupportedError, match="only the first tensor-parallel rank has"):
         reshard.split(run, tmp_path / "out", tp=1)
     reshard.split(run, tmp_path / "out", tp=1, weights_only=True)
-    assert reshard.diff(run, tmp_path / "out", kinds=["weights"]).same
+    assert reshard.diff(run, tmp_path / "out", kinds=["weight"]).same
 
 
 def test_a_run_in_which_nothing_is_cut_has_one_rank(copied, tmp_path):  # noqa: F811

@@ -81,7 +81,7 @@ def test_groups_that_dcp_cut_short_are_refused_where_there_are_several(trained, 
 def test_all_stages_go_to_fsdp_without_a_pipeline(trained, run, form, tmp_path):
     source = trained / run / form
     reshard.split(source, tmp_path / "out", to="dcp", world_size=3)
-    report = reshard.diff(source, tmp_path / "out", kinds=["weights", "optimizer"])
+    report = reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"])
     assert report.same, list(report.lines())
     assert report.equal == 3 * len(truth(trained / run)["weights"])
 

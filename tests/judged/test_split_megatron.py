@@ -214,7 +214,7 @@ def test_experts_are_named_by_the_arguments(megatron_case, tmp_path, case, impl,
     assert file.args.values["moe_grouped_gemm"] is grouped
     one = "linear_fc1.weight0" if grouped else "local_experts.0.linear_fc1.weight"
     assert f"decoder.layers.1.mlp.experts.{one}" in file.read_chunks()[0].params
-    assert not reshard.diff(tmp_path / "out", source, kinds=["weights"]).unequal
+    assert not reshard.diff(tmp_path / "out", source, kinds=["weight"]).unequal
 
 
 def test_a_hugging_face_mixture_determines_the_names_of_its_experts(megatron_case, tmp_path):

@@ -369,7 +369,7 @@ def _compare_published(proof: Proof, ranks: Ranks) -> Iterator[str]:
     target = run.with_suffix(".published")
     told: dict[str, Any] = {"weights_only": True, "transformer_impl": proof.impl}
     _convert(proof, proof.sources.model, target, ranks, **told)
-    yield from _describe(api.diff(run, target, kinds=["weights"]))
+    yield from _describe(api.diff(run, target, kinds=["weight"]))
 
 
 def _go_there_and_back(proof: Proof, ranks: Ranks) -> Iterator[str]:
