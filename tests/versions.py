@@ -277,6 +277,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     os.environ.update(OMP_NUM_THREADS="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
     os.environ.pop("PYTHONPATH", None)
+    # Without it, each of four ranks compiles torch and transformers from source at each start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     for name in chosen.only:
         for result in run_row(name, out):
             (out / f"{name}.json").write_text(json.dumps(result, indent=2))
