@@ -172,6 +172,8 @@ def regroup(state: WritableState, given: Rules) -> Made:
             a group leaves out a hyper-parameter that differs between the source's groups.
     """
     trained = _collect_members(state)
+    if given.live:
+        trained = _follow_empty(state, trained, given)
     taken = _assign(given, trained, state.manifest.tied)
     position = {weight.fqn: number for number, weight in enumerate(state.weights)}
     groups, origins = [], []
@@ -245,6 +247,27 @@ def _collect_members(state: WritableState) -> dict[str, _Member]:
         for weight in state.weights
         if weight.is_float and weight.fqn not in state.manifest.frozen
     }
+
+
+def _follow_empty(
+    state: WritableState, trained: Mapping[str, _Member], given: Rules
+) -> dict[str, _Member]:
+    """Return the members, with exactly those parameters without elements that the rules name.
+
+    The optimizer decides whether a group contains them: ZeRO leaves them out (DeepSpeed 0.19.8
+    ``runtime/utils.py``, ``is_optimized_parameter``); torch's optimizers keep them without a state,
+    so that a checkpoint of stage 0 does not name them.
+    """
+    tied = state.manifest.tied
+    named = {tied.get(fqn, fqn) for rule in given.rules for fqn in rule.fqns}
+    empty = [weight for weight in state.weights if weight.is_float and 0 in weight.shape]
+    found = {
+        fqn: _Member(TrainedParameter(weight, {}, None), None)
+        for weight in empty
+        if (fqn := weight.fqn) in named
+    }
+    dropped = {weight.fqn for weight in empty} - named
+    return found | {fqn: member for fqn, member in trained.items() if fqn not in dropped}
 
 
 def _assign(

@@ -1,0 +1,55 @@
+"""Param groups that follow those of a live optimizer."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard.box import whole
+from reshard.chunks import contiguous
+from reshard.dtypes import FLOAT32
+from reshard.errors import UsageError
+from reshard.manifest import Entry, Manifest, Origin, ParamGroup, TrainState, index_entries
+from reshard.training.param_groups import follow_live, regroup
+from reshard.training.state import build_writable_state
+
+ADAM = {"lr": 0.1, "betas": (0.9, 0.999)}
+
+
+def make_state(*names, **shapes):
+    """Return a state whose only group has these parameters."""
+    entries = [make_entry(fqn, "param", shape) for fqn, shape in shapes.items()]
+    entries += [make_entry(fqn, "exp_avg", shapes[fqn]) for fqn in names if 0 not in shapes[fqn]]
+    train = TrainState(param_groups=(ParamGroup(ADAM, names),))
+    return build_writable_state(
+        Manifest(Origin("deepspeed", "run"), index_entries(entries), {}, train, ordered=True)
+    )
+
+
+def make_entry(fqn, kind, shape):
+    chunk = contiguous("f", 0, FLOAT32, whole(shape), shape)
+    return Entry(fqn, kind, FLOAT32, shape, (chunk,) if 0 not in shape else ())
+
+
+def follow(state, *names):
+    rules = follow_live(state, (ParamGroup({"lr": 0.5}, names),))
+    state, _ = regroup(state, rules)
+    (group,) = state.groups
+    assert group.hyper == ADAM
+    return group.fqns
+
+
+@pytest.mark.parametrize("stored", [("a", "b"), ("a", "empty", "b")])
+@pytest.mark.parametrize("live", [("b", "empty", "a"), ("b", "a")])
+def test_the_live_optimizer_decides_about_parameters_without_elements(stored, live):
+    """At stage 0 a group has them, at stages 1 to 3 it does not."""
+    state = make_state(*stored, a=(2, 3), empty=(0, 5), b=(4,))
+    assert follow(state, *live) == list(live)
+
+
+def test_other_parameters_without_a_group_are_refused():
+    state = make_state("a", a=(2, 3), b=(4,))
+    with pytest.raises(UsageError, match="names 'b', which the source does not train"):
+        follow(state, "a", "b")
+    state = make_state("a", "b", a=(2, 3), b=(4,))
+    with pytest.raises(UsageError, match="has no group for 'b'"):
+        follow(state, "a")
