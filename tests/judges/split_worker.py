@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import reshard.dcp
 from tests.judges import dcp_reader_worker as reader
 from tests.judges import torch_models
 from tests.judges.ranks import mean_over_ranks
@@ -170,6 +171,64 @@ def save(ranks, kind, build, place):
     return train(ranks, model, optimizer, STEPS, 2)
 
 
+def save_sharded_and_whole(ranks, kind, build, place):
+    """Train, save as tutorials do (shards with DCP, one file), keep the truth, and train on."""
+    model, optimizer = live(ranks, kind, build)
+    train(ranks, model, optimizer, 0)
+    sharded, whole = STATES[kind.split()[0]](model, optimizer)
+    dcp.save(sharded, checkpoint_id=place / "dcp")
+    truth = state_of(model, optimizer)
+    if ranks.rank == 0:
+        torch.save(whole, place / "full.pt")
+        torch.save(truth, place / TRUTH)
+    return train(ranks, model, optimizer, STEPS, 2)
+
+
+def states_of_fsdp1(model, optimizer):
+    """Shards and whole tensors by the methods of FSDP 1."""
+    found = []
+    for typed in (sharded_type, whole_type):
+        with typed(model):
+            optim = Fsdp1.optim_state_dict(model, optimizer)
+            found.append({"model": model.state_dict(), "optim": optim})
+    return found
+
+
+def sharded_type(model):
+    """The context of sharded state dicts; FSDP 1 changes a configuration, so each has its own.
+
+    Nothing is offloaded: tensors on a CPU would share memory with the model.
+    """
+    return Fsdp1.state_dict_type(
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=False),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    )
+
+
+def whole_type(model):
+    """The context of full state dicts on every rank."""
+    return Fsdp1.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+    )
+
+
+def states_of_fsdp2(model, optimizer):
+    """Shards and whole tensors by the functions that FSDP 2 has for it."""
+    sharded = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+    return sharded, state_of(model, optimizer)
+
+
+STATES = {"fsdp1": states_of_fsdp1, "fsdp2": states_of_fsdp2}
+
+
 def rank_files(ranks, place, model, optimizer):
     folder = place / "ranks"
     folder.mkdir(exist_ok=True)
@@ -180,14 +239,17 @@ def rank_files(ranks, place, model, optimizer):
 # Loading
 
 
-def load_dcp(_ranks, place, model, optimizer):
+def load_dcp(_ranks, place, model, optimizer, open_reader=dcp.FileSystemReader):
     state = {
         "model": get_model_state_dict(model),
         "optim": get_optimizer_state_dict(model, optimizer),
     }
-    dcp.load(state, checkpoint_id=place)
+    dcp.load(state, storage_reader=open_reader(place))
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optim"])
+
+
+load_live = partial(load_dcp, open_reader=reshard.dcp.StorageReader)
 
 
 def load_accelerate(_ranks, place, model, optimizer):
@@ -212,12 +274,7 @@ def load_one(ranks, place, model, optimizer):
 
 
 def load_verl1(ranks, place, model, optimizer):
-    with Fsdp1.state_dict_type(
-        model,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=False),
-        ShardedOptimStateDictConfig(offload_to_cpu=False),
-    ):
+    with sharded_type(model):
         load_verl(ranks, place, model, optimizer)
 
 
@@ -235,11 +292,7 @@ def load_names(ranks, place, model, optimizer):
 
 
 def load_full(_ranks, place, model, optimizer):
-    whole = (
-        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
-        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
-    )
-    with Fsdp1.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
+    with whole_type(model):
         model.load_state_dict(torch.load(place / "pytorch_model_fsdp.bin"))
         moments = torch.load(place / "optimizer.bin")
         optimizer.load_state_dict(Fsdp1.optim_state_dict_to_load(model, optimizer, moments))
@@ -267,6 +320,7 @@ def load_local(ranks, place, model, optimizer):
 
 LOADS = {
     "dcp": load_dcp,
+    "live": load_live,
     "accelerate": load_accelerate,
     "pair": load_ranks,
     "one": load_one,
@@ -290,15 +344,19 @@ def resumed(ranks, kind, build, form, place, source):
     return {"differing": wrong, "losses": train(ranks, model, optimizer, STEPS, 2)}
 
 
-def from_deepspeed(ranks, place, source, first, steps):
-    """Load what was split from a DeepSpeed checkpoint of a Llama, and train as DeepSpeed did."""
-    model = reader.sharded("fsdp2", ranks, reader.llama(source))
+def from_deepspeed(ranks, place, source, first, steps, kind="fsdp2", form="dcp"):
+    """Load the state of a DeepSpeed checkpoint of a Llama, and train as DeepSpeed did.
+
+    Args:
+        place: what was split from the checkpoint, or the checkpoint itself for the form "live".
+    """
+    model = reader.sharded(kind, ranks, reader.llama(source))
     optimizer = reader.adamw(model)
-    load_dcp(ranks, place, model, optimizer)
+    LOADS[form](ranks, place, model, optimizer)
     wrong = reader.differing(model, optimizer, source)
     return {
         "differing": wrong,
-        "losses": reader.train(ranks, "fsdp2", model, optimizer, first, steps),
+        "losses": reader.train(ranks, kind, model, optimizer, first, steps),
     }
 
 
