@@ -68,10 +68,14 @@ class Derived(str):
         name.computation = computation
         return name
 
+    @property
+    def detail(self) -> str:
+        """What distinguishes the bytes from others that are computed from the same file."""
+        return self.partition("\0")[2]
+
     def __getnewargs__(self) -> tuple[str, str, Computation]:  # type: ignore[override]
         """Return the arguments that make an equal name in another process."""
-        file, _, detail = self.partition("\0")
-        return file, detail, self.computation
+        return self.partition("\0")[0], self.detail, self.computation
 
 
 def list_files(file: str) -> tuple[str, ...]:

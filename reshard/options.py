@@ -78,6 +78,19 @@ def size_option(default: str, text: str, *, flag: str, **declared: Any) -> Any:
     )
 
 
+def repeat_option(kind: type[Any], name: str, **changed: Any) -> Any:
+    """Declare an option of another dataclass again, where a part of its declaration differs.
+
+    Args:
+        kind: the dataclass that declares the option.
+        name: the field.
+        changed: what differs, as in `Declaration`.
+    """
+    declaring = next(each for each in fields(kind) if each.name == name)
+    declaration = replace(declaring.metadata[_KEY], **changed)
+    return field(default=declaring.default, metadata={_KEY: declaration})
+
+
 def nested_options(kind: type) -> Any:
     """Declare a field that holds another dataclass of options."""
     return field(default_factory=kind, metadata={_NESTED: kind})

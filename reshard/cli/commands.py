@@ -82,7 +82,9 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     declared="AverageOptions",
     examples=[
         ("reshard average run/ model/ --last 5", "the newest five of a run"),
+        ("reshard average run/ model/ --last 10 --ema 0.8", "a moving average"),
         ("reshard average a/ b/ model/ --weights 0.3,0.7", "a weighted mean"),
+        ("reshard average run/ dcp/ --last 5 --to dcp", "in a layout of split"),
     ],
 )
 @_sources
@@ -91,15 +93,11 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
 @_quiet
 @_verbose
 def average(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
-    r"""Write the mean of the weights of several checkpoints.
+    """Write the mean of the weights of several checkpoints.
 
-    Each SOURCE is a checkpoint, of any layout. DESTINATION is as in merge. With --last N, SOURCE is
-    the directory of a run, and its newest N checkpoints are averaged.
-
-    \b
-    reshard average run/global_step900 run/global_step1000 fsdp_run/step-1000 model/
-    reshard average run/ model.safetensors --last 5 --dtype fp32
-    reshard average run/ model/ --last 10 --ema 0.8
+    Each SOURCE is a checkpoint, of any layout. DESTINATION is as in merge, or with --to as in
+    convert. With --last N, SOURCE is the directory of a run, and its newest N checkpoints are
+    averaged.
     """
     from reshard.commands.average.command import average as run
     from reshard.commands.average.options import AverageOptions
@@ -184,6 +182,7 @@ def diff(a: Path, b: Path, **values: Any) -> None:
     examples=[
         ("reshard verify run/", "headers alone"),
         ("reshard verify run/ --deep", "every byte"),
+        ("reshard verify run/ --history", "all checkpoints of a run, one after another"),
         ("reshard verify run/ --write-manifest run.json", "keep digests for later"),
     ],
 )
@@ -192,15 +191,11 @@ def diff(a: Path, b: Path, **values: Any) -> None:
 @_quiet
 @_verbose
 def verify(sources: tuple[Path, ...], **values: Any) -> None:
-    r"""Check whether the checkpoint SOURCE is complete and sound.
+    """Check whether the checkpoint SOURCE is complete and sound.
 
     With --history, check that each checkpoint of the run SOURCE is what training made of the one
     before. The exit code is 0 if all checks pass, 1 if something is missing or different, 3 if a
     file is corrupt, 5 if a file is unsafe.
-
-    \b
-    reshard verify run/ --deep
-    reshard verify run/ --history --html history.html
     """
     from reshard.commands.verify.command import verify as run
     from reshard.commands.verify.options import VerifyOptions

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -71,3 +72,24 @@ def from_ranks(ranks, weights, place, steps):
     model.load_state_dict(torch.load(Path(place) / f"model_rank{ranks.rank}.pt"))
     made.load_state_dict(torch.load(Path(place) / f"optim_rank{ranks.rank}.pt"))
     return reader.train(ranks, "fsdp2", model, made, 0, steps)
+
+
+def weights_of_dcp(ranks, weights, place):
+    """The whole weights of a model with other values, once it has loaded a DCP of weights alone."""
+    model = reader.sharded("fsdp2", ranks, reader.llama(weights))
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=place)
+    set_model_state_dict(model, state["model"])
+    return _gather(model)
+
+
+def weights_of_ranks(ranks, weights, place):
+    """The same, of rank files."""
+    model = reader.sharded("fsdp2", ranks, reader.llama(weights))
+    model.load_state_dict(torch.load(Path(place) / f"model_rank{ranks.rank}.pt"))
+    return _gather(model)
+
+
+def _gather(model):
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return {name: value.numpy() for name, value in whole.items()}

@@ -2,7 +2,7 @@
 
 Each checkpoint passes through the passes of `merge` up to the choice of its weights, so that all
 have the names and dtypes of the output. Their means are tensors that are computed when they are
-read, and the rest is a merge.
+read, and the rest is a merge, or with ``--to`` a split of a model that has these tensors.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from reshard import formats
 from reshard.averages import matching
 from reshard.averages.coefficients import Rank, compute_ema, find_order, parse_weights
 from reshard.averages.mean import WORKER_NBYTES
+from reshard.commands.average import layout
 from reshard.commands.average.options import AverageOptions
-from reshard.commands.average.report import AverageReport
+from reshard.commands.average.report import AverageReport, MergedAverage, SplitAverage
 from reshard.commands.balance import add_leaves, count_leaves
 from reshard.commands.merge import command as merging
 from reshard.commands.merge import passes
 from reshard.commands.merge.passes import Merge
 from reshard.commands.merge.report import describe_merge
 from reshard.commands.output import Job, convert
+from reshard.commands.output_report import OutputReport
 from reshard.commands.reading import Meter, read_trusted
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
@@ -78,6 +80,8 @@ def average(
     def prepare(manifest: Manifest, output: Path, _means: list[str]) -> Job[AverageReport]:
         others = [_open(path, options) for path in paths[1:]]
         members = _weigh(paths, [manifest, *others], options)
+        if options.to is not None:
+            return _plan_layout(members, output, options, str(destination))
         return _plan(members, output, options)
 
     return convert(
@@ -211,10 +215,101 @@ def _check_steps(ranks: Sequence[Rank]) -> None:
 
 
 def _plan(members: Sequence[_Member], output: Path, options: AverageOptions) -> Job[AverageReport]:
-    """Choose the weights of all checkpoints, and plan the files of their means.
+    """Plan the files of the means as `merge` lays them out.
 
     Raises:
         ReshardError: the checkpoints cannot be averaged, or not be written as requested.
+    """
+    means = _average(members, output, options)
+    merge = passes.lay_out(means.merge)
+
+    def describe(manifest: Manifest, merge: Merge, plan: Plan) -> AverageReport:
+        base = describe_merge(manifest, merge, plan, sums=WORKER_NBYTES)
+        facts = {**_fields_of(base), **means.describe(members)}
+        return MergedAverage(**facts | {"warnings": merge.notes.warnings})
+
+    return merging.plan_files(merge, members[-1].manifest, describe)
+
+
+def _plan_layout(
+    members: Sequence[_Member], output: Path, options: AverageOptions, report_as: str
+) -> Job[AverageReport]:
+    """Plan the files of the means in a layout of `split`, as those of a model of its own.
+
+    Args:
+        report_as: the destination as the user wrote it.
+
+    Raises:
+        ReshardError: the checkpoints cannot be averaged, or not be written as requested.
+    """
+    # All weights need the names that a model's directory has: `split` renames them.
+    means = _average(members, output.with_suffix(""), options)
+    job, warnings = layout.plan_layout(means.merge, output, options, report_as)
+    facts = {**_fields_of(job.report), **means.describe(members)}
+    facts["format"] = f"mean of {counted(len(members), 'checkpoint')}"
+    facts["warnings"] = [*means.merge.notes.warnings, *warnings]
+    facts["derived"] = [*means.merge.notes.derived, *job.report.derived]
+    if facts["optimizer_tensors_left"]:
+        text = f"{facts['optimizer_tensors_left']} optimizer tensors (average writes weights)"
+        facts["dropped"] = [*job.report.dropped, text]
+    return Job(
+        manifest=replace(job.manifest, origin=members[-1].manifest.origin),
+        shown=members[-1].manifest,
+        skeleton=job.skeleton,
+        plan=job.plan,
+        report=SplitAverage(**facts),
+        check=job.check,
+    )
+
+
+def _fields_of(report: OutputReport) -> dict[str, Any]:
+    return {each.name: getattr(report, each.name) for each in fields(report)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """The means of the weights of several checkpoints, of which no file is laid out yet.
+
+    Args:
+        merge: the merge of the last checkpoint, with the means as its weights.
+        averaged: what was averaged.
+        merges: the merge of each checkpoint, up to the choice of its weights.
+    """
+
+    merge: Merge
+    averaged: matching.Averaged
+    merges: Sequence[Merge]
+
+    def describe(self, members: Sequence[_Member]) -> dict[str, Any]:
+        """Return the fields of a report that do not depend on the layout of the output."""
+        is_equal = members[0].weight is None
+        what = (
+            f"values in float64, divided by {len(members)}"
+            if is_equal
+            else "weight x value in float64"
+        )
+        read = sum(entry.nbytes for each in self.merges for entry, _ in each.weights.tensors)
+        left = sum(
+            kind not in WEIGHT_KINDS for each in members for kind, _ in each.manifest.entries
+        )
+        return {
+            "source": ", ".join(str(member.path) for member in members),
+            "format": members[-1].manifest.origin.description,
+            "bytes_read": read,
+            "optimizer_tensors_left": left,
+            "sources": [_describe_member(member, len(members)) for member in members],
+            "means": self.averaged.means,
+            "equal": self.averaged.equal,
+            "arithmetic": f"sum of {what}; rounded to float32, then to the dtype that is written",
+            "leaves": add_leaves(count_leaves(member.manifest) for member in members),
+        }
+
+
+def _average(members: Sequence[_Member], output: Path, options: AverageOptions) -> _Means:
+    """Choose the weights of all checkpoints, and compute which means are written.
+
+    Raises:
+        ReshardError: the checkpoints cannot be averaged.
     """
     merges = list(_choose_weights(members, output, options))
     sources = [
@@ -231,9 +326,7 @@ def _plan(members: Sequence[_Member], output: Path, options: AverageOptions) -> 
         weights=_count_weights(last.weights, [merge.weights for merge in merges], averaged),
     )
     result.notes.warnings[:] = [*_join_warnings(members, merges), *averaged.notes]
-    result = passes.lay_out(result)
-    describe = partial(_describe, members=members, averaged=averaged, merges=merges)
-    return merging.plan_files(result, members[-1].manifest, describe)
+    return _Means(result, averaged, merges)
 
 
 def _join_warnings(members: Sequence[_Member], merges: Sequence[Merge]) -> Iterator[str]:
@@ -283,39 +376,6 @@ def _count_weights(last: Weights, every: Sequence[Weights], averaged: matching.A
         buffers=sum(each.buffers for each in every),
         dropped_aliases=averaged.dropped_aliases,
     )
-
-
-def _describe(
-    manifest: Manifest,
-    merge: Merge,
-    plan: Plan,
-    *,
-    members: Sequence[_Member],
-    averaged: matching.Averaged,
-    merges: Sequence[Merge],
-) -> AverageReport:
-    """Return the part of the report that is known before the first byte moves."""
-    base = describe_merge(manifest, merge, plan, sums=WORKER_NBYTES)
-    is_equal = members[0].weight is None
-    what = (
-        f"values in float64, divided by {len(members)}" if is_equal else "weight x value in float64"
-    )
-    read = sum(entry.nbytes for each in merges for entry, _ in each.weights.tensors)
-    values = {each.name: getattr(base, each.name) for each in fields(base)}
-    values |= {
-        "source": ", ".join(str(member.path) for member in members),
-        "bytes_read": read,
-        "warnings": merge.notes.warnings,
-        "optimizer_tensors_left": sum(
-            kind not in WEIGHT_KINDS for member in members for kind, _ in member.manifest.entries
-        ),
-        "sources": [_describe_member(member, len(members)) for member in members],
-        "means": averaged.means,
-        "equal": averaged.equal,
-        "arithmetic": f"sum of {what}; rounded to float32, then to the dtype that is written",
-        "leaves": add_leaves(count_leaves(member.manifest) for member in members),
-    }
-    return AverageReport(**values)
 
 
 def _describe_member(member: _Member, count: int) -> dict[str, object]:

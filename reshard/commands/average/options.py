@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from reshard.averages.coefficients import EMA, WEIGHTS
 from reshard.commands.merge.options import MergeOptions, WeightsOptions
 from reshard.commands.output_options import NamingOptions, OutputOptions
+from reshard.commands.split.options import NewOptimizerOptions, SplitOptions
 from reshard.errors import UsageError
-from reshard.options import option
+from reshard.formats.target_options import TargetOptions
+from reshard.options import option, options_of, repeat_option
+
+_OF_LAYOUTS = (
+    "world_size",
+    *(e.name for e in options_of(TargetOptions)),
+    *(e.name for e in options_of(NewOptimizerOptions)),
+)
+_OF_MODELS = ("keep_fp32", "max_shard_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageOptions(WeightsOptions, NamingOptions, OutputOptions):
+class AverageOptions(
+    WeightsOptions, NewOptimizerOptions, TargetOptions, NamingOptions, OutputOptions
+):
     """The options of ``average``."""
 
     weights: str | Sequence[float] | None = option(
@@ -40,6 +51,8 @@ class AverageOptions(WeightsOptions, NamingOptions, OutputOptions):
         minimum=2,
         is_common=True,
     )
+    to: str | None = repeat_option(SplitOptions, "to", unset="safetensors, as merge writes them")
+    world_size: int | None = repeat_option(SplitOptions, "world_size", unset="1")
 
     def __post_init__(self) -> None:
         """Refuse values that are not allowed, and options that contradict each other.
@@ -60,6 +73,23 @@ class AverageOptions(WeightsOptions, NamingOptions, OutputOptions):
                 "averages the ranks of one checkpoint, which `average` does not support",
                 "merge each checkpoint with --replicas mean first, or pass --replicas first",
             )
+        if self.to is None:
+            self._refuse(
+                _OF_LAYOUTS, "has no effect without --to", "name a layout, or leave it out"
+            )
+        else:
+            self._refuse(_OF_MODELS, f"has no effect with --to {self.to}", "leave it out")
+
+    def _refuse(self, names: Iterable[str], problem: str, remedy: str) -> None:
+        """Refuse options that the chosen output does not use.
+
+        Raises:
+            UsageError: the first one that was given.
+        """
+        given = self.given()
+        for each in options_of(type(self)):
+            if each.name in names and each.name in given:
+                raise UsageError(each.flags[0], problem, remedy)
 
     def for_merge(self) -> MergeOptions:
         """Return the options with which `merge` would write one of the checkpoints."""
@@ -69,3 +99,13 @@ class AverageOptions(WeightsOptions, NamingOptions, OutputOptions):
             for each in fields(kind)
         }
         return MergeOptions(**inherited)
+
+    def for_split(self) -> SplitOptions:
+        """Return the options with which `split` would write the mean as a model of its own."""
+        own = {each.name for each in fields(self)}
+        inherited = {
+            each.name: getattr(self, each.name) for each in fields(SplitOptions) if each.name in own
+        }
+        # The weights have the dtype to write already.
+        dtype = None if self.dtype == "keep" else self.dtype
+        return SplitOptions(**inherited | {"dtype": dtype})

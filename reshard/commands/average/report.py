@@ -1,4 +1,7 @@
-"""The report of an average: what merge reports, and the checkpoints with their factors."""
+"""The reports of an average: the checkpoints with their factors, and what was written of the mean.
+
+The mean is written as `merge` writes weights, or in a layout of `split`; each has its report.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from typing import Any, ClassVar
 
 from reshard.commands.lines import format_list, format_row
 from reshard.commands.merge.report import MergeReport
+from reshard.commands.output_report import OutputReport
+from reshard.commands.split.report import SplitReport
 from reshard.units import counted, some
 
 
 @dataclass(kw_only=True, repr=False)
-class AverageReport(MergeReport):
+class AverageReport(OutputReport):
     """The result of `average`.
 
     Args:
@@ -21,6 +26,7 @@ class AverageReport(MergeReport):
         means: the number of tensors that were averaged.
         equal: the tensors that are not averaged, because all checkpoints have the same value.
         arithmetic: how the mean is computed.
+        optimizer_tensors_left: the number of optimizer tensors of the checkpoints.
     """
 
     COMMAND: ClassVar[str] = "average"
@@ -29,11 +35,11 @@ class AverageReport(MergeReport):
     means: int = 0
     equal: list[str] = field(default_factory=list)
     arithmetic: str = ""
+    optimizer_tensors_left: int = 0
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the report as text."""
-        first, *rest = super().lines()
-        yield first
+    def _add_average(self, lines: Iterator[str]) -> Iterator[str]:
+        """Yield the lines of a report, with those of the average after the first one."""
+        yield next(lines)
         shown = [
             f"{each['weight']:.6g} x {each['path']} ({each['format']}"
             + (f", step {each['step']})" if each["step"] is not None else ")")
@@ -44,4 +50,22 @@ class AverageReport(MergeReport):
         if self.equal:
             count = counted(len(self.equal), "tensor")
             yield format_row("equal", f"{count} taken as they are: {some(self.equal)}")
-        yield from rest
+        yield from lines
+
+
+@dataclass(kw_only=True, repr=False)
+class MergedAverage(AverageReport, MergeReport):
+    """The result of `average` that is written as `merge` writes weights."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report as text."""
+        yield from self._add_average(MergeReport.lines(self))
+
+
+@dataclass(kw_only=True, repr=False)
+class SplitAverage(AverageReport, SplitReport):
+    """The result of `average` that is written in a layout of `split`."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report as text."""
+        yield from self._add_average(SplitReport.lines(self))

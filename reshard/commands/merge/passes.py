@@ -273,27 +273,36 @@ def lay_out(merge: Merge) -> Merge:
 
 def _lay_out_directory(merge: Merge) -> Merge:
     """Return the merge with a directory in Hugging Face's layout, and notes on its config."""
-    chosen, companions, notes = merge.weights, merge.companions, merge.notes
-    texts = {path.name: read_small_file(path) for path in companions.others}
-    if companions.config is None:
-        notes.warnings.append(_NO_CONFIG)
-    else:
-        dtype = _find_main_dtype(chosen.tensors)
-        config, changes = matched_config(
-            companions.config, chosen.tensors, dtype, untied=merge.untied, known=merge.shapes
-        )
-        if companions.directory is None:  # the config was built for these weights
-            kind = companions.config["architectures"][0]
-            changes = [f"config.json is built from the source: a {kind}"]
-        notes.derived += changes
-        texts["config.json"] = format_json(config)
+    texts = build_companions(merge)
+    if merge.companions.config is None:
+        merge.notes.warnings.append(_NO_CONFIG)
     skeleton = writer.lay_out(
-        chosen.tensors,
+        merge.weights.tensors,
         max_shard_bytes=merge.options.max_shard_bytes,
         texts=texts,
         metadata=writer.METADATA,
     )
     return replace(merge, skeleton=skeleton)
+
+
+def build_companions(merge: Merge) -> dict[str, bytes]:
+    """Return the files beside the weights by name; changes of the config are noted."""
+    tensors, companions = merge.weights.tensors, merge.companions
+    texts = {path.name: read_small_file(path) for path in companions.others}
+    if companions.config is None:
+        return texts
+    config, changes = matched_config(
+        companions.config,
+        tensors,
+        _find_main_dtype(tensors),
+        untied=merge.untied,
+        known=merge.shapes,
+    )
+    if companions.directory is None:  # the config was built for these weights
+        kind = companions.config["architectures"][0]
+        changes = [f"config.json is built from the source: a {kind}"]
+    merge.notes.derived += changes
+    return texts | {"config.json": format_json(config)}
 
 
 def _find_main_dtype(tensors: Sequence[tuple[Entry, DType]]) -> str:

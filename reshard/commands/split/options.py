@@ -9,24 +9,16 @@ from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.target_options import TargetOptions
-from reshard.options import option
+from reshard.options import Options, option
 from reshard.ranks.launcher import parse_world_size
 from reshard.training.fresh_adam import InitOptimizer
 from reshard.training.rng import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutOptions(TargetOptions, NamingOptions):
-    """What is written of a training state, and how it is laid out."""
+class NewOptimizerOptions(Options):
+    """The optimizer that is written of a source without one."""
 
-    dtype: str | None = option(
-        None,
-        "Dtype of the module's parameters: bf16, fp16 or fp32.",
-        group="State",
-        unset="as trained",
-        is_common=True,
-    )
-    weights_only: bool = option(False, "Write no optimizer state.", group="State", is_common=True)
     init_optimizer: InitOptimizer | None = option(
         None,
         "Optimizer to write if SOURCE has none: none, or zeros for a new Adam at step 0.",
@@ -40,6 +32,20 @@ class LayoutOptions(TargetOptions, NamingOptions):
         metavar="FILE",
         unset="same as the source",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions(NewOptimizerOptions, TargetOptions, NamingOptions):
+    """What is written of a training state, and how it is laid out."""
+
+    dtype: str | None = option(
+        None,
+        "Dtype of the module's parameters: bf16, fp16 or fp32.",
+        group="State",
+        unset="as trained",
+        is_common=True,
+    )
+    weights_only: bool = option(False, "Write no optimizer state.", group="State", is_common=True)
     rng: Policy | None = option(
         None,
         "Random states of ranks: keep, create new ones or leave out.",

@@ -12,6 +12,7 @@ from reshard import keys, replicas, weights
 from reshard.commands.passes import apply_names
 from reshard.commands.split.options import SplitOptions
 from reshard.containers.json_files import read_json_object
+from reshard.derived import Derived
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
@@ -398,7 +399,8 @@ def identify_save(state: WritableState, request: Request, writer: Writer) -> Sav
     The id is a digest of the source and of what is written, so that the same command writes the
     same bytes: names, sizes and stored checksums of the source's files, the tensors and the layout.
     Files without checksums (safetensors) of two runs have the same names and sizes; a sample of
-    their bytes tells them apart.
+    their bytes tells them apart. Of computed values, it includes how they are computed: the means
+    of the same files by other factors are another save.
     """
     manifest, digest = state.manifest, hashlib.sha256()
 
@@ -414,6 +416,8 @@ def identify_save(state: WritableState, request: Request, writer: Writer) -> Sav
         digest.update(sample)
     for entry in manifest.entries.values():
         add(entry.kind, entry.fqn, entry.dtype.name, entry.shape)
+        if entry.chunks and isinstance(entry.chunks[0].file, Derived):
+            add(entry.chunks[0].file.detail)
     for group in state.groups:
         add(sorted(group.hyper, key=str), len(group.members))
     has_step = manifest.train.step is not None or manifest.train.optimizer_step
