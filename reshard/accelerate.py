@@ -105,14 +105,13 @@ def _describe_model(accelerator: Any) -> LiveTarget | None:
     if state.distributed_type.name == "FSDP" and state.fsdp_plugin.fsdp_version == 1:
         return None
     model = accelerator.unwrap_model(models[0])
-    return LiveTarget(shapes=shapes_of(model), groups=_list_groups(accelerator, model))
-
-
-def _list_groups(accelerator: Any, model: Any) -> tuple[ParamGroup, ...]:
-    """Return the param groups of the prepared optimizer; empty if there is none, or several."""
     optimizers = accelerator._optimizers  # noqa: SLF001 - no public name
-    if len(optimizers) != 1:
-        return ()
-    groups = optimizers[0].param_groups
+    groups = list_groups(optimizers[0], model) if len(optimizers) == 1 else ()
+    return LiveTarget(shapes=shapes_of(model), groups=groups)
+
+
+def list_groups(optimizer: Any, model: Any) -> tuple[ParamGroup, ...]:
+    """Return the param groups of a live optimizer; empty if some parameter is not the model's."""
+    groups = optimizer.param_groups
     names = {parameter: name for name, parameter in model.named_parameters()}
     return name_groups(groups, [group["params"] for group in groups], names)

@@ -7,7 +7,7 @@ Sources: torch 2.13 ``torch/storage.py`` (storage classes), safetensors 0.8
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from reshard.errors import UsageError
 
@@ -41,6 +41,9 @@ FLOAT32 = DType("float32", 4, "float", "F32", "FloatStorage")
 FLOAT16 = DType("float16", 2, "float", "F16", "HalfStorage")
 BFLOAT16 = DType("bfloat16", 2, "float", "BF16", "BFloat16Storage")
 UINT8 = DType("uint8", 1, "int", "U8", "ByteStorage")
+E4M3 = DType("float8_e4m3fn", 1, "float8", "F8_E4M3")
+E5M2 = DType("float8_e5m2", 1, "float8", "F8_E5M2")
+E8M0 = DType("float8_e8m0fnu", 1, "float8", "F8_E8M0")  # an exponent alone
 
 ALL = (  # in the order in which safetensors stores tensors: widest first
     DType("uint64", 8, "int", "U64"),
@@ -56,9 +59,9 @@ ALL = (  # in the order in which safetensors stores tensors: widest first
     DType("int16", 2, "int", "I16", "ShortStorage"),
     DType("float8_e5m2fnuz", 1, "float8", "F8_E5M2FNUZ"),
     DType("float8_e4m3fnuz", 1, "float8", "F8_E4M3FNUZ"),
-    DType("float8_e8m0fnu", 1, "float8", "F8_E8M0"),
-    DType("float8_e4m3fn", 1, "float8", "F8_E4M3"),
-    DType("float8_e5m2", 1, "float8", "F8_E5M2"),
+    E8M0,
+    E4M3,
+    E5M2,
     DType("int8", 1, "int", "I8", "CharStorage"),
     UINT8,
     DType("bool", 1, "bool", "BOOL", "BoolStorage"),
@@ -96,3 +99,14 @@ def parse(text: str) -> DType:
             f"dtype {text!r}", "is not a dtype", "use bf16, fp16, fp32 or a torch name"
         )
     return dtype
+
+
+def round_to_bfloat16(bits: Any) -> Any:
+    """Return the upper 16 bits of float32 numbers, rounded to nearest even.
+
+    The result for a NaN can be infinite, or need 17 bits.
+
+    Args:
+        bits: the bits of a number as an int, or of several as a uint32 array of numpy.
+    """
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16

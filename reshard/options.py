@@ -247,6 +247,20 @@ class Options:
             each.name: _as_json(value) for each, value in self._values() if value != each.default
         }
 
+    def refuse_beside(self, flag: str, *names: str) -> None:
+        """Refuse options that have no effect beside another one.
+
+        Args:
+            flag: the other option, for the message.
+            names: the fields of the options to refuse.
+
+        Raises:
+            UsageError: one of them is given; the message names it.
+        """
+        for each, value in self._values():
+            if each.name in names and _as_json(value) != _as_json(each.default):
+                raise UsageError(each.flags[0], f"has no effect with {flag}", "leave it out")
+
     def shaping_output(self) -> dict[str, Any]:
         """Return the fields on which the bytes of the output depend, name -> value."""
         return {

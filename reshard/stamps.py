@@ -48,10 +48,6 @@ class Stamp:
         """Return the stamp as the plain dict that a file holds under `KEY`."""
         return asdict(self)
 
-    def as_text(self) -> str:
-        """Return the stamp as JSON, for headers whose values are texts (safetensors)."""
-        return json.dumps(self.as_dict(), separators=(",", ":"))
-
 
 @dataclass(frozen=True, slots=True)
 class Save:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from reshard import formats
-from reshard.accelerate import choose_state_dict_type
+from reshard.accelerate import choose_state_dict_type, list_groups
 from reshard.errors import UnsupportedError
 from reshard.formats.request import LiveTarget
 from reshard.live.directory import open_directory
@@ -75,10 +75,9 @@ def _list_groups(trainer: Any, config: Mapping[str, Any] | None) -> tuple[ParamG
     """
     from transformers import Trainer
 
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     if trainer.optimizer is not None:
-        live = trainer.optimizer.param_groups
-        return name_groups(live, [group["params"] for group in live], names)
+        return list_groups(trainer.optimizer, trainer.model)
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     if config is not None and "optimizer" in config:
         return name_groups([{}], [list(names)], names)
     is_default = type(trainer).create_optimizer is Trainer.create_optimizer

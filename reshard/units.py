@@ -91,6 +91,16 @@ def some(names: Sequence[str], most: int = 3) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def shorten(value: object, most: int) -> str:
+    """Return a value as text, cut after ``most`` characters.
+
+    >>> shorten("a long text", 8)
+    'a lon...'
+    """
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def _scaled(value: float, names: tuple[str, ...]) -> tuple[float, str]:
     """Divide a value by 1000 until it is below 1000; return it with its unit."""
     *small, largest = names

@@ -25,7 +25,7 @@ from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError, UsageError
 from reshard.files import read_small_file
 from reshard.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
-from reshard.units import counted, some
+from reshard.units import counted, shorten
 from reshard.version import __version__
 
 SCHEMA = 1
@@ -377,13 +377,9 @@ def _compare_train(manifest: Manifest, listed: Contents, check: Check) -> None:
         name = value.name.split(":")[0]
         is_minor = name in _LOCAL or (name in _OPTIONAL and bool(value.only))
         shown = (
-            f"{value.name}: {_shorten(value.a)}, {_shorten(value.b)} in the manifest"
+            f"{value.name}: {shorten(value.a, 60)}, {shorten(value.b, 60)} in the manifest"
             if not value.only
             else f"{value.name} is only {'here' if value.only == 'a' else 'in the manifest'}"
         )
         (check.warnings if is_minor else check.failures).append(shown)
     check.looked_at += ", steps, groups, scheduler, scaler"
-
-
-def _shorten(value: Any) -> str:
-    return some([str(value)[:60]])

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from reshard.html.page import Page
 
 SCHEMA = 1
+_SHOWN = 60  # characters of a value
 OPTIMIZER, TRAIN = "optimizer", "train"
 _WEIGHTS = "weights"  # also accepted for WEIGHT, the word of the report
 _compared = partial(option, group="Comparison")
@@ -152,18 +153,12 @@ class DiffReport(Report):
             if value.only:
                 yield format_row(f"only in {value.only.upper()}", value.name)
             else:
-                yield format_row(
-                    "unequal", f"{value.name}: {_short(value.a)} and {_short(value.b)}"
-                )
+                a, b = (units.shorten(each, _SHOWN) for each in (value.a, value.b))
+                yield format_row("unequal", f"{value.name}: {a} and {b}")
         yield from format_list("note", self.notes)
         rate = units.show_bytes(self.bytes_read / max(self.seconds, 1e-9))
         read = units.show_bytes(self.bytes_read)
         yield format_row("time", f"{self.seconds:.2f} s, {read} read, {rate}/s")
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def diff(

@@ -92,6 +92,14 @@ def format_list(label: str, items: Sequence[str]) -> Iterator[str]:
         yield format_row(label, f"... {len(items) - LISTED} more (all of them with --json)")
 
 
+def format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table, the first column flush left, the other ones flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        yield "  ".join([row[0].ljust(widths[0]), *cells])
+
+
 def format_timing(nbytes: int, seconds: float, *, verified: bool) -> str:
     """Return the line that shows how long writing took, and whether the output was read back."""
     rate = units.show_bytes(nbytes / max(seconds, 1e-9))

@@ -1,18 +1,22 @@
-"""Planning of an output whose files are read without being written."""
+"""Outputs whose files are read without being written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from reshard import formats
 from reshard.commands.output import Job, R
 from reshard.commands.output_options import ValueOptions
 from reshard.commands.reading import read_trusted
 from reshard.errors import UsageError
+from reshard.files import SourceFiles
 from reshard.identity import check_identity
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes
+from reshard.move.on_demand import OnDemandFiles
 
 
 def plan_unwritten(
@@ -43,3 +47,13 @@ def plan_unwritten(
     job = plan(manifest, sources[0])
     job.report.identity = identity
     return job
+
+
+@contextmanager
+def open_planned(job: Job[Any], options: ValueOptions) -> Iterator[OnDemandFiles]:
+    """Open the files of a planned output; their bytes are computed when they are read."""
+    workers, _ = options.budget()
+    with SourceFiles() as pool:
+        yield OnDemandFiles(
+            job.plan, job.manifest.files, pool, workers=workers, on_overflow=options.on_overflow
+        )

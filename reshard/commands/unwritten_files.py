@@ -17,9 +17,8 @@ from reshard.commands.merge.options import MergeOptions
 from reshard.commands.output import Job
 from reshard.commands.output_options import ValueOptions
 from reshard.commands.split.options import SplitOptions
-from reshard.commands.unwritten import plan_unwritten
+from reshard.commands.unwritten import open_planned, plan_unwritten
 from reshard.errors import UsageError
-from reshard.files import SourceFiles
 from reshard.formats import registry
 from reshard.manifest import Manifest
 from reshard.move.on_demand import OnDemandFiles
@@ -61,15 +60,8 @@ def open_files(
     """
     options = options or FilesOptions()
     job = plan_unwritten(source, options, partial(_plan, options=options))
-    workers, _ = options.budget()
-    with SourceFiles() as pool:
-        yield OnDemandFiles(
-            job.plan,
-            job.manifest.files,
-            pool,
-            workers=workers,
-            on_overflow=options.on_overflow,
-        )
+    with open_planned(job, options) as files:
+        yield files
 
 
 def _plan(manifest: Manifest, source: Path, options: FilesOptions) -> Job[Any]:

@@ -19,6 +19,7 @@ from reshard.manifest import MASTER, PARAM, Entry, Manifest, Skeleton
 
 Document = Mapping[str, Any]
 
+MOST_SHOWN = 200  # characters of a value
 _MODULE_FILES = "_model_states.pt"  # DeepSpeed's files of module weights
 
 
@@ -206,14 +207,8 @@ def _show_state(value: Any) -> str:
     """Return a plain state as readable text."""
     if isinstance(value, Mapping):
         pairs = [str(v) if k == "class" else f"{k} {_show_state(v)}" for k, v in value.items()]
-        return short(", ".join(pairs))
-    return short(value)
-
-
-def short(value: Any, most: int = 200) -> str:
-    """Return a value as text, cut after ``most`` characters."""
-    text = str(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+        return units.shorten(", ".join(pairs), MOST_SHOWN)
+    return units.shorten(value, MOST_SHOWN)
 
 
 def _files_table(manifest: Manifest) -> Table:

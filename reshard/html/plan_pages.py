@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from reshard import units
 from reshard.html.bars import Bars, Part
 from reshard.html.page import Column, Facts, Findings, Page, Table
-
-Document = Mapping[str, Any]
+from reshard.html.pages import Document
 
 _PARTS = (
     ("parameters", "Parameters"),

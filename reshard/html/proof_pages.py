@@ -13,7 +13,7 @@ from reshard import units
 from reshard.html import shards
 from reshard.html.curves import Curves, LossRun
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Section, Table
-from reshard.html.pages import Document, checkpoint, command_panel, short
+from reshard.html.pages import MOST_SHOWN, Document, checkpoint, command_panel
 from reshard.manifest import Manifest
 
 _LEVELS = ("state", "trajectory", "bitwise")
@@ -55,11 +55,9 @@ def verified(
 ) -> Page:
     """Build the page of the checks of a checkpoint; an unreadable one has no facts and no map."""
     checks = document["checks"]
-    failed = [check["name"] for check in checks if check["status"] == "failed"]
+    verdict, has_passed = _judge_checks(document)
     warned = [check["name"] for check in checks if check["status"] == "warned"]
-    passed = f"passed the {document['mode']} checks"
-    warnings = f", with warnings: {', '.join(warned)}" if warned else ""
-    verdict = f"failed: {', '.join(failed)}" if failed else passed + warnings
+    warnings = f", with warnings: {', '.join(warned)}" if warned and has_passed else ""
     labels = ("Checks", "Read", "Time", "Manifest")
     read = units.show_bytes(document["bytes_read"]) if document["bytes_read"] else "headers only"
     values = (document["mode"], read, f"{document['seconds']:.2f} s", document["manifest"])
@@ -68,8 +66,8 @@ def verified(
     return Page(
         "verify",
         document["source"],
-        verdict,
-        "bad" if failed else "good",
+        verdict + warnings,
+        "good" if has_passed else "bad",
         facts=[*([checkpoint("Checkpoint", facts)] if facts else []), Facts("Verified", rows)],
         findings=[*_check_findings(checks), Findings("Notes", document["notes"])],
         sections=(_checks_table(checks), *maps),
@@ -79,8 +77,7 @@ def verified(
 def remembered(document: Document) -> Page:
     """Build the page of a run's history: a chart of its layers, its checkpoints, and the checks."""
     checks, tags = document["checks"], document["checkpoints"]
-    failed = [check["name"] for check in checks if check["status"] == "failed"]
-    verdict = f"failed: {', '.join(failed)}" if failed else f"passed the {document['mode']} checks"
+    verdict, has_passed = _judge_checks(document)
     rows = [
         ("Format", ", ".join(filter(None, (document["format"], document["detail"])))),
         ("Checkpoints", str(len(tags))),
@@ -91,11 +88,18 @@ def remembered(document: Document) -> Page:
         "verify --history",
         document["source"],
         verdict,
-        "bad" if failed else "good",
+        "good" if has_passed else "bad",
         facts=[Facts("Run", rows)],
         findings=[*_check_findings(checks), Findings("Notes", document["notes"])],
         sections=(*_layer_curves(document), _checkpoints_table(tags), _checks_table(checks)),
     )
+
+
+def _judge_checks(document: Document) -> tuple[str, bool]:
+    """Return the verdict of a list of checks, and whether none has failed."""
+    failed = [check["name"] for check in document["checks"] if check["status"] == "failed"]
+    passed = f"passed the {document['mode']} checks"
+    return f"failed: {', '.join(failed)}" if failed else passed, not failed
 
 
 def _layer_curves(document: Document) -> Iterator[Curves]:
@@ -363,4 +367,4 @@ def _index(at: Sequence[int] | None) -> str | None:
 
 
 def _value(value: Any) -> str | None:
-    return None if value is None else short(value)
+    return None if value is None else units.shorten(value, MOST_SHOWN)

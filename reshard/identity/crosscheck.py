@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.box import Box, Index, contiguous_cuts
 from reshard.chunks import Chunk
-from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, round_to_bfloat16
 from reshard.files import SourceFiles
 from reshard.manifest import MASTER, PARAM, Entry, Manifest
 from reshard.move.fill import fill
@@ -235,18 +235,13 @@ def _cast(masters: bytearray, source: DType, trained: DType) -> bytes | None:
         return bytes(masters)
     if (source, trained) == (FLOAT32, BFLOAT16):
         numbers = memoryview(masters).cast("I")  # a NaN can round to 17 bits
-        return array("H", (min(_rounded(bits), 0xFFFF) for bits in numbers)).tobytes()
+        return array("H", (min(round_to_bfloat16(bits), 0xFFFF) for bits in numbers)).tobytes()
     if (source, trained) == (FLOAT32, FLOAT16):
         # `struct` refuses numbers that would round to infinity; they are compared with numpy.
         with contextlib.suppress(OverflowError):
             floats = memoryview(masters).cast("f")
             return struct.pack(f"<{len(floats)}e", *floats)
     return None
-
-
-def _rounded(bits: int) -> int:
-    """Return the upper 16 bits of an fp32 number, rounded; those of a NaN need not be right."""
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
 def _differ_as_numbers(

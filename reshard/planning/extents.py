@@ -49,17 +49,6 @@ class Extent(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-def iterate_output_files(skeleton: Skeleton) -> Iterator[tuple[str, list[Extent]]]:
-    """Yield the output files sorted by name, each with its extents sorted by offset.
-
-    Every chunk must be contiguous. Extents are built file by file: memory holds those of one file.
-    """
-    index = FileIndex(skeleton)
-    for file in index.files():
-        yield file, index.sort_extents(file)
-        index.drop(file)
-
-
 class Placement(NamedTuple):
     """The position of a file among files that hold parts of the same tensors.
 

@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 
 from reshard.chunks import Chunk
 from reshard.derived import Reader
-from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, UINT8, DType
+from reshard.dtypes import BFLOAT16, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8, DType
 from reshard.errors import CorruptError
 from reshard.quantised import loops
 from reshard.quantised.scaled import Scaled
 
 Array = NDArray[Any]
 
-E4M3, E5M2 = BY_NAME["float8_e4m3fn"], BY_NAME["float8_e5m2"]
-E8M0 = BY_NAME["float8_e8m0fnu"]
 # Mantissa bits and exponent bias (torch 2.13 ``torch/headeronly/util/Float8_*.h``).
 _FLOAT8 = {
     "float8_e4m3fn": (3, 7),

@@ -17,9 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, UINT8, DType
+from reshard.dtypes import (
+    BFLOAT16,
+    E5M2,
+    E8M0,
+    FLOAT16,
+    FLOAT32,
+    UINT8,
+    DType,
+    round_to_bfloat16,
+)
 from reshard.quantised import loops
-from reshard.quantised.decode import E5M2, E8M0, decode_e2m1, decode_scales, decode_table
+from reshard.quantised.decode import decode_e2m1, decode_scales, decode_table
 from reshard.quantised.scaled import Scaled
 
 Array = NDArray[Any]
@@ -130,8 +139,7 @@ def _round(scales: Array, dtype: DType) -> Array:
         return scales.astype("<f2")
     if dtype != BFLOAT16:
         raise AssertionError(dtype)
-    bits = scales.view(np.uint32)
-    rounded: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    rounded: Array = round_to_bfloat16(scales.view(np.uint32)).astype("<u2")
     return rounded
 
 

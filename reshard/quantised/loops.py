@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.dtypes import round_to_bfloat16
+
 Array = NDArray[Any]
 
 
@@ -93,7 +95,7 @@ def compare(values: Array, others: Array, high: int) -> Array:
         _compiled.compare(values, others, lines, values.shape[1], high)
         return lines
     mine, bits = values.view(np.uint32), others.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+    rounded = round_to_bfloat16(bits) << 16
     rounded[np.isnan(others)] = 0x7FC00000
     equal = (mine == bits) | ((mine == rounded).astype(np.uint32) << 1)
     _reduce_rows(np.bitwise_and, equal, high, lines)

@@ -8,16 +8,15 @@ from math import prod
 
 from reshard.box import Index, whole
 from reshard.chunks import Chunk, contiguous
-from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, UINT8
+from reshard.dtypes import BFLOAT16, BY_NAME, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.quantised.computed import Values
 from reshard.quantised.scaled import Scaled
 
-_E4M3 = BY_NAME["float8_e4m3fn"]
-_FLOAT8 = (_E4M3, BY_NAME["float8_e5m2"])
-_SCALES = (FLOAT32, BFLOAT16, FLOAT16, UINT8, BY_NAME["float8_e8m0fnu"])
-_EXPONENTS = (UINT8, BY_NAME["float8_e8m0fnu"])
+_FLOAT8 = (E4M3, E5M2)
+_EXPONENTS = (UINT8, E8M0)
+_SCALES = (FLOAT32, BFLOAT16, FLOAT16, *_EXPONENTS)
 _PACKED = BY_NAME["int8"]  # two e2m1 codes: the experts of DeepSeek V4
 _FUSED = "gate_up_proj"  # transformers concatenates a gate's blocks and those of its up projection
 _GROUP = 32  # values of an MXFP4 block; OCP Microscaling Formats 1.0

@@ -15,7 +15,6 @@ from reshard.formats.dcp.flattened import restore
 from reshard.state_dict.tree import GlobalTensor
 
 SHAPE, PARTS = (4, 6), (2, 2)
-PART = (2, 3)
 CUTS = (0, 1, 5, 6)  # of the 6 elements of a part
 
 

@@ -22,6 +22,28 @@ from reshard.formats.values import dequantise
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest, index_entries
 
 
+def read_model(path: Path, flag: str, allow_pickle: Sequence[str]) -> tuple[Manifest, list[str]]:
+    """Read the headers of another model; return its dequantised weights, and notes.
+
+    Args:
+        flag: the option that names the model, for messages.
+
+    Raises:
+        UsageError: the path is a training checkpoint, not a model.
+        UnsupportedError: its weights are quantised by an unknown method.
+        ReshardError: the model cannot be read or trusted.
+    """
+    manifest = read_trusted([path], ReadOptions(allow_pickle=allow_pickle))
+    if any(manifest.of_kind(MASTER)):
+        raise UsageError(
+            f"{flag} {path}",
+            "is a training checkpoint, not a model",
+            "merge it into a model first, or pass the base model",
+        )
+    manifest, notes = dequantise(manifest)
+    return keys.edit(manifest, keys.Edits()).manifest, notes
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
     """A model that supplies weights; its names are without wrappers.
@@ -39,18 +61,10 @@ class Base:
         """Read the headers of the model.
 
         Raises:
-            UsageError: the path is a training checkpoint, not a model.
-            ReshardError: the model cannot be read or trusted.
+            ReshardError: as `read_model`.
         """
-        manifest = read_trusted([path], ReadOptions(allow_pickle=allow_pickle))
-        if any(manifest.of_kind(MASTER)):
-            raise UsageError(
-                f"{FILL} {path}",
-                "is a training checkpoint, not a model",
-                "merge it into a model first, or pass the base model",
-            )
-        manifest, notes = dequantise(manifest)
-        return cls(path, keys.edit(manifest, keys.Edits()).manifest, tuple(notes))
+        manifest, notes = read_model(path, FILL, allow_pickle)
+        return cls(path, manifest, tuple(notes))
 
     def fill(self, manifest: Manifest) -> tuple[Manifest, list[str], list[str]]:
         """Fill a checkpoint; return it, the names of the weights from the base, and notes.

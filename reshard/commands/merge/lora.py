@@ -9,23 +9,21 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from reshard import keys, weights
+from reshard import weights
 from reshard.adapters import base_names, merging
 from reshard.adapters.base_names import strip_peft
 from reshard.adapters.merging import Merged
 from reshard.adapters.product import Product
 from reshard.box import contiguous_cuts
 from reshard.commands.merge import adapter, passes
+from reshard.commands.merge.filling import read_model
 from reshard.commands.merge.options import MERGE_LORA, MergeOptions
 from reshard.commands.merge.passes import Addition, Merge
-from reshard.commands.output_options import ReadOptions
-from reshard.commands.reading import read_trusted
 from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import placeholders, registry
-from reshard.formats.values import dequantise
 from reshard.location import directory_of
-from reshard.manifest import MASTER, PARAM, Entry, Manifest
+from reshard.manifest import PARAM, Entry, Manifest
 from reshard.model import library
 from reshard.model.adapter_names import add_root, find_parts
 from reshard.naming import published
@@ -117,24 +115,17 @@ def _open_base(path: Path, options: MergeOptions) -> tuple[Manifest, list[str]]:
     """Read the headers of the base model; return its weights, dequantised, and notes.
 
     Raises:
-        UsageError: the path is a training checkpoint or an adapter, not a model.
-        UnsupportedError: its weights are quantised by an unknown method.
-        ReshardError: the model cannot be read or trusted.
+        UsageError: the path is an adapter.
+        ReshardError: as `read_model`.
     """
-    base, notes = dequantise(read_trusted([path], ReadOptions(allow_pickle=options.allow_pickle)))
-    if any(base.of_kind(MASTER)):
-        raise UsageError(
-            f"{MERGE_LORA} {path}",
-            "is a training checkpoint, not a model",
-            "pass the directory of the base model; merge it first if it is itself a checkpoint",
-        )
+    base, notes = read_model(path, MERGE_LORA, options.allow_pickle)
     if find_parts(entry.fqn for entry in base.entries.values()):
         raise UsageError(
             f"{MERGE_LORA} {path}",
             "contains an adapter; the base model has none",
             "pass the adapter as SOURCE, and the directory of its base model here",
         )
-    return keys.edit(base, keys.Edits()).manifest, notes
+    return base, notes
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

@@ -102,7 +102,7 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
         if self.fill_missing_from and (self.edits.include or self.edits.exclude):
             raise UsageError(FILL, "would add weights that --include and --exclude leave out")
         if self.merge_lora is not None:
-            self._refuse_beside(MERGE_LORA, *_OF_OTHER_MODELS)
+            self.refuse_beside(MERGE_LORA, *_OF_OTHER_MODELS)
             if self.edits.include or self.edits.exclude:
                 raise UsageError(
                     MERGE_LORA, "adds the whole adapter", "leave out --include and --exclude"
@@ -112,7 +112,7 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
                     "--tied drop", "would leave out merged values", "pass auto or keep"
                 )
         elif self.adapter is not None:
-            self._refuse_beside("--adapter", *_OF_OTHER_MODELS, "names", "tied", "quantise_like")
+            self.refuse_beside("--adapter", *_OF_OTHER_MODELS, "names", "tied", "quantise_like")
         if self.quantise_like is not None and self.names == "module":
             raise UsageError(
                 "--names module",
@@ -128,15 +128,3 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
     def reader_arguments(self) -> dict[str, Any]:
         """Return the keywords of `formats.read`; placeholders are allowed if they are filled."""
         return super().reader_arguments() | {"is_filled": self.fill_missing_from is not None}
-
-    def _refuse_beside(self, flag: str, *names: str) -> None:
-        """Refuse options that have no effect beside another one.
-
-        Raises:
-            UsageError: an option is refused; the message names it.
-        """
-        for name in names:
-            if getattr(self, name) not in (None, False, "auto"):
-                raise UsageError(
-                    f"--{name.replace('_', '-')}", f"has no effect with {flag}", "leave it out"
-                )

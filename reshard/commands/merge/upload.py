@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from reshard import formats
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.merge.report import MergeReport
-from reshard.commands.unwritten import plan_unwritten
+from reshard.commands.unwritten import open_planned, plan_unwritten
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
-from reshard.files import SourceFiles
 from reshard.manifest import Manifest
 from reshard.move.on_demand import OnDemandFiles
 from reshard.paths import as_path
@@ -83,15 +82,7 @@ def upload(
     report.destination, report.options = f"hf://{repository.name}", options.given()
     if options.dry_run:
         return report
-    workers, _ = options.budget()
-    with SourceFiles() as pool, _explaining(repository):
-        files = OnDemandFiles(
-            job.plan,
-            job.manifest.files,
-            pool,
-            workers=workers,
-            on_overflow=options.on_overflow,
-        )
+    with _explain_errors(repository), open_planned(job, options) as files:
         _commit(files, repository, overwrite=options.overwrite)
         report.overflowed = dict(files.overflowed)
     report.done = True
@@ -144,7 +135,7 @@ def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) ->
 
 
 @contextmanager
-def _explaining(repository: Repository) -> Iterator[None]:
+def _explain_errors(repository: Repository) -> Iterator[None]:
     """Turn errors of huggingface_hub and of its HTTP client into one of this package.
 
     Raises:

@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from reshard import units
 from reshard.commands.options import ReportOptions
 from reshard.options import option
 from reshard.sizing.setup import Optimizer, Precision
+from reshard.sizing.strategies import NAMES
 
 DEFAULT_SEQ_LEN = 4096
-StrategyName = Literal[
-    "ddp",
-    "hsdp",
-    "fsdp",
-    "zero1",
-    "zero2",
-    "zero2-offload",
-    "zero3",
-    "zero3-offload-optimizer",
-    "zero3-offload",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +97,11 @@ class PlanOptions(ReportOptions):
         group="Training",
         minimum=1,
     )
-    strategy: StrategyName | None = option(
+    strategy: str | None = option(
         None,
         "Strategy for --write and for the advice.",
         group="Output",
+        choices=NAMES,
         unset="the recommended one",
         is_common=True,
     )

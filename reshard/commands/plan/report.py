@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import units
 from reshard.commands.forecast import Forecast
-from reshard.commands.lines import Report, format_row
+from reshard.commands.lines import Report, format_row, format_table
 from reshard.sizing import sources
 from reshard.sizing.choice import Advice, Choice
 from reshard.sizing.model import ModelSizes
@@ -91,7 +91,7 @@ class PlanReport(Report):
             f"{training.precision}, {training.optimizer}, {training.seq_len} tokens x micro batch"
             f" {training.micro_batch}{', ' if axes else ''}{axes}",
         )
-        yield from _format_table(self.rows, cluster)
+        yield from format_table([_HEADERS, *(_format_cells(row, cluster) for row in self.rows)])
         word = "use" if self.choice.fits else "none fits"
         yield format_row(word, self.choice.reason)
         if self.choice.fits and self.micro_batch > training.micro_batch:
@@ -108,33 +108,20 @@ class PlanReport(Report):
 
 
 _HEADERS = (
-    "params grads masters moments gathered buckets logits margin activ. ckpt total total+ckpt"
-    " host disk sent fits"
-).split()
-
-
-def _format_table(rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
-    """Yield the table of all strategies, in decimal gigabytes."""
-    cells = [_format_cells(row, cluster) for row in rows]
-    widths = [
-        max(len(header), *(len(each[n]) for each in cells)) for n, header in enumerate(_HEADERS)
-    ]
-    name = max(len(row.strategy.name) for row in rows)
-    yield f"{'GB per GPU':<{name}}  " + "  ".join(
-        f"{header:>{width}}" for header, width in zip(_HEADERS, widths, strict=True)
-    )
-    for row, each in zip(rows, cells, strict=True):
-        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(each, widths, strict=True))
-        yield f"{row.strategy.name:<{name}}  {line}"
+    "GB per GPU",
+    *"params grads masters moments gathered buckets logits margin activ. ckpt total total+ckpt"
+    " host disk sent fits".split(),
+)
 
 
 def _format_cells(row: Row, cluster: Cluster) -> list[str]:
+    """Return the line of a strategy in the table, in decimal gigabytes."""
     names = (
         "parameters gradients masters moments gathered buckets logits margin activations recomputed"
     ).split()
     totals = [row.count_total(checkpointing=each) for each in (False, True)]
     sizes = [*(getattr(row, name) for name in names), *totals, row.host, row.disk, row.sent]
-    return [*map(_format_size, sizes), describe_fit(row, cluster)]
+    return [row.strategy.name, *map(_format_size, sizes), describe_fit(row, cluster)]
 
 
 def _format_size(nbytes: int) -> str:

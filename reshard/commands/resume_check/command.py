@@ -48,6 +48,7 @@ from reshard.manifest import Manifest
 from reshard.output.destination import check_destination
 from reshard.output.temporary import temporary
 from reshard.paths import as_path, is_remote
+from reshard.units import counted
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
@@ -70,8 +71,7 @@ class _Layout:
     @property
     def name(self) -> str:
         """The name of the layout in the report."""
-        count = self.planned.ranks
-        return f"{self.planned.target}, {count} rank{'s' * (count != 1)}"
+        return f"{self.planned.target}, {counted(self.planned.ranks, 'rank')}"
 
     @property
     def folder(self) -> str:

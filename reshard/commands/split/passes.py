@@ -140,16 +140,6 @@ def resolve_model(
     return conversion.with_manifest(replace(manifest, warnings=warnings)), None
 
 
-def note_form(before: Manifest, after: Manifest) -> list[str]:
-    """Return a note if a published model was brought into the form that it has in memory."""
-    old, new = (
-        {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} for manifest in (before, after)
-    )
-    if not old - new - after.tied.keys():
-        return []
-    return [f"{len(old)} tensors of the published model become {len(new)} as in memory"]
-
-
 # Passes over the conversion
 
 

@@ -24,6 +24,7 @@ from reshard.location import directory_of
 from reshard.paths import as_path
 from reshard.units import counted, some
 
+_OF_WHOLE_CHECKPOINT = ("tag", "model", "write_manifest", "html", "ignore")  # options
 _DEPTH = 2  # folders between the directory of a run and the files of a checkpoint
 
 
@@ -134,15 +135,7 @@ def _refuse_options(options: VerifyOptions) -> None:
     """
     if not options.against:
         raise UsageError("--include", "needs a manifest", "pass --against FILE")
-    for flag, value in (
-        ("--tag", options.tag),
-        ("--model", options.model),
-        ("--write-manifest", options.write_manifest),
-        ("--html", options.html),
-        ("--ignore", options.ignore),
-    ):
-        if value:
-            raise UsageError(flag, "has no effect with --include", "leave it out")
+    options.refuse_beside("--include", *_OF_WHOLE_CHECKPOINT)
 
 
 def _read_listed(against: str | Path) -> tuple[FileDigests, ...]:

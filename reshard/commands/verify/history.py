@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard import formats, keys
 from reshard.checks.opening import open_manifest
 from reshard.checks.result import Check
-from reshard.commands.lines import LISTED, format_row
+from reshard.commands.lines import LISTED, format_row, format_table
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, check_trust, open_progress
 from reshard.commands.verify.options import VerifyOptions
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from reshard.html.page import Page
     from reshard.manifest import Manifest
 
+_OF_ONE_CHECKPOINT = ("tag", "write_manifest", "against", "include", "ignore")  # options
+_LISTED_TAGS = 2 * LISTED
 _COLUMNS = ("checkpoint", "step", "updates", "lr", "moved", "change", "largest", "moments moved")
 
 
@@ -63,7 +65,11 @@ class HistoryReport(VerifyReport):
         """Yield the lines of the report: the verdict, a table of checkpoints, and the checks."""
         first, *rest = VerifyReport.lines(self)
         yield first
-        yield from _format_table([_COLUMNS, *map(_format_tag, self.tags)])
+        shown = self.tags[-_LISTED_TAGS:]
+        if len(shown) < len(self.tags):
+            newest = f"the newest {len(shown)} of {len(self.tags)}"
+            yield format_row("", f"{newest} (all of them with --json)")
+        yield from format_table([_COLUMNS, *map(_format_tag, shown)])
         yield from rest
 
 
@@ -79,7 +85,7 @@ def check_run(
         ReshardError: there is no run, or a file cannot be read.
     """
     began = time.perf_counter()
-    _refuse_options(options)
+    options.refuse_beside("--history", *_OF_ONE_CHECKPOINT)
     check_page(options, sources)
     mode = "deep" if options.deep else "sampled"
     report = HistoryReport(str(sources[0]), f"{mode} history", options.given())
@@ -123,23 +129,6 @@ def _join_checks(checks: Mapping[str, Sequence[Check]]) -> list[Check]:
             )
         )
     return joined
-
-
-def _refuse_options(options: VerifyOptions) -> None:
-    """Refuse options that are about one checkpoint.
-
-    Raises:
-        UsageError: there is one.
-    """
-    for flag, value in (
-        ("--tag", options.tag),
-        ("--write-manifest", options.write_manifest),
-        ("--against", options.against),
-        ("--include", options.include),
-        ("--ignore", options.ignore),
-    ):
-        if value:
-            raise UsageError(flag, "has no effect with --history", "leave it out")
 
 
 def _open(sources: Sequence[Path], options: VerifyOptions) -> dict[str, History]:
@@ -291,20 +280,6 @@ def _format_tag(tag: dict[str, Any]) -> tuple[str, ...]:
 
 def _format(value: float | None, how: str) -> str:
     return "-" if value is None else format(value, how)
-
-
-def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table: the first column to the left, numbers to the right.
-
-    Of many checkpoints, the last ones are shown.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *rest = rows
-    if len(rest) > 2 * LISTED:
-        yield format_row("", f"the newest {2 * LISTED} of {len(rest)} (all of them with --json)")
-    for row in (head, *rest[-2 * LISTED :]):
-        cells = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
-        yield "  ".join([row[0].ljust(widths[0]), *cells])
 
 
 def _build_page(report: HistoryReport) -> Page:
