@@ -1,12 +1,13 @@
-"""Loading of any checkpoint with Accelerate's ``load_state``, without converting it.
+"""Load any checkpoint with Accelerate's ``load_state``, without converting it.
 
     import reshard.accelerate
 
     with reshard.accelerate.open_checkpoint(accelerator, "run/") as checkpoint:
         accelerator.load_state(checkpoint)
 
-The checkpoint is a directory of names; Accelerate's own code loads the content from memory, in one
-process, under DDP and under FSDP 1 and 2, at its number of processes.
+The block yields a directory that has the names and the sizes of the files. Accelerate's own code
+loads them, and reshard computes their content in memory: in one process, under DDP and under FSDP 1
+and 2, at any number of processes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def open_checkpoint(
         The path to pass to ``load_state``.
 
     Raises:
-        ReshardError: on every process, if the source cannot be read, trusted or written so.
+        ReshardError: on every process, if the source cannot be read, trusted or laid out.
     """
     decided = {
         "to": "accelerate",
@@ -67,7 +68,7 @@ def choose_state_dict_type(state: Any) -> str:
     Source: Accelerate 1.15 ``accelerator.py`` (``load_state``), ``utils/fsdp_utils.py``.
 
     Raises:
-        UnsupportedError: it loads no such checkpoint.
+        UnsupportedError: Accelerate loads no separate tensors, or only at one number of ranks.
     """
     strategy = state.distributed_type.name
     if strategy == "DEEPSPEED":

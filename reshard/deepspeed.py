@@ -1,4 +1,4 @@
-"""Loading of any checkpoint into a live DeepSpeed engine, at any stage and number of ranks.
+"""Load any checkpoint into a live DeepSpeed engine, at any stage and number of ranks.
 
     import reshard.deepspeed
 
@@ -95,7 +95,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
         log_report(live.report)
         with ExitStack() as stack:
             folder = stack.enter_context(create_names(live.files))
-            loader = stack.enter_context(_reading_from(engine, live.files, folder))
+            loader = stack.enter_context(_load_from_memory(engine, live.files, folder))
             if engine.zero_nvme_offload_optimizer():
                 filled = patch_swap_loading(
                     engine,
@@ -106,7 +106,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
                 )
                 stack.enter_context(filled)
             elif leaves_optimizer:
-                stack.enter_context(_leaving_optimizer(engine, folder))
+                stack.enter_context(_load_weights_only(engine, folder))
             _, client_state = engine.load_checkpoint(
                 str(folder),
                 load_module_strict=load_module_strict,
@@ -189,7 +189,7 @@ def _list_groups(engine: Any) -> tuple[ParamGroup, ...]:
     return name_groups(live, params, engine.param_names)
 
 
-class _Loader:
+class _MemoryEngine:
     """The part of a ``CheckpointEngine`` that ``load_checkpoint`` uses: it loads from memory.
 
     Args:
@@ -228,10 +228,10 @@ class _Loader:
 
 
 @contextmanager
-def _reading_from(engine: Any, files: OnDemandFiles, folder: Path) -> Iterator[_Loader]:
+def _load_from_memory(engine: Any, files: OnDemandFiles, folder: Path) -> Iterator[_MemoryEngine]:
     """Let an engine load from memory, within this block."""
     own = engine.checkpoint_engine
-    engine.checkpoint_engine = loader = _Loader(files, folder, own)
+    engine.checkpoint_engine = loader = _MemoryEngine(files, folder, own)
     try:
         yield loader
     finally:
@@ -239,7 +239,7 @@ def _reading_from(engine: Any, files: OnDemandFiles, folder: Path) -> Iterator[_
 
 
 @contextmanager
-def _leaving_optimizer(engine: Any, folder: Path) -> Iterator[None]:
+def _load_weights_only(engine: Any, folder: Path) -> Iterator[None]:
     """Let an engine at stage 3 load its partitions of the weights alone, within this block.
 
     DeepSpeed itself would gather all weights in fp32 on every rank. Its optimizer can load the fp32

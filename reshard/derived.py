@@ -1,4 +1,4 @@
-"""Bytes that are computed from stored bytes when they are read, addressed as if they were a file.
+"""Bytes that are computed from stored bytes when they are read, addressed like those of a file.
 
 A chunk names its file. If the name is a `Derived`, `reshard.files.SourceFiles` asks its computation
 for the bytes. Everything that cuts, copies, casts or compares chunks therefore works on values that

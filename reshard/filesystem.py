@@ -34,7 +34,7 @@ class CheckpointFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc] # i
         options: those of `reshard.open_files`: ``to``, ``world_size``, ``dtype``, ``tag``, ...
 
     Raises:
-        ReshardError: the checkpoint cannot be read, trusted or written so.
+        ReshardError: the checkpoint cannot be read, trusted or laid out.
     """
 
     protocol = "reshard"

@@ -1,4 +1,4 @@
-"""Resuming Lightning's Trainer from any checkpoint, without converting it.
+"""Resume Lightning's Trainer from any checkpoint, without converting it.
 
     import reshard.lightning
 
@@ -47,8 +47,9 @@ def open_checkpoint(trainer: Any, source: formats.Paths, **options: Any) -> Iter
     What is derived or dropped is in the log of rank 0 (logger ``reshard``).
 
     A checkpoint of Lightning restores the loops, the callbacks, the schedulers and what the hooks
-    saved. Any other one restores weights, optimizer, the scheduler and the step; its data starts at
-    the beginning of an epoch. ``on_load_checkpoint`` sees all but the tensors.
+    saved. Any other checkpoint restores the weights, the optimizer, the scheduler and the step, and
+    training continues at the beginning of an epoch. ``on_load_checkpoint`` receives everything but
+    the tensors.
 
     Args:
         trainer: a ``lightning.Trainer`` that has not trained yet.
@@ -62,7 +63,7 @@ def open_checkpoint(trainer: Any, source: formats.Paths, **options: Any) -> Iter
         ReshardError: on every rank, in ``fit``: the source cannot be read or trusted, or belongs to
             another model.
     """
-    loader = _Loader(trainer, source, options)
+    loader = _StrategyLoader(trainer, source, options)
     strategy = trainer.strategy
     for name in _PATCHED:
         setattr(strategy, name, getattr(loader, name))
@@ -73,7 +74,7 @@ def open_checkpoint(trainer: Any, source: formats.Paths, **options: Any) -> Iter
             delattr(strategy, name)
 
 
-class _Loader:
+class _StrategyLoader:
     """The methods of a strategy that load a checkpoint; for other checkpoints its own are called.
 
     Lightning calls them when the process group exists. Under FSDP, ModelParallel and DeepSpeed the
@@ -234,29 +235,30 @@ def _count_in_loops(trainer: Any, step: int) -> dict[str, Any]:
 
 
 def _warn_about_new_loops(trainer: Any, manifest: Manifest, extra: Mapping[str, Any]) -> None:
+    """Warn on rank 0 of what a checkpoint that Lightning did not save cannot restore."""
     if not trainer.is_global_zero:
         return
     clip = find_clip(manifest.train)
     if clip and trainer.gradient_clip_val != clip:
         _logger.warning("the source clips gradients to a norm of %g: set gradient_clip_val", clip)
     _logger.warning(
-        "the checkpoint has no loops of Lightning: the step is kept, the data starts at the"
-        " beginning of an epoch"
+        "the checkpoint has no state of Lightning's loops: training continues at its step, and at"
+        " the beginning of an epoch"
     )
     if extra:
         _logger.warning("not loaded: %s", ", ".join(sorted(extra)))
 
 
 def _set_schedulers(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Let schedulers without a saved state go on at the step of the checkpoint."""
+    """Set schedulers without a saved state to the step of the checkpoint."""
     configs, states = trainer.lr_scheduler_configs, checkpoint[_SCHEDULERS]
     if len(states) == len(configs):
         return
     checkpoint[_SCHEDULERS] = [_count_in_schedule(each, checkpoint) for each in configs]
     if trainer.is_global_zero:
         _logger.warning(
-            "the checkpoint has %d states of schedulers, the trainer %d schedulers: each is set to"
-            " step %d; its lengths are the program's",
+            "the checkpoint has states of %d schedulers, and the trainer has %d schedulers: each is"
+            " set to step %d and keeps the lengths that the program states",
             *(len(states), len(configs), checkpoint["global_step"]),
         )
 

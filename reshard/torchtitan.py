@@ -1,4 +1,4 @@
-"""Starting torchtitan from any checkpoint, without converting it.
+"""Start torchtitan from any checkpoint, without converting it.
 
     import reshard.torchtitan
 
@@ -117,7 +117,7 @@ def _read(source: formats.Paths, tensors: Collection[str]) -> Manifest:
 
 
 def _load_counters(name: str, live: Any, extra: Mapping[str, Any]) -> None:
-    """Fill the state of an object that has no tensors; what the source lacks stays as it is."""
+    """Fill the state of an object that has no tensors; values that the source lacks stay."""
     state: dict[str, Any] = live.state_dict()
     scheduler = extra.get("scheduler")
     found = {key: extra[key] for key in state if key in extra}
@@ -128,4 +128,4 @@ def _load_counters(name: str, live: Any, extra: Mapping[str, Any]) -> None:
     if found:
         live.load_state_dict({**state, **found})
     if lacking or not state:
-        _logger.warning("%s begins anew: %s", name, ", ".join(lacking) or "all of it")
+        _logger.warning("%s: not restored: %s", name, ", ".join(lacking) or "everything")

@@ -1,12 +1,13 @@
-"""Resuming the transformers Trainer from any checkpoint, without converting it.
+"""Resume the transformers Trainer from any checkpoint, without converting it.
 
     import reshard.transformers
 
     with reshard.transformers.open_checkpoint(trainer, "run/") as checkpoint:
         trainer.train(resume_from_checkpoint=checkpoint)
 
-The checkpoint is a directory of names; the Trainer's own code loads the content from memory, under
-the strategy that it has (one process, DDP, FSDP 1 and 2, DeepSpeed) and at its number of ranks.
+The block yields a directory that has the names and the sizes of the files. The Trainer's own code
+loads them, and reshard computes their content in memory: under the Trainer's strategy (one process,
+DDP, FSDP 1 and 2, DeepSpeed), at any number of ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def open_checkpoint(
         The path to pass as ``resume_from_checkpoint``.
 
     Raises:
-        ReshardError: on every rank, if the source cannot be read, trusted or written so.
+        ReshardError: on every rank, if the source cannot be read, trusted or laid out.
         UnsupportedError: the Trainer trains adapters of PEFT without DeepSpeed.
     """
     if hasattr(trainer.model, "peft_config") and not trainer.is_deepspeed_enabled:
@@ -97,7 +98,7 @@ def _describe_strategy(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | N
     Source: transformers 5.23 ``trainer.py`` (``is_deepspeed_enabled``, ``is_fsdp_enabled``).
 
     Raises:
-        UnsupportedError: the Trainer loads no such checkpoint.
+        UnsupportedError: as `choose_state_dict_type`.
     """
     decided: dict[str, Any] = {"to": "hf-trainer", "world_size": trainer.args.world_size}
     state = trainer.accelerator.state

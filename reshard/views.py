@@ -161,7 +161,7 @@ def _take_from_put(views: tuple[View, ...], put: Put, taken: Box) -> tuple[View,
     return None if chain is None else append_view(chain, Put(taken.shape, inside.within(taken)))
 
 
-class _Part(NamedTuple):
+class _StoredBlock(NamedTuple):
     """A stored block along some dims of a tensor, with its offset relative to the whole block."""
 
     box: Box
@@ -193,13 +193,13 @@ def _group_dims(before: Index, after: Index) -> list[tuple[range, range]]:
 
 def _reshape_groups(
     chunk: Chunk, before: Index, after: Index, groups: Iterable[tuple[range, range]]
-) -> Iterator[list[_Part]]:
+) -> Iterator[list[_StoredBlock]]:
     """Yield the parts of a chunk along each group of dims of the new shape."""
     for old, new in groups:
         origin = tuple(chunk.box.origin[dim] for dim in old)
         shape = tuple(chunk.box.shape[dim] for dim in old)
         strides = tuple(chunk.byte_strides[dim] for dim in old)
-        part = _Part(Box(origin, shape), 0, strides)
+        part = _StoredBlock(Box(origin, shape), 0, strides)
         sizes_before = tuple(before[dim] for dim in old)
         sizes_after = tuple(after[dim] for dim in new)
         if sizes_before == sizes_after:
@@ -209,7 +209,7 @@ def _reshape_groups(
             yield [piece for run in runs for piece in _unflatten(run, sizes_after)]
 
 
-def _flatten(part: _Part, shape: Index) -> Iterator[_Part]:
+def _flatten(part: _StoredBlock, shape: Index) -> Iterator[_StoredBlock]:
     """Yield the runs of a block in the flattened tensor, each with one byte stride.
 
     The last dims are joined as long as the file stores their elements at one distance; the
@@ -233,14 +233,14 @@ def _flatten(part: _Part, shape: Index) -> Iterator[_Part]:
     for index in product(*(range(count) for count in part.box.shape[:dim])):
         begin = start + sum(n * s for n, s in zip(index, steps, strict=True))
         moved = sum(n * s for n, s in zip(index, part.byte_strides[:dim], strict=True))
-        yield _Part(Box((begin,), (extent,)), part.byte_offset + moved, (stride,))
+        yield _StoredBlock(Box((begin,), (extent,)), part.byte_offset + moved, (stride,))
 
 
-def _unflatten(run: _Part, shape: Index) -> Iterator[_Part]:
+def _unflatten(run: _StoredBlock, shape: Index) -> Iterator[_StoredBlock]:
     """Yield the blocks of a shape that a run of its row-major elements is."""
     (start,), (extent,), (stride,) = run.box.origin, run.box.shape, run.byte_strides
     steps = row_major(shape)
     for box in run_boxes(shape, start, start + extent):
         first = sum(o * s for o, s in zip(box.origin, steps, strict=True))
         strides = tuple(step * stride for step in steps)
-        yield _Part(box, run.byte_offset + (first - start) * stride, strides)
+        yield _StoredBlock(box, run.byte_offset + (first - start) * stride, strides)

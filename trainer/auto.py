@@ -31,7 +31,7 @@ _LIMITS = (  # of a container, by cgroup version 2 and 1
 
 @dataclass(frozen=True)
 class Picked:
-    """The settings that --auto chose, and why."""
+    """The settings that --auto chose, and the reason."""
 
     values: Mapping[str, Any]
     reason: str
@@ -79,16 +79,16 @@ def pick(chosen: Mapping[str, Any], stated: Mapping[str, Any], nproc: int) -> Pi
         name = _describe(settings)
         if needed <= available:
             before = f"; {', '.join(tried)}" if tried else ""
-            reason = f"{name} is the first that fits: {_gb(needed)} of {_gb(available)} a rank"
-            return Picked(values, reason + before)
-        tried.append(f"{name} needs {_gb(needed)}")
+            memory = f"{_show_gb(needed)} of {_show_gb(available)} a rank"
+            return Picked(values, f"{name} is the first that fits: {memory}{before}")
+        tried.append(f"{name} needs {_show_gb(needed)}")
     if not tried:
         raise SettingsError(
             f"--auto chooses among ddp, zero1, zero2 and zero3, not {base.strategy}",
             "leave out --strategy or --auto",
         )
     raise SettingsError(
-        f"no strategy fits {_gb(available)} a rank: {', '.join(tried)}",
+        f"no strategy fits {_show_gb(available)} a rank: {', '.join(tried)}",
         "use more ranks, a smaller --micro-batch (and more --accumulation) or --seq-len",
     )
 
@@ -162,7 +162,7 @@ def _forecast(settings: Settings, sizes: _Sizes, available: int) -> int:
     return states + activations + logits + gathered + round(_MARGIN * available)
 
 
-def _gb(nbytes: float) -> str:
+def _show_gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.3g} GB"
 
 
@@ -176,7 +176,7 @@ def find_memory(device: str, nproc: int) -> int:
     """Return the bytes that one of ``nproc`` ranks of this machine may use.
 
     Raises:
-        SettingsError: the memory cannot be found out, or there are fewer GPUs than ranks.
+        SettingsError: the memory is unknown, or there are fewer GPUs than ranks.
     """
     if device == "cuda":
         gpus = _list_gpus()

@@ -14,7 +14,7 @@ PairKey = tuple[str, str]  # (kind, fqn): a weight, a copy, or an optimizer slot
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TensorPair:
     """One tensor, as stored on both sides."""
 
     kind: str
@@ -36,7 +36,7 @@ class Paired:
         unnamed: tied names that one side lacks, although it has the value of the weight.
     """
 
-    pairs: list[Pair] = field(default_factory=list)
+    pairs: list[TensorPair] = field(default_factory=list)
     only_a: list[PairKey] = field(default_factory=list)
     only_b: list[PairKey] = field(default_factory=list)
     unnamed: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ def pair(a: Manifest, b: Manifest) -> Paired:
     paired = Paired()
     for key, entry in left.items():
         if key in right:
-            paired.pairs.append(Pair(*key, entry, right[key]))
+            paired.pairs.append(TensorPair(*key, entry, right[key]))
         elif not _is_known(key, a, b, right):
             paired.only_a.append(key)
         elif key[0] == WEIGHT:

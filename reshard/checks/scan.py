@@ -137,10 +137,10 @@ def scan(
         progress: called with the number of bytes read.
     """
     with SourceFiles() as pool:
-        reader = _Reader(pool, files, block_bytes=2 * window_bytes // _BUFFERS)
+        reader = _ScanReader(pool, files, block_bytes=2 * window_bytes // _BUFFERS)
         parallel_for(
             reader.items(tasks),
-            lambda: _Worker(reader),
+            lambda: _ScanWorker(reader),
             workers,
             lambda item: progress(item.nbytes),
         )
@@ -162,7 +162,7 @@ class _Item:
     nbytes: int
 
 
-class _Reader:
+class _ScanReader:
     """The state that the workers share: open files, results, checksums of the ranges read."""
 
     def __init__(
@@ -208,10 +208,10 @@ class _Reader:
                 yield _Item(task, blocks, counterparts, (box,), box.volume * per_element)
 
 
-class _Worker:
+class _ScanWorker:
     """One thread, with buffers that it reuses."""
 
-    def __init__(self, reader: _Reader) -> None:
+    def __init__(self, reader: _ScanReader) -> None:
         self._reader = reader
         self._buffers: dict[str, bytearray] = {}
 

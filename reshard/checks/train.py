@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.manifest import Manifest, TrainState
 from reshard.training import loss_scale
-from reshard.training.trainer_run import Run, is_document
+from reshard.training.trainer_run import TrainerRun, is_document
 from reshard.units import some
 
 _MISSING = object()
@@ -60,7 +60,7 @@ def find_differences(a: Manifest, b: Manifest) -> Iterator[StateDifference]:
 
 def _select_run_state(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a trainer's state that is about the training, not about single ranks."""
-    return Run(document).state() if is_document(document) else document
+    return TrainerRun(document).state() if is_document(document) else document
 
 
 def _get_step(train: TrainState) -> float | None:

@@ -84,7 +84,7 @@ class _OpenChoice(_SpelledChoice):
 PATH = _Where()
 
 
-class _Option(click.Option):
+class _ClickOption(click.Option):
     """An option under the title of its section.
 
     Args:
@@ -253,7 +253,7 @@ def _make_help_all() -> click.Option:
 
 def _find_section(param: click.Option, target: str | None) -> str:
     """Return the section of the short help for an option; empty if it is not there."""
-    if not isinstance(param, _Option):
+    if not isinstance(param, _ClickOption):
         return _REST
     if target is not None and target in param.writers:
         return f"Options of --to {target}"
@@ -318,7 +318,7 @@ def _make_option(
     elif not is_required:  # from click 8.3 on, a default of None satisfies `required`
         default = False if option.is_negated else option.default
         further["default"] = declared.shown_default or default
-    return _Option(
+    return _ClickOption(
         *flags,
         _destination(option),
         section=section,

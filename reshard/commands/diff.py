@@ -13,7 +13,7 @@ from reshard import dtypes, formats, keys, units
 from reshard.box import index_of
 from reshard.checks import train
 from reshard.checks.compare import TensorDifference, Tolerance, find_differences
-from reshard.checks.pairs import COPY, WEIGHT, Pair, Paired, PairKey, pair
+from reshard.checks.pairs import COPY, WEIGHT, Paired, PairKey, TensorPair, pair
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED, Report, format_list, format_row
 from reshard.commands.output_options import ReadOptions
@@ -216,18 +216,18 @@ def compare(
     return report
 
 
-def _pair_own_tensors(a: Manifest, b: Manifest) -> Iterator[Pair]:
+def _pair_own_tensors(a: Manifest, b: Manifest) -> Iterator[TensorPair]:
     """Yield the tensors in the script's own values that both sides have, paired by name."""
     left, right = (own_tensors(each.train) for each in (a, b))
     for name in left.keys() & right.keys():
-        yield Pair(TENSOR, name, left[name], right[name])
+        yield TensorPair(TENSOR, name, left[name], right[name])
 
 
 def _build_page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
     from reshard.html import proof_pages
 
     facts = [Inspection(manifest).to_json() for manifest in (a, b)]
-    return proof_pages.compared(report.to_json(), facts, a, b)
+    return proof_pages.build_diff_page(report.to_json(), facts, a, b)
 
 
 def open_checkpoint(paths: formats.Paths, options: ReadOptions) -> Manifest:
@@ -275,7 +275,7 @@ class _Selection:
 
 
 def _compare(
-    pairs: Sequence[Pair],
+    pairs: Sequence[TensorPair],
     report: DiffReport,
     tolerance: Tolerance,
     dtype: DType | None,
@@ -325,7 +325,7 @@ def _explain_dtypes(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterato
         )
 
 
-def _choose_dtype(each: Pair, dtype: DType | None) -> DType | None:
+def _choose_dtype(each: TensorPair, dtype: DType | None) -> DType | None:
     """Return the dtype in which a pair is compared; None if its values cannot be compared."""
     if dtype is not None and _is_cast(each):
         return dtype
@@ -335,17 +335,17 @@ def _choose_dtype(each: Pair, dtype: DType | None) -> DType | None:
     return narrow if _are_floats(each) else None
 
 
-def _is_cast(each: Pair) -> bool:
+def _is_cast(each: TensorPair) -> bool:
     """Return whether ``--dtype`` applies to a pair."""
     return each.is_weight and _are_floats(each)
 
 
-def _are_floats(each: Pair) -> bool:
+def _are_floats(each: TensorPair) -> bool:
     return each.a.dtype.family == each.b.dtype.family == "float"
 
 
 def _describe_difference(
-    each: Pair, difference: TensorDifference | None, dtype: DType | None
+    each: TensorPair, difference: TensorDifference | None, dtype: DType | None
 ) -> Unequal | None:
     """Return how a pair differs in shape, dtype or values; None if it does not."""
     a, b = each.a, each.b

@@ -26,7 +26,7 @@ def is_written(
 
     Sizes are compared, and all bytes that are known before tensors are read: headers and pickles.
     If they include the id of the save, a digest of the source and the options, that is enough: an
-    output appears whole or not at all. Of other layouts every byte is compared.
+    output appears whole or not at all. For other layouts, every byte is compared.
 
     Args:
         sources: the source files by path.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
 from reshard.commands.balance import count_leaves, describe_leaves
-from reshard.commands.lines import Report, Row, align, format_row
+from reshard.commands.lines import LabelledLine, Report, align, format_row
 from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
 from reshard.identity import find_conflicts
@@ -112,7 +112,7 @@ class Inspection(Report):
             yield ""
             yield from list_tensors(self.manifest)
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[LabelledLine]:
         origin = self.manifest.origin
         versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
         described = filter(None, (origin.format, origin.detail, versions))
@@ -132,7 +132,7 @@ class Inspection(Report):
                 + ", ".join(self.manifest.unknown_globals),
             )
 
-    def _training(self) -> Iterator[Row]:
+    def _training(self) -> Iterator[LabelledLine]:
         origin, train = self.manifest.origin, self.manifest.train
         if train.step is not None:
             extra = f" ({train.skipped_steps} skipped)" if train.skipped_steps else ""
@@ -154,7 +154,7 @@ class Inspection(Report):
         if train.client:
             yield format_row("client", ", ".join(train.client)[:100])
 
-    def _sizes(self) -> Iterator[Row]:
+    def _sizes(self) -> Iterator[LabelledLine]:
         manifest = self.manifest
         count = count_parameters(manifest)
         weights = units.counted(sum(1 for _ in _iterate_parameters(manifest)), "tensor")
@@ -176,7 +176,7 @@ class Inspection(Report):
         yield format_row("values", describe_leaves(count_leaves(manifest)))
         yield format_row("complete", f"yes, {files} of all ranks, every element once")
 
-    def _names(self) -> Iterator[Row]:
+    def _names(self) -> Iterator[LabelledLine]:
         for alias, kept in list(self.manifest.tied.items())[:_SHOWN]:
             yield format_row("tied", f"{alias} = {kept}")
         frozen = sorted(self.manifest.frozen)
@@ -201,7 +201,7 @@ def inspect(path: formats.Paths, options: InspectOptions | None = None) -> Inspe
 def _build_page(inspection: Inspection) -> Page:
     from reshard.html import pages
 
-    return pages.inspected(inspection.to_json(), inspection.manifest)
+    return pages.build_inspect_page(inspection.to_json(), inspection.manifest)
 
 
 def _iterate_parameters(manifest: Manifest) -> Iterator[Entry]:

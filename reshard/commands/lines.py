@@ -29,14 +29,14 @@ def make_printable(text: str) -> str:
     )
 
 
-class Row(str):
+class LabelledLine(str):
     """A line with a label in its first column."""
 
     __slots__ = ("label", "text")
     label: str
     text: str
 
-    def __new__(cls, label: str, text: str, indent: str = "", width: int = _LABEL) -> Row:
+    def __new__(cls, label: str, text: str, indent: str = "", width: int = _LABEL) -> LabelledLine:
         """Return the line; a label that is longer than ``width`` moves the text."""
         row = super().__new__(cls, f"{indent}{label:<{width}} {text}")
         row.label, row.text = label, text
@@ -64,7 +64,7 @@ class Report:
 
 
 def _format_html_row(line: str) -> str:
-    cells = (line.label, line.text) if isinstance(line, Row) else (line,)
+    cells = (line.label, line.text) if isinstance(line, LabelledLine) else (line,)
     style = ' style="text-align:left"'
     if len(cells) == 1:
         style += ' colspan="2"'
@@ -72,16 +72,16 @@ def _format_html_row(line: str) -> str:
     return f"<tr>{''.join(f'<td{style}>{cell}</td>' for cell in shown)}</tr>"
 
 
-def format_row(label: str, text: str) -> Row:
+def format_row(label: str, text: str) -> LabelledLine:
     """Return a line with its label in the first column."""
-    return Row(label, text)
+    return LabelledLine(label, text)
 
 
-def align(rows: Sequence[Row], indent: str) -> Iterator[Row]:
+def align(rows: Sequence[LabelledLine], indent: str) -> Iterator[LabelledLine]:
     """Yield the rows with the first column as wide as their longest label, within limits."""
     longest = max((len(row.label) for row in rows), default=0)
     width = min(max(longest, _LABEL), _WIDEST)
-    return (Row(row.label, row.text, indent, width) for row in rows)
+    return (LabelledLine(row.label, row.text, indent, width) for row in rows)
 
 
 def format_list(label: str, items: Sequence[str]) -> Iterator[str]:

@@ -50,17 +50,17 @@ def mount(
         say: called with each line for the user.
 
     Raises:
-        ReshardError: the source cannot be read, trusted or written so; or nothing can be mounted
-            there.
+        ReshardError: the source cannot be read, trusted or laid out, or nothing can be mounted at
+            the directory.
     """
     options = options or FilesOptions()
     check_directory(directory)
     fuse = import_fuse()
     _check_device()
-    with open_files(source, options) as files, closing(Blocks(files, options)) as blocks:
+    with open_files(source, options) as files, closing(ComputedBlocks(files, options)) as blocks:
         greeting = f"mounted {len(list(files))} files of {options.to} at {directory}"
         operations = FileOperations(files, blocks, say, f"{greeting}; Ctrl-C unmounts them")
-        with _ended_by_signals():
+        with _unmount_at_signals():
             _run(fuse, operations, directory)
 
 
@@ -144,7 +144,7 @@ def _run(fuse: Any, operations: FileOperations, directory: Path) -> None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _unmount_at_signals() -> Iterator[None]:
     """Let libfuse handle the signals that end a program: it unmounts, and returns.
 
     It replaces only handlers that are the default, and Python's do not run while it does.
@@ -161,7 +161,7 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Blocks:
+class ComputedBlocks:
     """Blocks of files, each computed once for all readers that want it at the same time.
 
     The blocks that were read last are kept, up to half of ``--max-memory``; the other half is for
@@ -242,7 +242,7 @@ class Blocks:
     def _compute(self, name: str, index: int) -> mmap.mmap:
         """Compute a block; the last one of a file, in any order, is returned only after a check."""
         start = index * _BLOCK_BYTES
-        # Of the system, not of malloc, which keeps what many threads have freed.
+        # A mapping is given back to the system at once; malloc keeps what many threads have freed.
         block = mmap.mmap(-1, min(_BLOCK_BYTES, self._files.nbytes(name) - start))
         with memoryview(block) as target:
             self._files.read_into(name, start, target)
@@ -261,7 +261,7 @@ class Blocks:
 
 
 class FileOperations:
-    """What the kernel asks of the mounted directory (`mfusepy.Operations`, without inheriting it).
+    """The operations of the mounted directory (`mfusepy.Operations`, without inheriting it).
 
     mfusepy leaves out the operations that are not here; those that write never reach a read-only
     mount.
@@ -274,7 +274,11 @@ class FileOperations:
     use_ns = True  # times are integers
 
     def __init__(
-        self, files: OnDemandFiles, blocks: Blocks, say: Callable[[str], None], greeting: str
+        self,
+        files: OnDemandFiles,
+        blocks: ComputedBlocks,
+        say: Callable[[str], None],
+        greeting: str,
     ) -> None:
         self._files = files
         self._blocks = blocks

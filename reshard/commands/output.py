@@ -327,7 +327,7 @@ def build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skelet
     from reshard.commands.inspect import Inspection
     from reshard.html import pages
 
-    return pages.written(document, Inspection(manifest).to_json(), manifest, skeleton)
+    return pages.build_output_page(document, Inspection(manifest).to_json(), manifest, skeleton)
 
 
 def check_skeleton(skeleton: Skeleton) -> None:

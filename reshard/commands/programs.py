@@ -160,7 +160,7 @@ def _wait(
     while (now := time.monotonic()) < began + timeout_s:
         signals.check()
         if watch is not None and now >= called + _WATCH_EVERY_S:
-            watch(now - began, _newest_line(folder))
+            watch(now - began, _read_newest_line(folder))
             called = now
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(min(_CHECK_S, began + timeout_s - now))
@@ -168,7 +168,7 @@ def _wait(
     raise subprocess.TimeoutExpired(process.args, timeout_s)
 
 
-def _newest_line(folder: Path) -> str:
+def _read_newest_line(folder: Path) -> str:
     """Return the last line of the newer output file; of a progress bar, its last state."""
     files = [folder / name for name in ("stdout.txt", "stderr.txt")]
     written = [path for path in files if path.stat().st_size]

@@ -59,7 +59,7 @@ def serve(
         say: called with each line for the user.
 
     Raises:
-        ReshardError: the source cannot be read, trusted or written so; or the address is in use.
+        ReshardError: the source cannot be read, trusted or laid out; or the address is in use.
     """
     options = options or ServeOptions()
     with open_files(source, options) as files, create_server(files, options, say) as server:
@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
             for at in range(start, stop, _BLOCK_BYTES):
                 data = files.read(name, at, min(_BLOCK_BYTES, stop - at))
                 if at + len(data) == stop:
-                    # Before the last block: a range with an error is never complete.
+                    # Checked before the last block is sent: no range with an error is complete.
                     files.check_records()
                 self.wfile.write(data)
         except ReshardError as error:

@@ -33,7 +33,7 @@ def plan_unwritten(
         live: the model of the program that reads the output, if it runs already.
 
     Raises:
-        ReshardError: the source cannot be read, trusted or written so.
+        ReshardError: the source cannot be read, trusted or laid out.
     """
     if options.replicas == "mean":
         raise UsageError(

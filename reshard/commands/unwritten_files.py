@@ -56,7 +56,7 @@ def open_files(
         source: a path as for `reshard.open`.
 
     Raises:
-        ReshardError: the source cannot be read, trusted or written so.
+        ReshardError: the source cannot be read, trusted or laid out.
     """
     options = options or FilesOptions()
     job = plan_unwritten(source, options, partial(_plan, options=options))

@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard import dtypes, escaped
 from reshard.box import Index, as_index, row_major
-from reshard.containers.torch_objects import Storage, Tensor
+from reshard.containers.torch_objects import StoredBuffer, Tensor
 from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.pickles.unpickle import Unpickled
@@ -44,7 +44,7 @@ _KINDS = {"O": "object", "V": "structured", "U": "text", "S": "bytes", "M": "dat
 _NUMBERS = "efdbhilqBHILQ?"
 
 
-def has_arrays(pickle: Unpickled, storages: Iterable[Storage]) -> bool:
+def has_arrays(pickle: Unpickled, storages: Iterable[StoredBuffer]) -> bool:
     """Return whether a pickle holds arrays, or storages that no tensor is a view of."""
     return not NAMES.isdisjoint(pickle.globals) or not all(s.is_viewed for s in storages)
 
@@ -74,12 +74,12 @@ def convert(root: Any, file: str, start: int) -> Any:
         CorruptError: the containers are nested too deep.
     """
     try:
-        return _Converter(file, start).of(root)
+        return _ArrayConverter(file, start).of(root)
     except RecursionError as error:
         raise CorruptError(file, "its containers are nested too deep") from error
 
 
-class _Converter:
+class _ArrayConverter:
     """Copies containers, each once, and replaces arrays with tensors."""
 
     def __init__(self, file: str, start: int) -> None:
@@ -93,7 +93,7 @@ class _Converter:
                 self._done[id(value)] = value  # a cycle ends here, as it is
                 self._done[id(value)] = self._container(value)
             return self._done[id(value)]
-        if isinstance(value, Storage):
+        if isinstance(value, StoredBuffer):
             return Tensor(value, 0, (value.nbytes // value.dtype.itemsize,), (1,), value.dtype)
         if isinstance(value, Call) and value.name in NAMES:
             if id(value) not in self._done:
@@ -128,18 +128,18 @@ class _Converter:
             return _Scalar(number, call, storage, 0, shape, strides, dtype)
         return Array(call, storage, 0, shape, strides, dtype)
 
-    def _storage(self, dtype: DType, data: bytes) -> Storage:
+    def _storage(self, dtype: DType, data: bytes) -> StoredBuffer:
         if not data:
-            return Storage(self._file, "numpy", dtype, 0, self._start)
+            return StoredBuffer(self._file, "numpy", dtype, 0, self._start)
         if not isinstance(data, Located):
             raise ValueError("a numpy array whose bytes have no offset")  # noqa: TRY004
         at, key = self._start + data.at, f"numpy {data.at}"
         if data.text_nbytes is None:
-            return Storage(self._file, key, dtype, len(data), at)
+            return StoredBuffer(self._file, key, dtype, len(data), at)
         self._shared[at] += 1
         number = self._shared[at] - 1
         text = escaped.Escaped(self._file, at, data.text_nbytes, len(data), number)
-        return Storage(escaped.name(text), key, dtype, len(data), 0)
+        return StoredBuffer(escaped.name(text), key, dtype, len(data), 0)
 
 
 class Array(Tensor):

@@ -29,7 +29,7 @@ _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
 
 @dataclass(slots=True, eq=False)
-class Storage:
+class StoredBuffer:
     """One stored buffer; ``byte_offset`` is -1 until its position in the file is known."""
 
     file: str
@@ -44,7 +44,7 @@ class Storage:
 class Tensor:
     """A strided view of a storage; shape, strides and offset in elements."""
 
-    storage: Storage
+    storage: StoredBuffer
     offset: int
     shape: Index
     strides: Index
@@ -165,9 +165,9 @@ class Storages:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.by_key: dict[str, Storage] = {}
+        self.by_key: dict[str, StoredBuffer] = {}
 
-    def __call__(self, pid: Any) -> Storage:
+    def __call__(self, pid: Any) -> StoredBuffer:
         """Return the storage of a persistent id.
 
         Raises:
@@ -186,7 +186,7 @@ class Storages:
         if dtype is None:
             raise UnsupportedError(self.path, f"contains a {kind.name}, which has no plain dtype")
         key = str(key)
-        storage = Storage(self.path, key, dtype, numel * dtype.itemsize)
+        storage = StoredBuffer(self.path, key, dtype, numel * dtype.itemsize)
         return self.by_key.setdefault(key, storage)
 
 
@@ -198,7 +198,7 @@ def _build_tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None = None
 ) -> Tensor:
     """Build a tensor and check that its every element is inside its storage."""
-    if not isinstance(storage, Storage):
+    if not isinstance(storage, StoredBuffer):
         raise TypeError("a tensor without a storage")
     shape, strides = tuple(shape), tuple(strides)
     if len(shape) != len(strides) or not all(map(_is_size, (offset, *shape, *strides))):

@@ -21,12 +21,12 @@ from reshard.containers.torch_detect import LEGACY, ZIP
 from reshard.containers.torch_objects import (
     MAX_PICKLE,
     TORCH_BUILDERS,
-    Storage,
     Storages,
+    StoredBuffer,
     Tensor,
     TorchFile,
 )
-from reshard.containers.zip_reader import Member, read_directory
+from reshard.containers.zip_reader import ZipMember, read_directory
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
 from reshard.manifest import Record
@@ -78,11 +78,11 @@ class PickleCache:
     _MOST = 16  # pickles: enough for the devices of a node, or the shapes of a model
 
     def __init__(self) -> None:
-        self._seen: dict[bytes, tuple[Unpickled, tuple[Storage, ...]]] = {}
+        self._seen: dict[bytes, tuple[Unpickled, tuple[StoredBuffer, ...]]] = {}
 
     def parsed(
         self, data: bytes, path: str, builders: Mapping[str, Builder], start: int
-    ) -> tuple[Unpickled, tuple[Storage, ...]]:
+    ) -> tuple[Unpickled, tuple[StoredBuffer, ...]]:
         """Return the content of a pickle, not to be changed, and its storages without positions.
 
         Args:
@@ -90,7 +90,9 @@ class PickleCache:
         """
         if data in self._seen:
             done, shared = self._seen[data]
-            own = {id(each): Storage(path, each.key, each.dtype, each.nbytes) for each in shared}
+            own = {
+                id(each): StoredBuffer(path, each.key, each.dtype, each.nbytes) for each in shared
+            }
             return replace(done, value=_replace_storages(done.value, own)), tuple(own.values())
         storages = Storages(path)
         done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
@@ -112,7 +114,7 @@ def _is_simple(value: Any) -> bool:
     return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
 
 
-def _replace_storages(value: Any, own: Mapping[int, Storage]) -> Any:
+def _replace_storages(value: Any, own: Mapping[int, StoredBuffer]) -> Any:
     """Return a simple value whose tensors use other storages; any other value unchanged."""
     if not _is_simple(value):
         return value
@@ -171,7 +173,12 @@ def read_archive(
 
 
 def _place_storage(
-    file: TorchFile, storage: Storage, member: Member | None, archive: Section, *, checked: bool
+    file: TorchFile,
+    storage: StoredBuffer,
+    member: ZipMember | None,
+    archive: Section,
+    *,
+    checked: bool,
 ) -> None:
     """Set a storage's position, and record its CRC."""
     key = storage.key

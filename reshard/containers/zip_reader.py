@@ -25,7 +25,7 @@ _MAX_COMMENT = 0xFFFF
 _MAX_DIRECTORY = 1 << 30
 
 
-class Member(NamedTuple):
+class ZipMember(NamedTuple):
     """One stored member; ``limit`` is the byte at which its data must have ended."""
 
     name: str
@@ -80,7 +80,7 @@ class Member(NamedTuple):
         return data
 
 
-def read_directory(archive: Section) -> dict[str, Member]:
+def read_directory(archive: Section) -> dict[str, ZipMember]:
     """Read every member, by name.
 
     Raises:
@@ -88,7 +88,7 @@ def read_directory(archive: Section) -> dict[str, Member]:
     """
     start, listed = _list_directory(archive)
     raw = sorted((entry[:4] for entry in listed), key=lambda item: item[3])
-    members: dict[str, Member] = {}
+    members: dict[str, ZipMember] = {}
     # A member must end where the next one begins, the last one where the directory begins.
     limits = [*(item[3] for item in raw[1:]), start][: len(raw)]
     for (name, member_size, crc, offset), limit in zip(raw, limits, strict=True):
@@ -96,7 +96,7 @@ def read_directory(archive: Section) -> dict[str, Member]:
             raise CorruptError(
                 archive.path, f"zip member {name!r} is listed twice or overlaps another member"
             )
-        members[name] = Member(name, member_size, crc, offset, limit)
+        members[name] = ZipMember(name, member_size, crc, offset, limit)
     return members
 
 

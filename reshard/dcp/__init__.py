@@ -1,4 +1,4 @@
-"""Loading of any checkpoint with `torch.distributed.checkpoint.load`, at any number of ranks.
+"""Load any checkpoint with `torch.distributed.checkpoint.load`, at any number of ranks.
 
     import reshard.dcp
 

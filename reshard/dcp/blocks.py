@@ -1,4 +1,4 @@
-"""Blocks of tensors: reads from the checkpoint's files into the target's memory, with casts."""
+"""Read blocks of tensors from the checkpoint's files into the target's memory, with casts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BATCH_BYTES = 64 << 20  # of targets in memory: a planner may create a temporar
 
 
 @dataclass(slots=True)
-class Job:
+class BlockRead:
     """One block to read, and the item of the target that receives it."""
 
     item: ReadItem
@@ -54,18 +54,18 @@ def refuse_other_shape(item: ReadItem, entry: Entry, targets: Mapping[str, Any])
         )
 
 
-def read(pool: SourceFiles, jobs: Iterable[Job], planner: LoadPlanner) -> None:
+def read(pool: SourceFiles, jobs: Iterable[BlockRead], planner: LoadPlanner) -> None:
     """Fill the targets of all jobs, in the order of their bytes in the files.
 
     Raises:
         DifferentError: a dtype cannot be cast, or a finite value would become infinite.
     """
-    for batch in _batches(sorted(jobs, key=lambda job: job.place)):
+    for batch in _group_into_batches(sorted(jobs, key=lambda job: job.place)):
         _read_batch(pool, batch, planner)
 
 
-def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
-    batch: list[Job] = []
+def _group_into_batches(jobs: Iterable[BlockRead]) -> Iterator[list[BlockRead]]:
+    batch: list[BlockRead] = []
     nbytes = 0
     for job in jobs:
         batch.append(job)
@@ -77,15 +77,15 @@ def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
         yield batch
 
 
-def _read_batch(pool: SourceFiles, batch: list[Job], planner: LoadPlanner) -> None:
+def _read_batch(pool: SourceFiles, batch: list[BlockRead], planner: LoadPlanner) -> None:
     copies: list[tuple[Copy, memoryview]] = []
-    staged: list[tuple[Job, torch.Tensor]] = []
+    staged: list[tuple[BlockRead, torch.Tensor]] = []
     # Detached, because torch refuses to change a leaf that requires gradients in place.
     targets = [(job, planner.resolve_tensor(job.item).detach()) for job in batch]
     filled = set()
     overflowed: Counter[str] = Counter()
     for job, target in targets:
-        dtype = _target_dtype(job, target)
+        dtype = _find_target_dtype(job, target)
         memory = (job.entry.key, job.box, identify_memory(target), target.dtype)
         if not job.box.volume or memory in filled:  # tied weights are one tensor
             continue
@@ -106,11 +106,11 @@ def _read_batch(pool: SourceFiles, batch: list[Job], planner: LoadPlanner) -> No
 
 
 def _refuse_overflow(
-    overflowed: Mapping[str, int], targets: Iterable[tuple[Job, torch.Tensor]]
+    overflowed: Mapping[str, int], targets: Iterable[tuple[BlockRead, torch.Tensor]]
 ) -> None:
     for job, target in targets:
         lost = overflowed.get(job.entry.fqn)
-        if lost and _target_dtype(job, target) != job.entry.dtype:
+        if lost and _find_target_dtype(job, target) != job.entry.dtype:
             raise DifferentError(
                 job.item.dest_index.fqn,
                 f"{lost} finite values of {job.entry.dtype} would become infinite in"
@@ -119,7 +119,7 @@ def _refuse_overflow(
             )
 
 
-def _target_dtype(job: Job, target: torch.Tensor) -> DType:
+def _find_target_dtype(job: BlockRead, target: torch.Tensor) -> DType:
     """Return the target's dtype if the checkpoint's can be cast to it.
 
     Raises:
@@ -142,23 +142,23 @@ def _target_dtype(job: Job, target: torch.Tensor) -> DType:
     return dtype
 
 
-def _stage(pool: SourceFiles, job: Job, target: torch.Tensor) -> Counter[str]:
+def _stage(pool: SourceFiles, job: BlockRead, target: torch.Tensor) -> Counter[str]:
     """Fill a tensor that cannot be read into directly, in cuts; return the overflow counts."""
-    dtype = _target_dtype(job, target)
+    dtype = _find_target_dtype(job, target)
     overflowed: Counter[str] = Counter()
     for cut in contiguous_cuts(job.box.shape, _STAGED_BYTES // dtype.itemsize):
-        window = plan_block(job.entry, _shifted(cut, job.box), dtype)
+        window = plan_block(job.entry, _shift(cut, job.box), dtype)
         data = bytearray(window.nbytes)
         overflowed += fill(pool, window.copies, memoryview(data))
         piece = torch.frombuffer(data, dtype=target.dtype).reshape(cut.shape)
-        _part(target, cut).copy_(piece)
+        _take_part(target, cut).copy_(piece)
     return overflowed
 
 
-def _shifted(cut: Box, box: Box) -> Box:
+def _shift(cut: Box, box: Box) -> Box:
     return Box(tuple(a + b for a, b in zip(cut.origin, box.origin, strict=True)), cut.shape)
 
 
-def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def _take_part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     index = tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))
     return tensor[index]

@@ -1,4 +1,4 @@
-"""Weights and optimizer states of live torch objects, filled from a checkpoint by DCP.
+"""Fill the weights and optimizer states of live torch objects from a checkpoint, by DCP.
 
 Under FSDP 1 and 2, DDP, tensor parallelism and in one process torch's own
 ``get_model_state_dict`` and ``get_optimizer_state_dict`` name the tensors that a rank has, and
@@ -32,7 +32,7 @@ _NAMED = 5  # names in a message
 # flattens lists in an older way on an FSDP 1 rank that has no part of some parameter (torch 2.13
 # ``default_planner.py``, ``create_local_plan``), where no checkpoint has their keys.
 _BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
-_OF_SCHEDULER = "initial_lr"  # which a scheduler adds to the param groups
+_OF_SCHEDULER = "initial_lr"  # torch's schedulers add it to the param groups
 
 
 def load_model(model: torch.nn.Module, manifest: Manifest, *, strict: bool = True) -> None:

@@ -12,9 +12,9 @@ from torch.futures import Future
 
 from reshard import formats
 from reshard.box import Box
-from reshard.dcp.blocks import Job, read, refuse_other_shape
+from reshard.dcp.blocks import BlockRead, read, refuse_other_shape
 from reshard.dcp.target import Hyper, Keys, Resolved, State
-from reshard.dcp.values import Values
+from reshard.dcp.values import PlainItems
 from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.formats.live_form import find_live_form
@@ -130,14 +130,14 @@ class StorageReader(storage.StorageReader):
             UsageError: the target's keys or parameter groups do not match the checkpoint's.
             DifferentError: a dtype cannot be cast, or a value does not fit the target's dtype.
         """
-        values = Values(self._keys, planner)
+        values = PlainItems(self._keys, planner)
         jobs = []
         for item in plan.items:
             value = self._resolve(item)
             if isinstance(value, Entry):
                 refuse_other_shape(item, value, values.targets)
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                jobs.append(Job(item, value, box))
+                jobs.append(BlockRead(item, value, box))
             else:
                 values.add(item, value)
         values.load()

@@ -1,4 +1,4 @@
-"""Values: items other than blocks of tensors, which are steps, hyperparameters and missing keys."""
+"""The items of a load that are not blocks of tensors: steps, hyperparameters and missing keys."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NAMED = 5  # missing names spelled out in a message
 
 
 @dataclass
-class Values:
-    """The items of a load other than blocks of tensors: steps, hyperparameters, missing keys."""
+class PlainItems:
+    """The steps, hyperparameters and missing keys of one load."""
 
     keys: Keys
     planner: LoadPlanner

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.naming.options import NameOptions, Naming
     from reshard.training.rng import RankRng
     from reshard.training.state import WritableState
-    from reshard.training.trainer_run import Run
+    from reshard.training.trainer_run import TrainerRun
 
 C = TypeVar("C", bound="Conversion")
 RandomStates = Literal["none", "per rank", "own"]
@@ -152,7 +152,7 @@ class Writer(ABC):
         """
         return next((stage for stage in (given, source) if stage is not None), 2)
 
-    def choose_state_dict_type(self, _source: Manifest, _run: Run | None) -> StateDictType:
+    def choose_state_dict_type(self, _source: Manifest, _run: TrainerRun | None) -> StateDictType:
         """Return the FSDP state dict type to write, if the user names none."""
         return "sharded"
 

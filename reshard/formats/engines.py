@@ -18,7 +18,7 @@ _BY_ACCELERATE = ("accelerate", "fsdp", "hf-trainer")  # who loads FSDP's files 
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class LoadedForm:
     """The properties of a checkpoint that decide whether an engine loads it.
 
     Args:
@@ -32,9 +32,9 @@ class Form:
     has_optimizer: bool
 
 
-def form_of(manifest: Manifest) -> Form:
+def form_of(manifest: Manifest) -> LoadedForm:
     """Return the form of a checkpoint that was read."""
-    return Form(manifest.origin.format, tuple(manifest.files), manifest.has_optimizer)
+    return LoadedForm(manifest.origin.format, tuple(manifest.files), manifest.has_optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Defect:
 
     engine: str
     checked: str
-    concerns: Callable[[Form], bool]
+    concerns: Callable[[LoadedForm], bool]
     effect: str
     remedy: str
     source: str
@@ -64,7 +64,7 @@ class Defect:
         return f"{self.engine} ({self.checked} checked): {self.effect}; {self.remedy}"
 
 
-def describe_defects(form: Form) -> list[str]:
+def describe_defects(form: LoadedForm) -> list[str]:
     """Return notes about the defects that concern a checkpoint of that form."""
     return [row.text() for row in TABLE if row.concerns(form) and _may_load(row)]
 
@@ -88,13 +88,13 @@ def _list_folders(names: Iterable[str]) -> set[str]:
     return {PurePath(name).parent.name for name in names}
 
 
-def _is_dcp_of_fsdp(form: Form) -> bool:
+def _is_dcp_of_fsdp(form: LoadedForm) -> bool:
     """Return whether Accelerate's functions would load an optimizer from a DCP folder."""
     by_accelerate = form.format in _BY_ACCELERATE and form.has_optimizer
     return by_accelerate and "optimizer_0" in _list_folders(form.names)
 
 
-def _is_local(form: Form) -> bool:
+def _is_local(form: LoadedForm) -> bool:
     """Return whether there are flat shards of LOCAL_STATE_DICT under Accelerate's names."""
     return any(PurePath(name).name.startswith("pytorch_model_fsdp_rank") for name in form.names)
 

@@ -14,11 +14,11 @@ from reshard.model_parallel.sizes import ONE, Sizes
 
 if TYPE_CHECKING:  # each belongs to some writers only
     from reshard.layout.mesh import MeshGrid
-    from reshard.layout.tensor_parallel import Plan
+    from reshard.layout.tensor_parallel import TensorPlan
     from reshard.model import ModelShapes
     from reshard.model_parallel.described import Described
     from reshard.training.rng import Policy
-    from reshard.training.trainer_run import Run
+    from reshard.training.trainer_run import TrainerRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Request:
     rank_files: bool = False
     fsdp_version: FsdpVersion = 2
     orig_params: DType | None = None
-    run: Run | None = None
+    run: TrainerRun | None = None
     keeps_layout: bool = False
     separate_masters: bool = False
     model: ModelShapes | None = None
@@ -82,7 +82,7 @@ class Request:
     rng: Policy | None = None
     device: str = "cuda"
     grid: MeshGrid | None = None
-    tensor: Plan | None = None
+    tensor: TensorPlan | None = None
     rules: Path | None = None
     described: Described | None = None
     engine_config: Mapping[str, Any] | None = None

@@ -4,5 +4,4 @@ tags      the checkpoints of a run, and what their files state: steps, updates, 
 movement  reads the same elements of all checkpoints, and counts what changed from one to the next
 bounds    how far an Adam can move a weight
 checks    the named checks
-groups    layers, joined to few groups for a table and a chart
 """

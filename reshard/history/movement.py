@@ -125,7 +125,7 @@ def measure(
     with SourceFiles() as pool:
 
         def measure_one(fqn: str) -> None:
-            series = _Series(tags, fqn, find_reader(pool))
+            series = _TensorSeries(tags, fqn, find_reader(pool))
             for start, stop in list_runs(series.numel, series.parts, fqn, whole=every_element):
                 series.add(start, stop)
             found[fqn] = series.finish()
@@ -167,14 +167,14 @@ def list_runs(numel: int, parts: int, fqn: str, *, whole: bool) -> Iterator[tupl
 
 
 @dataclass(slots=True)
-class _Values:
+class _RunValues:
     """Elements of one checkpoint: a weight, and its slots."""
 
     weight: Array
     slots: dict[str, Array]
 
 
-class _Series:
+class _TensorSeries:
     """One tensor in all checkpoints, read run by run."""
 
     def __init__(self, tags: Sequence[Tag], fqn: str, reader: TileReader) -> None:
@@ -207,7 +207,7 @@ class _Series:
         import numpy as np
 
         # Only the last two checkpoints are kept, which `jumps` needs.
-        earlier: list[_Values] = []
+        earlier: list[_RunValues] = []
         for number in range(len(self._tags)):
             now, pieces = self._read(number, start, stop)
             finite = np.isfinite(now.weight)
@@ -225,7 +225,7 @@ class _Series:
 
     def _read(
         self, number: int, start: int, stop: int
-    ) -> tuple[_Values, dict[str, list[tuple[slice, str]]]]:
+    ) -> tuple[_RunValues, dict[str, list[tuple[slice, str]]]]:
         """Return the elements of a checkpoint, and for each tensor which file stores which."""
         values, pieces = {}, {}
         for kind, planner in self._planners[number].items():
@@ -234,7 +234,7 @@ class _Series:
             data = values[kind].data.cast("B")
             self._digests[number] = crc32(data, self._digests[number])
         weight = values.pop("")
-        return _Values(weight, values), pieces
+        return _RunValues(weight, values), pieces
 
     def _read_run(
         self, planner: CopyPlanner, entry: Entry, start: int, stop: int
@@ -259,8 +259,8 @@ class _Series:
     def _compare(
         self,
         number: int,
-        before: _Values,
-        now: _Values,
+        before: _RunValues,
+        now: _RunValues,
         pieces: dict[str, list[tuple[slice, str]]],
     ) -> None:
         """Count the changes of a run, of all elements and by the file that stores them."""
@@ -287,7 +287,7 @@ class _Series:
                 name = self._tags[number].name_file(file)
                 found.slot_files[number, name].add(_count([flag[part] for flag in flags]))
 
-    def _find_expected(self, number: int, now: _Values) -> Array:
+    def _find_expected(self, number: int, now: _RunValues) -> Array:
         """Return the elements that must move, by the optimizer's state and the learning rate."""
         import numpy as np
 

@@ -10,7 +10,7 @@ from reshard import units
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BarPart:
     """One part of every bar: its label, and its size in each bar."""
 
     label: str
@@ -18,7 +18,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DrawnPart:
     """One part of one bar as the markup draws it; ``number`` chooses its color."""
 
     number: int
@@ -34,7 +34,7 @@ class Bar:
     name: str
     size: str
     exceeds: bool
-    pieces: Sequence[Piece]
+    pieces: Sequence[DrawnPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Bars:
 
     title: str
     names: Sequence[str]
-    parts: Sequence[Part]
+    parts: Sequence[BarPart]
     limit: int
 
     @property
@@ -60,7 +60,7 @@ class Bars:
         for row, name in enumerate(self.names):
             total = self._total(row)
             pieces = [
-                Piece(
+                DrawnPart(
                     number,
                     part.label,
                     units.show_bytes(part.values[row]),

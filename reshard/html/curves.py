@@ -104,14 +104,17 @@ class Curves:
                 {
                     "name": run.name,
                     "steps": list(run.steps),
-                    **{key: [_finite(v) for v in values] for key, values in run.measures.items()},
+                    **{
+                        key: [_drop_not_finite(v) for v in values]
+                        for key, values in run.measures.items()
+                    },
                 }
                 for run in self.runs
             ],
         }
 
 
-def _finite(value: float | None) -> float | None:
+def _drop_not_finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 

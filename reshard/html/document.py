@@ -1,4 +1,4 @@
-"""Rendering of a page as one HTML file: text in the markup, data for the scripts, no links.
+"""Render a page as one HTML file: text in the markup, data for the scripts, no links.
 
 Every value from a checkpoint is either text that jinja escapes, or compressed data that an HTML
 parser does not interpret. A content security policy adds a second barrier: only the page's own
@@ -19,7 +19,7 @@ from typing import Any
 from reshard.errors import ExistsError
 from reshard.html.bars import Bars
 from reshard.html.curves import Curves
-from reshard.html.page import Maps, Page, Table
+from reshard.html.page import Maps, Page, PageTable
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.output.local import disk_error
@@ -28,12 +28,7 @@ from reshard.version import __version__
 _ASSETS = Path(__file__).parent / "assets"
 _TEMPLATE = "page.html.jinja"
 _SCRIPTS = ("base.js", "table.js", "map.js", "curves.js", "main.js")
-_KINDS = {
-    Bars: "bars",
-    Curves: "curves",
-    Maps: "maps",
-    Table: "table",
-}  # names that main.js dispatches on
+_KINDS = {Bars: "bars", Curves: "curves", Maps: "maps", PageTable: "table"}  # names in main.js
 _STYLE = "page.css"
 _PLOTS, _PLOTS_STYLE = "uPlot.iife.min.js", "uPlot.min.css"  # included only with curves
 
@@ -85,35 +80,35 @@ def render(page: Page) -> str:
     kinds = [_KINDS[type(section)] for section in page.sections]
     scripts = (_PLOTS, *_SCRIPTS) if "curves" in kinds else _SCRIPTS
     styles = (_PLOTS_STYLE, _STYLE) if "curves" in kinds else (_STYLE,)
-    script = "\n".join(map(_asset, scripts))
-    return environment.from_string(_asset(_TEMPLATE)).render(
+    script = "\n".join(map(_read_asset, scripts))
+    return environment.from_string(_read_asset(_TEMPLATE)).render(
         page=page,
         sections=list(zip(kinds, page.sections, strict=True)),
         version=__version__,
-        data=packed([[k, s.to_json()] for k, s in zip(kinds, page.sections, strict=True)]),
+        data=pack([[k, s.to_json()] for k, s in zip(kinds, page.sections, strict=True)]),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style="\n".join(map(_asset, styles)),
-        dark=_asset("dark.css"),
+        style="\n".join(map(_read_asset, styles)),
+        dark=_read_asset("dark.css"),
     )
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
-def packed(data: Any) -> str:
+def pack(data: Any) -> str:
     """Return data as JSON, deflated (RFC 1950), in base64: small, and inert in any markup."""
-    text = json.dumps(_plain(data), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_make_plain(data), separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def _plain(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     """Return a value in which text replaces the numbers that JSON cannot express (NaN, inf)."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _make_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_make_plain(item) for item in value]
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     return value

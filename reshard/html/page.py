@@ -47,7 +47,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PageTable:
     """A table whose rows can be sorted and filtered, up to thousands of them."""
 
     title: str
@@ -92,7 +92,7 @@ class Maps:
         }
 
 
-Section = Bars | Curves | Maps | Table
+Section = Bars | Curves | Maps | PageTable
 
 
 @dataclass(frozen=True, slots=True)

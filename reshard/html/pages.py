@@ -14,7 +14,7 @@ from typing import Any
 from reshard import units
 from reshard.chunks import Chunk
 from reshard.html import shards
-from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
+from reshard.html.page import Column, Facts, Findings, Maps, Page, PageTable
 from reshard.manifest import MASTER, PARAM, Entry, Manifest, Skeleton
 
 Document = Mapping[str, Any]
@@ -23,7 +23,7 @@ MOST_SHOWN = 200  # characters of a value
 _MODULE_FILES = "_model_states.pt"  # DeepSpeed's files of module weights
 
 
-def inspected(document: Document, manifest: Manifest) -> Page:
+def build_inspect_page(document: Document, manifest: Manifest) -> Page:
     """Build the page that describes a checkpoint."""
     warnings = list(document["warnings"])
     absent = [f"{fqn}: listed, but no rank stores a value" for fqn in document["absent"]]
@@ -34,9 +34,9 @@ def inspected(document: Document, manifest: Manifest) -> Page:
         f"complete: {units.counted(document['files'], 'file')} of all ranks, every element once",
         "good",
         facts=(
-            checkpoint("Checkpoint", document),
-            _kinds_panel("Content", document),
-            _training_panel(document),
+            build_checkpoint_panel("Checkpoint", document),
+            _build_kinds_panel("Content", document),
+            _build_training_panel(document),
         ),
         findings=(
             Findings("Warnings", [*warnings, *unknown], "bad"),
@@ -45,16 +45,18 @@ def inspected(document: Document, manifest: Manifest) -> Page:
             Findings("Frozen", document["frozen"]),
         ),
         sections=(
-            Maps((shards.of_manifest("Shards", manifest),)),
-            tensors("Tensors", manifest.entries.values()),
-            _files_table(manifest),
+            Maps((shards.map_manifest("Shards", manifest),)),
+            build_tensor_table("Tensors", manifest.entries.values()),
+            _build_files_table(manifest),
         ),
     )
 
 
-def written(document: Document, facts: Document, manifest: Manifest, skeleton: Skeleton) -> Page:
+def build_output_page(
+    document: Document, facts: Document, manifest: Manifest, skeleton: Skeleton
+) -> Page:
     """Build the page of a merge, split or conversion: its source, and its output."""
-    layout = _with_read_kinds(skeleton, document.get("target", ""))
+    layout = _set_read_kinds(skeleton, document.get("target", ""))
     verb = "wrote" if document["done"] else "would write (dry run)"
     size = units.show_bytes(document["bytes_written"])
     checked = "every byte read back" if document["verified"] else "not read back"
@@ -65,17 +67,17 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
         f"{verb} {size} in {units.counted(len(document['files']), 'file')}{ending}",
         "good" if document["done"] else "plain",
         facts=(
-            checkpoint("Source", facts),
-            _kinds_panel("Source content", facts),
-            _target_panel(document, skeleton),
-            command_panel(document),
+            build_checkpoint_panel("Source", facts),
+            _build_kinds_panel("Source content", facts),
+            _build_target_panel(document, skeleton),
+            build_command_panel(document),
         ),
         findings=_collect_findings(document),
         sections=(
-            *_averaged_table(document.get("sources", ())),
-            Maps((shards.of_manifest("Before", manifest), shards.of_skeleton("After", layout))),
-            tensors("Tensors written", layout.entries),
-            Table(
+            *_build_averaged_table(document.get("sources", ())),
+            Maps((shards.map_manifest("Before", manifest), shards.map_skeleton("After", layout))),
+            build_tensor_table("Tensors written", layout.entries),
+            PageTable(
                 "Files written",
                 (
                     Column("File", "name", [file["name"] for file in document["files"]]),
@@ -86,7 +88,7 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
     )
 
 
-def command_panel(document: Document) -> Facts:
+def build_command_panel(document: Document) -> Facts:
     """Build the panel of the command, the options that were given, and how an output is loaded."""
     places = [document[name] for name in ("source", "destination") if name in document]
     command = shlex.join(["reshard", document["command"], *places])
@@ -96,10 +98,10 @@ def command_panel(document: Document) -> Facts:
     return Facts("Command", [("command", command), *rows, *load])
 
 
-def _averaged_table(sources: Sequence[Document]) -> Iterator[Table]:
+def _build_averaged_table(sources: Sequence[Document]) -> Iterator[PageTable]:
     """Yield the table of the checkpoints of an average, in the order of the sum."""
     if sources:
-        yield Table(
+        yield PageTable(
             "Averaged",
             (
                 Column("Checkpoint", "name", [each["path"] for each in sources]),
@@ -111,7 +113,7 @@ def _averaged_table(sources: Sequence[Document]) -> Iterator[Table]:
         )
 
 
-def _with_read_kinds(skeleton: Skeleton, target: str) -> Skeleton:
+def _set_read_kinds(skeleton: Skeleton, target: str) -> Skeleton:
     """Return the skeleton with the kinds that a reader will give to its entries.
 
     An entry of a skeleton has the kind of the source entry that fills it. Module weights may thus
@@ -141,7 +143,7 @@ def _with_read_kinds(skeleton: Skeleton, target: str) -> Skeleton:
     return replace(skeleton, entries=entries)
 
 
-def checkpoint(title: str, document: Document) -> Facts:
+def build_checkpoint_panel(title: str, document: Document) -> Facts:
     """Build the panel of a checkpoint from the document of `inspect`."""
     versions = [f"{name} {version}" for name, version in document["versions"].items()]
     mesh = document["mesh"]
@@ -163,10 +165,10 @@ def checkpoint(title: str, document: Document) -> Facts:
     return Facts(title, tuple(row for row in rows if row[1]))
 
 
-def tensors(title: str, entries: Iterable[Entry]) -> Table:
+def build_tensor_table(title: str, entries: Iterable[Entry]) -> PageTable:
     """Build the table of all tensors, one row each."""
     rows = list(entries)
-    return Table(
+    return PageTable(
         title,
         (
             Column("Name", "name", [entry.fqn for entry in rows]),
@@ -180,7 +182,7 @@ def tensors(title: str, entries: Iterable[Entry]) -> Table:
     )
 
 
-def _kinds_panel(title: str, document: Document) -> Facts:
+def _build_kinds_panel(title: str, document: Document) -> Facts:
     rows = []
     for kind, info in document["kinds"].items():
         size, dtypes = units.show_bytes(info["bytes"]), ", ".join(info["dtypes"])
@@ -188,7 +190,7 @@ def _kinds_panel(title: str, document: Document) -> Facts:
     return Facts(title, rows)
 
 
-def _training_panel(document: Document) -> Facts:
+def _build_training_panel(document: Document) -> Facts:
     rows = []
     for number, group in enumerate(document["param_groups"]):
         parts = [units.counted(group["tensors"], "tensor"), *_show_hyperparameters(group["hyper"])]
@@ -211,23 +213,23 @@ def _show_state(value: Any) -> str:
     return units.shorten(value, MOST_SHOWN)
 
 
-def _files_table(manifest: Manifest) -> Table:
+def _build_files_table(manifest: Manifest) -> PageTable:
     tensor_bytes: dict[str, int] = {}
     for entry in manifest.entries.values():
         for chunk in entry.chunks:
             nbytes = chunk.box.volume * chunk.dtype.itemsize
             tensor_bytes[chunk.file] = tensor_bytes.get(chunk.file, 0) + nbytes
-    return Table(
+    return PageTable(
         "Files",
         (
-            Column("File", "name", list(shards.relative_names(manifest.files).values())),
+            Column("File", "name", list(shards.shorten_names(manifest.files).values())),
             Column("Size", "bytes", [file.nbytes for file in manifest.files.values()]),
             Column("In tensors", "bytes", [tensor_bytes.get(path, 0) for path in manifest.files]),
         ),
     )
 
 
-def _target_panel(document: Document, skeleton: Skeleton) -> Facts:
+def _build_target_panel(document: Document, skeleton: Skeleton) -> Facts:
     """Build the panel of the output, with the values that the command's report has."""
     size = units.show_bytes(document["bytes_written"])
     optimizer = ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reshard import units
-from reshard.html.bars import Bars, Part
-from reshard.html.page import Column, Facts, Findings, Page, Table
+from reshard.html.bars import BarPart, Bars
+from reshard.html.page import Column, Facts, Findings, Page, PageTable
 from reshard.html.pages import Document
 
 _PARTS = (
@@ -28,7 +28,7 @@ _FURTHER = (
 )
 
 
-def planned(document: Document) -> Page:
+def build_plan_page(document: Document) -> Page:
     """Build the page from the ``to_json()`` of the report."""
     rows, recommended = document["rows"], document["recommended"]
     names = [row["strategy"] for row in rows]
@@ -53,7 +53,7 @@ def planned(document: Document) -> Page:
         sections=(
             _draw(document, "Memory of a GPU", "activations"),
             _draw(document, "Memory of a GPU with activation checkpointing", "recomputed"),
-            Table("Strategies", tables),
+            PageTable("Strategies", tables),
         ),
     )
 
@@ -65,7 +65,7 @@ def _draw(document: Document, title: str, activations: str) -> Bars:
         title,
         tuple(row["strategy"] for row in rows),
         tuple(
-            Part(label, tuple(row[key] for row in rows))
+            BarPart(label, tuple(row[key] for row in rows))
             for key, (_, label) in zip(keys, _PARTS, strict=True)
         ),
         limit=document["cluster"]["gpu_bytes"],

@@ -12,14 +12,16 @@ from typing import Any
 from reshard import units
 from reshard.html import shards
 from reshard.html.curves import Curves, LossRun
-from reshard.html.page import Column, Facts, Findings, Maps, Page, Section, Table
-from reshard.html.pages import MOST_SHOWN, Document, checkpoint, command_panel
+from reshard.html.page import Column, Facts, Findings, Maps, Page, PageTable, Section
+from reshard.html.pages import MOST_SHOWN, Document, build_checkpoint_panel, build_command_panel
 from reshard.manifest import Manifest
 
 _LEVELS = ("state", "trajectory", "bitwise")
 
 
-def compared(document: Document, facts: Sequence[Document], a: Manifest, b: Manifest) -> Page:
+def build_diff_page(
+    document: Document, facts: Sequence[Document], a: Manifest, b: Manifest
+) -> Page:
     """Build the page that compares two checkpoints."""
     counts = [
         (len(document["unequal"]), "unequal"),
@@ -31,8 +33,8 @@ def compared(document: Document, facts: Sequence[Document], a: Manifest, b: Mani
     how = "bit by bit" if document["exact"] else "under the tolerance"
     equal = f"{units.counted(document['equal'], 'tensor')} equal {how}"
     maps = Maps(
-        (shards.of_manifest("A", a), shards.of_manifest("B", b)),
-        [(_map_kind(each["kind"]), each["fqn"]) for each in document["unequal"]],
+        (shards.map_manifest("A", a), shards.map_manifest("B", b)),
+        [(_find_map_kind(each["kind"]), each["fqn"]) for each in document["unequal"]],
         "unequal",
     )
     return Page(
@@ -41,16 +43,16 @@ def compared(document: Document, facts: Sequence[Document], a: Manifest, b: Mani
         f"the same: {equal}" if document["same"] else f"different: {different}; {equal}",
         "good" if document["same"] else "bad",
         facts=(
-            checkpoint("A", facts[0]),
-            checkpoint("B", facts[1]),
-            Facts("Compared", _comparison_rows(document)),
+            build_checkpoint_panel("A", facts[0]),
+            build_checkpoint_panel("B", facts[1]),
+            Facts("Compared", _list_comparison(document)),
         ),
         findings=(Findings("Notes", document["notes"]),),
-        sections=(*_difference_tables(document), maps),
+        sections=(*_build_difference_tables(document), maps),
     )
 
 
-def verified(
+def build_verify_page(
     document: Document, facts: Document | None = None, manifest: Manifest | None = None
 ) -> Page:
     """Build the page of the checks of a checkpoint; an unreadable one has no facts and no map."""
@@ -62,19 +64,22 @@ def verified(
     read = units.show_bytes(document["bytes_read"]) if document["bytes_read"] else "headers only"
     values = (document["mode"], read, f"{document['seconds']:.2f} s", document["manifest"])
     rows = [row for row in zip(labels, values, strict=True) if row[1]]
-    maps = [Maps((shards.of_manifest("Shards", manifest),))] if manifest else []
+    maps = [Maps((shards.map_manifest("Shards", manifest),))] if manifest else []
     return Page(
         "verify",
         document["source"],
         verdict + warnings,
         "good" if has_passed else "bad",
-        facts=[*([checkpoint("Checkpoint", facts)] if facts else []), Facts("Verified", rows)],
-        findings=[*_check_findings(checks), Findings("Notes", document["notes"])],
-        sections=(_checks_table(checks), *maps),
+        facts=[
+            *([build_checkpoint_panel("Checkpoint", facts)] if facts else []),
+            Facts("Verified", rows),
+        ],
+        findings=[*_list_check_findings(checks), Findings("Notes", document["notes"])],
+        sections=(_build_checks_table(checks), *maps),
     )
 
 
-def remembered(document: Document) -> Page:
+def build_history_page(document: Document) -> Page:
     """Build the page of a run's history: a chart of its layers, its checkpoints, and the checks."""
     checks, tags = document["checks"], document["checkpoints"]
     verdict, has_passed = _judge_checks(document)
@@ -90,8 +95,12 @@ def remembered(document: Document) -> Page:
         verdict,
         "good" if has_passed else "bad",
         facts=[Facts("Run", rows)],
-        findings=[*_check_findings(checks), Findings("Notes", document["notes"])],
-        sections=(*_layer_curves(document), _checkpoints_table(tags), _checks_table(checks)),
+        findings=[*_list_check_findings(checks), Findings("Notes", document["notes"])],
+        sections=(
+            *_draw_layers(document),
+            _build_checkpoints_table(tags),
+            _build_checks_table(checks),
+        ),
     )
 
 
@@ -102,7 +111,7 @@ def _judge_checks(document: Document) -> tuple[str, bool]:
     return f"failed: {', '.join(failed)}" if failed else passed, not failed
 
 
-def _layer_curves(document: Document) -> Iterator[Curves]:
+def _draw_layers(document: Document) -> Iterator[Curves]:
     """Yield the chart of the changes of each layer group."""
     numbers: dict[str, list[int]] = {}
     for tag in document["checkpoints"]:
@@ -117,11 +126,11 @@ def _layer_curves(document: Document) -> Iterator[Curves]:
         yield Curves(runs, None, {"change": title})
 
 
-def _checkpoints_table(tags: Sequence[Document]) -> Table:
+def _build_checkpoints_table(tags: Sequence[Document]) -> PageTable:
     def values(key: str) -> list[float | None]:
         return [tag.get(key) for tag in tags]
 
-    return Table(
+    return PageTable(
         "Checkpoints",
         (
             Column("Checkpoint", "name", [tag["name"] for tag in tags]),
@@ -138,16 +147,16 @@ def _checkpoints_table(tags: Sequence[Document]) -> Table:
     )
 
 
-def _check_findings(checks: Sequence[Document]) -> Iterator[Findings]:
+def _list_check_findings(checks: Sequence[Document]) -> Iterator[Findings]:
     for check in checks:
         yield Findings(f"Failed: {check['name']}", check["failures"], "bad")
     for check in checks:
         yield Findings(f"Warning: {check['name']}", check["warnings"])
 
 
-def _checks_table(checks: Sequence[Document]) -> Table:
+def _build_checks_table(checks: Sequence[Document]) -> PageTable:
     counts = [len(check["failures"]) + len(check["warnings"]) for check in checks]
-    return Table(
+    return PageTable(
         "Checks",
         (
             Column("Check", "text", [check["name"] for check in checks]),
@@ -158,7 +167,7 @@ def _checks_table(checks: Sequence[Document]) -> Table:
     )
 
 
-def resumed(document: Document) -> Page:
+def build_resume_page(document: Document) -> Page:
     """Build the page that compares training from a checkpoint and from each layout of it."""
     targets, need = document["targets"], document["require"]
     good = sum(target["reached"][need] for target in targets)
@@ -168,7 +177,7 @@ def resumed(document: Document) -> Page:
     if document["control"] and not document["control"]["noticed"] and need != "state":
         verdict = "these steps cannot tell: not even a zeroed optimizer was noticed"
     runs = [document["unbroken"], *(target["run"] for target in targets)]
-    series = [_series(run) for run in runs if run["series"]]
+    series = [_read_series(run) for run in runs if run["series"]]
     drawn: list[Section] = [Curves.of(series)] if series else []
     return Page(
         "resume-check",
@@ -176,12 +185,17 @@ def resumed(document: Document) -> Page:
         verdict,
         "good" if document["reached"] else "bad",
         facts=(
-            Facts("Checkpoint", _resume_rows(document)),
-            command_panel(document),
+            Facts("Checkpoint", _list_resume_rows(document)),
+            build_command_panel(document),
             Facts("Levels", _MEANING),
         ),
-        findings=[*_failed_runs(document), Findings("Notes", document["notes"])],
-        sections=(*drawn, _layouts_table(targets), *_notes_table(targets), _runs_table(document)),
+        findings=[*_list_failed_runs(document), Findings("Notes", document["notes"])],
+        sections=(
+            *drawn,
+            _build_layouts_table(targets),
+            *_build_notes_table(targets),
+            _build_runs_table(document),
+        ),
     )
 
 
@@ -192,7 +206,7 @@ _MEANING = (
 )
 
 
-def _resume_rows(document: Document) -> list[tuple[str, str]]:
+def _list_resume_rows(document: Document) -> list[tuple[str, str]]:
     step, control = document["step"], document["control"]
     rows = [
         ("Path", document["source"]),
@@ -210,30 +224,30 @@ def _resume_rows(document: Document) -> list[tuple[str, str]]:
 def _show_control(control: Document) -> str:
     """Return a sentence on whether these steps would reveal a lost optimizer."""
     noticed = "noticed" if control["noticed"] else "NOT noticed: these steps cannot tell"
-    far = _max_relative(control["trajectory"], "loss")
+    far = _find_max_relative(control["trajectory"], "loss")
     distance = f", by {far:.2g} relative" if isinstance(far, float) else ""
     return f"a zeroed optimizer is {noticed}{distance}"
 
 
-def _series(run: Document) -> dict[str, Any]:
+def _read_series(run: Document) -> dict[str, Any]:
     """Return a run in the form that `Curves.of` takes, with the exact bits of its log."""
     points = run["series"]
-    norms = [_number(point, "grad_norm") for point in points]
+    norms = [_read_number(point, "grad_norm") for point in points]
     return {
         "name": run["name"],
         "steps": [point["step"] for point in points],
-        "loss": [_number(point, "loss") for point in points],
+        "loss": [_read_number(point, "loss") for point in points],
         "grad_norm": norms if any(norm is not None for norm in norms) else [],
     }
 
 
-def _number(point: Document, key: str) -> float | None:
+def _read_number(point: Document, key: str) -> float | None:
     exact = point.get(f"{key}_hex")
     value = float.fromhex(exact) if exact else point.get(key)
     return None if value is None else float(value)
 
 
-def _failed_runs(document: Document) -> Iterator[Findings]:
+def _list_failed_runs(document: Document) -> Iterator[Findings]:
     control = [document["control"]] if document["control"] else []
     for each in (*document["targets"], *control):
         run = each["run"]
@@ -241,7 +255,7 @@ def _failed_runs(document: Document) -> Iterator[Findings]:
             yield Findings(f"Failed: {run['name']}", [run["failure"], *run["said"]], "bad")
 
 
-def _layouts_table(targets: Sequence[Document]) -> Table:
+def _build_layouts_table(targets: Sequence[Document]) -> PageTable:
     columns = [Column("Layout", "text", [target["name"] for target in targets])]
     for level in _LEVELS:
         states = ["yes" if target["reached"][level] else "no" for target in targets]
@@ -249,17 +263,17 @@ def _layouts_table(targets: Sequence[Document]) -> Table:
     trajectories = [target["trajectory"] for target in targets]
     compared_states = [target["state"] for target in targets]
     differ = [len(s["unequal"]) + len(s["only_a"]) + len(s["only_b"]) for s in compared_states]
-    return Table(
+    return PageTable(
         "Layouts",
         (
             *columns,
             Column("Equal", "number", [state["equal"] for state in compared_states]),
             Column("Different", "number", differ),
-            Column("Loss", "number", [_max_relative(each, "loss") for each in trajectories]),
+            Column("Loss", "number", [_find_max_relative(each, "loss") for each in trajectories]),
             Column(
                 "Norm",
                 "number",
-                [_max_relative(each, "grad_norm") for each in trajectories],
+                [_find_max_relative(each, "grad_norm") for each in trajectories],
             ),
             Column("Final weights", "state", [_show_weights(each) for each in trajectories]),
         ),
@@ -268,13 +282,13 @@ def _layouts_table(targets: Sequence[Document]) -> Table:
     )
 
 
-def _runs_table(document: Document) -> Table:
+def _build_runs_table(document: Document) -> PageTable:
     """Build the table of the programs: the unbroken run, one for each layout, and the control."""
     control = [("control", document["control"]["run"])] if document["control"] else []
     resumed_runs = [(target["name"], target["run"]) for target in document["targets"]]
     named = [("unbroken", document["unbroken"]), *resumed_runs, *control]
     names, runs = zip(*named, strict=True)
-    return Table(
+    return PageTable(
         "Runs",
         (
             Column("Run", "text", names),
@@ -286,7 +300,7 @@ def _runs_table(document: Document) -> Table:
     )
 
 
-def _max_relative(trajectory: Document | None, key: str) -> float | None:
+def _find_max_relative(trajectory: Document | None, key: str) -> float | None:
     distance = trajectory[key] if trajectory else None
     return distance["max_rel"] if distance else None
 
@@ -296,7 +310,7 @@ def _show_weights(trajectory: Document | None) -> str:
     return states[trajectory["parameters_equal"] if trajectory else None]
 
 
-def _notes_table(targets: Sequence[Document]) -> Iterator[Table]:
+def _build_notes_table(targets: Sequence[Document]) -> Iterator[PageTable]:
     """Build the table of the notes that `split` printed when it wrote each layout."""
     rows = [
         (target["name"], label, text)
@@ -307,20 +321,20 @@ def _notes_table(targets: Sequence[Document]) -> Iterator[Table]:
     if rows:
         names, labels, texts = zip(*rows, strict=True)
         columns = (("Layout", names), ("Kind", labels), ("Note", texts))
-        yield Table("Written", [Column(title, "text", values) for title, values in columns])
+        yield PageTable("Written", [Column(title, "text", values) for title, values in columns])
 
 
-def _comparison_rows(document: Document) -> list[tuple[str, str]]:
+def _list_comparison(document: Document) -> list[tuple[str, str]]:
     kinds = [(kind, f"{count} equal") for kind, count in document["equal_by_kind"].items()]
     read = units.show_bytes(document["bytes_read"])
     return [*kinds, ("Read", read), ("Time", f"{document['seconds']:.2f} s")]
 
 
-def _difference_tables(document: Document) -> tuple[Table, ...]:
+def _build_difference_tables(document: Document) -> tuple[PageTable, ...]:
     unequal, train = document["unequal"], document["train"]
     only = [(side, *key) for side in ("a", "b") for key in document[f"only_{side}"]]
     tables = (
-        Table(
+        PageTable(
             "Unequal tensors",
             (
                 Column("Name", "name", [each["fqn"] for each in unequal]),
@@ -332,12 +346,12 @@ def _difference_tables(document: Document) -> tuple[Table, ...]:
                 Column("Max rel", "number", [each["max_rel"] for each in unequal]),
                 Column("Max ulp", "number", [each["max_ulp"] for each in unequal]),
                 Column("Not finite", "number", [each["not_finite"] for each in unequal]),
-                Column("First at", "name", [_index(each["at"]) for each in unequal]),
+                Column("First at", "name", [_show_index(each["at"]) for each in unequal]),
                 Column("A", "name", [each["a"] for each in unequal]),
                 Column("B", "name", [each["b"] for each in unequal]),
             ),
         ),
-        Table(
+        PageTable(
             "Only on one side",
             (
                 Column("Name", "name", [fqn for _, _, fqn in only]),
@@ -345,26 +359,26 @@ def _difference_tables(document: Document) -> tuple[Table, ...]:
                 Column("Side", "text", [side.upper() for side, _, _ in only]),
             ),
         ),
-        Table(
+        PageTable(
             "Not tensors",
             (
                 Column("Name", "name", [value["name"] for value in train]),
-                Column("A", "name", [_value(value["a"]) for value in train]),
-                Column("B", "name", [_value(value["b"]) for value in train]),
+                Column("A", "name", [_show_value(value["a"]) for value in train]),
+                Column("B", "name", [_show_value(value["b"]) for value in train]),
             ),
         ),
     )
     return tuple(table for table in tables if table.height)
 
 
-def _map_kind(kind: str) -> str:
+def _find_map_kind(kind: str) -> str:
     """Return the kind that maps use for a compared tensor; the module's copy is a weight."""
     return "weight" if kind == "copy" else kind
 
 
-def _index(at: Sequence[int] | None) -> str | None:
+def _show_index(at: Sequence[int] | None) -> str | None:
     return None if at is None else str(list(at))
 
 
-def _value(value: Any) -> str | None:
+def _show_value(value: Any) -> str | None:
     return None if value is None else units.shorten(value, MOST_SHOWN)

@@ -24,7 +24,7 @@ MOST_PIECES = 100_000  # per map; about 5 MB before compression
 _RANK = re.compile(r"(?:(?<!mp_)(?<![a-z])rank[-_]?|^__|/__)(\d+)")
 
 
-class Piece(NamedTuple):
+class MapPiece(NamedTuple):
     """The bytes of one row that belong to one tensor, without a gap. There may be millions.
 
     Args:
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MapRow:
     """The files of one rank, one after the other; or files that belong to no rank.
 
     Args:
@@ -54,7 +54,7 @@ class Row:
     label: str
     rank: int | None
     files: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MapPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Shards:
 
     title: str
     files: tuple[tuple[str, int], ...]
-    rows: tuple[Row, ...]
+    rows: tuple[MapRow, ...]
     tensors: tuple[Entry, ...]
     kinds: Mapping[str, int]
     undrawn: tuple[int, ...] = ()
@@ -79,12 +79,12 @@ class Shards:
     def to_json(self) -> dict[str, Any]:
         """Return the data of the page. A row names its layout, and its number in that layout."""
         shapes: dict[Index, int] = {}
-        layouts = _Layouts(shapes)
+        layouts = _RowLayouts(shapes)
         rows = [
             [row.label, row.rank, list(row.files), *layouts.add(row.pieces)] for row in self.rows
         ]
         tensors = [
-            [e.fqn, e.kind, str(e.dtype), shapes.setdefault(e.shape, len(shapes)), _itemsize(e)]
+            [e.fqn, e.kind, str(e.dtype), shapes.setdefault(e.shape, len(shapes)), _get_itemsize(e)]
             for e in self.tensors
         ]
         return {
@@ -100,25 +100,25 @@ class Shards:
         }
 
 
-def _itemsize(entry: Entry) -> int:
+def _get_itemsize(entry: Entry) -> int:
     """Return the bytes of one element as it is stored."""
     return (entry.chunks[0].dtype if entry.chunks else entry.dtype).itemsize
 
 
-def of_manifest(title: str, manifest: Manifest, most: int = MOST_PIECES) -> Shards:
+def map_manifest(title: str, manifest: Manifest, most: int = MOST_PIECES) -> Shards:
     """Build the map of a checkpoint that was read."""
     files = {path: file.nbytes for path, file in manifest.files.items()}
-    return _build(title, manifest.entries.values(), files, relative_names(files), most)
+    return _build(title, manifest.entries.values(), files, shorten_names(files), most)
 
 
-def relative_names(paths: Iterable[str]) -> dict[str, str]:
+def shorten_names(paths: Iterable[str]) -> dict[str, str]:
     """Return path -> path below the directory that all of them share."""
     listed = list(paths)
     root = os.path.commonpath([Path(path).parent for path in listed]) if listed else ""
     return {path: os.path.relpath(path, root).replace(os.sep, "/") for path in listed}
 
 
-def of_skeleton(title: str, skeleton: Skeleton, most: int = MOST_PIECES) -> Shards:
+def map_skeleton(title: str, skeleton: Skeleton, most: int = MOST_PIECES) -> Shards:
     """Build the map of a checkpoint that will be written."""
     files = {file.name: file.nbytes for file in skeleton.files}
     return _build(title, skeleton.entries, files, {name: name for name in files}, most)
@@ -133,15 +133,15 @@ def _build(
 ) -> Shards:
     tensors = tuple(entries)
     pieces_of = _collect_pieces(tensors)
-    paths = sorted(files, key=lambda path: _natural_key(names[path]))
+    paths = sorted(files, key=lambda path: _make_natural_key(names[path]))
     numbers = {path: number for number, path in enumerate(paths)}
     rows, drawn = [], set()
-    below = relative_names(f"/{names[path]}" for path in paths if pieces_of.get(path))
+    below = shorten_names(f"/{names[path]}" for path in paths if pieces_of.get(path))
     labels = {path: below.get(f"/{names[path]}", names[path]) for path in paths}
     for label, rank, members in _group_into_rows(paths, labels):
         if rank is not None or any(pieces_of.get(path) for path in members):
             pieces = tuple(_shift_pieces(members, files, pieces_of))
-            rows.append(Row(label, rank, tuple(numbers[path] for path in members), pieces))
+            rows.append(MapRow(label, rank, tuple(numbers[path] for path in members), pieces))
             drawn.update(members)
     kinds = _sum_kinds(rows, tensors)
     coarse, rows = _coarsen(rows, most)
@@ -150,7 +150,7 @@ def _build(
     return Shards(title, listed, tuple(rows), tensors, kinds, undrawn, coarse)
 
 
-def _sum_kinds(rows: Iterable[Row], tensors: Sequence[Entry]) -> dict[str, int]:
+def _sum_kinds(rows: Iterable[MapRow], tensors: Sequence[Entry]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for row in rows:
         for piece in row.pieces:
@@ -159,7 +159,7 @@ def _sum_kinds(rows: Iterable[Row], tensors: Sequence[Entry]) -> dict[str, int]:
     return sizes
 
 
-def rank_of(name: str) -> int | None:
+def find_rank(name: str) -> int | None:
     """Return the rank that a file name states; None if it states none.
 
     >>> rank_of("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), rank_of("__12_0.distcp")
@@ -171,7 +171,7 @@ def rank_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _natural_key(name: str) -> list[tuple[bool, int, str]]:
+def _make_natural_key(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key that orders numbers in names by value."""
     return [
         (part.isdecimal(), int(part) if part.isdecimal() else 0, part)
@@ -189,7 +189,7 @@ def _group_into_rows(
     ranks: dict[int, list[str]] = {}
     others: dict[str, list[str]] = {}
     for path in paths:
-        rank = rank_of(labels[path])
+        rank = find_rank(labels[path])
         if rank is not None:
             ranks.setdefault(rank, []).append(path)
         else:
@@ -200,8 +200,8 @@ def _group_into_rows(
 
 
 def _shift_pieces(
-    members: Iterable[str], files: Mapping[str, int], pieces_of: Mapping[str, Sequence[Piece]]
-) -> Iterator[Piece]:
+    members: Iterable[str], files: Mapping[str, int], pieces_of: Mapping[str, Sequence[MapPiece]]
+) -> Iterator[MapPiece]:
     """Yield the pieces of files that follow one another, with offsets in the row."""
     start = 0
     for path in members:
@@ -210,9 +210,9 @@ def _shift_pieces(
         start += files[path]
 
 
-def _collect_pieces(tensors: Sequence[Entry]) -> dict[str, list[Piece]]:
+def _collect_pieces(tensors: Sequence[Entry]) -> dict[str, list[MapPiece]]:
     """Return file -> its pieces in order of their offsets, from the start of the file."""
-    by_file: dict[str, list[Piece]] = {}
+    by_file: dict[str, list[MapPiece]] = {}
     for number, entry in enumerate(tensors):
         for file, piece in _join_chunks(number, entry):
             by_file.setdefault(file, []).append(piece)
@@ -221,7 +221,7 @@ def _collect_pieces(tensors: Sequence[Entry]) -> dict[str, list[Piece]]:
     return by_file
 
 
-def _join_chunks(number: int, entry: Entry) -> Iterator[tuple[str, Piece]]:
+def _join_chunks(number: int, entry: Entry) -> Iterator[tuple[str, MapPiece]]:
     """Yield (file, piece), with chunks joined that are adjacent in the file and the tensor.
 
     A run of a partition is stored as several chunks, in order.
@@ -238,11 +238,11 @@ def _join_chunks(number: int, entry: Entry) -> Iterator[tuple[str, Piece]]:
             stop, next_start, shape = end, at + box.volume, None
             continue
         if next_start >= 0:
-            yield file, Piece(offset, stop - offset, number, start, shape)
+            yield file, MapPiece(offset, stop - offset, number, start, shape)
         file, offset, stop, start, shape = chunk.file, first, end, at, box.shape
         next_start = at + box.volume
     if next_start >= 0:
-        yield file, Piece(offset, stop - offset, number, start, shape)
+        yield file, MapPiece(offset, stop - offset, number, start, shape)
 
 
 def _is_run(box: Index, shape: Index) -> bool:
@@ -255,7 +255,7 @@ def _is_run(box: Index, shape: Index) -> bool:
     return box[first + 1 :] == shape[first + 1 :]
 
 
-def _coarsen(rows: list[Row], most: int) -> tuple[int, list[Row]]:
+def _coarsen(rows: list[MapRow], most: int) -> tuple[int, list[MapRow]]:
     """Return the size below which pieces were joined, and rows of at most ``most`` pieces."""
     if _count_distinct(rows) <= most:
         return 0, rows
@@ -269,17 +269,17 @@ def _coarsen(rows: list[Row], most: int) -> tuple[int, list[Row]]:
         smallest *= 2
 
 
-def _count_distinct(rows: Iterable[Row]) -> int:
+def _count_distinct(rows: Iterable[MapRow]) -> int:
     """Return the number of distinct pieces, with layouts shared between rows."""
-    layouts = _Layouts({})
+    layouts = _RowLayouts({})
     for row in rows:
         layouts.add(row.pieces)
     return layouts.pieces
 
 
-def _join_small(pieces: Sequence[Piece], smallest: int) -> tuple[Piece, ...]:
+def _join_small(pieces: Sequence[MapPiece], smallest: int) -> tuple[MapPiece, ...]:
     """Join neighbours into pieces of at least ``smallest`` bytes, named after the largest one."""
-    result: list[Piece] = []
+    result: list[MapPiece] = []
     largest = 0  # bytes of the largest piece in the last joined one
     for piece in pieces:
         last = result[-1] if result else None
@@ -291,15 +291,15 @@ def _join_small(pieces: Sequence[Piece], smallest: int) -> tuple[Piece, ...]:
         stop = max(piece.offset + piece.nbytes, last.offset + last.nbytes)
         tensor = piece.tensor if piece.nbytes > largest else last.tensor
         largest = max(largest, piece.nbytes)
-        result[-1] = Piece(last.offset, stop - last.offset, tensor, 0, None, last.more + 1)
+        result[-1] = MapPiece(last.offset, stop - last.offset, tensor, 0, None, last.more + 1)
     return tuple(result)
 
 
 @dataclass(slots=True)
-class _Layout:
+class _RowLayout:
     """Rows whose pieces have the same offsets, and whose first elements grow evenly."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[MapPiece]
     starts: list[int]
     steps: list[int] | None = None
     count: int = 1
@@ -320,15 +320,15 @@ class _Layout:
 
 
 @dataclass(slots=True)
-class _Layouts:
+class _RowLayouts:
     """The distinct layouts of a map."""
 
     shapes: dict[Index, int]
     pieces: int = 0
-    _all: list[_Layout] = field(default_factory=list)
+    _all: list[_RowLayout] = field(default_factory=list)
     _open: dict[object, int] = field(default_factory=dict)  # key -> the last layout that has it
 
-    def add(self, pieces: Sequence[Piece]) -> tuple[int, int]:
+    def add(self, pieces: Sequence[MapPiece]) -> tuple[int, int]:
         """Add the next row and return (layout, its number among the rows of that layout)."""
         key = tuple((p.offset, p.nbytes, p.tensor, p.shape, p.more) for p in pieces)
         starts = [piece.start for piece in pieces]
@@ -336,7 +336,7 @@ class _Layouts:
         if number is not None and self._all[number].accepts(starts):
             return number, self._all[number].count - 1
         self._open[key] = len(self._all)
-        self._all.append(_Layout(pieces, starts))
+        self._all.append(_RowLayout(pieces, starts))
         self.pieces += len(pieces)
         return len(self._all) - 1, 0
 

@@ -37,7 +37,7 @@ _EVERY = 1 << 20  # elements of a block, where all elements are compared
 
 
 @dataclass(frozen=True, slots=True)
-class Unequal:
+class UnequalMaster:
     """A file of master weights that do not belong to the weights beside them."""
 
     file: str
@@ -49,7 +49,7 @@ class Compared:
     """The result of a comparison."""
 
     elements: int = 0
-    unequal: list[Unequal] = field(default_factory=list)
+    unequal: list[UnequalMaster] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def compare_masters(manifest: Manifest, *, every_element: bool = False) -> Compa
     for pair, number in mismatches.most_common():
         master, weight = pair
         result.unequal.append(
-            Unequal(
+            UnequalMaster(
                 master,
                 f"holds other master weights than {PurePath(weight).name} has weights: {number} of"
                 f" {counted(totals[pair], 'block')} that were compared differ, for example of"

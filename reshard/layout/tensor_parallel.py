@@ -49,7 +49,7 @@ _MAY_EMBED = ("emb", "wte", "wpe")  # in the name of a module that may be an Emb
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TensorPlan:
     """Patterns with their styles.
 
     Args:
@@ -64,7 +64,7 @@ class Plan:
     from_user: bool = False
 
 
-def read(path: Path, model: ModelShapes | None = None) -> Plan:
+def read(path: Path, model: ModelShapes | None = None) -> TensorPlan:
     """Read a plan from a file: a JSON object, pattern -> style.
 
     Raises:
@@ -82,10 +82,10 @@ def read(path: Path, model: ModelShapes | None = None) -> Plan:
     for pattern, style in styles.items():
         if style not in _OURS and (type(style) is not int or style < 0):
             raise UsageError(path, f"{pattern!r} has the unsupported style {style!r}", form)
-    return Plan(str(path), styles, model.embeddings if model else None, from_user=True)
+    return TensorPlan(str(path), styles, model.embeddings if model else None, from_user=True)
 
 
-def of_model(model: ModelShapes) -> Plan:
+def of_model(model: ModelShapes) -> TensorPlan:
     """Return the plan that a transformers model declares (``model.tp_plan``).
 
     Raises:
@@ -99,10 +99,12 @@ def of_model(model: ModelShapes) -> Plan:
         )
     named = {pattern: _TRANSFORMERS.get(s, s) for pattern, s in model.tensor_plan.items()}
     styles = {pattern: style for pattern, style in named.items() if style is not None}
-    return Plan(model.source, styles, model.embeddings)
+    return TensorPlan(model.source, styles, model.embeddings)
 
 
-def cuts(plan: Plan, parameters: Iterable[tuple[Sequence[str], Index]]) -> dict[str, Cut | None]:
+def cuts(
+    plan: TensorPlan, parameters: Iterable[tuple[Sequence[str], Index]]
+) -> dict[str, Cut | None]:
     """Return the cut of each parameter that the plan matches, by its first name; None: replicated.
 
     Args:
@@ -141,7 +143,7 @@ def cuts(plan: Plan, parameters: Iterable[tuple[Sequence[str], Index]]) -> dict[
     return result
 
 
-def _find_style(plan: Plan, fqn: str) -> tuple[str, Style] | None:
+def _find_style(plan: TensorPlan, fqn: str) -> tuple[str, Style] | None:
     """Return (pattern, style) for a parameter: a pattern of its name, else of its module's.
 
     Raises:
@@ -163,7 +165,7 @@ def _matches(pattern: str, name: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def _resolve_cut(plan: Plan, fqn: str, shape: Index, style: Style) -> Cut | None:
+def _resolve_cut(plan: TensorPlan, fqn: str, shape: Index, style: Style) -> Cut | None:
     if style == "replicate":
         return None
     if isinstance(style, int):
@@ -180,7 +182,7 @@ def _resolve_cut(plan: Plan, fqn: str, shape: Index, style: Style) -> Cut | None
     return _cut_of_layer(fqn, shape, style, plan)
 
 
-def _cut_of_layer(fqn: str, shape: Index, style: str, plan: Plan) -> Cut | None:
+def _cut_of_layer(fqn: str, shape: Index, style: str, plan: TensorPlan) -> Cut | None:
     module, _, leaf = fqn.rpartition(".")
     if plan.embeddings is None and any(word in module.rpartition(".")[2] for word in _MAY_EMBED):
         raise UsageError(

@@ -27,7 +27,7 @@ from reshard.manifest import (
     check,
     index_entries,
 )
-from reshard.model.tracing import Piece, Traced
+from reshard.model.tracing import TensorPart, Traced
 from reshard.renames import check_parts_dtype, restate
 from reshard.views import Take, apply_views, invert_views
 
@@ -58,14 +58,14 @@ class FormConversion:
     @property
     def changes_nothing(self) -> bool:
         """Whether both forms are the same."""
-        return all(traced.pieces == (Piece(name),) for name, traced in self.after.items())
+        return all(traced.pieces == (TensorPart(name),) for name, traced in self.after.items())
 
     def invert(self) -> FormConversion:
         """Return the conversion in the other direction."""
-        pieces: dict[str, list[Piece]] = {fqn: [] for fqn in self.before}
+        pieces: dict[str, list[TensorPart]] = {fqn: [] for fqn in self.before}
         for name, traced in self.after.items():
             for piece in traced.pieces:
-                pieces[piece.fqn].append(Piece(name, invert_views(piece.views)))
+                pieces[piece.fqn].append(TensorPart(name, invert_views(piece.views)))
         after = {fqn: Traced(self.before[fqn], tuple(parts)) for fqn, parts in pieces.items()}
         return FormConversion(
             self.model, {name: traced.shape for name, traced in self.after.items()}, after
@@ -194,7 +194,7 @@ class _Finders:
         self.entries = entries
         self._finders: dict[str, _RowFinder] = {}
 
-    def find(self, piece: Piece) -> Iterable[Chunk]:
+    def find(self, piece: TensorPart) -> Iterable[Chunk]:
         """Return the chunks that can overlap a piece; a few may not."""
         first = piece.views[0] if piece.views else None
         if not isinstance(first, Take) or not first.shape:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPart:
     """A part of a tensor: the tensor that it comes from, and the views that lead here."""
 
     fqn: str
     views: tuple[View, ...] = ()
 
-    def through(self, view: View) -> Piece | None:
+    def through(self, view: View) -> TensorPart | None:
         """Return the piece under one more view; None if nothing of it remains."""
         views = append_view(self.views, view)
         return None if views is None else replace(self, views=views)
@@ -39,7 +39,7 @@ class Traced:
     """A tensor as pieces of other tensors."""
 
     shape: Index
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPart, ...]
 
     def view(self, view: View, shape: Sequence[int]) -> Traced:
         """Return the tensor under a view of the given shape."""
@@ -72,7 +72,7 @@ def concatenate(parts: Sequence[Traced], dim: int) -> Traced:
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     start = 0
-    pieces: list[Piece] = []
+    pieces: list[TensorPart] = []
     for part in parts:
         origin = [0] * len(shape)
         origin[dim] = start
@@ -176,7 +176,7 @@ _WITHOUT_EFFECT = frozenset({"memory_format"})
 def start_trace(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a traced tensor that stands for a parameter or buffer."""
     shape = tuple(tensor.shape)
-    traced: torch.Tensor = _tracer()(Traced(shape, (Piece(fqn),)), tensor.dtype)
+    traced: torch.Tensor = _tracer()(Traced(shape, (TensorPart(fqn),)), tensor.dtype)
     return traced
 
 

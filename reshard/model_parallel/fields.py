@@ -33,7 +33,7 @@ _INVERSE = {"rows": "vocab", "shared_width": "shared_ffn"}  # traits that follow
 _ALIKE = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 
 
-class Form(NamedTuple):
+class FieldForm(NamedTuple):
     """A form of a trait's value in a file.
 
     Args:
@@ -65,7 +65,7 @@ def _find_period(flags: tuple[int, ...]) -> list[int]:
     return list(next(flags[:n] for n in lengths if flags[n:] == flags[: len(flags) - n]))
 
 
-def _make_layer_types(*types: str) -> Form:
+def _make_layer_types(*types: str) -> FieldForm:
     """Return the form of a list whose numbers transformers has as these words."""
 
     def read(words: list[str]) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def _make_layer_types(*types: str) -> Form:
                 raise ValueError(f"layers of type {word!r} are none of {' and '.join(types)}")
         return tuple(map(types.index, words))
 
-    return Form(lambda flags: [types[flag] for flag in flags], read)
+    return FieldForm(lambda flags: [types[flag] for flag in flags], read)
 
 
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -92,34 +92,34 @@ def _read_blocks(words: list[str]) -> str:
     return "".join(_LETTERS[word] for word in words)
 
 
-FORMS: Mapping[str, Form] = {
+FORMS: Mapping[str, FieldForm] = {
     # The letters of a hybrid model's layers, in transformers' words for them.
-    "blocks": Form(_write_blocks, _read_blocks),
+    "blocks": FieldForm(_write_blocks, _read_blocks),
     # The number of dense layers before those with experts.
-    "count_first": Form(_count_first, lambda count: tuple(range(count or 0))),
+    "count_first": FieldForm(_count_first, lambda count: tuple(range(count or 0))),
     # The number of the last layer.
-    "last": Form(lambda count: count - 1, lambda number: number + 1),
+    "last": FieldForm(lambda count: count - 1, lambda number: number + 1),
     # A flag that states the opposite.
-    "not": Form(lambda value: not value, lambda value: not value),
+    "not": FieldForm(lambda value: not value, lambda value: not value),
     # A number that is null where it is zero.
-    "or_none": Form(lambda value: value or None, lambda value: value or 0, is_null=True),
+    "or_none": FieldForm(lambda value: value or None, lambda value: value or 0, is_null=True),
     # A factor that is null where it is one.
-    "not_one": Form(
+    "not_one": FieldForm(
         lambda value: None if value == 1 else value,
         lambda value: 1.0 if value is None else value,
         is_null=True,
     ),
     # One value that is a list of one.
-    "in_list": Form(lambda value: [value], lambda value: value[0]),
+    "in_list": FieldForm(lambda value: [value], lambda value: value[0]),
     # A list with 0 or 1 for each layer, as it is and with the opposite meaning.
-    "list": Form(list, tuple),
-    "opposite": Form(
+    "list": FieldForm(list, tuple),
+    "opposite": FieldForm(
         lambda flags: [1 - flag for flag in flags], lambda flags: tuple(1 - flag for flag in flags)
     ),
     # Such a list in transformers' words: 1 is a layer with a sliding window.
     "layer_types": _make_layer_types("full_attention", "sliding_attention"),
     # The shortest part of such a list that repeats itself.
-    "period": Form(_find_period, tuple),
+    "period": FieldForm(_find_period, tuple),
     # The same: 1 is a layer without rotary positions.
     "chunk_types": _make_layer_types("chunked_attention", "full_attention"),
     # The same: 1 is a layer of linear attention.

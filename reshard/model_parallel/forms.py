@@ -46,7 +46,7 @@ class RowRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FusedForm:
     """A fused tensor: the number of rows of each part, and where each run of rows goes."""
 
     parts: tuple[int, ...]
@@ -102,7 +102,7 @@ def _reverse_runs(runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int, int]]
 
 
 @lru_cache(maxsize=256)  # the layers of a model repeat a few shapes
-def make_form(name: str, rows: int, model: Architecture) -> Form:
+def make_form(name: str, rows: int, model: Architecture) -> FusedForm:
     """Return the form of a fused tensor of ``rows`` rows.
 
     Raises:
@@ -112,7 +112,7 @@ def make_form(name: str, rows: int, model: Architecture) -> Form:
     return _FORMS[name](rows, model)
 
 
-def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> Form:
+def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> FusedForm:
     """Return the form of a tensor that is fused from parts with these numbers of rows.
 
     Raises:
@@ -127,29 +127,29 @@ def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> 
     return form
 
 
-def _make_plain(rows: int, _model: Architecture) -> Form:
+def _make_plain(rows: int, _model: Architecture) -> FusedForm:
     """Return the form of a tensor that is not fused."""
-    return Form((rows,), (RowRun(0, 0, 0, rows),))
+    return FusedForm((rows,), (RowRun(0, 0, 0, rows),))
 
 
-def _make_gate_up(rows: int, model: Architecture) -> Form:
+def _make_gate_up(rows: int, model: Architecture) -> FusedForm:
     """Return the form of a gated linear unit: the gate's rows, then the rows of up."""
     if rows % 2:
         raise UsageError(
             model.source, f"{rows} rows cannot be split evenly into a gate and an up projection"
         )
     half = rows // 2
-    return Form((half, half), (RowRun(0, 0, 0, half), RowRun(1, 0, half, half)))
+    return FusedForm((half, half), (RowRun(0, 0, 0, half), RowRun(1, 0, half, half)))
 
 
-def _make_gate_up_rows(rows: int, model: Architecture) -> Form:
+def _make_gate_up_rows(rows: int, model: Architecture) -> FusedForm:
     """Return the form of `_make_gate_up` whose one part has a row of the gate, one of up, ..."""
     half = _make_gate_up(rows, model).parts[0]
     # Two neighbouring rows of the part, gate and up, are half the tensor apart.
-    return Form((rows,), tuple(RowRun(0, 2 * row, row, 2, half) for row in range(half)))
+    return FusedForm((rows,), tuple(RowRun(0, 2 * row, row, 2, half) for row in range(half)))
 
 
-def _make_qkv(rows: int, model: Architecture) -> Form:
+def _make_qkv(rows: int, model: Architecture) -> FusedForm:
     """Return the form of Megatron's query, key and value, group after group of heads."""
     heads, groups = model.require("heads"), model.require("groups")
     size = model.head_dim or rows // (heads + 2 * groups)
@@ -169,10 +169,10 @@ def _make_qkv(rows: int, model: Architecture) -> Form:
             RowRun(1, group * size, at + queries, size),
             RowRun(2, group * size, at + queries + size, size),
         ]
-    return Form((heads * size, groups * size, groups * size), tuple(runs))
+    return FusedForm((heads * size, groups * size, groups * size), tuple(runs))
 
 
-def _make_qkvg(rows: int, model: Architecture) -> Form:
+def _make_qkvg(rows: int, model: Architecture) -> FusedForm:
     """Return the form of `_make_qkv` with gates, as many as queries."""
     heads, groups = model.require("heads"), model.require("groups")
     size = model.head_dim or rows // (2 * heads + 2 * groups)
@@ -193,10 +193,10 @@ def _make_qkvg(rows: int, model: Architecture) -> Form:
             runs.append(RowRun(0, row + size, at + (per + head) * size, size))
         runs.append(RowRun(1, group * size, at + 2 * per * size, size))
         runs.append(RowRun(2, group * size, at + (2 * per + 1) * size, size))
-    return Form((2 * heads * size, groups * size, groups * size), tuple(runs))
+    return FusedForm((2 * heads * size, groups * size, groups * size), tuple(runs))
 
 
-def _make_delta(rows: int, model: Architecture) -> Form:
+def _make_delta(rows: int, model: Architecture) -> FusedForm:
     """Return the form of the input projection of a gated delta net.
 
     Sources: Megatron-LM core_v0.16.1 ``core/ssm/gated_delta_net.py`` (forward); transformers 5.23
@@ -213,16 +213,16 @@ def _make_delta(rows: int, model: Architecture) -> Form:
             for width in widths:
                 runs.append(RowRun(part, row, at + head * width, width))
                 row, at = row + width, at + keys * width
-    return Form((keys * sum(wide), keys * 2 * per), tuple(runs))
+    return FusedForm((keys * sum(wide), keys * 2 * per), tuple(runs))
 
 
-def _make_delta_parts(rows: int, model: Architecture) -> Form:
+def _make_delta_parts(rows: int, model: Architecture) -> FusedForm:
     """Return the form of `_make_delta` whose parts lie one after the other."""
     keys, values, key, value = _get_delta_sizes(rows, model)
     parts = (2 * keys * key + values * value, values * value, values, values)
     starts = (0, *accumulate(parts[:-1]))
     runs = (RowRun(n, 0, at, parts[n]) for n, at in enumerate(starts))
-    return Form(parts, tuple(runs))
+    return FusedForm(parts, tuple(runs))
 
 
 def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
@@ -242,22 +242,22 @@ def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
     return model.delta
 
 
-def _make_qkv_rows(rows: int, model: Architecture) -> Form:
+def _make_qkv_rows(rows: int, model: Architecture) -> FusedForm:
     """Return the form whose three parts lie one after the other."""
     parts = _make_qkv(rows, model).parts
     starts = (0, *accumulate(parts[:-1]))
-    return Form(parts, tuple(RowRun(n, 0, at, parts[n]) for n, at in enumerate(starts)))
+    return FusedForm(parts, tuple(RowRun(n, 0, at, parts[n]) for n, at in enumerate(starts)))
 
 
-def _make_qkv_stacked(rows: int, model: Architecture) -> Form:
+def _make_qkv_stacked(rows: int, model: Architecture) -> FusedForm:
     """Return the form of `_make_qkv` whose one part is all queries, all keys, all values."""
     apart = _make_qkv(rows, model)
     starts = (0, apart.parts[0], apart.parts[0] + apart.parts[1])
     runs = tuple(RowRun(0, starts[r.part] + r.row, r.fused, r.count) for r in apart.runs)
-    return Form((rows,), runs)
+    return FusedForm((rows,), runs)
 
 
-def _make_rope(rows: int, model: Architecture) -> Form:
+def _make_rope(rows: int, model: Architecture) -> FusedForm:
     """Return the form that turns pairs of rows of a head into halves."""
     size = model.require("head_dim")
     if rows % size or size % 2:
@@ -269,10 +269,10 @@ def _make_rope(rows: int, model: Architecture) -> Form:
         for head in range(rows // size)
         for odd in range(2)
     )
-    return Form((rows,), tuple(runs))
+    return FusedForm((rows,), tuple(runs))
 
 
-_FORMS: Mapping[str, Callable[[int, Architecture], Form]] = {
+_FORMS: Mapping[str, Callable[[int, Architecture], FusedForm]] = {
     PLAIN: _make_plain,
     "gate_up": _make_gate_up,
     "gate_up_rows": _make_gate_up_rows,

@@ -25,7 +25,7 @@ from reshard.manifest import (
 from reshard.model_parallel import forms, moves, shifted, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
-from reshard.model_parallel.spellings import NUMBERS, Part, Spelled, Spellings
+from reshard.model_parallel.spellings import NUMBERS, Spelled, SpelledPart, Spellings
 from reshard.renames import check_parts_dtype, restate
 from reshard.units import some
 from reshard.views import Permute
@@ -264,7 +264,7 @@ class _FromHf(_Renaming):
 
     def __init__(self, manifest: Manifest, table: Table, model: Architecture) -> None:
         super().__init__(manifest, table, model)
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, SpelledPart] = {}
         # Before any entry is converted: a copy has no name of its own on the table's side.
         self.manifest = self._merge_copies(manifest)
 
@@ -298,7 +298,7 @@ class _FromHf(_Renaming):
         part = self._parts[fqn] = self.spellings.find_by_hf(fqn)
         return tuple(part.spelled(number).own for number in self._list_slices(fqn, part))
 
-    def _list_slices(self, fqn: str, part: Part) -> Iterable[int | None]:
+    def _list_slices(self, fqn: str, part: SpelledPart) -> Iterable[int | None]:
         if not part.line.stacked:
             return (None,)
         shape = self.shapes.get(fqn)

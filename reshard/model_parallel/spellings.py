@@ -77,7 +77,7 @@ class Spelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SpelledPart:
     """A Hugging Face tensor: a part of a parameter of the table."""
 
     line: Line
@@ -147,7 +147,7 @@ class Spellings:
             f"state its name in a file: --rules FILE: hf: {_WRITE}",
         )
 
-    def find_by_hf(self, name: str) -> Part:
+    def find_by_hf(self, name: str) -> SpelledPart:
         """Return the part that a Hugging Face tensor is.
 
         Raises:
@@ -166,12 +166,12 @@ class Spellings:
             )
         return part
 
-    def _find_part(self, name: str) -> Part | None:
+    def _find_part(self, name: str) -> SpelledPart | None:
         for line in self.lines:
             for number, pattern in enumerate(line.names):
                 fields = pattern.match(name, self.numbers)
                 if fields is not None:
-                    return Part(line, {**self.numbers, **fields}, number)
+                    return SpelledPart(line, {**self.numbers, **fields}, number)
         return None
 
 

@@ -22,7 +22,7 @@ from reshard.move.outcome import Keep, Outcome, keep_in_memory
 from reshard.move.records import check_record, compute_record_crc
 from reshard.move.share import Batch, Share, interleave_files, merge_across_ranks
 from reshard.move.spans import Spans
-from reshard.output.files import BLOCK_BYTES, OutputFiles, Writer
+from reshard.output.files import BLOCK_BYTES, FileWriter, OutputFiles
 from reshard.planning.copies import Window
 from reshard.planning.planner import Plan
 from reshard.ranks.team import select_share
@@ -109,7 +109,7 @@ class OutputBuilder:
         self._files = files
         self._checksums = _ChecksumNeeds(sources, target)
         self._options = options
-        self._writer = Writer(files, verify=options.verify)
+        self._writer = FileWriter(files, verify=options.verify)
 
     def create(self, files: Iterable[OutputFile], *, is_new: bool = True) -> None:
         """Create files of their full size and write their literals; see `OutputFiles.create`."""
@@ -147,7 +147,7 @@ class OutputBuilder:
                 read_bytes=options.read_bytes,
                 needs_checksum=self._checksums.of_source,
             )
-            writer = Writer(self._files, verify=options.verify)
+            writer = FileWriter(self._files, verify=options.verify)
             workers.append(_Worker(filler, writer, self._checksums, options.read_bytes, keep_copy))
             return workers[-1]
 
@@ -191,7 +191,12 @@ class _Worker:
     """One thread's worker, which fills windows and writes them."""
 
     def __init__(
-        self, filler: Filler, writer: Writer, checksums: _ChecksumNeeds, read_bytes: int, keep: Keep
+        self,
+        filler: Filler,
+        writer: FileWriter,
+        checksums: _ChecksumNeeds,
+        read_bytes: int,
+        keep: Keep,
     ) -> None:
         self.filler = filler
         self.seen = Outcome()

@@ -75,7 +75,7 @@ class OutputFiles(OpenFiles):
         return self._prefix + name
 
 
-class Writer:
+class FileWriter:
     """One thread's writer, which reads back what it has written if `verify` is set."""
 
     def __init__(self, files: OutputFiles, *, verify: bool) -> None:

@@ -66,7 +66,7 @@ class Placement(NamedTuple):
     ranges: list[tuple[int, int]]
 
 
-class _Table:
+class _FileTable:
     """The tensors that share one table of files, all of them regular.
 
     Args:
@@ -90,7 +90,7 @@ class FileIndex:
         # and table -> (number of the entry, its chunks).
         self._positions: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self._entries: dict[int, list[tuple[int, Chunks]]] = defaultdict(list)
-        self._tables: dict[int, _Table | None] = {}
+        self._tables: dict[int, _FileTable | None] = {}
         for number, entry in enumerate(skeleton.entries):
             table, files = entry.layout.file_table
             if table not in self._entries:
@@ -134,11 +134,11 @@ class FileIndex:
         shape = tuple((number, state, begin - first) for number, state, begin in key)
         return Placement(shape, first, positions[0][1], ranges)
 
-    def _table(self, number: int) -> _Table | None:
+    def _table(self, number: int) -> _FileTable | None:
         if number not in self._tables:
             regular = [chunks.regular for _, chunks in self._entries[number]]
             known = [each for each in regular if each is not None]
-            self._tables[number] = _Table(known) if len(known) == len(regular) else None
+            self._tables[number] = _FileTable(known) if len(known) == len(regular) else None
         return self._tables[number]
 
     def drop(self, file: str) -> None:

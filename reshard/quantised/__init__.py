@@ -1,12 +1,11 @@
 """Quantised models of Hugging Face: weights stored as small codes, with a scale for each block.
 
 statement    what the files of a model state about its quantisation
-pairs        the codes and scales of each weight, with their geometry checked
+pairs        the codes and scales of each weight, with their geometry checked; its values
 scaled       the geometry: where codes and scales are, and which belong together
 decode       the arithmetic of dequantisation, with numpy
 encode       the arithmetic of quantisation
 loops        the loops of both over the values, compiled or with numpy
-computed     a weight's values as bytes that are computed when they are read
 dequantise   a manifest of the dequantised weights
 
 Known methods are ``fp8`` (DeepSeek V3 and others: blocks of 128 x 128, or one scale for a tensor)

@@ -58,7 +58,7 @@ def read_values(pool: Reader, weight: Scaled, start: int, target: memoryview) ->
 def decode_scales(raw: bytes, dtype: DType) -> Array:
     """Return stored scales as float32."""
     if dtype in (UINT8, E8M0):  # an exponent; 255 is NaN
-        powers: Array = np.take(_powers(), np.frombuffer(raw, np.uint8))
+        powers: Array = np.take(_list_powers(), np.frombuffer(raw, np.uint8))
         return powers
     if dtype == BFLOAT16:
         return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
@@ -69,7 +69,7 @@ def decode_scales(raw: bytes, dtype: DType) -> Array:
 def decode_table(dtype: DType) -> Array:
     """Return the 256 values of a float8 dtype as float32."""
     if dtype == E8M0:
-        return _powers()
+        return _list_powers()
     mantissa_bits, bias = _FLOAT8[dtype.name]
     codes = np.arange(128, dtype=np.int32)
     exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
@@ -93,7 +93,7 @@ def decode_e2m1() -> Array:
 
 
 @cache
-def _pair_table() -> Array:
+def _build_pair_table() -> Array:
     """Return for each byte its two e2m1 values, as one element of 8 bytes."""
     values = decode_e2m1()
     codes = np.arange(256)
@@ -101,7 +101,7 @@ def _pair_table() -> Array:
 
 
 @cache
-def _powers() -> Array:
+def _list_powers() -> Array:
     with np.errstate(over="ignore"):
         powers: Array = np.ldexp(np.float32(1), np.arange(256, dtype=np.int32) - 127)
     powers[255] = np.nan
@@ -149,7 +149,7 @@ def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], 
     if weight.packed:
         start, stop = first // 2, -(-(first + rows * columns) // 2)
         raw = np.frombuffer(_read(pool, weight.codes, start, stop - start), np.uint8)
-        values = _pair_table()[raw].view(np.float32)[first % 2 :][: rows * columns]
+        values = _build_pair_table()[raw].view(np.float32)[first % 2 :][: rows * columns]
         out[...] = values.reshape(rows, columns)
         loops.multiply(out, lines, high)
     else:
@@ -241,14 +241,14 @@ def _transpose(
     for start in range(row - row % step, row + rows, step):
         codes, scales = _read_columns(pool, weight, matrix, start, step)
         first = max(row - start, 0), column
-        loops.decode_columns(codes, scales, _products(), first, max(start - row, 0), out)
+        loops.decode_columns(codes, scales, _build_products(), first, max(start - row, 0), out)
 
 
 @cache
-def _products() -> Array:
+def _build_products() -> Array:
     """Return the bfloat16 of each pair of a scale and an e2m1 code: 256 rows of 16."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        products = _powers()[:, None] * decode_e2m1()
+        products = _list_powers()[:, None] * decode_e2m1()
     values: Array = (products.view(np.uint32) >> 16).astype("<u2")
     return values
 

@@ -69,7 +69,7 @@ def encode(values: Array, lines: Array, high: int, magnitudes: Array, dtype: str
         return codes
     with np.errstate(under="ignore", over="ignore", invalid="ignore"):
         scaled = values / _repeat(lines, high, len(values))
-    table = _encode_table(tuple(magnitudes.tolist()))
+    table = _build_encode_table(tuple(magnitudes.tolist()))
     taken: Array = table.take(_round_to_odd(scaled), mode="clip")
     return taken
 
@@ -126,7 +126,7 @@ def decode_columns(
         byte, half = divmod(column + number, 2)
         # A code and its scale are looked up together: a byte and a scale have 65,536 pairs.
         pairs = scales[2 * byte // group, inside].astype(np.uint16) << 8 | codes[byte, inside]
-        _pair_table(table.tobytes(), half).take(pairs, out=out[number, into], mode="clip")
+        _build_pair_table(table.tobytes(), half).take(pairs, out=out[number, into], mode="clip")
 
 
 def _repeat(lines: Array, high: int, rows: int) -> Array:
@@ -140,7 +140,7 @@ def _reduce_rows(function: np.ufunc, values: Array, high: int, lines: Array) -> 
 
 
 @cache
-def _pair_table(table: bytes, half: int) -> Array:
+def _build_pair_table(table: bytes, half: int) -> Array:
     """Return the value of each pair of a scale (upper byte) and a byte of two codes.
 
     Args:
@@ -153,7 +153,7 @@ def _pair_table(table: bytes, half: int) -> Array:
 
 
 @cache
-def _encode_table(magnitudes: tuple[float, ...]) -> Array:
+def _build_encode_table(magnitudes: tuple[float, ...]) -> Array:
     """Return the code of each upper half of a float32 whose lower half was rounded to odd."""
     numbers = np.array(magnitudes, np.float64)
     halves = np.arange(1 << 16, dtype=np.uint32)

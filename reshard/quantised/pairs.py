@@ -1,4 +1,7 @@
-"""The codes and scales of each quantised weight: found by their names, checked by their shapes."""
+"""The codes and scales of each quantised weight: found by their names, checked by their shapes.
+
+The values of a weight are computed bytes, which no file stores.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from math import prod
 
 from reshard.box import Index, whole
 from reshard.chunks import Chunk, contiguous
+from reshard.derived import Derived, Reader
 from reshard.dtypes import BFLOAT16, BY_NAME, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.manifest import PARAM, Entry, Manifest, Quantisation
-from reshard.quantised.computed import Values
 from reshard.quantised.scaled import Scaled
 
 _FLOAT8 = (E4M3, E5M2)
@@ -25,7 +28,49 @@ _UNUSED = ("activation_scale", "input_scale", "qscale_act", ".q_scale", ".k_scal
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class WeightValues:
+    """The values of a quantised weight, row-major; it implements `derived.Computation`."""
+
+    weight: Scaled
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the values in bytes."""
+        return self.weight.numel * self.weight.dtype.itemsize
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that store codes and scales."""
+        return tuple(dict.fromkeys((self.weight.codes.file, self.weight.scales.file)))
+
+    @property
+    def tile_nbytes(self) -> int:
+        """The size of a row of blocks: their scales are read together."""
+        weight = self.weight
+        if weight.transposed:
+            return weight.rows * weight.block[1] * weight.dtype.itemsize
+        return weight.columns * weight.block[0] * weight.dtype.itemsize
+
+    @property
+    def name(self) -> Derived:
+        """The name under which the values can be read."""
+        codes = self.weight.codes
+        return Derived(codes.file, f"values of {self.weight.fqn} at {codes.byte_offset}", self)
+
+    def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the values from a byte offset on.
+
+        Raises:
+            CorruptError: a scale is infinite or not a number.
+            ReshardError: a file cannot be read.
+        """
+        from reshard.quantised import decode  # imports numpy
+
+        decode.read_values(pool, self.weight, byte_offset // self.weight.dtype.itemsize, target)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedPair:
     """A quantised weight: its codes and scales, and how they belong together.
 
     Args:
@@ -42,11 +87,11 @@ class Pair:
     @property
     def value_chunk(self) -> Chunk:
         """The dequantised weight as a chunk."""
-        file = Values(self.weight).name
+        file = WeightValues(self.weight).name
         return contiguous(file, 0, self.weight.dtype, whole(self.shape), self.shape)
 
 
-def find_pairs(manifest: Manifest, stated: Quantisation) -> list[Pair]:
+def find_pairs(manifest: Manifest, stated: Quantisation) -> list[QuantisedPair]:
     """Return the quantised weights of a model, in the order of their codes.
 
     Raises:
@@ -75,7 +120,7 @@ def list_unused_scales(manifest: Manifest) -> list[str]:
     return [entry.fqn for entry in manifest.of_kind(PARAM) if entry.fqn.endswith(_UNUSED)]
 
 
-def _check_stored(manifest: Manifest, pair: Pair) -> None:
+def _check_stored(manifest: Manifest, pair: QuantisedPair) -> None:
     """Check that codes and scales are stored as plain tensors without checksums of their own.
 
     Raises:
@@ -94,7 +139,7 @@ def _check_stored(manifest: Manifest, pair: Pair) -> None:
 
 def _find_fp8(
     manifest: Manifest, entries: Mapping[str, Entry], stated: Quantisation
-) -> Iterator[Pair]:
+) -> Iterator[QuantisedPair]:
     """Yield float8 weights with scales (transformers 5.23 ``quantizer_finegrained_fp8.py``)."""
     used = set()
     for fqn, codes in entries.items():
@@ -136,7 +181,7 @@ def _name_scales(fqn: str) -> Iterator[str]:
         yield from (f"{fqn}_scale", f"{stem}scale", f"{stem}qscale_weight")
 
 
-def _pair_fp8(codes: Entry, scales: Entry, stated: Quantisation, *, packed: bool) -> Pair:
+def _pair_fp8(codes: Entry, scales: Entry, stated: Quantisation, *, packed: bool) -> QuantisedPair:
     shape = (*codes.shape[:-1], codes.shape[-1] * 2) if packed else codes.shape
     if len(shape) < 2:
         raise UnsupportedError(
@@ -160,7 +205,7 @@ def _pair_fp8(codes: Entry, scales: Entry, stated: Quantisation, *, packed: bool
         packed=packed,
         shared=geometry.shared,
     )
-    return Pair(codes.fqn, shape, codes, scales, weight)
+    return QuantisedPair(codes.fqn, shape, codes, scales, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +286,7 @@ def _derive_block(size: tuple[int, ...], grid: Index) -> tuple[int, int] | None:
 
 def _find_mxfp4(
     manifest: Manifest, entries: Mapping[str, Entry], _stated: Quantisation
-) -> Iterator[Pair]:
+) -> Iterator[QuantisedPair]:
     """Yield experts of GPT-OSS (transformers 5.23 ``integrations/mxfp4.py``)."""
     names = (fqn.removesuffix(end) for fqn in entries for end in _ENDS if fqn.endswith(end))
     for fqn in dict.fromkeys(names):
@@ -259,7 +304,7 @@ def _find_mxfp4(
 _ENDS = ("_blocks", "_scales")
 
 
-def _pair_mxfp4(fqn: str, codes: Entry, scales: Entry) -> Pair:
+def _pair_mxfp4(fqn: str, codes: Entry, scales: Entry) -> QuantisedPair:
     shape = codes.shape
     if (codes.dtype, scales.dtype) != (UINT8, UINT8):
         raise _explain_mxfp4(codes, scales)
@@ -278,7 +323,7 @@ def _pair_mxfp4(fqn: str, codes: Entry, scales: Entry) -> Pair:
         packed=True,
         transposed=True,
     )
-    return Pair(fqn, (experts, columns, rows), codes, scales, weight)
+    return QuantisedPair(fqn, (experts, columns, rows), codes, scales, weight)
 
 
 def _explain_mxfp4(codes: Entry, scales: Entry) -> CorruptError:

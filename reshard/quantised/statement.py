@@ -49,14 +49,16 @@ def read_statement(config: Mapping[str, Any], path: str) -> Quantisation | None:
         for key in KEYS:
             settings = section.get(key)
             if isinstance(settings, dict):
-                return Quantisation(_find_method(key, settings), settings, path, _dtype(sections))
+                return Quantisation(
+                    _find_method(key, settings), settings, path, _find_dtype(sections)
+                )
     return None
 
 
-def without_statement(config: Mapping[str, Any]) -> dict[str, Any]:
+def remove_statement(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's config as that of a model that is not quantised."""
     return {
-        name: without_statement(value) if isinstance(value, dict) else value
+        name: remove_statement(value) if isinstance(value, dict) else value
         for name, value in config.items()
         if name not in KEYS
     }
@@ -71,7 +73,7 @@ def _find_method(key: str, settings: Mapping[str, Any]) -> str:
     return "compressed-tensors" if key == KEYS[1] else "unknown"
 
 
-def _dtype(sections: list[Any]) -> DType:
+def _find_dtype(sections: list[Any]) -> DType:
     """Return the dtype in which the model computes, as its config states it."""
     for section in sections:
         for key in ("dtype", "torch_dtype"):

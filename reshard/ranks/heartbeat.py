@@ -30,17 +30,11 @@ class RemoteRankError(ReshardError):
 
 def publish_failure(store: Store, where: str, failure: BaseException) -> None:
     """Publish why this rank fails; the store keeps the first failure that any rank publishes."""
-    report = {
-        "where": where,
-        "problem": repr(failure),
-        "remedy": "",
-        "code": 70,
-    }  # 70: a bug, see `cli`
+    # 70 is the exit code of a bug, see `cli`.
+    report = {"where": where, "problem": repr(failure), "remedy": "", "code": 70}
     if isinstance(failure, ReshardError):
-        if not isinstance(failure, RemoteRankError):
-            report["where"] = f"{where}: {failure.where}"
-        else:
-            report["where"] = failure.where
+        is_remote = isinstance(failure, RemoteRankError)  # it names the rank already
+        report["where"] = failure.where if is_remote else f"{where}: {failure.where}"
         report |= {"problem": failure.problem, "remedy": failure.remedy, "code": failure.exit_code}
     elif isinstance(failure, KeyboardInterrupt):
         report |= {"problem": "was interrupted", "code": INTERRUPTED}

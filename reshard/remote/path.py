@@ -189,7 +189,7 @@ class RemotePath(PosixPath):
         """
         if mode != "rb":
             raise UsageError(self, f"is in an object store and cannot be opened in mode {mode!r}")
-        return io.BufferedReader(_Stream(self), _BUFFER)
+        return io.BufferedReader(_ObjectStream(self), _BUFFER)
 
     def _refused(self, *_: Any, **__: Any) -> NoReturn:
         self.__fspath__()
@@ -198,7 +198,7 @@ class RemotePath(PosixPath):
     rename = replace = unlink = rmdir = touch = symlink_to = hardlink_to = _refused
 
 
-class _Stream(io.RawIOBase):
+class _ObjectStream(io.RawIOBase):
     """A stream over the ranged reads of an object."""
 
     def __init__(self, path: RemotePath) -> None:

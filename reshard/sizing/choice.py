@@ -1,4 +1,4 @@
-"""Which strategy to use, and what saves memory if none fits."""
+"""Choose a strategy, and find what saves memory if none fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.sizing.strategies import (
     BUCKET_ELEMENTS,
     LIVE_ELEMENTS,
     STRATEGIES,
-    Row,
+    StrategyForecast,
     forecast,
     forecast_one,
 )
@@ -31,7 +31,7 @@ class Choice:
         fits: whether it fits at all.
     """
 
-    row: Row
+    row: StrategyForecast
     checkpointing: bool
     fits: bool
     reason: str
@@ -45,7 +45,7 @@ class Advice:
     saved: int
 
 
-def choose(rows: Sequence[Row], cluster: Cluster) -> Choice:
+def choose(rows: Sequence[StrategyForecast], cluster: Cluster) -> Choice:
     """Return the first row that fits, in the order of least cost in speed.
 
     Activation checkpointing repeats a forward pass, a third of the computation; offload moves
@@ -66,13 +66,13 @@ def choose(rows: Sequence[Row], cluster: Cluster) -> Choice:
     return Choice(least, True, fits=False, reason=reason)
 
 
-def _measure_excess(row: Row, cluster: Cluster) -> float:
+def _measure_excess(row: StrategyForecast, cluster: Cluster) -> float:
     """Return the largest ratio of what a row needs to what there is, on a GPU and on a host."""
     host = row.host / cluster.host_bytes if cluster.host_bytes else 0.0
     return max(row.count_total(checkpointing=True) / cluster.gpu_bytes, host)
 
 
-def _describe_need(row: Row, cluster: Cluster, *, checkpointing: bool) -> str:
+def _describe_need(row: StrategyForecast, cluster: Cluster, *, checkpointing: bool) -> str:
     total = units.show_bytes(row.count_total(checkpointing=checkpointing))
     text = f"{total} of {units.show_bytes(cluster.gpu_bytes)}"
     if cluster.host_bytes is None or not row.host:
@@ -82,10 +82,10 @@ def _describe_need(row: Row, cluster: Cluster, *, checkpointing: bool) -> str:
 
 
 def find_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> tuple[int, str] | None:
-    """Return a number of nodes on which a strategy fits, a power of two, and the strategy.
+    """Return the number of nodes on which a strategy fits, and the strategy.
 
-    None: even 1024 times as many nodes do not help, because a GPU has too little memory for one
-    sample.
+    The number is the cluster's times a power of two. The result is None if even 1024 times as many
+    nodes do not help, because one sample needs more memory than a GPU has.
     """
     nodes, chosen = cluster.nodes, replace(training, global_batch=0)
     for factor in (1 << n for n in range(11)):
@@ -96,7 +96,7 @@ def find_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> tuple
     return None
 
 
-def choose_named(rows: Sequence[Row], name: str, cluster: Cluster) -> Choice:
+def choose_named(rows: Sequence[StrategyForecast], name: str, cluster: Cluster) -> Choice:
     """Return the row that the user names, with activation checkpointing if it needs that."""
     row = next(row for row in rows if row.strategy.name == name)
     plain = row.fits(cluster, checkpointing=False)
@@ -106,7 +106,13 @@ def choose_named(rows: Sequence[Row], name: str, cluster: Cluster) -> Choice:
     return Choice(row, not plain, fits=fits, reason=reason)
 
 
-def _explain(row: Row, rows: Sequence[Row], cluster: Cluster, *, checkpointing: bool) -> str:
+def _explain(
+    row: StrategyForecast,
+    rows: Sequence[StrategyForecast],
+    cluster: Cluster,
+    *,
+    checkpointing: bool,
+) -> str:
     need = _describe_need(row, cluster, checkpointing=checkpointing)
     how = "with" if checkpointing else "without"
     text = (
@@ -134,10 +140,10 @@ def _list_advice(
     row, strategy = choice.row, choice.row.strategy
     now = row.count_total(checkpointing=choice.checkpointing)
 
-    def saves(changed: Row, *, checkpointing: bool = choice.checkpointing) -> int:
+    def saves(changed: StrategyForecast, *, checkpointing: bool = choice.checkpointing) -> int:
         return now - changed.count_total(checkpointing=checkpointing)
 
-    def again(chosen: Training) -> Row:
+    def again(chosen: Training) -> StrategyForecast:
         return forecast_one(strategy, model, take_share(model, chosen), cluster, chosen)
 
     yield Advice("compute the loss in chunks (fused cross entropy)", saves(replace(row, logits=0)))
@@ -167,7 +173,9 @@ def _list_advice(
         )
 
 
-def _shrink_buffers(row: Row, training: Training, saves: Callable[[Row], int]) -> Iterator[Advice]:
+def _shrink_buffers(
+    row: StrategyForecast, training: Training, saves: Callable[[StrategyForecast], int]
+) -> Iterator[Advice]:
     strategy, size = row.strategy, training.itemsize
     if strategy.framework != "deepspeed":
         return

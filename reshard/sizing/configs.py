@@ -99,7 +99,7 @@ def build_trainer_arguments(
     """Return arguments of transformers' TrainingArguments for DDP or FSDP.
 
     Raises:
-        UsageError: HF Trainer does not support the grid so.
+        UsageError: HF Trainer does not support the grid.
     """
     _refuse_grid(training, "HF Trainer's arguments")
     strategy = choice.row.strategy
@@ -188,7 +188,7 @@ def format_yaml(document: Mapping[str, Any], indent: str = "") -> str:
 def format_command(
     choice: Choice, model: ModelSizes, cluster: Cluster, training: Training, *, resume: str = ""
 ) -> str:
-    """Return the command of our trainer.
+    """Return the command that starts ``python -m trainer``.
 
     Raises:
         UsageError: the trainer does not support the strategy with this grid or this fine-tuning.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.sizing.model import Block, ModelSizes, Saved, Tensor
+from reshard.sizing.model import BlockSizes, ModelSizes, Parameter, Saved
 
 Config = Mapping[str, Any]
 
@@ -22,7 +22,7 @@ class UnknownSizesError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _DecoderFamily:
     """How the models of one family differ from Llama.
 
     Args:
@@ -60,17 +60,19 @@ _FOUR_NORMS = (
 )
 _NO_BIAS: dict[str, Any] = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
 _DECODERS = {
-    "llama": _Family("LlamaDecoderLayer"),
-    "mistral": _Family("MistralDecoderLayer", **_NO_BIAS),
-    "mixtral": _Family("MixtralDecoderLayer", **_NO_BIAS),
-    "qwen2": _Family("Qwen2DecoderLayer", qkv_bias=True, out_bias=False, mlp_bias=False),
-    "qwen2_moe": _Family("Qwen2MoeDecoderLayer", qkv_bias=True, out_bias=False, mlp_bias=False),
-    "qwen3": _Family("Qwen3DecoderLayer", mlp_bias=False, head_norm="head"),
-    "qwen3_moe": _Family("Qwen3MoeDecoderLayer", mlp_bias=False, head_norm="head"),
-    "deepseek_v2": _Family("DeepseekV2DecoderLayer", out_bias=None),
-    "deepseek_v3": _Family("DeepseekV3DecoderLayer", out_bias=None),
-    "gemma": _Family("GemmaDecoderLayer", tied=True, mlp_bias=False, wide_norms=True),
-    "gemma2": _Family(
+    "llama": _DecoderFamily("LlamaDecoderLayer"),
+    "mistral": _DecoderFamily("MistralDecoderLayer", **_NO_BIAS),
+    "mixtral": _DecoderFamily("MixtralDecoderLayer", **_NO_BIAS),
+    "qwen2": _DecoderFamily("Qwen2DecoderLayer", qkv_bias=True, out_bias=False, mlp_bias=False),
+    "qwen2_moe": _DecoderFamily(
+        "Qwen2MoeDecoderLayer", qkv_bias=True, out_bias=False, mlp_bias=False
+    ),
+    "qwen3": _DecoderFamily("Qwen3DecoderLayer", mlp_bias=False, head_norm="head"),
+    "qwen3_moe": _DecoderFamily("Qwen3MoeDecoderLayer", mlp_bias=False, head_norm="head"),
+    "deepseek_v2": _DecoderFamily("DeepseekV2DecoderLayer", out_bias=None),
+    "deepseek_v3": _DecoderFamily("DeepseekV3DecoderLayer", out_bias=None),
+    "gemma": _DecoderFamily("GemmaDecoderLayer", tied=True, mlp_bias=False, wide_norms=True),
+    "gemma2": _DecoderFamily(
         "Gemma2DecoderLayer",
         tied=True,
         mlp_bias=False,
@@ -79,7 +81,7 @@ _DECODERS = {
         score=8,  # softmax in float32, its cast, and the input of the soft cap
         repeats_keys=True,
     ),
-    "gemma3_text": _Family(
+    "gemma3_text": _DecoderFamily(
         "Gemma3DecoderLayer",
         tied=True,
         mlp_bias=False,
@@ -87,9 +89,9 @@ _DECODERS = {
         norms=_FOUR_NORMS,
         wide_norms=True,
     ),
-    "gpt_oss": _Family("GptOssDecoderLayer", wide_norms=True, score=2, repeats_keys=True),
-    "phi3": _Family("Phi3DecoderLayer", fused_qkv=True, fused_gate=True, **_NO_BIAS),
-    "olmo2": _Family(
+    "gpt_oss": _DecoderFamily("GptOssDecoderLayer", wide_norms=True, score=2, repeats_keys=True),
+    "phi3": _DecoderFamily("Phi3DecoderLayer", fused_qkv=True, fused_gate=True, **_NO_BIAS),
+    "olmo2": _DecoderFamily(
         "Olmo2DecoderLayer",
         mlp_bias=False,
         head_norm="all",
@@ -137,25 +139,29 @@ def _save_norm(width: int, *, wide: bool) -> Saved:
     return Saved(wide=2 * width + 1) if wide else Saved(narrow=width, wide=width + 1)
 
 
-def _cut(saved: Saved) -> Saved:
+def _mark_cut(saved: Saved) -> Saved:
     return Saved(narrow_cut=saved.narrow, wide_cut=saved.wide)
 
 
-def _count_decoder(config: Config, family: _Family, source: str) -> ModelSizes:
+def _count_decoder(config: Config, family: _DecoderFamily, source: str) -> ModelSizes:
     hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])
-    embedding = Tensor("model.embed_tokens.weight", (vocab, hidden))
-    head = Tensor("lm_head.weight", (vocab, hidden))
-    norm = Tensor("model.norm.weight", (hidden,), is_cut=False)
+    embedding = Parameter("model.embed_tokens.weight", (vocab, hidden))
+    head = Parameter("lm_head.weight", (vocab, hidden))
+    norm = Parameter("model.norm.weight", (hidden,), is_cut=False)
     layers = int(config["num_hidden_layers"])
-    attend = _attend_latent if _is_latent(config) else _attend
+    attend = _describe_latent_attention if _is_latent(config) else _describe_attention
     attention = list(attend(config, family))
-    blocks, kinds = [], dict[bool, tuple[tuple[Tensor, ...], Saved]]()
+    blocks, kinds = [], dict[bool, tuple[tuple[Parameter, ...], Saved]]()
     for number in range(layers):
         sparse = _is_sparse(config, number)
         if sparse not in kinds:
-            mlp = _mix(config, family) if sparse else _feed_forward(config, family)
-            kinds[sparse] = _join([*attention, *mlp, *_norms(config, family)])
-        blocks.append(Block(f"model.layers.{number}", *kinds[sparse]))
+            mlp = (
+                _describe_experts(config, family)
+                if sparse
+                else _describe_feed_forward(config, family)
+            )
+            kinds[sparse] = _join([*attention, *mlp, *_describe_norms(config, family)])
+        blocks.append(BlockSizes(f"model.layers.{number}", *kinds[sparse]))
     tied = config.get("tie_word_embeddings", family.tied)
     final = _save_norm(hidden, wide=family.wide_norms) + Saved(narrow=hidden)
     return ModelSizes(
@@ -172,7 +178,7 @@ def _count_decoder(config: Config, family: _Family, source: str) -> ModelSizes:
     )
 
 
-Part = tuple[tuple[Tensor, ...], Saved]
+Part = tuple[tuple[Parameter, ...], Saved]
 
 
 def _join(parts: list[Part]) -> Part:
@@ -182,19 +188,19 @@ def _join(parts: list[Part]) -> Part:
     return tuple(tensor for tensors, _ in parts for tensor in tensors), saved
 
 
-def _norms(config: Config, family: _Family) -> Iterator[Part]:
+def _describe_norms(config: Config, family: _DecoderFamily) -> Iterator[Part]:
     hidden = int(config["hidden_size"])
     for name in family.norms:
-        tensor = Tensor(f"{name}.weight", (hidden,), is_cut=False)
+        tensor = Parameter(f"{name}.weight", (hidden,), is_cut=False)
         yield (tensor,), _save_norm(hidden, wide=family.wide_norms)
 
 
-def _linear(name: str, rows: int, columns: int, *, bias: bool) -> tuple[Tensor, ...]:
-    weight = Tensor(f"{name}.weight", (rows, columns))
-    return (weight, Tensor(f"{name}.bias", (rows,), is_cut=False)) if bias else (weight,)
+def _list_linear(name: str, rows: int, columns: int, *, bias: bool) -> tuple[Parameter, ...]:
+    weight = Parameter(f"{name}.weight", (rows, columns))
+    return (weight, Parameter(f"{name}.bias", (rows,), is_cut=False)) if bias else (weight,)
 
 
-def _heads(config: Config) -> tuple[int, int, int]:
+def _read_heads(config: Config) -> tuple[int, int, int]:
     """Return the numbers of attention heads and of key-value heads, and the size of a head."""
     heads = int(config["num_attention_heads"])
     groups = int(config.get("num_key_value_heads") or heads)
@@ -202,26 +208,26 @@ def _heads(config: Config) -> tuple[int, int, int]:
     return heads, groups, int(size)
 
 
-def _attend(config: Config, family: _Family) -> Iterator[Part]:
+def _describe_attention(config: Config, family: _DecoderFamily) -> Iterator[Part]:
     hidden = int(config["hidden_size"])
-    heads, groups, size = _heads(config)
+    heads, groups, size = _read_heads(config)
     queries, keys = heads * size, groups * size
     default = bool(config.get("attention_bias", config.get("model_type") == "gpt_oss"))
     bias = default if family.qkv_bias is None else family.qkv_bias
     out_bias = default if family.out_bias is None else family.out_bias
     if family.fused_qkv:
-        yield _linear("self_attn.qkv_proj", queries + 2 * keys, hidden, bias=bias), Saved()
+        yield _list_linear("self_attn.qkv_proj", queries + 2 * keys, hidden, bias=bias), Saved()
     else:
         for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            yield _linear(f"self_attn.{name}", rows, hidden, bias=bias), Saved()
-    yield _linear("self_attn.o_proj", hidden, queries, bias=out_bias), Saved()
+            yield _list_linear(f"self_attn.{name}", rows, hidden, bias=bias), Saved()
+    yield _list_linear("self_attn.o_proj", hidden, queries, bias=out_bias), Saved()
     if config.get("model_type") == "gpt_oss":
-        yield (Tensor("self_attn.sinks", (heads,), is_cut=False),), Saved()
+        yield (Parameter("self_attn.sinks", (heads,), is_cut=False),), Saved()
     for name, own, width in (("q_norm", size, queries), ("k_norm", size, keys)):
         if family.head_norm:
             length = own if family.head_norm == "head" else width
-            tensor = Tensor(f"self_attn.{name}.weight", (length,), is_cut=False)
-            yield (tensor,), _cut(_save_norm(width, wide=family.wide_norms))
+            tensor = Parameter(f"self_attn.{name}.weight", (length,), is_cut=False)
+            yield (tensor,), _mark_cut(_save_norm(width, wide=family.wide_norms))
     stored = queries if family.repeats_keys else keys
     values = queries + 2 * keys if family.fused_qkv else stored  # a view keeps the fused output
     saved = Saved(hidden, 0, 2 * queries + stored + values, heads, family.score * heads)
@@ -232,7 +238,7 @@ def _is_latent(config: Config) -> bool:
     return "kv_lora_rank" in config
 
 
-def _attend_latent(config: Config, _family: _Family) -> Iterator[Part]:
+def _describe_latent_attention(config: Config, _family: _DecoderFamily) -> Iterator[Part]:
     """Yield DeepSeek's attention, whose queries, keys and values come from narrow vectors."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     rope, nope = int(config["qk_rope_head_dim"]), int(config["qk_nope_head_dim"])
@@ -240,18 +246,18 @@ def _attend_latent(config: Config, _family: _Family) -> Iterator[Part]:
     queries, bias = heads * (rope + nope), bool(config.get("attention_bias", False))
     rank = config["q_lora_rank"]
     if rank is None:
-        yield _linear("self_attn.q_proj", queries, hidden, bias=False), Saved()
+        yield _list_linear("self_attn.q_proj", queries, hidden, bias=False), Saved()
     else:
-        yield _linear("self_attn.q_a_proj", rank, hidden, bias=bias), Saved()
-        norm = Tensor("self_attn.q_a_layernorm.weight", (rank,), is_cut=False)
+        yield _list_linear("self_attn.q_a_proj", rank, hidden, bias=bias), Saved()
+        norm = Parameter("self_attn.q_a_layernorm.weight", (rank,), is_cut=False)
         yield (norm,), _save_norm(rank, wide=False) + Saved(rank)
-        yield _linear("self_attn.q_b_proj", queries, rank, bias=False), Saved()
+        yield _list_linear("self_attn.q_b_proj", queries, rank, bias=False), Saved()
     down = "self_attn.kv_a_proj_with_mqa"
-    yield _linear(down, narrow + rope, hidden, bias=bias), Saved()
-    norm = Tensor("self_attn.kv_a_layernorm.weight", (narrow,), is_cut=False)
+    yield _list_linear(down, narrow + rope, hidden, bias=bias), Saved()
+    norm = Parameter("self_attn.kv_a_layernorm.weight", (narrow,), is_cut=False)
     yield (norm,), _save_norm(narrow, wide=False) + Saved(narrow)
-    yield _linear("self_attn.kv_b_proj", heads * (nope + value), narrow, bias=False), Saved()
-    yield _linear("self_attn.o_proj", hidden, heads * value, bias=bias), Saved()
+    yield _list_linear("self_attn.kv_b_proj", heads * (nope + value), narrow, bias=False), Saved()
+    yield _list_linear("self_attn.o_proj", hidden, heads * value, bias=bias), Saved()
     # Queries, keys, the output of kv_b_proj (values are a view of it), the attention's output and
     # its contiguous copy.
     yield (), Saved(hidden, 0, 2 * queries + heads * (nope + value) + 2 * heads * value, heads)
@@ -267,118 +273,121 @@ def _is_sparse(config: Config, number: int) -> bool:
     if kind in ("qwen2_moe", "qwen3_moe"):
         step = int(config.get("decoder_sparse_step", 1))
         only_dense = config.get("mlp_only_layers") or ()
-        return number not in only_dense and _experts(config) > 0 and (number + 1) % step == 0
+        return number not in only_dense and _count_experts(config) > 0 and (number + 1) % step == 0
     return False
 
 
-def _experts(config: Config) -> int:
+def _count_experts(config: Config) -> int:
     for name in ("n_routed_experts", "num_local_experts", "num_experts"):
         if name in config:
             return int(config[name])
     raise KeyError("number of experts")
 
 
-def _feed_forward(config: Config, family: _Family) -> Iterator[Part]:
+def _describe_feed_forward(config: Config, family: _DecoderFamily) -> Iterator[Part]:
     hidden = int(config["hidden_size"])
     has_bias = bool(config.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias
-    yield _gated("mlp", hidden, int(config["intermediate_size"]), family, bias=has_bias)
+    yield _describe_gated_mlp(
+        "mlp", hidden, int(config["intermediate_size"]), family, bias=has_bias
+    )
     yield (), Saved(hidden)
 
 
-def _gated(name: str, hidden: int, inner: int, family: _Family, *, bias: bool = False) -> Part:
+def _describe_gated_mlp(
+    name: str, hidden: int, inner: int, family: _DecoderFamily, *, bias: bool = False
+) -> Part:
     """Return a gated MLP; it saves gate, activated gate, up and their product."""
-    down = _linear(f"{name}.down_proj", hidden, inner, bias=bias)
+    down = _list_linear(f"{name}.down_proj", hidden, inner, bias=bias)
     if family.fused_gate:
-        up = _linear(f"{name}.gate_up_proj", 2 * inner, hidden, bias=bias)
+        up = _list_linear(f"{name}.gate_up_proj", 2 * inner, hidden, bias=bias)
     else:
-        up = _linear(f"{name}.gate_proj", inner, hidden, bias=bias)
-        up += _linear(f"{name}.up_proj", inner, hidden, bias=bias)
+        up = _list_linear(f"{name}.gate_proj", inner, hidden, bias=bias)
+        up += _list_linear(f"{name}.up_proj", inner, hidden, bias=bias)
     return (*up, *down), Saved(narrow_cut=4 * inner)
 
 
-def _mix(config: Config, family: _Family) -> Iterator[Part]:
+def _describe_experts(config: Config, family: _DecoderFamily) -> Iterator[Part]:
     """Yield a mixture of experts: the router, the routed experts and the shared ones."""
     kind, hidden = config["model_type"], int(config["hidden_size"])
-    experts, chosen = _experts(config), int(config["num_experts_per_tok"])
+    experts, chosen = _count_experts(config), int(config["num_experts_per_tok"])
     inner = int(config.get("moe_intermediate_size", 0) or config["intermediate_size"])
     router = "mlp.router" if kind == "gpt_oss" else "mlp.gate"
-    gates = [Tensor(f"{router}.weight", (experts, hidden), is_cut=False)]
+    gates = [Parameter(f"{router}.weight", (experts, hidden), is_cut=False)]
     up, down = (experts, 2 * inner, hidden), (experts, hidden, inner)
     if kind == "gpt_oss":
-        gates.append(Tensor(f"{router}.bias", (experts,), is_cut=False))
+        gates.append(Parameter(f"{router}.bias", (experts,), is_cut=False))
         up, down = (experts, hidden, 2 * inner), (experts, inner, hidden)
-        yield _experts_biases(experts, inner, hidden), Saved()
+        yield _list_expert_biases(experts, inner, hidden), Saved()
     wide = hidden + 2 * experts if kind == "deepseek_v3" else experts  # it routes in float32
     yield tuple(gates), Saved(hidden, wide)
     mixed = (
-        Tensor("mlp.experts.gate_up_proj", up, is_expert=True),
-        Tensor("mlp.experts.down_proj", down, is_expert=True),
+        Parameter("mlp.experts.gate_up_proj", up, is_expert=True),
+        Parameter("mlp.experts.down_proj", down, is_expert=True),
     )
     # Gate and up, the activated gate, their product; gpt_oss also keeps what it clamps.
     per_expert = 7 if kind == "gpt_oss" else 4
     # The gathered input and the output that is weighted, for each chosen expert.
     yield mixed, Saved(2 * hidden * chosen + 14 * chosen, 0, per_expert * inner * chosen)
-    yield from _shared(config, family)
+    yield from _describe_shared_experts(config, family)
 
 
-def _experts_biases(experts: int, inner: int, hidden: int) -> tuple[Tensor, ...]:
+def _list_expert_biases(experts: int, inner: int, hidden: int) -> tuple[Parameter, ...]:
     return (
-        Tensor("mlp.experts.gate_up_proj_bias", (experts, 2 * inner), is_expert=True),
-        Tensor("mlp.experts.down_proj_bias", (experts, hidden), is_expert=True),
+        Parameter("mlp.experts.gate_up_proj_bias", (experts, 2 * inner), is_expert=True),
+        Parameter("mlp.experts.down_proj_bias", (experts, hidden), is_expert=True),
     )
 
 
-def _shared(config: Config, family: _Family) -> Iterator[Part]:
+def _describe_shared_experts(config: Config, family: _DecoderFamily) -> Iterator[Part]:
     """Yield the experts that every token uses."""
     hidden = int(config["hidden_size"])
     if config["model_type"] == "qwen2_moe":
         inner = int(config["shared_expert_intermediate_size"])
-        yield _gated("mlp.shared_expert", hidden, inner, family)
-        gate = Tensor("mlp.shared_expert_gate.weight", (1, hidden), is_cut=False)
+        yield _describe_gated_mlp("mlp.shared_expert", hidden, inner, family)
+        gate = Parameter("mlp.shared_expert_gate.weight", (1, hidden), is_cut=False)
         yield (gate,), Saved(hidden)
     elif config.get("n_shared_experts"):
         inner = int(config["moe_intermediate_size"]) * int(config["n_shared_experts"])
-        yield _gated("mlp.shared_experts", hidden, inner, family)
+        yield _describe_gated_mlp("mlp.shared_experts", hidden, inner, family)
 
 
-def _biased(name: str, shape: tuple[int, int], outputs: int) -> tuple[Tensor, Tensor]:
-    return Tensor(f"{name}.weight", shape), Tensor(f"{name}.bias", (outputs,), is_cut=False)
+def _list_biased(name: str, shape: tuple[int, int], outputs: int) -> tuple[Parameter, Parameter]:
+    return Parameter(f"{name}.weight", shape), Parameter(f"{name}.bias", (outputs,), is_cut=False)
 
 
-def _layer_norm(name: str, hidden: int) -> tuple[Tensor, Tensor]:
+def _list_layer_norm(name: str, hidden: int) -> tuple[Parameter, Parameter]:
     parts = ("weight", "bias")
-    weight, bias = (Tensor(f"{name}.{each}", (hidden,), is_cut=False) for each in parts)
+    weight, bias = (Parameter(f"{name}.{each}", (hidden,), is_cut=False) for each in parts)
     return weight, bias
 
 
 def _count_gpt2(config: Config, source: str) -> ModelSizes:
     hidden, vocab = int(config["n_embd"]), int(config["vocab_size"])
-    positions, inner = (
-        int(config["n_positions"]),
-        int(config.get("n_inner") or 4 * config["n_embd"]),
-    )
+    positions, inner = int(config["n_positions"]), int(config.get("n_inner") or 4 * hidden)
     tensors = (
-        *_layer_norm("ln_1", hidden),
-        *_biased("attn.c_attn", (hidden, 3 * hidden), 3 * hidden),
-        *_biased("attn.c_proj", (hidden, hidden), hidden),
-        *_layer_norm("ln_2", hidden),
-        *_biased("mlp.c_fc", (hidden, inner), inner),
-        *_biased("mlp.c_proj", (inner, hidden), hidden),
+        *_list_layer_norm("ln_1", hidden),
+        *_list_biased("attn.c_attn", (hidden, 3 * hidden), 3 * hidden),
+        *_list_biased("attn.c_proj", (hidden, hidden), hidden),
+        *_list_layer_norm("ln_2", hidden),
+        *_list_biased("mlp.c_fc", (hidden, inner), inner),
+        *_list_biased("mlp.c_proj", (inner, hidden), hidden),
     )
     masks = 1 if config.get("resid_pdrop", 0.1) else 0  # two masks of one byte an element
     # gelu_new is composed of five operations, each of which saves its input.
     saved = Saved((4 + masks) * hidden, 0, 4 * hidden + 5 * inner, int(config["n_head"]))
-    after: tuple[Tensor, ...] = _layer_norm("transformer.ln_f", hidden)
+    after: tuple[Parameter, ...] = _list_layer_norm("transformer.ln_f", hidden)
     if not config.get("tie_word_embeddings", True):
-        after = (*after, Tensor("lm_head.weight", (vocab, hidden)))
+        after = (*after, Parameter("lm_head.weight", (vocab, hidden)))
     return ModelSizes(
         source,
         "formula of gpt2",
         (
-            Tensor("transformer.wte.weight", (vocab, hidden)),
-            Tensor("transformer.wpe.weight", (positions, hidden), is_cut=False),
+            Parameter("transformer.wte.weight", (vocab, hidden)),
+            Parameter("transformer.wpe.weight", (positions, hidden), is_cut=False),
         ),
-        tuple(Block(f"transformer.h.{n}", tensors, saved) for n in range(int(config["n_layer"]))),
+        tuple(
+            BlockSizes(f"transformer.h.{n}", tensors, saved) for n in range(int(config["n_layer"]))
+        ),
         after,
         Saved(2 * hidden),
         hidden,
@@ -393,26 +402,26 @@ def _count_neox(config: Config, source: str) -> ModelSizes:
     inner, layers = int(config["intermediate_size"]), int(config["num_hidden_layers"])
     has_bias = bool(config.get("attention_bias", True))
 
-    def add(name: str, rows: int, columns: int) -> tuple[Tensor, ...]:
-        return _linear(name, rows, columns, bias=has_bias)
+    def add(name: str, rows: int, columns: int) -> tuple[Parameter, ...]:
+        return _list_linear(name, rows, columns, bias=has_bias)
 
     tensors = (
-        *_layer_norm("input_layernorm", hidden),
-        *_layer_norm("post_attention_layernorm", hidden),
+        *_list_layer_norm("input_layernorm", hidden),
+        *_list_layer_norm("post_attention_layernorm", hidden),
         *add("attention.query_key_value", 3 * hidden, hidden),
         *add("attention.dense", hidden, hidden),
-        *_biased("mlp.dense_h_to_4h", (inner, hidden), inner),
-        *_biased("mlp.dense_4h_to_h", (hidden, inner), hidden),
+        *_list_biased("mlp.dense_h_to_4h", (inner, hidden), inner),
+        *_list_biased("mlp.dense_4h_to_h", (hidden, inner), hidden),
     )
     saved = Saved(4 * hidden, 0, 6 * hidden + 2 * inner, int(config["num_attention_heads"]))
-    after = _layer_norm("gpt_neox.final_layer_norm", hidden)
-    head = Tensor("lm_head.weight", (vocab, hidden))
+    after = _list_layer_norm("gpt_neox.final_layer_norm", hidden)
+    head = Parameter("lm_head.weight", (vocab, hidden))
     tied = config.get("tie_word_embeddings", False)
     return ModelSizes(
         source,
         "formula of gpt_neox",
-        (Tensor("gpt_neox.embed_in.weight", (vocab, hidden)),),
-        tuple(Block(f"gpt_neox.layers.{number}", tensors, saved) for number in range(layers)),
+        (Parameter("gpt_neox.embed_in.weight", (vocab, hidden)),),
+        tuple(BlockSizes(f"gpt_neox.layers.{number}", tensors, saved) for number in range(layers)),
         after if tied else (*after, head),
         Saved(2 * hidden),
         hidden,

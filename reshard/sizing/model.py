@@ -10,7 +10,7 @@ from reshard.box import Index
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class Parameter:
     """One parameter.
 
     Args:
@@ -64,7 +64,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockSizes:
     """A repeated layer.
 
     Args:
@@ -72,7 +72,7 @@ class Block:
     """
 
     name: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Parameter, ...]
     saved: Saved
 
     @property
@@ -80,7 +80,7 @@ class Block:
         """The number of elements of all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the full name of every parameter, and the parameter."""
         for tensor in self.tensors:
             yield f"{self.name}.{tensor.name}" if self.name else tensor.name, tensor
@@ -106,9 +106,9 @@ class ModelSizes:
 
     source: str
     counted_by: str
-    before: tuple[Tensor, ...]
-    blocks: tuple[Block, ...]
-    after: tuple[Tensor, ...]
+    before: tuple[Parameter, ...]
+    blocks: tuple[BlockSizes, ...]
+    after: tuple[Parameter, ...]
     saved: Saved
     hidden: int
     vocab: int
@@ -127,7 +127,7 @@ class ModelSizes:
         """The number of parameters of the largest block."""
         return max((block.numel for block in self.blocks), default=0)
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the full name of every parameter, and the parameter."""
         for tensor in self.before:
             yield tensor.name, tensor

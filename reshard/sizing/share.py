@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from reshard.errors import UsageError
-from reshard.sizing.model import Block, ModelSizes, Tensor
+from reshard.sizing.model import BlockSizes, ModelSizes, Parameter
 from reshard.sizing.setup import Training
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """Numbers of elements on the rank that holds most, before any sharding over data ranks.
 
     Args:
@@ -47,7 +47,7 @@ class Share:
         return self.trained + self.expert_trained
 
 
-def take_share(model: ModelSizes, training: Training) -> Share:
+def take_share(model: ModelSizes, training: Training) -> RankShare:
     """Return the part of the model on the rank that holds most of it.
 
     Raises:
@@ -57,27 +57,26 @@ def take_share(model: ModelSizes, training: Training) -> Share:
     shares = [_count(model, training, stage) for stage in stages]
     share = max(shares, key=lambda each: (each.numel, each.has_head))
     if training.pp > 1:  # a first stage keeps the activations of as many micro batches as stages
-        saved = max(each.saved_bytes for each in shares)
-        return _with_flight(share, saved, max(s.recomputed_bytes for s in shares), training.pp)
+        return replace(
+            share,
+            saved_bytes=training.pp * max(each.saved_bytes for each in shares),
+            recomputed_bytes=training.pp * max(each.recomputed_bytes for each in shares),
+        )
     if not share.trainable:
         raise UsageError(f"--freeze {training.freeze}", "matches every parameter")
     return share
 
 
-def _with_flight(share: Share, saved: int, recomputed: int, flights: int) -> Share:
-    return replace(share, saved_bytes=saved * flights, recomputed_bytes=recomputed * flights)
-
-
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class _PipelineStage:
     """The blocks of a pipeline stage, and whether it has the embedding or the output layer."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[BlockSizes]
     is_first: bool
     is_last: bool
 
 
-def _list_stages(model: ModelSizes, training: Training) -> list[_Stage]:
+def _list_stages(model: ModelSizes, training: Training) -> list[_PipelineStage]:
     count, stages = len(model.blocks), training.pp
     if stages > max(count, 1):
         raise UsageError(
@@ -85,13 +84,13 @@ def _list_stages(model: ModelSizes, training: Training) -> list[_Stage]:
         )
     bounds = [round(count * n / stages) for n in range(stages + 1)]
     return [
-        _Stage(model.blocks[start:stop], start == 0, stop == count)
+        _PipelineStage(model.blocks[start:stop], start == 0, stop == count)
         for start, stop in pairwise(bounds)
     ]
 
 
-def _count(model: ModelSizes, training: Training, stage: _Stage) -> Share:
-    outer: list[tuple[str, Tensor]] = []
+def _count(model: ModelSizes, training: Training, stage: _PipelineStage) -> RankShare:
+    outer: list[tuple[str, Parameter]] = []
     if stage.is_first:
         outer += [(tensor.name, tensor) for tensor in model.before]
     if stage.is_last:
@@ -104,7 +103,7 @@ def _count(model: ModelSizes, training: Training, stage: _Stage) -> Share:
         counts[tensor.is_expert, is_trained] += count_elements(tensor, training)
     counts[False, True] += sum(count_adapters(each, training) for _, each in inner)
     saved, recomputed = _count_saved(model, training, stage)
-    return Share(
+    return RankShare(
         counts[False, True],
         counts[False, False],
         counts[True, True],
@@ -117,7 +116,7 @@ def _count(model: ModelSizes, training: Training, stage: _Stage) -> Share:
     )
 
 
-def _list_tied(model: ModelSizes, stage: _Stage) -> list[tuple[str, Tensor]]:
+def _list_tied(model: ModelSizes, stage: _PipelineStage) -> list[tuple[str, Parameter]]:
     """Return the copy of a tied embedding that the last of several stages holds."""
     has_head = any(tensor.name.endswith("lm_head.weight") for tensor in model.after)
     if stage.is_first or has_head or not model.before:
@@ -131,14 +130,14 @@ def _is_frozen(name: str, model: ModelSizes, training: Training) -> bool:
     return bool(training.freeze) and re.search(training.freeze, name) is not None
 
 
-def count_elements(tensor: Tensor, training: Training) -> int:
+def count_elements(tensor: Parameter, training: Training) -> int:
     """Return the elements of a parameter on one tensor- and expert-parallel rank."""
     cut = training.tp if tensor.is_cut else 1
     cut *= training.ep if tensor.is_expert else 1
     return -(-tensor.numel // cut)
 
 
-def count_adapters(tensor: Tensor, training: Training) -> int:
+def count_adapters(tensor: Parameter, training: Training) -> int:
     """Return the elements of the LoRA adapter of a matrix; 0 if it has none."""
     if not training.lora_rank or len(tensor.shape) != 2 or tensor.is_expert or not tensor.is_cut:
         return 0
@@ -149,7 +148,7 @@ def count_adapters(tensor: Tensor, training: Training) -> int:
     return training.lora_rank * sum(tensor.shape)
 
 
-def _count_saved(model: ModelSizes, training: Training, stage: _Stage) -> tuple[int, int]:
+def _count_saved(model: ModelSizes, training: Training, stage: _PipelineStage) -> tuple[int, int]:
     """Return the bytes that are saved, and those with recomputation of every block.
 
     With recomputation a block saves its input only, and one block at a time saves everything.

@@ -15,7 +15,7 @@ from reshard.box import Index
 from reshard.errors import UsageError
 from reshard.paths import as_path
 from reshard.sizing.families import UnknownSizesError, count_config, count_llama_block
-from reshard.sizing.model import Block, ModelSizes, Saved, Tensor
+from reshard.sizing.model import BlockSizes, ModelSizes, Parameter, Saved
 
 _BLOCK = re.compile(r"(?P<block>(?:.*?\.)?\d+)\.(?P<rest>.+)")
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
@@ -124,7 +124,9 @@ def count_parameters(text: str) -> ModelSizes:
     share, rest = divmod(numel, layers)
     saved = count_llama_block(hidden, 8 * hidden // 3)
     blocks = tuple(
-        Block(f"layers.{n}", (Tensor("weight", (share + (rest if n == 0 else 0), 1)),), saved)
+        BlockSizes(
+            f"layers.{n}", (Parameter("weight", (share + (rest if n == 0 else 0), 1)),), saved
+        )
         for n in range(layers)
     )
     note = (
@@ -167,12 +169,14 @@ def count_shapes(
     known = _try_formula(config, source)
     saved = {_number(block.name): block.saved for block in known.blocks} if known else {}
     if known is not None and sorted(saved) == sorted(map(_number, blocks)):
-        built = [Block(name, tuple(each), saved[_number(name)]) for name, each in blocks.items()]
+        built = [
+            BlockSizes(name, tuple(each), saved[_number(name)]) for name, each in blocks.items()
+        ]
         outer, hidden, vocab = known.saved, known.hidden, known.vocab
         positions, block_class = known.positions, known.block_class
     else:
         chosen = _count_chosen(config or {})
-        built = [Block(n, tuple(t), _estimate_saved(t, chosen)) for n, t in blocks.items()]
+        built = [BlockSizes(n, tuple(t), _estimate_saved(t, chosen)) for n, t in blocks.items()]
         hidden, vocab = _guess_widths([*before, *after], shapes)
         outer, positions, block_class = Saved(2 * hidden, hidden), None, ""
         notes = (_ESTIMATED,)
@@ -212,22 +216,22 @@ def _try_formula(config: Mapping[str, Any] | None, source: str) -> ModelSizes | 
 
 def _group(
     shapes: Mapping[str, Index],
-) -> tuple[list[Tensor], dict[str, list[Tensor]], list[Tensor]]:
+) -> tuple[list[Parameter], dict[str, list[Parameter]], list[Parameter]]:
     """Return the tensors before the blocks, those of each block, and those after the blocks.
 
     A block is a module whose name ends in a number, at the highest level that has one.
     """
-    before: list[Tensor] = []
-    after: list[Tensor] = []
-    blocks: dict[str, list[Tensor]] = {}
+    before: list[Parameter] = []
+    after: list[Parameter] = []
+    blocks: dict[str, list[Parameter]] = {}
     for name, shape in shapes.items():
         match = _BLOCK.fullmatch(name)
         is_cut = len(shape) > 1
         if match is None:
-            (after if blocks else before).append(Tensor(name, shape, is_cut))
+            (after if blocks else before).append(Parameter(name, shape, is_cut))
         else:
             rest = match["rest"]
-            tensor = Tensor(rest, shape, is_cut, _EXPERTS.search(rest) is not None)
+            tensor = Parameter(rest, shape, is_cut, _EXPERTS.search(rest) is not None)
             blocks.setdefault(match["block"], []).append(tensor)
     return before, blocks, after
 
@@ -236,7 +240,7 @@ def _count_chosen(config: Mapping[str, Any]) -> int:
     return int(config.get("num_experts_per_tok") or 0)
 
 
-def _estimate_saved(tensors: list[Tensor], chosen: int) -> Saved:
+def _estimate_saved(tensors: list[Parameter], chosen: int) -> Saved:
     """Estimate what a block saves: the input and the output of each matrix, and norms.
 
     A layer norm saves its input; an RMS norm, which has no bias, saves a float32 copy, too.
@@ -257,7 +261,7 @@ def _estimate_saved(tensors: list[Tensor], chosen: int) -> Saved:
     return norms + Saved(narrow_cut=dense + mixed)
 
 
-def _guess_widths(outer: list[Tensor], shapes: Mapping[str, Index]) -> tuple[int, int]:
+def _guess_widths(outer: list[Parameter], shapes: Mapping[str, Index]) -> tuple[int, int]:
     """Return the width of the residual stream and the size of the vocabulary."""
     tables = [t.shape for t in outer if len(t.shape) == 2] or [
         shape for shape in shapes.values() if len(shape) == 2

@@ -21,7 +21,7 @@ from reshard.sizing.setup import (
     count_accumulation,
     count_data_ranks,
 )
-from reshard.sizing.share import Share, take_share
+from reshard.sizing.share import RankShare, take_share
 
 MARGIN = 0.08
 """Part of a GPU that is left free, for the CUDA context, NCCL and fragmentation; not measured."""
@@ -70,7 +70,7 @@ NAMES = tuple(strategy.name for strategy in STRATEGIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class StrategyForecast:
     """The forecast of one strategy. All sizes are in bytes.
 
     Args:
@@ -120,7 +120,7 @@ class Row:
         return host_fits and total <= cluster.gpu_bytes
 
 
-def forecast(model: ModelSizes, cluster: Cluster, training: Training) -> list[Row]:
+def forecast(model: ModelSizes, cluster: Cluster, training: Training) -> list[StrategyForecast]:
     """Return the forecast of every strategy that the cluster and the grid allow.
 
     Raises:
@@ -142,18 +142,19 @@ def _is_possible(strategy: Strategy, cluster: Cluster, training: Training) -> bo
 
 
 def forecast_one(
-    strategy: Strategy, model: ModelSizes, share: Share, cluster: Cluster, training: Training
-) -> Row:
+    strategy: Strategy, model: ModelSizes, share: RankShare, cluster: Cluster, training: Training
+) -> StrategyForecast:
     """Return the forecast of one strategy."""
     ranks = count_data_ranks(cluster, training)
     shards = ranks // cluster.nodes if strategy.within_node else ranks
     states = _count_states(strategy, share, training, shards)
     gathered, buckets = _count_buffers(strategy, share, training, shards)
     logits = 0
-    if share.has_head:  # 16-bit logits; log-softmax, its gradient and that of its input in float32
+    if share.has_head:
+        # 16-bit logits; log-softmax, its gradient and that of its input in float32.
         each = training.itemsize + 12
         logits = training.tokens * each * -(-model.vocab // training.tp)
-    row = Row(
+    row = StrategyForecast(
         strategy=strategy,
         **states,
         gathered=gathered,
@@ -170,7 +171,7 @@ def forecast_one(
     return _offload(row, cluster, training, share, shards)
 
 
-def _divide(share: Share, training: Training, ranks: int, *, trained: bool) -> int:
+def _divide(share: RankShare, training: Training, ranks: int, *, trained: bool) -> int:
     """Return the elements of a shard; routed experts have fewer replicas to divide among."""
     dense = share.trained if trained else share.trained + share.frozen
     expert = share.expert_trained if trained else share.expert_trained + share.expert_frozen
@@ -178,7 +179,7 @@ def _divide(share: Share, training: Training, ranks: int, *, trained: bool) -> i
 
 
 def _count_states(
-    strategy: Strategy, share: Share, training: Training, shards: int
+    strategy: Strategy, share: RankShare, training: Training, shards: int
 ) -> dict[str, int]:
     """Return the bytes of parameters, gradients, masters and moments, without offload."""
     size, stage = training.itemsize, strategy.stage
@@ -198,7 +199,7 @@ def _count_states(
 
 
 def _count_buffers(
-    strategy: Strategy, share: Share, training: Training, shards: int
+    strategy: Strategy, share: RankShare, training: Training, shards: int
 ) -> tuple[int, int]:
     """Return the bytes of gathered parameters and of communication buckets."""
     size = training.itemsize
@@ -211,24 +212,25 @@ def _count_buffers(
     if strategy.stage == 3:
         gathered = max(LIVE_ELEMENTS, share.largest_block)
         return size * min(share.numel, gathered), size * BUCKET_ELEMENTS
-    if (
-        strategy.stage == 0
-    ):  # autocast keeps 16-bit weights; DDP's buckets are as large as gradients
+    if strategy.stage == 0:
+        # Autocast keeps 16-bit weights; DDP's buckets are as large as the gradients.
         return size * share.numel if size == 2 else 0, 4 * share.trainable * (shards > 1)
     # With overlap_comm there are two buckets, as large as the setting; parameters are gathered in
     # place.
     return 0, 2 * size * BUCKET_ELEMENTS
 
 
-def _count_step(strategy: Strategy, share: Share, training: Training, shards: int) -> int:
-    """Return the bytes of the float32 gradients that a DeepSpeed step makes of 16-bit ones."""
+def _count_step(strategy: Strategy, share: RankShare, training: Training, shards: int) -> int:
+    """Return the bytes of the float32 copies that a DeepSpeed step makes of 16-bit gradients."""
     if strategy.framework == "torch" or strategy.offload_optimizer or training.itemsize == 4:
         return 0
     partition = _divide(share, training, shards, trained=True)
     return 4 * (min(partition, LIVE_ELEMENTS) if strategy.stage == 3 else partition)
 
 
-def _offload(row: Row, cluster: Cluster, training: Training, share: Share, shards: int) -> Row:
+def _offload(
+    row: StrategyForecast, cluster: Cluster, training: Training, share: RankShare, shards: int
+) -> StrategyForecast:
     """Move what the strategy offloads from the GPU to the memory of the host."""
     strategy, host = row.strategy, 0
     if strategy.offload_optimizer:
@@ -243,7 +245,7 @@ def _offload(row: Row, cluster: Cluster, training: Training, share: Share, shard
     return replace(row, host=host * cluster.gpus)
 
 
-def _count_disk(strategy: Strategy, model: ModelSizes, share: Share, training: Training) -> int:
+def _count_disk(strategy: Strategy, model: ModelSizes, share: RankShare, training: Training) -> int:
     """Return the bytes of a checkpoint of all ranks, without files of a few kilobytes."""
     total = sum(tensor.numel for _, tensor in model.named_tensors())
     trained = total if not training.lora_rank else share.trained
@@ -257,7 +259,7 @@ def _count_disk(strategy: Strategy, model: ModelSizes, share: Share, training: T
 
 
 def _count_sent(
-    strategy: Strategy, share: Share, training: Training, shards: int, cluster: Cluster
+    strategy: Strategy, share: RankShare, training: Training, shards: int, cluster: Cluster
 ) -> int:
     """Return the bytes that a GPU sends in a step between data-parallel ranks.
 

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from reshard.containers import numpy_arrays
-from reshard.containers.torch_objects import Storage, Tensor, is_wrapped
+from reshard.containers.torch_objects import StoredBuffer, Tensor, is_wrapped
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.pickles.values import Call
 from reshard.state_dict.tree import GlobalTensor, LocalTensors, is_tensor
@@ -84,7 +84,7 @@ def looks_like_weight(value: Any) -> bool:
         )
     if isinstance(value, Tensor):
         return value.dtype.family not in ("int", "bool") and value.numel > 1
-    return isinstance(value, Storage) or is_wrapped(value)
+    return isinstance(value, StoredBuffer) or is_wrapped(value)
 
 
 def _refuse_unreadable(where: object, name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ _MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many pl
 
 def to_plain(value: Any) -> Any:
     """Return a value that serializes as JSON; anything else becomes a description of itself."""
-    return _Converter().of(value)
+    return _ValueConverter().of(value)
 
 
 def is_plain(value: Any) -> bool:
@@ -36,7 +36,7 @@ def _is_count(value: dict[Any, Any]) -> bool:
     return len(value) == 1 and all(k in _COUNTED and type(n) is int for k, n in value.items())
 
 
-class _Converter:
+class _ValueConverter:
     """Converts one value; beyond a number of parts, the rest is only counted."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from reshard.manifest import Manifest
 from reshard.model_parallel.sizes import parse_mesh
 from reshard.training import trainer_run
-from reshard.training.trainer_run import Run
+from reshard.training.trainer_run import TrainerRun
 from reshard.units import counted, either, nearest_divisors
 
 BATCH = "train_batch_size"  # of one rank, in HF Trainer's trainer_state.json
@@ -84,7 +84,7 @@ def _describe_rule(before: int, ranks: int) -> str:
     )
 
 
-def _find_problem_of_our_trainer(run: Run, ranks: int) -> str:
+def _find_problem_of_our_trainer(run: TrainerRun, ranks: int) -> str:
     """Return why a resume on so many data-parallel ranks would refuse the run's global batch."""
     total, micro = (int(run.settings[name]) for name in ("global_batch", "micro_batch"))
     return advice(total, micro, ranks) if micro and total % (micro * ranks) else ""

@@ -16,7 +16,7 @@ from reshard.errors import UsageError
 from reshard.files import read_small_file
 from reshard.location import directory_of
 from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, most_common_dtype
-from reshard.quantised.statement import CONFIG, OTHERS, without_statement
+from reshard.quantised.statement import CONFIG, OTHERS, remove_statement
 from reshard.training.batch import BATCH_BEFORE
 from reshard.training.state import WritableState
 
@@ -199,7 +199,7 @@ def _read_copy(path: Path, manifest: Manifest) -> bytes | None:
         if path.name in OTHERS:
             return None
         if path.name == CONFIG:
-            return format_json(without_statement(read_json_object(path)))
+            return format_json(remove_statement(read_json_object(path)))
     return read_small_file(path)
 
 

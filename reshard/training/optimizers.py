@@ -18,7 +18,7 @@ Counter = Literal["state", "group", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OptimizerTraits:
     """One optimizer.
 
     Args:
@@ -52,52 +52,52 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of every Adam
 AMSGRAD = "max_exp_avg_sq"
 _OF_ADAM = {"betas", "eps"}  # hyper-parameters
 ROWS = (
-    Row(
+    OptimizerTraits(
         *("Adam, AdamW, RAdam, LAMB", MOMENTS, (AMSGRAD,)),
         never_negative=("exp_avg_sq", AMSGRAD),
     ),
-    Row(
+    OptimizerTraits(
         *("NAdam", MOMENTS),
         scalars=("mu_product",),
         never_negative=("exp_avg_sq",),
     ),
-    Row("Adamax", ("exp_avg", "exp_inf"), never_negative=("exp_inf",)),
-    Row(
+    OptimizerTraits("Adamax", ("exp_avg", "exp_inf"), never_negative=("exp_inf",)),
+    OptimizerTraits(
         *("AdEMAMix", ("exp_avg_slow", "exp_avg_sq"), ("exp_avg", "exp_avg_fast")),
         never_negative=("exp_avg_sq",),
     ),
-    Row("Lion", ("exp_avg",), counter="none"),
-    Row(
+    OptimizerTraits("Lion", ("exp_avg",), counter="none"),
+    OptimizerTraits(
         *("Muon", ("momentum_buffer",)),
         counter="none",
         note="the Adam beside it counts; at ZeRO stages 1 and 2 each rank keeps whole matrices",
     ),
-    Row("SGD", (), ("momentum_buffer",), counter="none"),
-    Row("Adagrad", ("sum",), never_negative=("sum",)),
-    Row(
+    OptimizerTraits("SGD", (), ("momentum_buffer",), counter="none"),
+    OptimizerTraits("Adagrad", ("sum",), never_negative=("sum",)),
+    OptimizerTraits(
         *("Adadelta", ("square_avg", "acc_delta")),
         never_negative=("square_avg", "acc_delta"),
     ),
-    Row(
+    OptimizerTraits(
         *("RMSprop", ("square_avg",), ("momentum_buffer", "grad_avg")),
         never_negative=("square_avg",),
     ),
-    Row("Rprop", ("prev", "step_size"), never_negative=("step_size",)),
-    Row("ASGD", ("ax",), scalars=("eta", "mu")),
-    Row(
+    OptimizerTraits("Rprop", ("prev", "step_size"), never_negative=("step_size",)),
+    OptimizerTraits("ASGD", ("ax",), scalars=("eta", "mu")),
+    OptimizerTraits(
         *("Adafactor", ()),
         optional=("variance", "exp_avg", "exp_avg_sq"),
         matrices=("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
         never_negative=("variance", "row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
     ),
-    Row(
+    OptimizerTraits(
         *("schedule-free AdamW", ("z", "exp_avg_sq"), ("exp_avg",)),
         counter="group",
         note="k, weight_sum and lr_max stand in the param group",
         never_negative=("exp_avg_sq",),
     ),
-    Row("schedule-free SGD", ("z",), ("momentum_buffer",), counter="group"),
-    Row(
+    OptimizerTraits("schedule-free SGD", ("z",), ("momentum_buffer",), counter="group"),
+    OptimizerTraits(
         *("Shampoo", (), ("momentum_buffer", "exp_avg", "exp_avg_sq")),
         matrices=("precond_0", "precond_1", "inv_precond_0", "inv_precond_1", "GG", "Q"),
     ),
@@ -111,7 +111,7 @@ MATRICES = frozenset(name for row in ROWS for name in row.matrices)
 _SCALARS = frozenset(name for row in ROWS for name in row.scalars)
 
 
-def find(slots: Collection[str]) -> Row | None:
+def find(slots: Collection[str]) -> OptimizerTraits | None:
     """Return the first optimizer that has these slots; None for one that is not in the table."""
     return next((row for row in ROWS if slots and row.fits(slots)), None)
 

@@ -52,7 +52,7 @@ _OF_THE_RANKS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainerRun:
     """One document of the trainer, checked against its schema."""
 
     document: Mapping[str, Any]
@@ -183,7 +183,7 @@ def is_document(value: Mapping[str, Any] | None) -> bool:
     return value is not None and all(name in value for name in _PARTS)
 
 
-def read(value: Mapping[str, Any] | None, where: object) -> Run | None:
+def read(value: Mapping[str, Any] | None, where: object) -> TrainerRun | None:
     """Return the run that a ``trainer_state.json`` describes; None if it is HF Trainer's.
 
     Raises:
@@ -195,7 +195,7 @@ def read(value: Mapping[str, Any] | None, where: object) -> Run | None:
     expect(where, value["settings"], _SETTINGS, "settings")
     for axis in _AXES:
         expect(where, value["settings"].get(axis, 1), COUNT, f"settings.{axis}")
-    return Run(value)
+    return TrainerRun(value)
 
 
 _FSDP_FORMS = (  # a file of the form, the strategies that load it, and the flags that name it

@@ -67,7 +67,7 @@ def test_a_rank_checks_its_own_file(run, manifest, has_blake3, monkeypatch):
     report = reshard.verify(run, against=manifest, include=[RANK])
     assert (report.exit_code, report.check("files").failures) == (
         3,
-        [f"{find_file(run)}: other contents than in the manifest in bytes 2048-3072"],
+        [f"{find_file(run)}: its contents differ from those in the manifest in bytes 2048-3072"],
     )
     with pytest.raises(CorruptError, match="in bytes 2048-3072"):
         reshard.check_file(find_file(run), manifest)
@@ -106,7 +106,7 @@ def test_a_node_needs_only_the_files_of_its_ranks(run, manifest):
 def test_a_file_of_another_size_differs(run, manifest):
     path = find_file(run)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CorruptError, match=r"bytes, \d+ in the manifest"):
+    with pytest.raises(CorruptError, match=r"bytes, but \d+ in the manifest"):
         reshard.check_file(path, manifest, ranges=[(0, 1)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard.formats import engines
-from reshard.formats.engines import Form
+from reshard.formats.engines import LoadedForm
 
 SHARDED = ("out/pytorch_model_fsdp_0/.metadata", "out/optimizer_0/.metadata")
 
@@ -13,12 +13,15 @@ SHARDED = ("out/pytorch_model_fsdp_0/.metadata", "out/optimizer_0/.metadata")
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        (Form("accelerate", SHARDED, has_optimizer=True), "restore no Adam state"),
-        (Form("hf-trainer", SHARDED, has_optimizer=True), "restore no Adam state"),
-        (Form("accelerate", SHARDED, has_optimizer=False), ""),
-        (Form("accelerate", ("optimizer.bin", "model.safetensors"), has_optimizer=True), ""),
-        (Form("dcp", (".metadata",), has_optimizer=True), ""),
-        (Form("fsdp", ("pytorch_model_fsdp_rank0.bin",), has_optimizer=True), "weights_only=True"),
+        (LoadedForm("accelerate", SHARDED, has_optimizer=True), "restore no Adam state"),
+        (LoadedForm("hf-trainer", SHARDED, has_optimizer=True), "restore no Adam state"),
+        (LoadedForm("accelerate", SHARDED, has_optimizer=False), ""),
+        (LoadedForm("accelerate", ("optimizer.bin", "model.safetensors"), has_optimizer=True), ""),
+        (LoadedForm("dcp", (".metadata",), has_optimizer=True), ""),
+        (
+            LoadedForm("fsdp", ("pytorch_model_fsdp_rank0.bin",), has_optimizer=True),
+            "weights_only=True",
+        ),
     ],
 )
 def test_a_defect_is_told_of_the_form_that_it_concerns(form, said, monkeypatch):
@@ -29,7 +32,7 @@ def test_a_defect_is_told_of_the_form_that_it_concerns(form, said, monkeypatch):
 
 
 def test_a_defect_that_was_fixed_is_told_of_older_versions_alone(monkeypatch):
-    form = Form("accelerate", SHARDED, has_optimizer=True)
+    form = LoadedForm("accelerate", SHARDED, has_optimizer=True)
     monkeypatch.setattr(engines.metadata, "version", lambda _: "1.12.0")
     assert any("under FSDP 2" in text for text in engines.describe_defects(form))
     monkeypatch.setattr(engines.metadata, "version", lambda _: "1.16.0.dev0+cpu")

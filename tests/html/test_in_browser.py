@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import reshard
 from reshard.html import document, shards
 from reshard.html.curves import Curves, LossRun
-from reshard.html.page import Column, Maps, Page, Table
+from reshard.html.page import Column, Maps, Page, PageTable
 from tests.html.test_pages import EXAMPLE, HOSTILE, hostile_page
 from tests.support import browser, large_manifests
 
@@ -98,7 +98,7 @@ def test_a_row_that_is_clicked_is_listed(tab, tmp_path):
 
 
 def test_kinds_have_their_colours_by_day_and_by_night(show):
-    side = shards.of_manifest("x", large_manifests.zero3(large_manifests.llama(layers=2), 4))
+    side = shards.map_manifest("x", large_manifests.zero3(large_manifests.llama(layers=2), 4))
     for dark in (False, True):
         tab = show(Maps([side]), dark=dark)
         wanted = [tab.js(f"colour('kind-{kind}')") for kind in large_manifests.SLOTS]
@@ -108,7 +108,7 @@ def test_kinds_have_their_colours_by_day_and_by_night(show):
 
 def test_a_kind_alone_stands_out(show):
     tab = show(
-        Maps([shards.of_manifest("x", large_manifests.zero3(large_manifests.llama(layers=2), 4))])
+        Maps([shards.map_manifest("x", large_manifests.zero3(large_manifests.llama(layers=2), 4))])
     )
     tab.js(
         "[...document.querySelectorAll('.chip')].find((c) => /^master/.test(c.textContent)).click()"
@@ -121,8 +121,8 @@ def test_a_kind_alone_stands_out(show):
 def test_a_thousand_ranks_are_drawn_at_once(show):
     shapes = large_manifests.llama(layers=8)
     sides = [
-        shards.of_manifest("Before", large_manifests.zero3(shapes, 1024)),
-        shards.of_manifest("After", large_manifests.flat(shapes, 256)),
+        shards.map_manifest("Before", large_manifests.zero3(shapes, 1024)),
+        shards.map_manifest("After", large_manifests.flat(shapes, 256)),
     ]
     tab = show(Maps(sides))
     milliseconds = tab.js(
@@ -141,7 +141,7 @@ def test_a_thousand_ranks_are_drawn_at_once(show):
 
 def many(count):
     states = ["failed" if n % 100 == 7 else "passed" for n in range(count)]
-    return Table(
+    return PageTable(
         "many",
         [
             Column("Name", "name", [f"layer.{n}.weight" for n in range(count)]),
@@ -254,7 +254,7 @@ def test_no_column_of_a_report_is_cut(tab, tmp_path, command):
 def test_on_paper_all_is_light_and_tables_are_written_out(show, tmp_path):
     tab = show(
         many(200),
-        Maps([shards.of_manifest("x", large_manifests.zero3(large_manifests.llama(2), 4))]),
+        Maps([shards.map_manifest("x", large_manifests.zero3(large_manifests.llama(2), 4))]),
         dark=True,
     )
     tab.js("window.dispatchEvent(new Event('beforeprint'))")

@@ -24,7 +24,7 @@ from reshard.chunks import contiguous
 from reshard.errors import ExistsError, UsageError
 from reshard.html import document, pages, shards
 from reshard.html.curves import Curves
-from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
+from reshard.html.page import Column, Facts, Findings, Maps, Page, PageTable
 from reshard.manifest import Entry, OutputFile, Skeleton
 from tests.support import large_manifests
 from tests.support.programs import run_reshard as run
@@ -115,7 +115,7 @@ def chunks_of(manifest, names):
 @pytest.mark.parametrize("make", [large_manifests.zero3, large_manifests.flat])
 def test_every_element_stands_at_its_byte(make, ranks):
     manifest = make(SMALL, ranks)
-    side = shards.of_manifest("x", manifest).to_json()
+    side = shards.map_manifest("x", manifest).to_json()
     wanted = bytes_of(chunks_of(manifest, {name: name for name in manifest.files}))
     assert bytes_of(held(side)) == wanted
 
@@ -123,7 +123,7 @@ def test_every_element_stands_at_its_byte(make, ranks):
 def test_the_map_of_a_real_checkpoint_is_its_manifest():
     manifest = formats.read([EXAMPLE])
     names = {path: Path(path).name for path in manifest.files}
-    side = shards.of_manifest("x", manifest).to_json()
+    side = shards.map_manifest("x", manifest).to_json()
     assert bytes_of(held(side)) == bytes_of(chunks_of(manifest, names))
     assert [row[0] for row in side["rows"]] == [f"rank {rank}" for rank in range(4)]
 
@@ -136,29 +136,29 @@ def test_replicas_and_ranks_in_any_order_keep_their_elements(order):
         contiguous(n, 8, dtypes.FLOAT32, b, b.shape) for n, b in zip(names, boxes, strict=True)
     ]
     entry = Entry("w", "param", dtypes.FLOAT32, (4, 5), tuple(chunks))
-    side = shards.of_skeleton("x", Skeleton(tuple(OutputFile(n, 32) for n in names), (entry,)))
+    side = shards.map_skeleton("x", Skeleton(tuple(OutputFile(n, 32) for n in names), (entry,)))
     assert [piece[-1] for piece in held(side.to_json())] == [part * 5 for part in order]
 
 
 def test_ranks_that_are_alike_share_a_layout():
-    side = shards.of_manifest("x", large_manifests.zero3(SMALL, 32)).to_json()
+    side = shards.map_manifest("x", large_manifests.zero3(SMALL, 32)).to_json()
     assert len(side["layouts"]) < 8
     assert len(side["rows"]) == 32
 
 
 def test_a_thousand_ranks_stay_small():
     manifest = large_manifests.zero3(large_manifests.llama(layers=4), 1024)
-    side = shards.of_manifest("x", manifest)
+    side = shards.map_manifest("x", manifest)
     assert sum(len(row.pieces) for row in side.rows) > 100_000
     assert side.coarse == 0
-    assert len(document.packed(side.to_json())) < 100_000
+    assert len(document.pack(side.to_json())) < 100_000
 
 
 @pytest.mark.parametrize("most", [40, 400])
 def test_what_is_too_much_is_drawn_together_and_said(most):
     manifest = large_manifests.irregular(SMALL, 8, random.Random(3))
-    full = shards.of_manifest("x", manifest)
-    side = shards.of_manifest("x", manifest, most)
+    full = shards.map_manifest("x", manifest)
+    side = shards.map_manifest("x", manifest, most)
     document = side.to_json()
     pieces = sum(len(layout["offset"]) for layout in document["layouts"])
     assert pieces <= most < sum(len(row.pieces) for row in full.rows)
@@ -174,7 +174,7 @@ def test_columns_of_a_tensor_are_no_run():
         contiguous("f", at, dtypes.FLOAT32, b, b.shape) for at, b in ((0, left), (48, right))
     )
     entry = Entry("w", "param", dtypes.FLOAT32, (4, 6), chunks)
-    side = shards.of_skeleton("x", Skeleton((OutputFile("f", 96),), (entry,)))
+    side = shards.map_skeleton("x", Skeleton((OutputFile("f", 96),), (entry,)))
     assert [(p.offset, p.shape, p.start) for p in side.rows[0].pieces] == [
         (0, (4, 3), 0),
         (48, (4, 3), 3),
@@ -198,7 +198,7 @@ def test_files_of_no_rank_have_rows_of_their_own():
         )
         for name in names[1:]
     )
-    side = shards.of_skeleton("x", Skeleton(tuple(OutputFile(n, 8) for n in names), entries))
+    side = shards.map_skeleton("x", Skeleton(tuple(OutputFile(n, 8) for n in names), entries))
     assert [row.label for row in side.rows] == ["rank 9", "rank 10", "mp_rank_00_model_states.pt"]
     assert [side.files[n][0] for n in side.undrawn] == ["latest"]
 
@@ -209,7 +209,7 @@ def test_files_of_no_rank_have_rows_of_their_own():
 def hostile_page():
     chunk = contiguous(HOSTILE, 0, dtypes.FLOAT32, whole((2,)), (2,))
     entry = Entry(HOSTILE, HOSTILE, dtypes.FLOAT32, (2,), (chunk,))
-    side = shards.of_skeleton(HOSTILE, Skeleton((OutputFile(HOSTILE, 8),), (entry,)))
+    side = shards.map_skeleton(HOSTILE, Skeleton((OutputFile(HOSTILE, 8),), (entry,)))
     series = [{"name": HOSTILE, "steps": [1, 2], "loss": [1.0, 2.0]}] * 2
     return Page(
         HOSTILE,
@@ -219,7 +219,7 @@ def hostile_page():
         facts=[Facts(HOSTILE, [(HOSTILE, HOSTILE)])],
         findings=[Findings(HOSTILE, [HOSTILE] * 20)],
         sections=(
-            Table(HOSTILE, [Column(HOSTILE, "name", [HOSTILE])], HOSTILE),
+            PageTable(HOSTILE, [Column(HOSTILE, "name", [HOSTILE])], HOSTILE),
             Maps([side], [(HOSTILE, HOSTILE)], HOSTILE),
             Curves.of(series),
         ),
@@ -266,7 +266,9 @@ def test_nothing_is_loaded_from_elsewhere():
 
 def test_the_same_report_gives_the_same_bytes(tmp_path):
     inspection = reshard.inspect(EXAMPLE)
-    made = [pages.inspected(inspection.to_json(), formats.read([EXAMPLE])) for _ in range(2)]
+    made = [
+        pages.build_inspect_page(inspection.to_json(), formats.read([EXAMPLE])) for _ in range(2)
+    ]
     assert document.render(made[0]) == document.render(made[1])
 
 
@@ -286,7 +288,7 @@ def test_the_library_is_the_published_one():
 
 
 def test_numbers_that_json_lacks_are_words():
-    text = document.packed([nan, inf, {"x": (-inf, 1.5)}])
+    text = document.pack([nan, inf, {"x": (-inf, 1.5)}])
     assert json.loads(zlib.decompress(base64.b64decode(text))) == [
         "nan",
         "inf",
@@ -296,7 +298,11 @@ def test_numbers_that_json_lacks_are_words():
 
 def test_a_path_that_is_no_utf8_is_shown(tmp_path):
     page = Page(
-        "x", "run\udcff", "x", "plain", sections=(Table("t", [Column("a", "name", ["\udcff"])]),)
+        "x",
+        "run\udcff",
+        "x",
+        "plain",
+        sections=(PageTable("t", [Column("a", "name", ["\udcff"])]),),
     )
     document.write(page, tmp_path / "x.html", overwrite=False)
     assert "run\\udcff" in (tmp_path / "x.html").read_text()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import reshard
-from reshard.commands.mount import Blocks, check_directory
+from reshard.commands.mount import ComputedBlocks, check_directory
 from reshard.errors import UsageError
 from tests.support.programs import LIMIT_S, run_python, run_reshard
 from tests.support.sample_tensors import same
@@ -270,7 +270,7 @@ class Zeros:
 def open_blocks(mebibytes):
     options = reshard.FilesOptions(max_memory_bytes=mebibytes << 20, workers=2)
     files = Zeros()
-    return files, contextlib.closing(Blocks(files, options))
+    return files, contextlib.closing(ComputedBlocks(files, options))
 
 
 def test_blocks_are_computed_once_for_all_readers_and_kept_within_the_limit():

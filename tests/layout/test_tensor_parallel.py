@@ -10,7 +10,7 @@ from reshard import model as models
 from reshard.errors import UnsupportedError, UsageError
 from reshard.layout import tensor_parallel
 from reshard.layout.partition import Cut
-from reshard.layout.tensor_parallel import Plan, cuts
+from reshard.layout.tensor_parallel import TensorPlan, cuts
 
 LAYER = {
     "layers.0.up.weight": (6, 4),
@@ -22,7 +22,7 @@ LAYER = {
 
 
 def cut(styles, shapes, **told):
-    plan = Plan("plan", styles, **told)
+    plan = TensorPlan("plan", styles, **told)
     return cuts(plan, [((name,), shape) for name, shape in shapes.items()])
 
 
@@ -59,11 +59,11 @@ def test_wildcards_are_of_one_part():
 def test_the_names_of_one_tensor_are_cut_alike():
     tied = [(("embed.weight", "head.weight"), (10, 4))]
     known = frozenset({"embed.weight"})
-    good = Plan("plan", {"embed": "rowwise", "head": "colwise"}, known)
+    good = TensorPlan("plan", {"embed": "rowwise", "head": "colwise"}, known)
     assert cuts(good, tied) == {"embed.weight": Cut(0)}
     for styles in ({"embed": "colwise", "head": "colwise"}, {"head": "colwise"}):
         with pytest.raises(UsageError, match="are one tensor, but have different cuts"):
-            cuts(Plan("plan", styles, known), tied)
+            cuts(TensorPlan("plan", styles, known), tied)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def main() -> None:
     shapes = large_manifests.llama(layers=16)
     for ranks in (2, 64, 1024):
         sides = [
-            shards.of_manifest("Before", large_manifests.zero3(shapes, ranks)),
-            shards.of_manifest("After", large_manifests.flat(shapes, max(ranks // 4, 3))),
+            shards.map_manifest("Before", large_manifests.zero3(shapes, ranks)),
+            shards.map_manifest("After", large_manifests.flat(shapes, max(ranks // 4, 3))),
         ]
         paths.append(made(out / f"{ranks}-ranks.html", Maps(sides)))
     paths.append(made(out / "curves.html", curves()))

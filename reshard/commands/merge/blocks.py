@@ -22,7 +22,7 @@ from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError
 from reshard.manifest import PARAM, Entry
 from reshard.move.tiles import TileReader, find_reader
-from reshard.quantised.pairs import Pair
+from reshard.quantised.pairs import QuantisedPair
 from reshard.quantised.scaled import Scaled
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _KEPT_BYTES = 32 << 20  # all experts of a layer of GPT-OSS have 16 MiB of scale
 _BAND_BYTES = 32  # for each value of a row of blocks: values in float32 and what is computed
 
 
-def quantise(values: Entry, pair: Pair, kept: KeptScales) -> tuple[Entry, Entry]:
+def quantise(values: Entry, pair: QuantisedPair, kept: KeptScales) -> tuple[Entry, Entry]:
     """Return codes and scales of a weight, which are computed when they are read.
 
     Args:
@@ -58,14 +58,14 @@ def _build_entry(matrices: Sequence[Matrix], part: Part) -> Entry:
     return Entry(entry.fqn, PARAM, entry.dtype, entry.shape, chunks)
 
 
-def count_worker_nbytes(pair: Pair) -> int:
+def count_worker_nbytes(pair: QuantisedPair) -> int:
     """Return the memory that a thread needs to compute a tile, in bytes."""
     weight, rows = pair.weight, _count_tile_rows(pair)
     band = weight.block[1] * rows if weight.transposed else rows * weight.columns
     return _BYTES * rows * weight.columns + _BAND_BYTES * band
 
 
-def _count_tile_rows(pair: Pair) -> int:
+def _count_tile_rows(pair: QuantisedPair) -> int:
     """Return the number of stored rows in a tile."""
     weight = pair.weight
     if weight.block[0] > 1 or weight.scales.dtype == FLOAT32:
@@ -124,7 +124,7 @@ class Matrix:
     """
 
     values: Entry
-    pair: Pair
+    pair: QuantisedPair
     released: Entry
     number: int
     kept: KeptScales

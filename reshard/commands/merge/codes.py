@@ -1,4 +1,4 @@
-"""Passes of a merge for quantised models: their weights, and a config.json that is true of them."""
+"""Passes of a merge for quantised models: their weights, and a config.json that describes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.errors import UsageError
 from reshard.formats import values
 from reshard.manifest import Quantisation
 from reshard.model import adapter_names as adapters
-from reshard.quantised.statement import CONFIG, OTHERS, read_statement, without_statement
+from reshard.quantised.statement import CONFIG, OTHERS, read_statement, remove_statement
 from reshard.training.companion_files import QUANTISED
 from reshard.units import some
 
@@ -33,7 +33,7 @@ def dequantise(merge: Merge) -> Merge:
 
 
 def match_config(merge: Merge) -> Merge:
-    """Return the merge with a config that is true of its weights, and note what changes.
+    """Return the merge with a config that describes its weights, and note what changes.
 
     A config that states how codes are to be dequantised must be beside the codes, and only there:
     transformers reads codes as plain numbers, or asks for scales, if it is wrong.
@@ -82,7 +82,7 @@ def _drop_statement(merge: Merge) -> Merge:
             f"config.json: quantization_config ({found.method}) left out: no weight is quantised"
         )
     others = tuple(path for path in companions.others if path.name not in OTHERS)
-    config = without_statement(companions.config)
+    config = remove_statement(companions.config)
     return replace(merge, companions=replace(companions, config=config, others=others))
 
 

@@ -47,8 +47,8 @@ def add_adapter(merge: Merge) -> Merge:
     Raises:
         UsageError: the base is another model, or the source has no such adapter.
         UnsupportedError: reshard does not know how to merge a part of the adapter.
-        DifferentError: the run was trained on other weights than the base has, or the adapter
-            changes nothing, or it would change one of two weights that are tied.
+        DifferentError: the run was trained on another base, the adapter changes nothing, or it
+            would change only one of two tied weights.
         ReshardError: the base or the adapter cannot be read.
     """
     options, run = merge.options, merge.manifest

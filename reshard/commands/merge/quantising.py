@@ -16,8 +16,8 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.location import directory_of
 from reshard.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.paths import as_path
-from reshard.quantised.pairs import Pair, find_pairs, list_unused_scales
-from reshard.quantised.statement import KEYS, without_statement
+from reshard.quantised.pairs import QuantisedPair, find_pairs, list_unused_scales
+from reshard.quantised.statement import KEYS, remove_statement
 from reshard.training import companion_files
 from reshard.training.companion_files import Companions
 from reshard.units import counted, some
@@ -38,7 +38,7 @@ class Release:
     path: Path
     manifest: Manifest
     stated: Quantisation
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, QuantisedPair]
     entries: Mapping[str, Entry]
 
     @classmethod
@@ -207,7 +207,7 @@ def _state_method(companions: Companions, release: Release) -> Companions:
     found = companion_files.companions(directory_of(release.path), [])
     if companions.config is None:
         return found
-    config = without_statement(companions.config)
+    config = remove_statement(companions.config)
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = str(release.stated.dtype)

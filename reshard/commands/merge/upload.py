@@ -70,7 +70,7 @@ def upload(
         plan: plans a merge, given the source, its path and the name of the output.
 
     Raises:
-        ReshardError: the source cannot be read, trusted or written so, the repository does not
+        ReshardError: the source cannot be read, trusted or laid out, the repository does not
             exist or has one of the files, or the Hub refuses the commit. It is then unchanged.
     """
     _refuse_options(options)

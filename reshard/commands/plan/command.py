@@ -1,4 +1,4 @@
-"""The plan for a model, or for the run in a checkpoint."""
+"""``plan``: forecast the memory of every strategy, and choose one."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def _forecast_split(manifest: Manifest, target: Path, chosen: dict[str, Any]) ->
     """Plan a split as its command does, and forecast it.
 
     Raises:
-        ReshardError: the run cannot be written so.
+        ReshardError: the run cannot be laid out for the strategy.
     """
     from reshard.commands.output import forecast_job
     from reshard.commands.split.command import plan_split
@@ -287,11 +287,8 @@ def _write(report: PlanReport, options: PlanOptions, manifest: Manifest | None) 
 
     path = as_path(str(options.write))
     groups = manifest.train.param_groups if manifest is not None else ()
-    hyper = (
-        {name: groups[0].hyper[name] for name in _HYPER if name in groups[0].hyper}
-        if (groups)
-        else {}
-    )
+    known = groups[0].hyper if groups else {}
+    hyper = {name: known[name] for name in _HYPER if name in known}
     text = format_config(
         path.suffix,
         report.choice,
@@ -312,4 +309,4 @@ def _write(report: PlanReport, options: PlanOptions, manifest: Manifest | None) 
 def _build_page(report: PlanReport) -> Page:
     from reshard.html import plan_pages
 
-    return plan_pages.planned(report.to_json())
+    return plan_pages.build_plan_page(report.to_json())

@@ -13,7 +13,7 @@ from reshard.sizing import sources
 from reshard.sizing.choice import Advice, Choice
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Training
-from reshard.sizing.strategies import Row
+from reshard.sizing.strategies import StrategyForecast
 
 
 @dataclass(kw_only=True, repr=False)
@@ -23,7 +23,7 @@ class PlanReport(Report):
     model: ModelSizes
     cluster: Cluster
     training: Training
-    rows: list[Row]
+    rows: list[StrategyForecast]
     choice: Choice
     micro_batch: int  # the largest that fits with the chosen strategy
     advice: list[Advice]
@@ -68,7 +68,7 @@ class PlanReport(Report):
             "written": self.written,
         }
 
-    def _row_to_json(self, row: Row) -> dict[str, Any]:
+    def _row_to_json(self, row: StrategyForecast) -> dict[str, Any]:
         sizes = asdict(row)
         sizes["strategy"] = row.strategy.name
         return {
@@ -114,7 +114,7 @@ _HEADERS = (
 )
 
 
-def _format_cells(row: Row, cluster: Cluster) -> list[str]:
+def _format_cells(row: StrategyForecast, cluster: Cluster) -> list[str]:
     """Return the line of a strategy in the table, in decimal gigabytes."""
     names = (
         "parameters gradients masters moments gathered buckets logits margin activations recomputed"
@@ -135,7 +135,7 @@ def _format_size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.0f}" if nbytes >= 1e12 else f"{nbytes / 1e9:.3g}"
 
 
-def describe_fit(row: Row, cluster: Cluster) -> str:
+def describe_fit(row: StrategyForecast, cluster: Cluster) -> str:
     """Return whether a row fits, in a word."""
     if row.fits(cluster, checkpointing=False):
         return "yes"

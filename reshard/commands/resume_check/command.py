@@ -29,7 +29,7 @@ from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.commands.resume_check.program import (
     PLACEHOLDERS,
     choose_program,
-    log_path,
+    locate_log,
     make_loadable,
 )
 from reshard.commands.resume_check.report import ControlRun, LayoutResult, ProgramRun, ResumeReport
@@ -61,7 +61,7 @@ RunMeter = Callable[[str, int], AbstractContextManager[ShowRun]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _PlannedLayout:
     """A layout in which the state is written: its split as planned, and flags for the program."""
 
     options: SplitOptions
@@ -121,14 +121,14 @@ def resume_check(
                 "let the program save to {out}",
             )
     report.seconds = time.perf_counter() - began
-    write_page(options, lambda: _page(report))
+    write_page(options, lambda: _build_page(report))
     return report
 
 
-def _page(report: ResumeReport) -> Page:
+def _build_page(report: ResumeReport) -> Page:
     from reshard.html import proof_pages
 
-    return proof_pages.resumed(report.to_json())
+    return proof_pages.build_resume_page(report.to_json())
 
 
 class _ResumeCheck:
@@ -182,16 +182,16 @@ class _ResumeCheck:
             report.control = self._run_control(self._layouts[0], unbroken)
         return report
 
-    def _plan_layouts(self) -> list[_Layout]:
+    def _plan_layouts(self) -> list[_PlannedLayout]:
         """Plan the requested layouts; one that cannot be written is refused before any run."""
         options = self._options
-        layouts: dict[str, _Layout] = {}
+        layouts: dict[str, _PlannedLayout] = {}
         for to, size in product(options.to or (None,), options.world_sizes or (None,)):
             chosen = options.split_options(to, size)
             planned = split(
                 self._source, self._root / "planned", replace(chosen, dry_run=True, overwrite=True)
             )
-            layout = _Layout(chosen, planned, self._program.layout_flags(planned))
+            layout = _PlannedLayout(chosen, planned, self._program.layout_flags(planned))
             layouts.setdefault(layout.name, layout)  # two choices can mean the same layout
         return list(layouts.values())
 
@@ -234,7 +234,7 @@ class _ResumeCheck:
         return part
 
     def _check_layout(
-        self, layout: _Layout, unbroken: ProgramRun, meter: Meter | None
+        self, layout: _PlannedLayout, unbroken: ProgramRun, meter: Meter | None
     ) -> LayoutResult:
         """Write a layout, compare it with the source, and resume from it."""
         folder = self._make_folder(layout.folder)
@@ -256,7 +256,7 @@ class _ResumeCheck:
             result.trajectory = trajectory.compare(unbroken.series, run.series)
         return result
 
-    def _run_control(self, layout: _Layout, unbroken: ProgramRun) -> ControlRun:
+    def _run_control(self, layout: _PlannedLayout, unbroken: ProgramRun) -> ControlRun:
         """Resume from a copy whose optimizer state is wiped."""
         folder = self._make_folder("control")
         checkpoint = folder / "checkpoint"
@@ -270,7 +270,7 @@ class _ResumeCheck:
             result.trajectory = trajectory.compare(unbroken.series, run.series)
         return result
 
-    def _resume_layout(self, layout: _Layout, checkpoint: Path, folder: Path) -> ProgramRun:
+    def _resume_layout(self, layout: _PlannedLayout, checkpoint: Path, folder: Path) -> ProgramRun:
         planned = layout.planned
         return self._run(
             layout.name, checkpoint, folder, planned.ranks, planned.zero_stage, layout.flags
@@ -301,7 +301,7 @@ class _ResumeCheck:
             run.failure, run.last_lines, run.ended = ended.describe(), ended.last_lines, False
             return run
         try:
-            run.series = self._read_log(log_path(folder))
+            run.series = self._read_log(locate_log(folder))
         except (CorruptError, IncompleteError) as error:
             run.failure = " ".join(error.lines)
         return run
@@ -314,7 +314,7 @@ class _ResumeCheck:
         with self._run_meter(run.name, self._options.steps) as show:
 
             def watch(seconds: float, line: str) -> None:
-                show(trajectory.count_steps(log_path(folder)), seconds, line)
+                show(trajectory.count_steps(locate_log(folder)), seconds, line)
 
             return programs.run(run.command, folder, timeout_s, watch)
 

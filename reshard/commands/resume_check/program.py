@@ -48,7 +48,7 @@ class Program:
             "checkpoint": checkpoint,
             "world_size": ranks,
             "steps": steps,
-            "log": log_path(folder),
+            "log": locate_log(folder),
             "out": folder / "out",
         }
         if self.step is not None:
@@ -58,7 +58,7 @@ class Program:
         return programs.fill_placeholders(self.words, values)
 
 
-def log_path(folder: Path) -> Path:
+def locate_log(folder: Path) -> Path:
     """Return the path of the log of a run."""
     return folder / "log.jsonl"
 
@@ -70,7 +70,7 @@ def choose_program(manifest: Manifest, command: str | None) -> Program:
         UsageError: no program is given, and the source is not a checkpoint of our trainer.
     """
     if command is None:
-        return _trainer(manifest)
+        return _use_trainer(manifest)
     words = programs.split_command(command, PLACEHOLDERS, ["checkpoint", "log"])
     train = manifest.train
     known = [*train.optimizer_step.values()] if train.step is None else [train.step]
@@ -86,7 +86,7 @@ def choose_program(manifest: Manifest, command: str | None) -> Program:
     return Program(words, step, lambda _written: ())
 
 
-def _trainer(manifest: Manifest) -> Program:
+def _use_trainer(manifest: Manifest) -> Program:
     """Return ``python -m trainer`` with the settings that the checkpoint contains.
 
     Raises:

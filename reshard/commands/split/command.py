@@ -132,13 +132,13 @@ def _plan(
     added = [*writer.list_own_entries(request), *copied_files.select_entries(manifest, skeleton)]
     if added:
         manifest = manifest.with_entries([*manifest.entries.values(), *added])
-    filled = passes.without_zeros(skeleton, state)
+    filled = passes.leave_out_zeros(skeleton, state)
     plan = Plan(manifest.entries, filled, options.budget()[1])
     report = describe_split(conversion, state, skeleton, plan)
     report.notes = [*layout.notes, *report.notes]
     names = [file.name for file in skeleton.files]
     report.warnings += engines.describe_defects(
-        engines.Form(writer.name, names, bool(state.groups))
+        engines.LoadedForm(writer.name, names, bool(state.groups))
     )
     checks = (skeleton, state, conversion.naming or Naming(manifest), options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,34 @@ from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.target_options import TargetOptions
 from reshard.options import Options, option
-from reshard.ranks.launcher import parse_world_size
 from reshard.training.fresh_adam import InitOptimizer
 from reshard.training.rng import Policy
+
+# Sources: torchrun (torch 2.13 ``distributed/elastic/agent/server/local_elastic_agent.py``),
+# Slurm's srun, Open MPI's and MPICH's mpirun.
+_LAUNCHER_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def parse_world_size(text: str) -> int:
+    """Return a number of ranks; ``auto`` stands for the number that the launcher states.
+
+    Raises:
+        UsageError: the text is neither a number of at least 1 nor ``auto``, or no launcher
+            states a number.
+    """
+    if text != "auto":
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(f"--world-size {text}", "must be a number of at least 1, or auto")
+        return int(text)
+    for name in _LAUNCHER_VARIABLES:
+        value = os.environ.get(name, "")
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+    raise UsageError(
+        "--world-size auto",
+        f"needs a launcher, which sets one of {', '.join(_LAUNCHER_VARIABLES)}; none is set here",
+        "pass the number of ranks",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

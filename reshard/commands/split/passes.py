@@ -433,7 +433,7 @@ def _list_layout_options(request: Request) -> Iterator[object]:
             yield name, str(value)
 
 
-def without_zeros(skeleton: Skeleton, state: WritableState) -> Skeleton:
+def leave_out_zeros(skeleton: Skeleton, state: WritableState) -> Skeleton:
     """Return the skeleton without entries of zeros, which no source has and no window fills."""
     if not state.zero_slots:
         return skeleton

@@ -1,4 +1,4 @@
-"""Check of a written output: the reader of its format must find what was planned."""
+"""Check that the reader of a written output finds what was planned."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def check(
     model = None if options.names == "hf" and not options.wrap else options.model
     seen = formats.read(staging, model=model, wrap=options.wrap, rules=options.rules)
     above = staging.parent if staging.is_file() else staging
-    planned = _by_name(skeleton.entries, named)
+    planned = _group_by_name(skeleton.entries, named)
     tied = {
         named.name_in_table(alias): named.name_in_table(kept)
         for alias, kept in state.manifest.tied.items()
     }
-    for fqn, entries in _by_name(seen.entries.values(), named).items():
+    for fqn, entries in _group_by_name(seen.entries.values(), named).items():
         expected = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
-        # Of one tensor at a time, because all chunks of a large run need much memory.
-        locations = {_location(chunk, f"{above}/") for entry in expected for chunk in entry.chunks}
+        # One tensor at a time, because all chunks of a large run need much memory.
+        locations = {_locate(chunk, f"{above}/") for entry in expected for chunk in entry.chunks}
         for chunk in (chunk for entry in entries for chunk in entry.chunks if chunk.box.volume):
-            if _location(chunk) not in locations and not _is_padding(chunk, expected):
+            if _locate(chunk) not in locations and not _is_padding(chunk, expected):
                 raise DifferentError(
                     chunk.file,
                     f"contains {fqn!r} at byte {chunk.byte_offset}, but the plan puts it"
@@ -47,14 +47,14 @@ def check(
     _check_all(seen, state, named)
 
 
-def _by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[Entry]]:
+def _group_by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[Entry]]:
     by_name = defaultdict(list)
     for entry in entries:
         by_name[named.name_in_table(entry.fqn)].append(entry)
     return by_name
 
 
-def _location(chunk: Chunk, staging: str = "") -> tuple[str, int, DType]:
+def _locate(chunk: Chunk, staging: str = "") -> tuple[str, int, DType]:
     return staging + chunk.file, chunk.byte_offset, chunk.dtype
 
 

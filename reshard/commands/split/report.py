@@ -85,7 +85,7 @@ def describe_split(
         derived=list(notes.derived),
         kept=list(notes.kept),
         dropped=list(notes.dropped),
-        notes=list(_unread(manifest)),
+        notes=list(_list_unread(manifest)),
     )
     if _keeps_everything(conversion):
         ranks = units.counted(request.world_size, "rank")
@@ -108,7 +108,7 @@ def describe_split(
         report.dropped.append(f"{len(before)} optimizer tensors ({why})")
     report.dropped += _list_values_of_training(manifest, writer, request)
     if state.zero_slots:
-        report.derived += _masters(state, request)
+        report.derived += _note_cast_masters(state, request)
     return report
 
 
@@ -129,7 +129,7 @@ def _keeps_everything(conversion: StateConversion) -> bool:
     return same_ranks and declared.isdisjoint(options.given())
 
 
-def _unread(manifest: Manifest) -> Iterator[str]:
+def _list_unread(manifest: Manifest) -> Iterator[str]:
     """Yield notes on values that no target writes, because reshard does not read them.
 
     Values of the script are left out here: each target reports those that it cannot store.
@@ -143,7 +143,7 @@ def _unread(manifest: Manifest) -> Iterator[str]:
         yield f"not copied: {units.some(names)} ({kind})"
 
 
-def _masters(state: WritableState, request: Request) -> Iterator[str]:
+def _note_cast_masters(state: WritableState, request: Request) -> Iterator[str]:
     """Yield notes on the masters of a new optimizer that are cast from narrower weights."""
     written = request.master_dtype
     narrow = Counter(

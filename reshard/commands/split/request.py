@@ -13,7 +13,7 @@ from reshard.formats.request import Request
 from reshard.formats.target_options import TargetOptions
 from reshard.layout import mesh, tensor_parallel
 from reshard.layout.mesh import MeshGrid
-from reshard.layout.tensor_parallel import Plan
+from reshard.layout.tensor_parallel import TensorPlan
 from reshard.manifest import Manifest
 from reshard.model import ModelHint, ModelShapes
 from reshard.model_parallel import sizes
@@ -131,7 +131,7 @@ def _parse_mesh(options: SplitOptions) -> MeshGrid | None:
 
 def _choose_tensor_plan(
     manifest: Manifest, grid: MeshGrid | None, model: ModelShapes | None, options: SplitOptions
-) -> Plan | None:
+) -> TensorPlan | None:
     """Return how a tensor-parallel axis cuts: the user's plan, else that of the model.
 
     Raises:

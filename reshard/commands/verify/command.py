@@ -94,8 +94,8 @@ def _build_page(report: VerifyReport, manifest: Manifest | None) -> Page:
     from reshard.html import proof_pages
 
     if manifest is None or report.check(names.COVERAGE).status != result.PASSED:
-        return proof_pages.verified(report.to_json())
-    return proof_pages.verified(report.to_json(), Inspection(manifest).to_json(), manifest)
+        return proof_pages.build_verify_page(report.to_json())
+    return proof_pages.build_verify_page(report.to_json(), Inspection(manifest).to_json(), manifest)
 
 
 def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:

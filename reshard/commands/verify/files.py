@@ -121,10 +121,10 @@ def _find_problem(
     blocks = digests.find_blocks([(0, digests.nbytes)] if ranges is None else ranges)
     found = size_of(path)
     if found != digests.nbytes:
-        return f"has {found} bytes, {digests.nbytes} in the manifest"
+        return f"has {found} bytes, but {digests.nbytes} in the manifest"
     other = find_other_blocks(digests, path, blocks, workers=workers)
     shown = some([f"{start}-{stop}" for start, stop in other])
-    return f"other contents than in the manifest in bytes {shown}" if other else ""
+    return f"its contents differ from those in the manifest in bytes {shown}" if other else ""
 
 
 def _refuse_options(options: VerifyOptions) -> None:

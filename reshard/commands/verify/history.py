@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from pathlib import Path
@@ -21,7 +22,6 @@ from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.formats import registry, run
 from reshard.history.checks import History, check_history
-from reshard.history.groups import group_layers
 from reshard.history.movement import Movement, count_bytes, measure
 from reshard.history.tags import Tag
 from reshard.location import Location
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _OF_ONE_CHECKPOINT = ("tag", "write_manifest", "against", "include", "ignore")  # options
 _LISTED_TAGS = 2 * LISTED
+_LAYER = re.compile(r"(.*?\.|)(\d+)(?:\..*|$)")
+_MOST_GROUPS = 12  # in the chart
 _COLUMNS = ("checkpoint", "step", "updates", "lr", "moved", "change", "largest", "moments moved")
 
 
@@ -43,9 +45,9 @@ class HistoryReport(VerifyReport):
 
     Args:
         tags: for each checkpoint: model (if the run trains several), name, number, step, updates,
-            lr; and what changed since the one
-            before: the fractions of weights and of moments that moved, the root mean square of the
-            changes relative to that of the weights, and the largest change.
+            lr; and what changed since the one before: the fractions of weights and of moments that
+            moved, the root mean square of the changes relative to that of the weights, and the
+            largest change.
         groups: layer group -> for each checkpoint but the first, the relative change per update.
     """
 
@@ -157,7 +159,7 @@ def _read_all(
     for number, place in found.items():
         if place is None:
             continue
-        name = _name(place, sources)
+        name = _name_checkpoint(place, sources)
         manifest = _read(place, options)
         if isinstance(manifest, Check):
             unreadable[name] = manifest
@@ -167,7 +169,7 @@ def _read_all(
     return History(tags, (), unreadable, interrupted, options.deep)
 
 
-def _name(place: Location, sources: Sequence[Path]) -> str:
+def _name_checkpoint(place: Location, sources: Sequence[Path]) -> str:
     """Return the path of a checkpoint below the run."""
     directory = str(place.directories[0])
     above = next((f"{path}/" for path in sources if directory.startswith(f"{path}/")), "")
@@ -227,7 +229,7 @@ def _describe_tags(history: History) -> Iterator[dict[str, Any]]:
             known |= {
                 "moved": _divide(sum(c.moved for c in changes), sum(c.elements for c in changes)),
                 "change": _compare_size(trained, number),
-                "largest": _finite(max((c.largest for c in changes), default=0.0)),
+                "largest": _drop_not_finite(max((c.largest for c in changes), default=0.0)),
                 "moments_moved": _divide(
                     sum(c.momenta_moved for c in changes), sum(c.momenta for c in changes)
                 ),
@@ -239,7 +241,7 @@ def _compare_size(movements: Sequence[Movement], number: int) -> float | None:
     """Return the root mean square of changes, relative to that of the weights."""
     changes = [each.changes[number - 1] for each in movements]
     squares, sizes = (sum(c.squares for c in changes), sum(c.weight_squares for c in changes))
-    return _finite(sqrt(squares / sizes)) if sizes and isfinite(squares / sizes) else None
+    return _drop_not_finite(sqrt(squares / sizes)) if sizes and isfinite(squares / sizes) else None
 
 
 def _describe_groups(history: History) -> dict[str, list[float | None]]:
@@ -257,11 +259,51 @@ def _describe_groups(history: History) -> dict[str, list[float | None]]:
     return found
 
 
+def group_layers(names: Iterable[str], most: int = _MOST_GROUPS) -> dict[str, str]:
+    """Return the group of each weight: its layer, several layers, or its module.
+
+    >>> group_layers(["m.layers.0.w", "m.layers.1.w", "m.layers.2.w", "head.weight"], most=2)
+    {'m.layers.0.w': 'm.layers.0-1', 'm.layers.1.w': 'm.layers.0-1', 'm.layers.2.w': 'm.layers.2', \
+'head.weight': 'head'}
+    """
+    names = list(names)
+    found = {name: _LAYER.fullmatch(name) for name in names}
+    others = {name: _find_module(name) for name in names if not found[name]}
+    if len(set(others.values())) > most:
+        others = dict.fromkeys(others, "others")
+    layers: dict[str, set[int]] = {}
+    for match in found.values():
+        if match:
+            layers.setdefault(match[1], set()).add(int(match[2]))
+    ranges = {stack: _join(sorted(numbers), most) for stack, numbers in layers.items()}
+    return {
+        name: f"{match[1]}{ranges[match[1]][int(match[2])]}"
+        if (match := found[name])
+        else others[name]
+        for name in names
+    }
+
+
+def _find_module(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
+def _join(numbers: list[int], most: int) -> dict[int, str]:
+    """Return the range of layers that each layer belongs to."""
+    size = -(-len(numbers) // most)
+    ranges: dict[int, str] = {}
+    for start in range(0, len(numbers), size):
+        part = numbers[start : start + size]
+        text = str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
+        ranges |= dict.fromkeys(part, text)
+    return ranges
+
+
 def _divide(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _finite(value: float) -> float | None:
+def _drop_not_finite(value: float) -> float | None:
     return value if isfinite(value) else None
 
 
@@ -285,4 +327,4 @@ def _format(value: float | None, how: str) -> str:
 def _build_page(report: HistoryReport) -> Page:
     from reshard.html import proof_pages
 
-    return proof_pages.remembered(report.to_json())
+    return proof_pages.build_history_page(report.to_json())

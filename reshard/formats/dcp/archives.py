@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from reshard.containers import torch_reader, zip_reader
-from reshard.containers.torch_objects import Storage, Tensor, TorchFile
+from reshard.containers.torch_objects import StoredBuffer, Tensor, TorchFile
 from reshard.files import Section
 from reshard.manifest import Record
 
@@ -98,7 +98,7 @@ def _apply_template(form: _ArchiveTemplate, archive: Section) -> TorchFile | Non
         return None
     old = form.tensor.storage
     start = archive.start + form.data
-    storage = Storage(archive.path, old.key, old.dtype, old.nbytes, start)
+    storage = StoredBuffer(archive.path, old.key, old.dtype, old.nbytes, start)
     tensor = Tensor(
         storage, form.tensor.offset, form.tensor.shape, form.tensor.strides, form.tensor.dtype
     )

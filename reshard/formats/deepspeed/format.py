@@ -62,7 +62,7 @@ def _find_spelling(manifest: Manifest) -> str | None:
     return dialects.find_dialect(manifest)
 
 
-class _Writer(Writer):
+class _DeepSpeedWriter(Writer):
     """A writer of either kind of directory."""
 
     is_tagged = True
@@ -96,7 +96,7 @@ class _Writer(Writer):
         }
 
 
-class Native(_Writer):
+class Native(_DeepSpeedWriter):
     """DeepSpeed's native directory, for one number of ranks."""
 
     name = NAME
@@ -147,7 +147,7 @@ class Native(_Writer):
         )
 
 
-class Universal(_Writer):
+class Universal(_DeepSpeedWriter):
     """DeepSpeed's universal directory, which any number of ranks loads."""
 
     name = "ds-universal"

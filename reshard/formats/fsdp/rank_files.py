@@ -27,7 +27,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.mesh import MeshGrid, MeshPlacements
 from reshard.layout.partition import Cut
-from reshard.layout.tensor_parallel import Plan, cuts
+from reshard.layout.tensor_parallel import TensorPlan, cuts
 from reshard.manifest import Keyed, Skeleton
 from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonicalizer
@@ -108,7 +108,7 @@ def lay_out_fsdp2(
     *,
     naming: FileNames = PAIR,
     whole_weights: bool = False,
-    tensor: Plan | None = None,
+    tensor: TensorPlan | None = None,
     weights_only: bool = False,
     model: ModelShapes | None = None,
     dtype: DType | None = None,
@@ -160,7 +160,7 @@ def lay_out_fsdp2(
 
 
 def find_tensor_cuts(
-    grid: MeshGrid, plan: Plan | None, weights: Mapping[str, Value]
+    grid: MeshGrid, plan: TensorPlan | None, weights: Mapping[str, Value]
 ) -> dict[str, Cut | None]:
     """Return how the tensor-parallel axis, if any, cuts each parameter that it touches.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.nanotron import layout, stages
 from reshard.formats.nanotron.directory import METADATA, NAME
-from reshard.formats.nanotron.layout import Cut, Layout
+from reshard.formats.nanotron.layout import ParameterCut, RunFacts
 from reshard.formats.nanotron.slices import SHAPE
 from reshard.formats.nanotron.stages import Stage
 from reshard.manifest import ParamGroup
@@ -139,7 +139,7 @@ def add_layout(state: WritableState, described: Described, pipeline: int) -> Wri
     # Reversed, so that the first of two stages wins: that one saves a tied parameter.
     first = {fqn: stage for stage, fqns in reversed([*enumerate(held)]) for fqn in fqns}
     cuts = dict(_make_cuts(weights, first, described))
-    known = Layout(cuts, tuple(_make_stages(state, held)), config, 0, ())
+    known = RunFacts(cuts, tuple(_make_stages(state, held)), config, 0, ())
     train = state.manifest.train
     about = {METADATA: _make_metadata(state, described.args["sequence"])}
     train = replace(
@@ -158,7 +158,7 @@ def _order(fqn: str, config: Mapping[str, Any]) -> tuple[int, int]:
 
 def _make_cuts(
     weights: Sequence[Weight], stage: Mapping[str, int], described: Described
-) -> Iterator[tuple[str, Cut]]:
+) -> Iterator[tuple[str, ParameterCut]]:
     """Yield how tensor-parallel ranks share each parameter; a whole one is left out."""
     for weight in weights:
         # Both families, Llama and Qwen2, have gated linear units.
@@ -166,7 +166,7 @@ def _make_cuts(
         if split.dim is not None:
             parts = _find_parts(weight, described.architecture)
             texts = {SHAPE: str(weight.shape), "version": _VERSION}
-            yield weight.fqn, Cut(stage[weight.fqn], split.dim, parts, texts)
+            yield weight.fqn, ParameterCut(stage[weight.fqn], split.dim, parts, texts)
 
 
 def _find_parts(weight: Weight, model: Architecture) -> tuple[int, ...]:

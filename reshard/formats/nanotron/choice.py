@@ -8,7 +8,7 @@ from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.nanotron import layout, stages
 from reshard.formats.nanotron.directory import MODEL_CONFIG, NAME
-from reshard.formats.nanotron.layout import Layout
+from reshard.formats.nanotron.layout import RunFacts
 from reshard.manifest import PARAM
 from reshard.model_parallel.sizes import Sizes, parse_mesh
 from reshard.state_dict import torch_state_dict
@@ -35,15 +35,15 @@ class Wanted:
     weights_only: bool
 
 
-def layout_of(state: WritableState) -> Layout:
+def layout_of(state: WritableState) -> RunFacts:
     """Return the layout that the source states, or that was made for it."""
     stated = state.manifest.train.opaque.get(layout.KEY)
-    if not isinstance(stated, Layout):
+    if not isinstance(stated, RunFacts):
         raise TypeError("`begin.add_layout` makes it for other sources")
     return stated
 
 
-def resolve_layout(state: WritableState, wanted: Wanted) -> Layout:
+def resolve_layout(state: WritableState, wanted: Wanted) -> RunFacts:
     """Return the layout of the requested run, if the source determines all of it.
 
     Raises:
@@ -82,7 +82,7 @@ def resolve_layout(state: WritableState, wanted: Wanted) -> Layout:
     return _change_stages(state, stated, before.pipeline, wanted.sizes.pipeline)
 
 
-def _change_stages(state: WritableState, stated: Layout, before: int, after: int) -> Layout:
+def _change_stages(state: WritableState, stated: RunFacts, before: int, after: int) -> RunFacts:
     """Return the layout of the run on another number of pipeline stages.
 
     Raises:
@@ -126,7 +126,7 @@ def _change_stages(state: WritableState, stated: Layout, before: int, after: int
     )
 
 
-def _check_optimizer(state: WritableState, stated: Layout) -> None:
+def _check_optimizer(state: WritableState, stated: RunFacts) -> None:
     """Refuse an optimizer that would differ from the source's.
 
     Raises:

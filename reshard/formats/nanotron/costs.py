@@ -16,7 +16,7 @@ _LAYER = "model.decoder"
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _ModelKind:
     """Differences between nanotron's models.
 
     Args:
@@ -31,9 +31,9 @@ class _Family:
 
 
 _FAMILIES = (
-    _Family("is_llama_config", "model.token_position_embeddings", 3),
-    _Family("is_qwen2_config", "model.token_position_embeddings", 3),
-    _Family("is_starcoder2_config", "model.token_embeddings", 2),
+    _ModelKind("is_llama_config", "model.token_position_embeddings", 3),
+    _ModelKind("is_qwen2_config", "model.token_position_embeddings", 3),
+    _ModelKind("is_starcoder2_config", "model.token_embeddings", 2),
 )
 
 

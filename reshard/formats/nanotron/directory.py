@@ -38,7 +38,7 @@ _MIXED = "files of different runs are mixed: fetch the checkpoint again as a who
 
 
 @dataclass(frozen=True, slots=True)
-class RankFile:
+class NamedFile:
     """One rank's file, with its rank on each axis that its name has."""
 
     path: Path
@@ -61,8 +61,8 @@ class Census:
     """
 
     location: Location
-    weights: Mapping[str, tuple[RankFile, ...]]
-    optimizer: tuple[RankFile, ...]
+    weights: Mapping[str, tuple[NamedFile, ...]]
+    optimizer: tuple[NamedFile, ...]
     schedulers: tuple[Path, ...]
 
     @property
@@ -139,8 +139,8 @@ def _schedulers(folder: Location | None) -> tuple[Path, ...]:
     return tuple(by_stage.values())
 
 
-def _weights(location: Location, modules: tuple[str, ...]) -> Iterator[tuple[str, list[RankFile]]]:
-    by_leaf: dict[str, list[RankFile]] = {}
+def _weights(location: Location, modules: tuple[str, ...]) -> Iterator[tuple[str, list[NamedFile]]]:
+    by_leaf: dict[str, list[NamedFile]] = {}
     for name, path in location.files.items():
         if match := _WEIGHTS.fullmatch(name):
             by_leaf.setdefault(match["leaf"], []).append(_rank_file(path, match["ranks"]))
@@ -150,18 +150,18 @@ def _weights(location: Location, modules: tuple[str, ...]) -> Iterator[tuple[str
         yield from _weights(folder, (*modules, name))
 
 
-def _ranked(location: Location, pattern: re.Pattern[str]) -> Iterator[RankFile]:
+def _ranked(location: Location, pattern: re.Pattern[str]) -> Iterator[NamedFile]:
     for name, path in location.files.items():
         if match := pattern.fullmatch(name):
             yield _rank_file(path, match["ranks"])
 
 
-def _rank_file(path: Path, text: str | None) -> RankFile:
+def _rank_file(path: Path, text: str | None) -> NamedFile:
     axes = [(axis, int(rank), int(size)) for axis, rank, size in _RANK.findall(text or "")]
-    return RankFile(path, {a: rank for a, rank, _ in axes}, {a: size for a, _, size in axes})
+    return NamedFile(path, {a: rank for a, rank, _ in axes}, {a: size for a, _, size in axes})
 
 
-def _complete(what: str, files: list[RankFile], axes: tuple[str, ...]) -> tuple[RankFile, ...]:
+def _complete(what: str, files: list[NamedFile], axes: tuple[str, ...]) -> tuple[NamedFile, ...]:
     """Return the files in rank order, if every rank of the axes has one.
 
     Raises:
@@ -192,5 +192,5 @@ def _complete(what: str, files: list[RankFile], axes: tuple[str, ...]) -> tuple[
     return tuple(sorted(files, key=lambda file: [file.rank(axis) for axis in AXES]))
 
 
-def _shown(file: RankFile) -> str:
+def _shown(file: NamedFile) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in file.sizes.items()) or "one rank"

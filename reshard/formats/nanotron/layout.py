@@ -21,7 +21,7 @@ _ALL = "None,None,None"  # slice of a dim that is not cut
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ParameterCut:
     """The cut of a parameter over tensor-parallel ranks (``create_sharded_parameter_from_config``).
 
     Args:
@@ -66,7 +66,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunFacts:
     """Facts of the run that a target needs.
 
     Args:
@@ -77,13 +77,13 @@ class Layout:
         beside: names of other files in the step's directory.
     """
 
-    cuts: Mapping[str, Cut | None]
+    cuts: Mapping[str, ParameterCut | None]
     stages: tuple[Stage, ...]
     config: Mapping[str, Any] | None
     unnamed: int
     beside: tuple[str, ...]
 
-    def on(self, stages: Sequence[Sequence[str]], dealt: tuple[Stage, ...]) -> Layout:
+    def on(self, stages: Sequence[Sequence[str]], dealt: tuple[Stage, ...]) -> RunFacts:
         """Return the run on other pipeline stages; the first stage of a parameter saves it."""
         first: dict[str, int] = {}
         for stage, fqns in enumerate(stages):
@@ -93,10 +93,12 @@ class Layout:
         return replace(self, cuts=cuts, stages=dealt)
 
 
-def cut(fqn: str, shape: Index, stage: int, headers: Sequence[Mapping[str, str]]) -> Cut | None:
+def cut(
+    fqn: str, shape: Index, stage: int, headers: Sequence[Mapping[str, str]]
+) -> ParameterCut | None:
     """Return how a parameter is cut, from the headers of all ranks' files in rank order.
 
-    The result is None if a header that `Cut` writes would differ from the one in the files.
+    The result is None if `ParameterCut` would write another header than one of those in the files.
     """
     ranks, first = len(headers), headers[0]
     if PAIRS not in first or SHAPE not in first:
@@ -109,7 +111,7 @@ def cut(fqn: str, shape: Index, stage: int, headers: Sequence[Mapping[str, str]]
     mine = [local.split("|")[dim] for local, _ in pairs]
     parts = () if mine == [_ALL] else tuple(_width(text) * ranks for text in mine)
     texts = {name: text for name, text in first.items() if name != PAIRS}
-    derived = Cut(stage, dim, parts, texts)
+    derived = ParameterCut(stage, dim, parts, texts)
     try:
         written = [derived.header(fqn, shape, ranks, rank) for rank in range(ranks)]
     except UsageError:

@@ -19,7 +19,7 @@ from reshard.containers import torch_objects, torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.formats.nanotron.directory import Census, RankFile
+from reshard.formats.nanotron.directory import Census, NamedFile
 from reshard.formats.nanotron.slices import Placed
 from reshard.manifest import MASTER, Entry, Key, ParamGroup
 from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
@@ -117,7 +117,7 @@ def _iterate_tensors(
             yield fqn, MASTER, value
 
 
-def _find_part(file: TorchFile, rank: RankFile, part_table: PartTable, fqn: str) -> Placed:
+def _find_part(file: TorchFile, rank: NamedFile, part_table: PartTable, fqn: str) -> Placed:
     parts = part_table.get(fqn)
     if parts is None:
         raise IncompleteError(
@@ -140,7 +140,7 @@ def _add_tensor(
     place: Placed,
     key: Key,
     stored: Chunk,
-    rank: RankFile,
+    rank: NamedFile,
 ) -> None:
     """Add the chunks of one rank's tensor.
 

@@ -15,7 +15,7 @@ from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, beside
-from reshard.formats.nanotron.layout import Cut, Layout
+from reshard.formats.nanotron.layout import ParameterCut, RunFacts
 from reshard.formats.nanotron.optimizer import StagedOptimizer
 from reshard.formats.nanotron.slices import Placed
 from reshard.formats.nanotron.stages import Stage
@@ -51,7 +51,7 @@ def read(location: Location) -> Manifest:
     census = directory.census(directory.locate(location) or location)
     files: dict[str, SourceFile] = {}
     places: dict[str, dict[tuple[int, int], Placed]] = {}
-    cuts: dict[str, Cut | None] = {}
+    cuts: dict[str, ParameterCut | None] = {}
     weights = {fqn: _read_weight(census, fqn, files, places, cuts) for fqn in census.weights}
     with SourceFiles() as pool:
         states = optimizer.read(census, places, pool)
@@ -84,7 +84,7 @@ def read(location: Location) -> Manifest:
             scheduler=whole.scheduler,
             client={METADATA: about} if about else {},
             opaque={
-                layout.KEY: Layout(
+                layout.KEY: RunFacts(
                     cuts=cuts,
                     stages=stage_list,
                     config=_read_json(census.location, MODEL_CONFIG) or None,
@@ -107,7 +107,7 @@ def _read_weight(
     fqn: str,
     files: dict[str, SourceFile],
     places: dict[str, dict[tuple[int, int], Placed]],
-    cuts: dict[str, Cut | None],
+    cuts: dict[str, ParameterCut | None],
 ) -> Entry:
     """Read a parameter of all ranks; add the part of each rank to ``places``, the cut to ``cuts``.
 

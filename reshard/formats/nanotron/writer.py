@@ -23,7 +23,7 @@ from reshard.dtypes import FLOAT32, DType
 from reshard.formats.nanotron import choice, slices
 from reshard.formats.nanotron.choice import Wanted
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER
-from reshard.formats.nanotron.layout import Layout
+from reshard.formats.nanotron.layout import RunFacts
 from reshard.formats.nanotron.optimizer import piece
 from reshard.formats.nanotron.slices import Placed
 from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
@@ -39,7 +39,7 @@ def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
         IncompleteError: the optimizer lacks a part of its state.
         UnsupportedError: a parameter is cut in another way than by nanotron's own layers.
     """
-    run = _Run(state, wanted, choice.resolve_layout(state, wanted))
+    run = _RunWriter(state, wanted, choice.resolve_layout(state, wanted))
     step = str(state.step())
     inside = [*run.weights()]
     if not wanted.weights_only:
@@ -63,10 +63,10 @@ def notes(state: WritableState, wanted: Wanted) -> Iterator[str]:
         yield f"not copied: {name}{why}"
 
 
-class _Run:
+class _RunWriter:
     """The files of every rank, below the step's directory."""
 
-    def __init__(self, state: WritableState, wanted: Wanted, known: Layout) -> None:
+    def __init__(self, state: WritableState, wanted: Wanted, known: RunFacts) -> None:
         self._state, self._wanted, self._known = state, wanted, known
         self._members = {member.fqn: member for group in state.groups for member in group.members}
         self._ranks = wanted.sizes.tensor
@@ -186,7 +186,7 @@ class _Run:
     def _build_optimizer(self, stage: int, rank: int, data: int | None) -> dict[str, Any]:
         """Return a rank's state dict, with the parameters of which it has at least one element."""
         groups: list[dict[str, Any]] = []
-        own: list[_Piece] = []
+        own: list[_OptimizedRun] = []
         for group in self._known.stages[stage].groups:
             pieces = (self._build_piece(fqn, rank, data) for fqn in group.fqns)
             # If a parameter has fewer elements than there are data ranks, the last ones get none.
@@ -202,16 +202,16 @@ class _Run:
         masters = [piece for piece in own if piece.member.weight.value.kind == MASTER]
         return {**root, "gradient_accumulator": _concatenate_masters(masters)} if masters else root
 
-    def _build_piece(self, fqn: str, rank: int, data: int | None) -> _Piece:
+    def _build_piece(self, fqn: str, rank: int, data: int | None) -> _OptimizedRun:
         member = self._members[fqn]
         place = self._find_part(member.weight, rank)
         numel = prod(place.local)
         if data is None:
-            return _Piece(member, place, 0, numel, place.local)
+            return _OptimizedRun(member, place, 0, numel, place.local)
         start, stop = piece(numel, self._wanted.data, data)
-        return _Piece(member, place, start, stop, (stop - start,))
+        return _OptimizedRun(member, place, start, stop, (stop - start,))
 
-    def _build_slots(self, own: _Piece) -> dict[str, Any]:
+    def _build_slots(self, own: _OptimizedRun) -> dict[str, Any]:
         """Return the state of one parameter: step, slots, and values that are not tensors."""
         member, slots = own.member, dict[str, Any]()
         if member.step is not None:
@@ -224,7 +224,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _OptimizedRun:
     """The run of a parameter's part that a rank optimizes, and the shape of its tensors."""
 
     member: TrainedParameter
@@ -244,7 +244,7 @@ class _Piece:
             yield Part(entry.kind, entry.fqn, entry.shape, box, at)
 
 
-def _concatenate_masters(pieces: list[_Piece]) -> dict[str, Slot]:
+def _concatenate_masters(pieces: list[_OptimizedRun]) -> dict[str, Slot]:
     """Return the fp32 copies, all in one buffer."""
     parts: list[Part] = []
     starts: list[int] = []

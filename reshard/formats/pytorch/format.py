@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reshard.formats.request import Request
     from reshard.formats.target_options import StateDictType, TargetOptions
     from reshard.training.state import WritableState
-    from reshard.training.trainer_run import Run
+    from reshard.training.trainer_run import TrainerRun
 
 _DEEPSPEED = ("deepspeed", "deepspeed-universal")
 _SHARDED = ("dcp", "fsdp", "torchtitan", "verl")  # sources of sharded training by PyTorch itself
@@ -32,7 +32,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     return reader.read(location, key=hints.key, model=hints.model, wrap=hints.wrap, live=hints.live)
 
 
-class _Writer(Writer):
+class _TorchWriter(Writer):
     """A writer whose files `layouts` lays out; it is imported when the first one is written."""
 
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
@@ -46,14 +46,14 @@ class _Writer(Writer):
         return layouts.LAYOUTS[self.name](state, request)
 
 
-class _StateDicts(_Writer):
+class _StateDicts(_TorchWriter):
     """A writer with a choice of FSDP state dict types."""
 
     def numbers_parameters(self, request: Request) -> bool:
         """Return False for FSDP's forms, whose optimizer has names."""
         return request.separate_masters or request.state_dict_type not in ("sharded", "full")
 
-    def choose_state_dict_type(self, source: Manifest, _run: Run | None) -> StateDictType:
+    def choose_state_dict_type(self, source: Manifest, _run: TrainerRun | None) -> StateDictType:
         """Return the type of the source: whole files stay whole files."""
         if source.origin.format in _SHARDED:
             return "sharded"
@@ -71,7 +71,7 @@ class _StateDicts(_Writer):
         return request.state_dict_type
 
 
-class Dcp(_Writer):
+class Dcp(_TorchWriter):
     """A DCP directory, which any number of ranks reads."""
 
     name = "dcp"
@@ -152,7 +152,7 @@ class HFTrainer(_StateDicts):
         return skeletons.move_out(skeleton, hf_trainer.name_directory(state))
 
 
-class Fsdp2(_Writer):
+class Fsdp2(_TorchWriter):
     """A file of DTensors per rank."""
 
     name = "fsdp2"
@@ -160,7 +160,7 @@ class Fsdp2(_Writer):
     weights_alone = True
 
 
-class Verl(_Writer):
+class Verl(_TorchWriter):
     """Verl's files of ranks, for either version of FSDP."""
 
     name = "verl"
@@ -184,7 +184,7 @@ class OurTrainer(_StateDicts):
     options = ("state_dict_type", "rank_files", "device")
     is_tagged = True
 
-    def choose_state_dict_type(self, source: Manifest, run: Run | None) -> StateDictType:
+    def choose_state_dict_type(self, source: Manifest, run: TrainerRun | None) -> StateDictType:
         """Return the type that the run saves."""
         return run.form if run is not None else super().choose_state_dict_type(source, run)
 
@@ -212,7 +212,7 @@ class OurTrainer(_StateDicts):
         return {"state_dict_type": request.state_dict_type, "sharded_files": files}
 
 
-class Torch(_Writer):
+class Torch(_TorchWriter):
     """One file with torch.optim's own state."""
 
     name = NAME

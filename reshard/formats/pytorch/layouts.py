@@ -18,13 +18,13 @@ from reshard.formats.pytorch.directory import NAME
 from reshard.formats.request import Request
 from reshard.formats.trainers import accelerate, hf_trainer
 from reshard.layout.mesh import MeshGrid
-from reshard.layout.tensor_parallel import Plan
+from reshard.layout.tensor_parallel import TensorPlan
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.training import copied_files, schedules, trainer_run
 from reshard.training.state import WritableState, describe_lost_setup
-from reshard.training.trainer_run import Run
+from reshard.training.trainer_run import TrainerRun
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # parts that its directory can store
 
@@ -169,7 +169,7 @@ LAYOUTS: dict[str, Callable[[WritableState, Request], LaidOut]] = {  # by the na
 }
 
 
-def _lay_out_checkpoint(state: WritableState, request: Request, run: Run) -> Skeleton:
+def _lay_out_checkpoint(state: WritableState, request: Request, run: TrainerRun) -> Skeleton:
     """Lay out one checkpoint of the trainer."""
     form = request.state_dict_type
     if form == "unsharded" or request.weights_only:
@@ -400,7 +400,9 @@ def _note_tensor_plan(state: WritableState, request: Request) -> tuple[str, ...]
     return () if grid is None or tensor is None else (_cuts(state, request.model, grid, tensor),)
 
 
-def _cuts(state: WritableState, model: ModelShapes | None, grid: MeshGrid, tensor: Plan) -> str:
+def _cuts(
+    state: WritableState, model: ModelShapes | None, grid: MeshGrid, tensor: TensorPlan
+) -> str:
     weights = torch_state_dict.build_weights(
         state, divided=state_dict.build_is_divided(state, model)
     )

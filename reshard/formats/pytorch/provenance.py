@@ -11,7 +11,7 @@ from reshard.formats.pytorch.directory import NAME
 from reshard.location import Location
 from reshard.state_dict.tree import ParsedTree
 from reshard.training import trainer_run
-from reshard.training.trainer_run import Run
+from reshard.training.trainer_run import TrainerRun
 
 _RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole files too
 _STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")
@@ -24,7 +24,7 @@ def parse_step(location: Location) -> int | None:
     return next((int(match[1]) for match in found if match), None)
 
 
-def detect_framework(location: Location, found: ParsedTree, run: Run | None) -> str:
+def detect_framework(location: Location, found: ParsedTree, run: TrainerRun | None) -> str:
     """Return the framework that wrote the checkpoint, as far as names tell.
 
     Args:

@@ -21,14 +21,14 @@ _WORLD = re.compile(r"world_size_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class RankFiles:
+class OpenedRanks:
     """The opened files of one name that ranks saved."""
 
     files: Mapping[int, TorchFile]
     trees: Mapping[int, Any]
 
     @classmethod
-    def open(cls, files: Mapping[int, Path]) -> RankFiles:
+    def open(cls, files: Mapping[int, Path]) -> OpenedRanks:
         """Read the headers, in rank order.
 
         Raises:
@@ -37,10 +37,10 @@ class RankFiles:
         opened = {rank: torch_reader.read(path) for rank, path in sorted(files.items())}
         return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
-    def only(self, ranks: Container[int]) -> RankFiles:
+    def only(self, ranks: Container[int]) -> OpenedRanks:
         """Return the files of some ranks."""
         files = {rank: file for rank, file in self.files.items() if rank in ranks}
-        return RankFiles(files, {rank: self.trees[rank] for rank in files})
+        return OpenedRanks(files, {rank: self.trees[rank] for rank in files})
 
     def joined(self, place: object) -> ParsedTree:
         """Join all files into one tree.

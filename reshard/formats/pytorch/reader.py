@@ -15,7 +15,7 @@ from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.huggingface import reader as of_huggingface
 from reshard.formats.pytorch import directory, provenance
 from reshard.formats.pytorch.directory import is_dcp_part, is_rank_file
-from reshard.formats.pytorch.ranks import RankFiles, group_by_family
+from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family
 from reshard.join import join
 from reshard.location import Location
 from reshard.manifest import Manifest, Origin
@@ -54,7 +54,7 @@ def read(
     """
     # One rank's file stands for all of them; any other file is read by itself.
     if location.chosen and not is_rank_file(location.chosen):
-        saved, trainer = [(RankFiles.open({0: location.path}).joined(location), list[str]())], {}
+        saved, trainer = [(OpenedRanks.open({0: location.path}).joined(location), list[str]())], {}
     else:
         chosen, location = location.chosen, Location(location.directories)
         (saved, key), trainer = _read_stages(location, key, chosen), beside.trainer_state(location)
@@ -119,7 +119,7 @@ def _read_stages(
         if not copied_files.is_accelerates_own(item[0])
     )
     grouped = group_by_family(dict(parts_of_model))
-    families = {stem: RankFiles.open(files) for stem, files in grouped.items()}
+    families = {stem: OpenedRanks.open(files) for stem, files in grouped.items()}
     keyed = f"{key or ''}."
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)
     given = (stem for stem, files in grouped.items() if chosen in {p.name for p in files.values()})
@@ -141,8 +141,8 @@ def _read_stages(
 
 
 def _select_checkpoint(
-    families: dict[str, RankFiles], chosen: str | None
-) -> tuple[dict[str, RankFiles], list[str]]:
+    families: dict[str, OpenedRanks], chosen: str | None
+) -> tuple[dict[str, OpenedRanks], list[str]]:
     """Return the selected checkpoint without complete other ones beside it."""
     if chosen is None:
         return families, []
@@ -151,7 +151,7 @@ def _select_checkpoint(
     return {stem: files for stem, files in families.items() if stem not in others}, warnings
 
 
-def _find_newest(families: Mapping[str, RankFiles]) -> str | None:
+def _find_newest(families: Mapping[str, OpenedRanks]) -> str | None:
     """Return the newest of a run's checkpoints in one directory; None if there are not several.
 
     That is Composer's ``latest-rank0.pt``, else the highest number (``ep1-ba20-rank0.pt``).
@@ -164,7 +164,7 @@ def _find_newest(families: Mapping[str, RankFiles]) -> str | None:
     return _LATEST if _LATEST in families else max(numbers, key=lambda stem: numbers[stem] or 0)
 
 
-def _is_checkpoint(family: RankFiles) -> bool:
+def _is_checkpoint(family: OpenedRanks) -> bool:
     """Return whether a file has a model with an optimizer or a step."""
     for root in family.trees.values():
         with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or several
@@ -173,7 +173,7 @@ def _is_checkpoint(family: RankFiles) -> bool:
     return False
 
 
-def _read_stage_alone(location: Location, families: Mapping[str, RankFiles]) -> ParsedTree:
+def _read_stage_alone(location: Location, families: Mapping[str, OpenedRanks]) -> ParsedTree:
     """Read a later stage's files; files beside them are the first stage's."""
     stage = ParsedTree({}, str(location), {})
     for stem, files in families.items():
@@ -181,7 +181,7 @@ def _read_stage_alone(location: Location, families: Mapping[str, RankFiles]) -> 
     return stage
 
 
-def _find_stages(families: Iterable[RankFiles], key: str | None) -> list[set[int]]:
+def _find_stages(families: Iterable[OpenedRanks], key: str | None) -> list[set[int]]:
     """Return the ranks of each pipeline stage, if no stage has a parameter of another."""
     names: dict[int, set[str]] = {}
     for family in families:
@@ -218,7 +218,7 @@ def _join_stages(
 
 
 def _collect_parts(
-    location: Location, families: dict[str, RankFiles], warnings: list[str]
+    location: Location, families: dict[str, OpenedRanks], warnings: list[str]
 ) -> Collected:
     """Collect all parts into one tree, each under the name of its file or folder."""
     whole = ParsedTree({}, str(location), {})

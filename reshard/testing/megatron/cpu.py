@@ -65,13 +65,13 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _Stream:
+class _StreamStandIn:
     """A CUDA stream or event: what is asked of it has happened already."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+    def __getattr__(self, name: str) -> Callable[..., _StreamStandIn]:
         # Callers probe for such names (``__deepcopy__``), and any answer passes for a method.
         if name.startswith("__"):
             raise AttributeError(name)
@@ -80,8 +80,8 @@ class _Stream:
 
 def _stand_in_for_streams() -> None:
     cuda = torch.cuda
-    cuda.Stream = cuda.Event = _Stream
-    cuda.current_stream = cuda.default_stream = _Stream
+    cuda.Stream = cuda.Event = _StreamStandIn
+    cuda.current_stream = cuda.default_stream = _StreamStandIn
     cuda.stream = lambda _stream: contextlib.nullcontext()
     cuda.synchronize = cuda.empty_cache = lambda *_args: None
     cuda.current_device = lambda: torch.device("cpu")

@@ -31,7 +31,7 @@ from reshard.errors import ReshardError
 from reshard.model_parallel import config_keys, families
 from reshard.testing.megatron import models, mtp
 from reshard.testing.megatron.models import Sources
-from reshard.testing.megatron.ranks import Job, run_jobs
+from reshard.testing.megatron.ranks import LoadJob, run_jobs
 
 NEAR = 2e-5  # of the largest logit: sums in another order
 PROVED, FAILED, REFUSED = "proved", "failed", "refused"
@@ -57,7 +57,7 @@ DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with gated delta n
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGrid:
     """A grid of ranks, and the form of their checkpoint (``--ckpt-format``)."""
 
     tp: int = 1
@@ -81,11 +81,17 @@ class Ranks:
         return grid if self.form == "torch" else f"{grid} ({self.form})"
 
 
-Grids = tuple[Ranks, ...]
-DENSE = (Ranks(tp=2), Ranks(tp=2, pp=2), Ranks(tp=2, pp=2, form="torch_dist"))
+Grids = tuple[RankGrid, ...]
+DENSE = (RankGrid(tp=2), RankGrid(tp=2, pp=2), RankGrid(tp=2, pp=2, form="torch_dist"))
 SPARSE = (
-    *(Ranks(tp=2), Ranks(tp=2, pp=2), Ranks(ep=2), Ranks(pp=2, ep=2), Ranks(tp=2, ep=2)),
-    Ranks(tp=2, ep=2, form="torch_dist"),
+    *(
+        RankGrid(tp=2),
+        RankGrid(tp=2, pp=2),
+        RankGrid(ep=2),
+        RankGrid(pp=2, ep=2),
+        RankGrid(tp=2, ep=2),
+    ),
+    RankGrid(tp=2, ep=2, form="torch_dist"),
 )
 
 
@@ -93,7 +99,7 @@ SPARSE = (
 class Problem:
     """What a step found wrong on one grid; None: before any grid."""
 
-    ranks: Ranks | None
+    ranks: RankGrid | None
     step: str
     text: str
 
@@ -118,8 +124,8 @@ class Proof:
     rules: Path | None = None
     model_type: str = ""
     sources: Sources | None = None
-    grids: list[Ranks] = field(default_factory=list)
-    refused: dict[str, Ranks] = field(default_factory=dict)
+    grids: list[RankGrid] = field(default_factory=list)
+    refused: dict[str, RankGrid] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     @property
@@ -172,7 +178,7 @@ class Proof:
         names = [f"names of {self.builder}"] if self.builder and self.grids else []
         return "; ".join([", ".join(map(str, self.grids)), *names, *reasons]).removeprefix("; ")
 
-    def locate_run(self, ranks: Ranks) -> Path:
+    def locate_run(self, ranks: RankGrid) -> Path:
         """Return where the checkpoint of a grid lies."""
         return self.place / re.sub(r"\W", "", str(ranks))
 
@@ -206,10 +212,10 @@ def prove(
     return proofs
 
 
-def _make_job(proof: Proof, ranks: Ranks, place: Path) -> Job:
+def _make_job(proof: Proof, ranks: RankGrid, place: Path) -> LoadJob:
     run = proof.locate_run(ranks)
     tokens, directory = proof.place / models.TOKENS, place / f"{proof.place.name}-{run.name}"
-    return Job(str(run), str(tokens), ranks.world, str(directory))
+    return LoadJob(str(run), str(tokens), ranks.world, str(directory))
 
 
 def _begin(proof: Proof, dense: Grids, sparse: Grids) -> Proof:
@@ -240,7 +246,7 @@ def _has_experts(config: Any) -> bool:
     return any(getattr(config, key, None) for key in models.EXPERT_COUNTS)
 
 
-def _convert(proof: Proof, source: Path, target: Path, ranks: Ranks, **options: Any) -> None:
+def _convert(proof: Proof, source: Path, target: Path, ranks: RankGrid, **options: Any) -> None:
     sizes: dict[str, Any] = {"tp": ranks.tp, "pp": ranks.pp, "ep": ranks.ep, "dp": ranks.dp}
     sizes["ckpt_format"] = ranks.form
     how: dict[str, Any] = {"adam": "torch", "make_vocab_size_divisible_by": 8}
@@ -261,9 +267,9 @@ def _check_megatron(proof: Proof, found: dict[str, Any] | str) -> Iterator[tuple
         yield from ((LOGITS, text) for text in _compare_logits(logits, wanted))
 
 
-def _check_way_back(proof: Proof, ranks: Ranks) -> Iterator[tuple[str, str]]:
+def _check_way_back(proof: Proof, ranks: RankGrid) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the conversions from one grid: the step, and why."""
-    steps: dict[str, Callable[[Proof, Ranks], Iterator[str]]] = {
+    steps: dict[str, Callable[[Proof, RankGrid], Iterator[str]]] = {
         MERGE: _merge,
         MOMENTS: _compare_moments,
         PUBLISHED: _compare_published,
@@ -282,7 +288,7 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _merge(proof: Proof, ranks: Ranks) -> Iterator[str]:
+def _merge(proof: Proof, ranks: RankGrid) -> Iterator[str]:
     """Yield what a Hugging Face directory that was merged has wrong."""
     run = proof.locate_run(ranks)
     back = proof.place / f"{run.name}.back"
@@ -343,7 +349,7 @@ def _name_family(proof: Proof) -> dict[str, Any]:
     return {"family": proof.model_type} if known else {"hf_dir": proof.sources.model}
 
 
-def _compare_moments(proof: Proof, ranks: Ranks) -> Iterator[str]:
+def _compare_moments(proof: Proof, ranks: RankGrid) -> Iterator[str]:
     """Yield the moments under Hugging Face's names that do not fit their weights."""
     assert proof.sources is not None
     run = proof.locate_run(ranks)
@@ -362,7 +368,7 @@ def _compare_moments(proof: Proof, ranks: Ranks) -> Iterator[str]:
             yield "another step"
 
 
-def _compare_published(proof: Proof, ranks: Ranks) -> Iterator[str]:
+def _compare_published(proof: Proof, ranks: RankGrid) -> Iterator[str]:
     """Yield what is not the same of a checkpoint that the published files became."""
     assert proof.sources is not None
     run = proof.locate_run(ranks)
@@ -372,9 +378,9 @@ def _compare_published(proof: Proof, ranks: Ranks) -> Iterator[str]:
     yield from _describe(api.diff(run, target, kinds=["weight"]))
 
 
-def _go_there_and_back(proof: Proof, ranks: Ranks) -> Iterator[str]:
+def _go_there_and_back(proof: Proof, ranks: RankGrid) -> Iterator[str]:
     """Yield what is not the same after another grid."""
-    run, other = proof.locate_run(ranks), Ranks(pp=2) if ranks.tp > 1 else Ranks(tp=2)
+    run, other = proof.locate_run(ranks), RankGrid(pp=2) if ranks.tp > 1 else RankGrid(tp=2)
     there, again = (run.with_name(run.name + word) for word in (".there", ".again"))
     _convert(proof, run, there, other)
     _convert(proof, there, again, ranks)

@@ -23,7 +23,7 @@ _TAIL = 3000  # letters of a log in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LoadJob:
     """A checkpoint to load.
 
     Args:
@@ -39,7 +39,7 @@ class Job:
     directory: str
 
 
-def run_jobs(jobs: Sequence[Job], place: Path) -> list[dict[str, Any] | str]:
+def run_jobs(jobs: Sequence[LoadJob], place: Path) -> list[dict[str, Any] | str]:
     """Load each checkpoint into Megatron-core, and compute logits.
 
     Args:
@@ -64,7 +64,7 @@ def run_jobs(jobs: Sequence[Job], place: Path) -> list[dict[str, Any] | str]:
     return found
 
 
-def _run_worker(jobs: Sequence[Job], place: Path) -> str:
+def _run_worker(jobs: Sequence[LoadJob], place: Path) -> str:
     """Run the worker process to its end; return what to say of jobs without a result."""
     told, log = place / "jobs.json", place / LOG
     told.write_text(json.dumps([asdict(job) for job in jobs]))

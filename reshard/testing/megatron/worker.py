@@ -15,10 +15,10 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
-from reshard.testing.megatron.ranks import FAILED, FOUND, LIMIT_S, Job
+from reshard.testing.megatron.ranks import FAILED, FOUND, LIMIT_S, LoadJob
 
 
-def serve(jobs: list[Job]) -> None:
+def serve(jobs: list[LoadJob]) -> None:
     """Do the jobs one after the other, each by forks of this process."""
     from reshard.testing.megatron import cpu, delta
 
@@ -33,7 +33,7 @@ def serve(jobs: list[Job]) -> None:
             Path(job.directory, FAILED).write_text(failure)
 
 
-def _run(job: Job) -> str:
+def _run(job: LoadJob) -> str:
     """Run the ranks of one job; return the text of their failure, if there is one."""
     from torch.multiprocessing.spawn import (
         ProcessExitedException,
@@ -57,7 +57,7 @@ def _run(job: Job) -> str:
     return ""
 
 
-def load_checkpoint(rank: int, job: Job) -> None:
+def load_checkpoint(rank: int, job: LoadJob) -> None:
     """Build the model, load the checkpoint, compare the moments and compute logits.
 
     Rank 0 saves what was found: the number of moments, what is wrong of them, the logits.
@@ -69,7 +69,7 @@ def load_checkpoint(rank: int, job: Job) -> None:
             child.kill()  # Megatron keeps one for its queue of writers
 
 
-def _load_checkpoint(rank: int, job: Job) -> None:
+def _load_checkpoint(rank: int, job: LoadJob) -> None:
     import torch
 
     from reshard.testing.megatron import core
@@ -93,7 +93,7 @@ def _load_checkpoint(rank: int, job: Job) -> None:
         torch.save(result, Path(job.directory, FOUND))
 
 
-def _join_group(job: Job, rank: int) -> None:
+def _join_group(job: LoadJob, rank: int) -> None:
     """Join the job's process group, with the environment that a launcher would give."""
     import torch
     import torch.distributed as dist
@@ -115,4 +115,4 @@ def _join_group(job: Job, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    serve([Job(**told) for told in json.loads(Path(sys.argv[1]).read_text())])
+    serve([LoadJob(**told) for told in json.loads(Path(sys.argv[1]).read_text())])

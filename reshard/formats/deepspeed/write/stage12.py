@@ -51,7 +51,7 @@ class FlatGroups:
     def __init__(self, spec: OutputSpec) -> None:
         self._spec = spec
         self._groups = [
-            _FlatGroup(spec, group, flat)
+            _WrittenGroup(spec, group, flat)
             for group, flat in zip(spec.groups, spec.flats, strict=True)
         ]
 
@@ -82,7 +82,7 @@ class FlatGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class _Partition:
+class _WrittenPartition:
     """What one rank holds of a group; ``state`` is empty if the group was never stepped."""
 
     master: Slot
@@ -91,7 +91,7 @@ class _Partition:
     addresses: OrderedDict[str, Call]
 
 
-class _FlatGroup:
+class _WrittenGroup:
     """One group's flat tensor, its members in flat order."""
 
     def __init__(
@@ -115,7 +115,7 @@ class _FlatGroup:
         self._scalars = make_scalars(flat)
         self._step = common_step(flat, spec.state.manifest.origin.path)
 
-    def cut_partition(self, position: int) -> _Partition:
+    def cut_partition(self, position: int) -> _WrittenPartition:
         """Return what one rank holds, by its position among the ranks that share the group."""
         runs = list(self._cut_runs(position))
         padding = min(max((position + 1) * self._numel - self._end, 0), self._numel)
@@ -130,7 +130,7 @@ class _FlatGroup:
         state.update(self._scalars)
         stored = self._numel - padding
         master = flat_tensor(self._master, stored, runs, master_of, grad=True)
-        return _Partition(master, state, padding, self._addresses(runs))
+        return _WrittenPartition(master, state, padding, self._addresses(runs))
 
     def _cut_runs(self, position: int) -> Iterator[MemberRun]:
         low, high = position * self._numel, (position + 1) * self._numel

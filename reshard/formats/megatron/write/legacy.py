@@ -40,7 +40,7 @@ _INPUT = re.compile(r"\.(?:linear_qkv|linear_kv_up_proj)$")  # of attention, who
 def files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
     """Yield the files of every rank, below the iteration's directory."""
     for rank in list_ranks(choice.wanted.sizes):
-        content = _Rank(choice, rank)
+        content = _LegacyRank(choice, rank)
         folder = f"{directory}/{_name_folder(choice.wanted.sizes, rank)}"
         roots = {"model_optim_rng.pt": content.root()}
         if choice.wanted.distributed and not choice.wanted.weights_only:
@@ -67,7 +67,7 @@ def _name_folder(sizes: Sizes, rank: WriterRank) -> str:
     return name + (f"_{rank.expert:03d}" if sizes.expert > 1 else "")
 
 
-class _Rank:
+class _LegacyRank:
     """The files of one model-parallel rank."""
 
     def __init__(self, choice: Resolved, rank: WriterRank) -> None:
