@@ -10,7 +10,7 @@ from tests.support.sample_tensors import same
 
 
 def assert_alike(ours, theirs):
-    """The same storages, views and objects, as ``torch.load`` gives them."""
+    """Assert that two objects have the same storages, views and values as ``torch.load`` gives."""
     assert type(ours) is type(theirs)
     if isinstance(ours, dict):
         assert set(ours) == set(theirs)
@@ -35,7 +35,7 @@ def assert_alike(ours, theirs):
 
 
 def assert_same_mesh(ours, theirs):
-    """Every field: torch's own equality leaves out groups, the rank's place, the root mesh."""
+    """Assert that all fields are equal; torch's own equality leaves out groups, ranks and roots."""
     assert ours == theirs
     held, other = ({**mesh.__getstate__(), "_hash": None} for mesh in (ours, theirs))
     assert held.keys() == other.keys()
@@ -83,7 +83,7 @@ def assert_resumed_state(seen, truth, step):
 
 
 def tensors(place):
-    """Every weight and every moment of an Adam, by kind and name."""
+    """Return every weight and every moment of an Adam, by kind and name."""
     with reshard.open(place) as checkpoint:
         found = {("weight", name): checkpoint[name][...] for name in checkpoint}
         for slot in ("exp_avg", "exp_avg_sq"):

@@ -18,7 +18,7 @@ KEPT = Path(__file__).parents[1] / "data"
 
 @pytest.fixture(scope="session")
 def checkpoints(request, tmp_path_factory):
-    """A judge's ``make_all``, the cases, the folder to keep them in -> where they are."""
+    """Return a function: a judge's ``make_all``, cases, the folder to keep them -> directory."""
 
     def find(make_all, names, folder) -> Path:
         place = Path(request.config.getoption("--checkpoints") or shared(), folder)
@@ -30,7 +30,7 @@ def checkpoints(request, tmp_path_factory):
         return place
 
     def shared() -> Path:
-        """The same for all test processes of a run."""
+        """Return the directory that all test processes of a run share."""
         own = tmp_path_factory.getbasetemp()
         return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "checkpoints"
 
@@ -39,7 +39,7 @@ def checkpoints(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def made(request, checkpoints) -> Path:
-    """A directory with a folder a DeepSpeed case: ``run/`` and ``reference.pt``."""
+    """Return a directory with a folder for each DeepSpeed case: ``run/`` and ``reference.pt``."""
     nvme = request.config.getoption("--nvme")
     names = [name for name, case in deepspeed_judge.CASES.items() if nvme or not case.nvme]
     return checkpoints(deepspeed_judge.make_all, names, "")
@@ -47,7 +47,7 @@ def made(request, checkpoints) -> Path:
 
 @pytest.fixture
 def copied(made, tmp_path):
-    """A private, writable copy of one case's run directory."""
+    """Return a function that makes a private, writable copy of one case's run directory."""
 
     def copy(case: str) -> Path:
         return Path(shutil.copytree(made / case / "run", tmp_path / "run"))
@@ -57,7 +57,7 @@ def copied(made, tmp_path):
 
 @pytest.fixture(scope="session")
 def libraries(checkpoints) -> Path:
-    """A directory with a folder a library case: ``ckpt/`` and ``truth.pt``."""
+    """Return a directory with a folder for each library case: ``ckpt/`` and ``truth.pt``."""
     names = [name for name, case in library_judge.CASES.items() if case.writable]
     return checkpoints(library_judge.make_all, names, "libraries")
 
@@ -78,20 +78,20 @@ def library_case(libraries):
 
 @pytest.fixture(scope="session")
 def torch_made(checkpoints) -> Path:
-    """A directory with a folder a PyTorch case: ``ckpt/`` and ``truth.pt``."""
+    """Return a directory with a folder for each PyTorch case: ``ckpt/`` and ``truth.pt``."""
     names = [name for name, case in torch_judge.CASES.items() if torch_judge.writable(case)]
     return checkpoints(torch_judge.make_all, names, "torch")
 
 
 @pytest.fixture(scope="session")
 def sequences_made(checkpoints) -> Path:
-    """A directory with a folder a run of several checkpoints: ``run/`` and ``found.pt``."""
+    """Return a directory with a folder for each run of several checkpoints: ``run/``."""
     return checkpoints(sequences.make_all, list(sequences.RUNS), "sequences")
 
 
 @pytest.fixture(scope="session")
 def megatron_made(checkpoints) -> Path:
-    """A directory with a folder a Megatron case: a folder a form, and ``truth.pt``."""
+    """Return a directory with a folder for each Megatron case: its forms, and ``truth.pt``."""
     return checkpoints(megatron_judge.make_all, list(megatron_judge.CASES), "megatron")
 
 

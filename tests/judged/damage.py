@@ -29,17 +29,17 @@ class Source:
     told: dict[str, str]
 
     def manifest(self) -> Manifest:
-        """As the readers see it."""
+        """Read the manifest, as the readers see it."""
         return formats.read(self.path, **self.told)
 
     def file(self, pattern: str) -> Path:
-        """The one file of a name."""
+        """Return the only file of a name."""
         (found,) = self.path.rglob(pattern)
         return found
 
 
 def largest(manifest: Manifest, kind: str, family: str = "float") -> Entry:
-    """The largest tensor of a kind."""
+    """Return the largest tensor of a kind."""
     return max(
         (e for e in manifest.of_kind(kind) if e.dtype.family == family), key=lambda e: e.numel
     )
@@ -80,7 +80,7 @@ def _reseal(content: bytearray, record: Record, crc: int) -> None:
 
 
 def read(entry: Entry, flat: int, numel: int = 1) -> bytes:
-    """The bytes of neighbouring elements of one stored block."""
+    """Return the bytes of neighbouring elements of one stored block."""
     chunk = find_chunk(entry, index_of(flat, entry.shape))
     inside = (i - o for i, o in zip(index_of(flat, entry.shape), chunk.box.origin, strict=True))
     at = chunk.byte_offset + sum(i * s for i, s in zip(inside, chunk.byte_strides, strict=True))
@@ -90,7 +90,7 @@ def read(entry: Entry, flat: int, numel: int = 1) -> bytes:
 
 
 def flip(kind: str, *, seal: bool, replica: int = 0, byte: int = 0) -> Callable[[Source], None]:
-    """The lowest bit of a byte of an element, in the middle of the largest tensor of a kind."""
+    """Flip the lowest bit of a byte in the middle of the largest tensor of a kind."""
 
     def damage(source: Source) -> None:
         entry = largest(source.manifest(), kind)
@@ -103,7 +103,7 @@ def flip(kind: str, *, seal: bool, replica: int = 0, byte: int = 0) -> Callable[
 
 
 def put(kind: str, value: float) -> Callable[[Source], None]:
-    """A number in place of another, stored well."""
+    """Replace a number, with checksums that fit the new one."""
 
     def damage(source: Source) -> None:
         entry = largest(source.manifest(), kind)
@@ -127,13 +127,13 @@ def clear(kind: str) -> Callable[[Source], None]:
 
 
 def later(state: Any) -> None:
-    """All of a flat partition one element later: the last parameter's end lies in the padding."""
+    """Move a flat partition by one element, so that the last parameter ends in the padding."""
     for flat in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
         flat.copy_(flat.roll(1))
 
 
 def swap_tensors(kind: str) -> Callable[[Source], None]:
-    """The contents of two tensors of one shape."""
+    """Swap the contents of two tensors of one shape."""
 
     def damage(source: Source) -> None:
         held: dict[Any, list[Entry]] = {}
@@ -151,7 +151,7 @@ def swap_tensors(kind: str) -> Callable[[Source], None]:
 
 
 def transpose(source: Source) -> None:
-    """One rank's shard of a square matrix, stored the other way round."""
+    """Transpose one rank's shard of a square matrix."""
     for entry in source.manifest().of_kind("param"):
         for chunk in entry.chunks:
             rows, *columns = chunk.box.shape or (0,)
@@ -169,7 +169,7 @@ def transpose(source: Source) -> None:
 
 
 def swap_files(one: str, two: str) -> Callable[[Source], None]:
-    """Two files take each other's name."""
+    """Swap the names of two files."""
 
     def damage(source: Source) -> None:
         a, b = source.file(one), source.file(two)
@@ -182,7 +182,7 @@ def swap_files(one: str, two: str) -> Callable[[Source], None]:
 
 
 def swap_contents(one: str, two: str) -> Callable[[Source], None]:
-    """Two ranks' objects, each saved again under the other's name."""
+    """Swap the objects in two ranks' files, and save both again."""
 
     def damage(source: Source) -> None:
         a, b = source.file(one), source.file(two)
@@ -194,7 +194,7 @@ def swap_contents(one: str, two: str) -> Callable[[Source], None]:
 
 
 def copy_file(one: str, name: str) -> Callable[[Source], None]:
-    """A file of a larger, older run beside it."""
+    """Add a file of a larger, older run."""
 
     def damage(source: Source) -> None:
         path = source.file(one)
@@ -204,12 +204,12 @@ def copy_file(one: str, name: str) -> Callable[[Source], None]:
 
 
 def remove(pattern: str) -> Callable[[Source], None]:
-    """A file that was not fetched."""
+    """Remove a file, as if it was not fetched."""
     return lambda source: source.file(pattern).unlink()
 
 
 def truncate(pattern: str) -> Callable[[Source], None]:
-    """A file of which the end is missing."""
+    """Cut off the end of a file."""
 
     def damage(source: Source) -> None:
         path = source.file(pattern)
@@ -219,7 +219,7 @@ def truncate(pattern: str) -> Callable[[Source], None]:
 
 
 def edited(path: Path, change: Callable[[Any], None]) -> None:
-    """What a program does that loads, changes and saves."""
+    """Load a file, change its content and save it, as a program does."""
     state = torch.load(path, weights_only=False)
     with torch.no_grad():
         change(state)
@@ -227,7 +227,7 @@ def edited(path: Path, change: Callable[[Any], None]) -> None:
 
 
 def edit(pattern: str, change: Callable[[Any], None]) -> Callable[[Source], None]:
-    """Every file of a name, loaded, changed and saved."""
+    """Load, change and save every file of a name."""
 
     def damage(source: Source) -> None:
         paths = sorted(source.path.rglob(pattern))
@@ -239,7 +239,7 @@ def edit(pattern: str, change: Callable[[Any], None]) -> Callable[[Source], None
 
 
 def edit_json(pattern: str, change: Callable[[Any], None]) -> Callable[[Source], None]:
-    """A JSON file, changed."""
+    """Change a JSON file."""
 
     def damage(source: Source) -> None:
         path = source.file(pattern)
@@ -251,7 +251,7 @@ def edit_json(pattern: str, change: Callable[[Any], None]) -> Callable[[Source],
 
 
 def edit_header(pattern: str, change: Callable[[Any], None]) -> Callable[[Source], None]:
-    """A safetensors file's header, changed."""
+    """Change the header of a safetensors file."""
 
     def damage(source: Source) -> None:
         edit_safetensors_header(source.file(pattern), change)
@@ -260,7 +260,7 @@ def edit_header(pattern: str, change: Callable[[Any], None]) -> Callable[[Source
 
 
 def saved_again_by_dcp(change: Callable[[Any], None]) -> Callable[[Source], None]:
-    """A DCP directory, loaded, changed and saved by PyTorch."""
+    """Load, change and save a DCP directory with PyTorch."""
 
     def damage(source: Source) -> None:
         from torch.distributed.checkpoint.format_utils import (
@@ -285,5 +285,5 @@ class Attack:
 
 
 def attack(state: Any) -> None:
-    """An object that runs a command when it is loaded."""
+    """Return an object that runs a command when it is loaded."""
     state["more"] = Attack()

@@ -46,7 +46,7 @@ class Source:
 
 
 def sources(made: Path) -> Iterator[Source]:
-    """Every checkpoint of several files that the tests' frameworks wrote."""
+    """Yield every checkpoint of several files that the tests' frameworks wrote."""
     for name in deepspeed_cases.CASES:
         yield Source(f"deepspeed {name}", made / name / "run")
     for name, case in torch_cases.CASES.items():
@@ -138,7 +138,7 @@ class NotApplicableError(Exception):
 def mutations(
     source: Source, seed: Path | None = None, step: Path | None = None
 ) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """Every mutation of a checkpoint, by name."""
+    """Yield every mutation of a checkpoint, with its name."""
     groups = families(source.root)
     for files in groups:
         kind = _DIGITS.sub("#", files[0].name if files[0].name != files[1].name else str(files[0]))
@@ -157,7 +157,7 @@ REFUSED, REPORTED, HARMLESS, SILENT = "refused", "reported", "harmless", "SILENT
 
 
 def outcome(source: Source, mutate: Callable[[Path], None], command: str) -> tuple[str, str]:
-    """What a command makes of the mutated checkpoint, and what it says.
+    """Run a command on the mutated checkpoint; return its result and its message.
 
     ``harmless``: the state that is read is the same bit by bit, because the files themselves say
     what they hold.

@@ -23,7 +23,7 @@ class Resumed:
 
     @property
     def noise(self):
-        """How far two steps' losses may be off: the order in which other ranks add gradients."""
+        """Return how far two steps' losses may differ: other ranks add gradients otherwise."""
         if "fp32" in self.case:
             return 1e-6
         return 1e-3 if "z0" in self.source else 3e-4  # stage 0 also rounds gradients elsewhere

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn 
 
 
 def adapted(form=PLAIN, factory="llama", name="default"):
-    """A model with adapters whose every value is drawn."""
+    """Return a model with adapters, all of whose values are random."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", **form)
     return drawn(peft.get_peft_model(models.build(factory), config, name))
 
@@ -53,13 +53,13 @@ def drawn(model):
 
 @pytest.fixture
 def want(tmp_path):
-    """Where PEFT itself saves the adapter."""
+    """Return the directory for the adapter that PEFT itself saves."""
     return tmp_path / "want"
 
 
 @pytest.fixture
 def saved(tmp_path, want):
-    """A model -> its whole state dict as a script saves it, configurations where PEFT has them."""
+    """Return a function that saves a model as a script does, and configurations as PEFT does."""
 
     def save(model, **more):
         run = tmp_path / "run"

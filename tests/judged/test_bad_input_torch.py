@@ -55,7 +55,7 @@ def folder(torch_made, libraries):
 
 @pytest.fixture
 def copied(folder, tmp_path):
-    """A private, writable copy of one case's checkpoint."""
+    """Return a function that makes a private, writable copy of one case's checkpoint."""
 
     def copy(case: str, name: str = "src") -> Path:
         return Path(shutil.copytree(folder(case) / "ckpt", tmp_path / name))
@@ -88,7 +88,7 @@ def refused(tmp_path):
 
 @pytest.fixture
 def merged(tmp_path):
-    """The tensors and the report of a merge that must succeed."""
+    """Return the tensors and the report of a merge that must succeed."""
 
     def run(sources, **options: Any):
         out = tmp_path / "good.safetensors"
@@ -126,7 +126,7 @@ def edited(path: Path, edit: Callable[[Any], None]) -> None:
 
 @contextmanager
 def or_refused(error: type[Exception] | tuple[type[Exception], ...], word: str) -> Iterator[None]:
-    """What is asserted inside holds, or it is refused in words that help."""
+    """Assert what is asserted inside, or that the input is refused with a helpful message."""
     try:
         yield
     except error as raised:
@@ -318,7 +318,7 @@ def test_a_sharded_tensor_of_another_shape(copied, refused):
 
 
 def announced(source: Path, edit: Callable[[Any], Any], name: str = ".metadata") -> Path:
-    """The same directory with other metadata."""
+    """Edit the metadata of a directory, and return the directory."""
     about = pickle.loads((source / name).read_bytes())
     edit(about)
     (source / name).write_bytes(pickle.dumps(about))
@@ -574,7 +574,7 @@ def text(value: str) -> bytes:
 
 
 def with_payload(path: Path, payload: bytes) -> Path:
-    """A file {'w': tensor, 'x': payload}, the payload in pickle opcodes."""
+    """Write a file {'w': tensor, 'x': payload}, with the payload in pickle opcodes."""
     torch.save({"w": torch.ones(2, 2)}, path)
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -622,7 +622,7 @@ def _nbytes(path: Path) -> int:
 
 
 def _doubled(empty: bytes, pair: bytes, times: int) -> bytes:
-    """A container of twice the one before, and so on: 2 ** times elements in a few bytes."""
+    """Return containers, each of twice the one before: 2 ** times elements in a few bytes."""
     return empty + b"q\x01" + (b"0" + pair + b"q\x01") * times
 
 
@@ -633,7 +633,7 @@ WIDE = _doubled(b"]", b"](" + b"h\x01" * 2000 + b"e", 4)
 
 
 def _bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command line, with little time and memory."""
+    """Run the command line with little time and memory."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))

@@ -33,7 +33,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A directory that transformers saved: bf16 weights only, the tied head left out."""
+    """Return a directory that transformers saved: bf16 weights only, without the tied head."""
     place = tmp_path_factory.mktemp("pretrained")
     worker.llama(EXAMPLE, torch.bfloat16, seed=5).save_pretrained(place)
     return place

@@ -18,7 +18,7 @@ UNIVERSAL = [name for name in MERGED if CASES[name].universal]
 
 
 def checkpoint_of(case, made):
-    """The directory that a user would give: for the HF Trainer, its checkpoint-N below run."""
+    """Return the directory that a user would pass: for the HF Trainer, checkpoint-N below run."""
     (pointer,) = (made / case / "run").rglob("latest")
     return pointer.parent
 
@@ -33,7 +33,7 @@ def assert_equal(got, want, name):
 
 
 def check_weights(merged, reference, *, without=()):
-    """Every weight is there once, bitwise; an alias is absent; nothing else is there."""
+    """Assert that every weight is there once, bitwise, and neither aliases nor other tensors."""
     tied = reference["tied"]
     wanted = {**reference["params"], **reference["frozen"], **reference["buffers"]}
     wanted = {name: value for name, value in wanted.items() if name not in {*tied, *without}}
@@ -45,7 +45,7 @@ def check_weights(merged, reference, *, without=()):
 
 
 def not_saved(case, reference):
-    """What DeepSpeed left out itself: frozen and empty parameters under exclude_frozen."""
+    """Return what DeepSpeed leaves out: frozen and empty parameters under exclude_frozen."""
     if not CASES[case].exclude_frozen:
         return set()
     empty = {n for n, v in reference["params"].items() if v.numel() == 0}

@@ -35,7 +35,7 @@ NAMED = (
 
 @pytest.fixture(scope="module")
 def proofs(tmp_path_factory):
-    """The proof of every family, by its name."""
+    """Return the proof of every family, by its name."""
     place, dense, sparse = tmp_path_factory.mktemp("families"), families.DENSE, families.SPARSE
     found = families.prove(PROVED, place / "proved", dense[1:], sparse[-2:])
     found += families.prove(NAMED, place / "named", dense[-1:], sparse[-1:])

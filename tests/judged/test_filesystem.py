@@ -21,7 +21,7 @@ SOURCE = "hf_z3_tied"
 
 @pytest.fixture(autouse=True)
 def registered():
-    """An editable install of an older version lacks the entry point."""
+    """Register the file system: an editable install of an older version lacks the entry point."""
     fsspec.register_implementation("reshard", CheckpointFileSystem, clobber=True)
 
 

@@ -59,7 +59,7 @@ def loaded(trained, tmp_path_factory):
 
 
 def _wrapper(form):
-    """The run that a form is written from."""
+    """Return the run that a form is written from."""
     return "fsdp2" if form == "orig" else "fsdp1"
 
 

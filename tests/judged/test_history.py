@@ -39,7 +39,7 @@ def run(sequences_made, tmp_path):
 
 
 def statuses(report, *wanted):
-    """The checks that failed or warned."""
+    """Return the checks that failed or warned."""
     return {c.name: [*c.failures, *c.warnings] for c in report.checks if c.status in wanted}
 
 
@@ -62,7 +62,7 @@ def test_no_false_alarm(sequences_made, name, deep):
 
 
 def holds(path):
-    """The manifest of a checkpoint."""
+    """Return the manifest of a checkpoint."""
     with reshard.open(path) as checkpoint:
         return checkpoint.manifest
 
@@ -120,7 +120,7 @@ def tag(path, step):
 
 
 def write_the_state_of_4_again(path):
-    """What an asynchronous saver writes that did not wait for the copy to host memory."""
+    """Save as an asynchronous saver that did not wait for the copy to host memory."""
     transplant(tag(path, 4), tag(path, 6), ALL)
 
 
@@ -327,7 +327,7 @@ def test_what_is_refused(sequences_made, tmp_path):
 
 @pytest.fixture
 def several(sequences_made, tmp_path):
-    """A run as verl lays one out, which trains an actor and a critic."""
+    """Write a run in the layout of verl, which trains an actor and a critic."""
     for step in (2, 4, 6):
         for model, name in (("actor", "dcp"), ("critic", "dcp_slow")):
             place = tmp_path / "run" / f"global_step_{step}" / model
@@ -370,7 +370,7 @@ def test_a_history_of_one_of_several_models_is_not_averaged(several, tmp_path):
 
 @pytest.fixture(params=["torch", "torch_dist"])
 def iterations(request, sequences_made, tmp_path):
-    """A run in the directories of Megatron, two tensor-parallel ranks."""
+    """Return a run in the directories of Megatron, with two tensor-parallel ranks."""
     source, run = sequences_made / "dcp/run", tmp_path / "run"
     run.mkdir()
     for step in (2, 4, 6):

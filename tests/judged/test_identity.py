@@ -28,13 +28,13 @@ OPTIMIZERS = "*_optim_states.pt"
 
 @pytest.fixture
 def zero(copied):
-    """A writable copy of a run of ZeRO 2 in bf16."""
+    """Return a writable copy of a run of ZeRO 2 in bf16."""
     return copied("z2_bf16")
 
 
 @pytest.fixture
 def megatron(tmp_path):
-    """A writable copy of a real run of Megatron-LM, TP 2 x PP 2."""
+    """Return a writable copy of a real run of Megatron-LM, TP 2 x PP 2."""
     return Path(shutil.copytree(MEGATRON, tmp_path / "run"))
 
 

@@ -42,7 +42,7 @@ def checkpoint(case, folder):
 
 
 def options(case):
-    """What a user must tell because the files do not."""
+    """Return the options that a user must pass because the files do not state them."""
     told = {"model": CASES[case].model, "wrap": CASES[case].wrap}
     return {option: value for option, value in told.items() if value is not None}
 

@@ -99,7 +99,7 @@ def test_callbacks_and_hooks_get_their_values_from_lightning_alone(source, name,
 
 
 def in_module(tensors):
-    """The names in a LightningModule, whose attribute ``model`` is the model."""
+    """Return the names in a LightningModule, whose attribute ``model`` is the model."""
     return {f"model.{fqn.removeprefix('model.')}": value for fqn, value in tensors.items()}
 
 

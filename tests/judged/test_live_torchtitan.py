@@ -70,5 +70,5 @@ def test_weights_go_through_the_adapter_of_the_model(saved, resumed):
 
 
 def published(name):
-    """The name that `torchtitan_worker.Renaming` gives a parameter: the layers are swapped."""
+    """Return the name that `torchtitan_worker.Renaming` gives a parameter: it swaps the layers."""
     return re.sub(r"layers\.(\d)", lambda match: f"layers.{1 - int(match[1])}", name)

@@ -90,7 +90,7 @@ def went_on(megatron_case, tmp_path_factory):
 
 
 def convert(route, source, made):
-    """The checkpoint that the engine loads, and the directory of the model's config."""
+    """Return the checkpoint that the engine loads, and the directory of the model's config."""
     if not route.to:
         reshard.merge(source, made)
         return source, made

@@ -83,7 +83,7 @@ VALUES = {"kinds": ["weight", "optimizer"]}
 
 
 def tensors(value, path=""):
-    """Every tensor within, by where it stands."""
+    """Return every tensor inside an object, by its path."""
     if isinstance(value, torch.Tensor):
         return {path: value}
     if not isinstance(value, (dict, list, tuple)):
@@ -168,7 +168,7 @@ def test_deepspeed_loads_each_ranks_share_of_a_universal_checkpoint(ranks, tmp_p
 
 
 def loaded(folder, rank, ranks):
-    """What DeepSpeed's loader gives one rank of a parameter that each has whole."""
+    """Return what DeepSpeed's loader gives one rank of a parameter that every rank has whole."""
     from deepspeed.checkpoint import universal_checkpoint
 
     shape = torch.load(folder / "fp32.pt", weights_only=False)["param"].shape

@@ -13,7 +13,7 @@ EXPERTS, HIDDEN = 4, 32
 
 
 def separate(tensors):
-    """What Megatron's GroupedMLP keeps side by side, an expert each, as its forward views them."""
+    """Separate the experts that Megatron's GroupedMLP keeps side by side, as it views them."""
     found = {}
     for name, tensor in tensors.items():
         prefix, side_by_side, number = name.partition(".mlp.experts.weight")

@@ -92,7 +92,7 @@ def drawn(model):
 
 
 def save_base(model, directory, dtype=torch.float32):
-    """The base under the names of the live model, drawn."""
+    """Save the base model with random values, under the names of the live model."""
     drawn(model).to(dtype)
     directory.mkdir(exist_ok=True)
     model.config.architectures = [type(model).__name__]
@@ -106,7 +106,7 @@ def save_base(model, directory, dtype=torch.float32):
 
 
 def adapt(model, form):
-    """The model with an adapter whose every value is drawn; the base's values stay."""
+    """Return the model with an adapter whose values are all random; the base keeps its values."""
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **form))
     torch.manual_seed(4)
     with torch.no_grad():

@@ -51,7 +51,7 @@ def can_mount():
 
 @pytest.fixture
 def place(tmp_path):
-    """An empty directory, which is unmounted in the end whatever happens."""
+    """Return an empty directory, and unmount it in the end."""
     directory = tmp_path / "mounted"
     directory.mkdir()
     yield directory
@@ -85,7 +85,7 @@ def mounted(place):
 
 
 def digest(directory):
-    """Name -> bytes of each file."""
+    """Return name -> bytes of each file."""
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 

@@ -39,7 +39,7 @@ CASES = {  # -> transformers' class, and the form that is read
 
 
 def logits(directory, truth):
-    """Of the model that is loaded as a user would, in float32."""
+    """Return the class of a model and its float32 logits, loaded as a user loads it."""
     model, loading = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -96,7 +96,7 @@ def test_yarn_is_the_same_in_transformers_and_megatron(family, tmp_path):
 
 
 def concentration(args):
-    """As yarn_rotary_pos_embedding.py of megatron-core computes it."""
+    """Compute the factor as yarn_rotary_pos_embedding.py of megatron-core does."""
     scale = 0.1 * math.log(args["yarn_rotary_scaling_factor"])
     return (args["yarn_mscale"] * scale + 1) / (args["yarn_mscale_all_dim"] * scale + 1)
 

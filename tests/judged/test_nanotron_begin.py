@@ -39,7 +39,7 @@ FUSED = {
 
 
 def parts_of(name):
-    """The names of transformers' tensors that lie one after the other in one of nanotron's."""
+    """Return the names of transformers' tensors that nanotron joins into one of its tensors."""
     if name in NAMES:
         return [NAMES[name]]
     layer, inside = name.removeprefix("model.decoder.").split(".pp_block.")
@@ -49,7 +49,7 @@ def parts_of(name):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """The state of nanotron's own run as a Llama of transformers and its AdamW have it."""
+    """Return the state of nanotron's own run as transformers' Llama and its AdamW have it."""
     place, run = tmp_path_factory.mktemp("published"), KEPT / "llama_tp2pp3" / "ckpt"
     said = json.loads((run / "3" / "model_config.json").read_text())
     config = LlamaConfig(**{k: v for k, v in said.items() if hasattr(LlamaConfig(), k)})
@@ -105,7 +105,7 @@ def test_every_file_is_what_nanotron_saved(case, published, tmp_path):
 
 
 def without_numpy(said):
-    """A header in which numpy's numbers are plain ones."""
+    """Return a header in which plain numbers replace those of numpy."""
     return [[key, value.replace("np.int64(", "").replace("),", ",")] for key, value in said]
 
 

@@ -23,13 +23,13 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 def files(run):
-    """Every file but random states, by its path in the run."""
+    """Return every file except random states, by its path in the run."""
     held = (path for path in sorted(run.rglob("*")) if path.is_file())
     return {str(p.relative_to(run)): p for p in held if p.parent.name != "random"}
 
 
 def loaded(path):
-    """What a file of nanotron says, in plain values, tensors and their storages' order apart."""
+    """Load a file of nanotron: plain values and tensors, without the order of their storages."""
     if path.suffix == ".pt":
         return torch.load(path)
     if path.suffix == ".safetensors":
@@ -39,7 +39,7 @@ def loaded(path):
 
 
 def same(one, two):
-    """Whether two objects are equal in everything: types, order of keys, tensors bit by bit."""
+    """Return whether two objects are equal in types, order of keys, and all bits of tensors."""
     if type(one) is not type(two):
         return False
     if isinstance(one, torch.Tensor):
@@ -57,7 +57,7 @@ def same(one, two):
 
 
 def headless(path):
-    """The bytes of a safetensors file without its header, whose strings have no fixed order."""
+    """Return the bytes of a safetensors file without its header, whose texts have no order."""
     data = path.read_bytes()
     return data[8 + int.from_bytes(data[:8], "little") :]
 

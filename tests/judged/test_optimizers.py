@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def source(self) -> str:
-        """The name of the run."""
+        """Return the name of the run."""
         kind = self.kind
         also = "_without_frozen" * kind.exclude_frozen + "_low_masters" * kind.low_masters
         also += "_zero_init" * kind.zero_init
@@ -55,13 +55,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The name of the cell."""
+        """Return the name of the cell."""
         stage = self.kind.stage if self.stage is None else self.stage
         return f"{self.source}-{'universal' if stage < 0 else f'z{stage}'}-{self.ranks}"
 
     @property
     def loads(self) -> Kind:
-        """How the run goes on."""
+        """Return how the run continues."""
         stage = self.kind.stage if self.stage in (None, -1) else self.stage
         return replace(self.kind, stage=stage, zero_init=self.kind.zero_init and stage == 3)
 
@@ -77,7 +77,7 @@ class Cell:
 
 
 def cells_of(optimizer: str, stages: Iterable[int] = range(4)) -> list[Cell]:
-    """All targets of an optimizer: the same size, smaller, larger, universal."""
+    """Return all targets of an optimizer: the same size, smaller, larger, universal."""
     stages = [stage for stage in stages if (optimizer, stage) not in NOT_IN_DEEPSPEED]
     if optimizer == "shampoo":  # its matrices need whole parameters
         stages = [stage for stage in stages if stage == 0]
@@ -158,7 +158,7 @@ def _results(jobs: dict[str, Any]) -> dict[str, Any]:
 
 
 def different(got: Any, wanted: Any) -> list[str]:
-    """What two engines do not hold alike, bit for bit."""
+    """Return the values in which two engines differ, bit for bit."""
     names = sorted(got.keys() | wanted.keys())
     return [
         f"{name} of {fqn}"
@@ -175,13 +175,13 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def off_by(got: Any, wanted: Any) -> float:
-    """How far apart the losses of the next steps are."""
+    """Return the largest difference between the losses of the next steps."""
     return max(abs(a - b) for a, b in zip(got["next"], wanted["next"], strict=True))
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A directory with every run."""
+    """Return the directory for all runs."""
     return tmp_path_factory.mktemp("optimizers")
 
 

@@ -28,7 +28,7 @@ WORDS = 29  # of `parallel_models`, which pads them to 32
 
 @pytest.fixture(scope="session")
 def made(checkpoints):
-    """A directory with a folder a case: ``run/`` and ``reference.pt``."""
+    """Return a directory with a folder for each case: ``run/`` and ``reference.pt``."""
     from tests.judges import parallel_judge
 
     return checkpoints(parallel_judge.make_all, list(CASES), "parallel")
@@ -39,7 +39,7 @@ def reference_of(place):
 
 
 def check(checkpoint, reference):
-    """All that the ranks held is there, bitwise, and nothing else."""
+    """Assert that all values of the ranks are in the output, bitwise, and nothing else."""
     full = {**reference["live"], **reference["buffers"], **reference["params"]}
     assert set(checkpoint) - checkpoint.manifest.tied.keys() == set(full)
     for name, value in full.items():
@@ -149,7 +149,7 @@ MEGATRON_DEEPSPEED = KEPT / "megatron_deepspeed" / "tp2pp2dp2"
 
 
 def converted(run, *, strict):
-    """What DeepSpeed's own converter makes of a run."""
+    """Convert a run with DeepSpeed's own converter."""
     from deepspeed.checkpoint import ds_to_universal
 
     source = run / (run / "latest").read_text()
@@ -210,7 +210,7 @@ GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the
 
 @pytest.fixture(scope="module")
 def gone_on(made, tmp_path_factory):
-    """What real DeepSpeed does with each."""
+    """Continue each run with real DeepSpeed."""
     from tests.judges import parallel_judge
 
     runs = []
@@ -327,7 +327,7 @@ def check_model_states(found, wanted):
 
 
 def words_of(name):
-    """How many rows of a vocabulary are no padding; None of what is none."""
+    """Return how many rows of a vocabulary are not padding; None for other tensors."""
     return WORDS if "word_embeddings" in name or "lm_head" in name else None
 
 
@@ -357,7 +357,7 @@ ANY_GRID = [
 
 @pytest.fixture(scope="module")
 def gone_on_universally(made, tmp_path_factory):
-    """What real DeepSpeed does with the universal form, at one grid and another."""
+    """Continue from the universal form with real DeepSpeed, on one grid and another."""
     from tests.judges import parallel_judge
 
     runs = []

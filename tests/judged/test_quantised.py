@@ -68,7 +68,7 @@ KEPT = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "norm.weight
 
 
 def saved(place, name):
-    """The published form of a bf16 model with random weights, and its config."""
+    """Save the published form of a bf16 model with random weights, and its config."""
     torch.manual_seed(4)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).bfloat16()
     model.save_pretrained(place)
@@ -76,7 +76,7 @@ def saved(place, name):
 
 
 def fp8_model(place, name, **settings):
-    """A model with codes and scales of transformers' own, in two files."""
+    """Save a model with codes and scales that transformers computes, in two files."""
     settings = {**FP8, "weight_block_size": [16, 32], **settings}
     config = SimpleNamespace(**({"scale_fmt": "float"} | settings))
     quantise = Fp8Quantize(SimpleNamespace(quantization_config=config))

@@ -70,7 +70,7 @@ def levels(report):
 
 
 def worst(report, number):
-    """The largest relative difference of a target's losses."""
+    """Return the largest relative difference of a target's losses."""
     return report.targets[number].trajectory.loss.max_rel
 
 

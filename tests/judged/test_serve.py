@@ -35,7 +35,7 @@ torch.save(model.state_dict(), sys.argv[2])
 
 @contextmanager
 def serving(source, **chosen):
-    """A server of a source on a free port: its address and the lines for the user."""
+    """Serve a source on a free port; yield the address and the lines for the user."""
     said = []
     options = ServeOptions(port=0, **chosen)
     with (
@@ -48,7 +48,7 @@ def serving(source, **chosen):
 
 
 def ask(address, path, method="GET", **headers):
-    """The status and the content of an answer."""
+    """Return the status and the content of an answer."""
     with closing(HTTPConnection(*address[:2], timeout=LIMIT_S)) as connection:
         connection.request(method, path, headers=headers)
         with connection.getresponse() as answer:

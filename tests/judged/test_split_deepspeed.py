@@ -62,7 +62,7 @@ def read(path):
 
 
 def split(source, directory, **options):
-    """What the command does, without its checks of the result."""
+    """Split as the command does, without its checks of the result."""
     manifest = read(source)
     skeleton = write.lay_out(
         replace(build_writable_state(manifest), save=Save("an id", 3)), **options
@@ -209,7 +209,7 @@ class Held:
         return b"".join(stored[a * size : b * size] for a, b in self._values(where, tensor.numel))
 
     def _values(self, where, numel):
-        """The elements that are no padding: at stage 3 DeepSpeed leaves that as it finds it."""
+        """Return the elements that are not padding, which DeepSpeed leaves unchanged at stage 3."""
         section, _, key = where.rpartition("/")
         if section.endswith("/fp32_flat_groups"):
             members = list(self.shapes[int(key)].values())
@@ -347,7 +347,7 @@ def test_elastic_checkpoints_lack_what_the_optimizer_needs(made, tmp_path):
 
 
 def own_values():
-    """What a script may give as ``client_state``: DeepSpeed pickles it beside its own keys."""
+    """Return what a script may pass as ``client_state``, which DeepSpeed pickles with its keys."""
     queue = torch.arange(6.0).reshape(2, 3).t()
     return {
         "ema": {"weights": [queue, queue], "fast": torch.ones(3, dtype=torch.bfloat16)},

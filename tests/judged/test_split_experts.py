@@ -29,14 +29,14 @@ ELSEWHERE = {  # the world and the ranks that share each layer, on the way there
 
 
 def taken(source, directory, **options):
-    """What the command makes of a run."""
+    """Split a run as the command does."""
     report = split(source, directory, SplitOptions(**options))
     assert report.verified
     return directory
 
 
 def differing(ours, theirs):
-    """Of every file the keys whose values are not those that DeepSpeed wrote."""
+    """Return for each file the keys whose values differ from those that DeepSpeed wrote."""
     tag = (theirs / "latest").read_text()
     names = sorted(path.name for path in (theirs / tag).iterdir())
     assert sorted(path.name for path in (ours / tag).iterdir()) == names
@@ -102,13 +102,13 @@ class Resumed:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Return the name of the route."""
         shared = "".join(map(str, self.ranks))
         return f"{self.source}-{self.world}-ep{shared}-z{self.stage}-{self.precision}"
 
     @property
     def case(self) -> Case:
-        """The run that goes on."""
+        """Return the run that continues."""
         case = CASES[self.source]
         counts = [count for count, _ in case.experts]
         config = ds_config(self.stage, self.precision)
@@ -123,7 +123,7 @@ class Resumed:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is split; the source's ranks where they stay."""
+        """Return the options of the split; the ranks are the source's unless they change."""
         before = tuple(ranks for _, ranks in CASES[self.source].experts)
         trained = read_precision(CASES[self.source])
         return {
@@ -136,14 +136,14 @@ class Resumed:
 
     @property
     def stays(self) -> bool:
-        """Whether it is the source's own layout."""
+        """Return whether the layout is the source's own."""
         case = CASES[self.source]
         own = (case.world, case.experts, case.config["zero_optimization"]["stage"])
         return own == (self.world, self.case.experts, self.stage)
 
 
 def read_precision(case: Case) -> str:
-    """What a case is trained in."""
+    """Return the precision in which a case is trained."""
     return next((name for name in ("bf16", "fp16") if name in case.config), "fp32")
 
 
@@ -169,7 +169,7 @@ RUNS = (
 
 @pytest.fixture(scope="module")
 def resumed(made, tmp_path_factory) -> dict[str, Any]:
-    """Name -> what DeepSpeed holds and how it goes on; one process for all: imports take long."""
+    """Resume each run with DeepSpeed, all in one process: imports take long."""
     place, judge = tmp_path_factory.mktemp("resumed"), deepspeed_judge.JUDGE
     (place / "runs").mkdir()
     jobs = {}

@@ -88,7 +88,7 @@ ROUTES = [
 
 
 def sees_the_same(route):
-    """Whether both runs take the same steps of the judge's.
+    """Return whether both runs make the same steps of the judge.
 
     An interleaved schedule has other micro batches, and experts are balanced within a rank's.
     """
@@ -289,7 +289,7 @@ FUSED_NORMS = {
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory):
-    """The directory of the runs with latent attention and of those that went on from them.
+    """Return the directory of the runs with latent attention, and of those that continue them.
 
     Transformer Engine's names, and which parameters it keeps whole, are those of Megatron-core
     0.16.1's ``get_gpt_layer_with_transformer_engine_spec``, with layers that run on CPUs.

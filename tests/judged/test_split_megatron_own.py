@@ -39,7 +39,7 @@ def went_on(megatron_case, tmp_path_factory):
 
 
 def saved(place, rank):
-    """What a rank saved in the torch format; ranks count tensor first, then pipeline."""
+    """Return what a rank saved in the torch format; ranks count tensor first, then pipeline."""
     path = place / "iter_0000003" / f"mp_rank_{rank % 2:02d}_{rank // 2:03d}"
     return torch.load(path / "model_optim_rng.pt", weights_only=False)
 

@@ -32,7 +32,7 @@ MESHES = {  # as --mesh has it -> the ranks
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Where real training on each mesh saved after three steps; and the losses of the next two.
+    """Train on each mesh; return the checkpoints after three steps, and the next two losses.
 
     Each in processes of its own: torch numbers a mesh's groups from those that there are.
     """
@@ -70,7 +70,7 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, plan, mesh, tmp_
 
 
 def unstamped(path):
-    """What a rank file holds beside the stamp, which names the source and the layout."""
+    """Return the content of a rank file without the stamp, which names source and layout."""
     state = torch.load(path)
     state.pop(stamps.KEY, None)
     return state
@@ -78,7 +78,7 @@ def unstamped(path):
 
 @pytest.fixture(scope="module")
 def loaded(trained, plan, made, tmp_path_factory):
-    """Name -> what each rank of real PyTorch found when it loaded that."""
+    """Load each output with real PyTorch; return what every rank found."""
     place, out = trained[0], tmp_path_factory.mktemp("split")
     jobs = []
     for mesh in RESUMED:  # the same mesh, and from one of a single axis

@@ -38,7 +38,7 @@ class Net(torch.nn.Module):
 
 
 def saved(groups, seed, path):
-    """What torch saves after two real steps."""
+    """Save a model with torch after two real steps."""
     torch.manual_seed(seed)
     net = Net(groups)
     members, at = list(net.parameters()), 0

@@ -50,12 +50,12 @@ def grid(world, *names):
 
 
 def at(lay_out, ranks):
-    """A form for that many ranks."""
+    """Return a form for that many ranks."""
     return lambda state: lay_out(state, ranks)
 
 
 def split(source, out, lay_out, *, weights_only=False, **told):
-    """What the command does: read, lay out, prove, plan, copy."""
+    """Split as the command does: read, lay out, prove, plan, copy."""
     manifest = keys.edit(formats.read([Path(source)], **told), keys.Edits()).manifest
     check(manifest)
     state = build_writable_state(manifest, weights_only=weights_only)
@@ -123,7 +123,7 @@ AT = {  # what real ranks load, of either training
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Real training on two ranks, saved after three steps; the losses of the next two."""
+    """Train on two ranks; return the checkpoint after three steps, and the next two losses."""
     place = tmp_path_factory.mktemp("trained")
     (place / "fsdp2").mkdir()
     (place / "fsdp1").mkdir()
@@ -140,7 +140,7 @@ TOLD = {"model": f"tests.judges.torch_models:{ONE}", "wrap": "LlamaDecoderLayer"
 
 @pytest.fixture(scope="module")
 def deepspeed(made):
-    """A DeepSpeed checkpoint with its config.json, its step, and what DeepSpeed lost next."""
+    """Return a DeepSpeed checkpoint with its config.json, its step, and DeepSpeed's next losses."""
     (pointer,) = (made / "hf_z1_fp32_tied" / "run").rglob("latest")
     reference = torch.load(made / "hf_z1_fp32_tied" / "reference.pt", weights_only=False)
     return pointer.parent, reference["train"]["step"], reference["next"]["losses"]
@@ -260,7 +260,7 @@ STATES = {  # case -> of which table
 
 @pytest.fixture
 def source(request, case):
-    """Where a case lies, and what a user says of it."""
+    """Return the path of a case, and the options that a user passes for it."""
     if STATES[case] == "deepspeed":
         return request.getfixturevalue("made") / case / "run", {}
     row = CASES[case]

@@ -56,7 +56,7 @@ SAME_GENERATORS = (*UNBROKEN, "ddp as fsdp2", "ddp as full", "deepspeed as ddp")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The real runs: where they lie, and what they held at step 3 and lost next."""
+    """Train the real runs; return their paths, their state at step 3 and their next losses."""
     place = tmp_path_factory.mktemp("saved")
     found = JUDGE.run(place, {name: (2, told) for name, told in RUNS.items()})
     for name, seen in found.items():
@@ -66,7 +66,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(saved, tmp_path_factory):
-    """Name -> the report of the split and the run directory."""
+    """Split each run; return name -> the report and the run directory."""
     place = tmp_path_factory.mktemp("written")
     groups = place / "groups.json"
     groups.write_text(json.dumps(TRAINERS))
@@ -85,7 +85,7 @@ def written(saved, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(written, tmp_path_factory):
-    """Name -> what the real Trainer held right after it had resumed, and lost next."""
+    """Resume each output; return the state of the real Trainer then, and its next losses."""
     jobs = {
         name: (RESUMED[name][1], {**RESUMED[name][3], "resume": place})
         for name, (_, place) in written.items()
@@ -95,7 +95,7 @@ def resumed(written, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def live(saved, tmp_path_factory):
-    """The same without files: the Trainer reads what `split` would have written."""
+    """Resume without files: the Trainer reads what `split` would have written."""
     jobs = {}
     for name, (run, ranks, how, kind) in RESUMED.items():
         options = {key: how[key] for key in ("rng",) if key in how}
@@ -189,7 +189,7 @@ def test_a_missing_trainer_state_is_created(made, tmp_path):
 
 
 def generators():
-    """What Python, numpy and torch have now."""
+    """Return the present random states of Python, numpy and torch."""
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - what the libraries save
     return random.getstate(), numpy, torch.get_rng_state()
 

@@ -133,7 +133,7 @@ def test_a_checkpoint_of_ds_to_universal_is_written_again(made, tmp_path):
 
 @contextmanager
 def few_descriptors():
-    """As in a process that may have 50 descriptors beside those that the tests have open."""
+    """Allow this process 50 descriptors beside those that the tests have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = len(list(Path("/proc/self/fd").iterdir()))
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 50, hard))
@@ -180,7 +180,7 @@ class Loaded:
 
     @property
     def noise(self):
-        """How far two steps' losses may be off: the order in which other ranks add gradients."""
+        """Return how far two steps' losses may differ: other ranks add gradients otherwise."""
         if "fp32" in self.case.name:
             return 1e-6
         return 1e-3 if "z0" in self.source else 1e-4  # stage 0 also rounds gradients elsewhere
@@ -227,7 +227,7 @@ FSDP = [
 
 @pytest.fixture(scope="module")
 def fsdp(made, tmp_path_factory):
-    """A real FSDP 2 run of two ranks, saved with DCP; its truth and its next losses."""
+    """Save a real FSDP 2 run of two ranks with DCP; return its truth and its next losses."""
     place = tmp_path_factory.mktemp("fsdp")
     arguments = (place, run_of("hf_z1_fp32_tied", made), 3, 2)
     jobs = [("fsdp", split_worker.save_llama, *arguments)]

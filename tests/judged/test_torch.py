@@ -40,7 +40,7 @@ def checkpoint(case, place):
 
 
 def told(case):
-    """What the user says beside the path."""
+    """Return the options that the user passes beside the path."""
     case = CASES[case]
     said = {"model": case.model, "wrap": case.wrap, "key": case.key}
     return {word: value for word, value in said.items() if value is not None}

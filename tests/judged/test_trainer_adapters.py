@@ -37,7 +37,7 @@ OWN = {"ddp at 4": ("ddp", 4), "fsdp2 at 4": ("fsdp2", 4)}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Name -> where the checkpoint of a real run is, and what the run held and lost."""
+    """Train the real runs; return name -> the checkpoint, and the run's state and losses."""
     place = tmp_path_factory.mktemp("saved")
     found = JUDGE.run(place, {name: (2, told) for name, told in RUNS.items()})
     return {name: (place / name / "run" / "checkpoint-3", seen) for name, seen in found.items()}
@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(saved, tmp_path_factory):
-    """Name -> what the real Trainer held right after it had resumed, and lost next."""
+    """Resume each output; return the state of the real Trainer then, and its next losses."""
     place = tmp_path_factory.mktemp("written")
     jobs = {}
     for name, (run, ranks, stage) in RESUMED.items():

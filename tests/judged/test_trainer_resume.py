@@ -79,7 +79,7 @@ TARGETS = tuple(targets())
 
 @pytest.fixture(scope="module")
 def sources(made, libraries, megatron_case):
-    """Name -> the directory that a user gives."""
+    """Return name -> the directory that a user passes."""
     found = {name: made / source.path for name, source in DEEPSPEED.items()}
     found |= {name: libraries / source.path for name, source in LIBRARIES.items()}
     for name, source in MEGATRON.items():

@@ -116,7 +116,7 @@ def test_odd_values_are_located(torch_made):
 
 @pytest.fixture(scope="module")
 def listed(made, tmp_path_factory):
-    """The manifest of a run of 4 ranks in fp16."""
+    """Return the manifest of a run of 4 ranks in fp16."""
     path = tmp_path_factory.mktemp("manifest") / "z1.json"
     assert reshard.verify(made / "z1_fp16_ws4/run", write_manifest=path).manifest
     return path

@@ -305,7 +305,7 @@ NAMES = [f"{row.source}: {row.what}" for row in TEETH]
 
 
 def told(name):
-    """What the user says of a source beside its path."""
+    """Return the options that the user passes for a source beside its path."""
     fixture, case, _ = SOURCES[name]
     judge = {"torch_made": torch_judge, "libraries": library_judge}.get(fixture)
     known = judge.CASES[case] if judge else None
@@ -315,7 +315,7 @@ def told(name):
 
 @pytest.fixture
 def original(request):
-    """The unchanged checkpoint of a name."""
+    """Return the unchanged checkpoint of a name."""
 
     def find(name) -> Path:
         fixture, case, below = SOURCES[name]
@@ -326,13 +326,13 @@ def original(request):
 
 @pytest.fixture(scope="module")
 def manifests(tmp_path_factory):
-    """Where manifests of unchanged checkpoints are kept, and which checks warn of these."""
+    """Return the directory for manifests of unchanged checkpoints, and their warnings."""
     return tmp_path_factory.mktemp("manifests"), {}
 
 
 @pytest.fixture
 def known(original, manifests):
-    """The manifest of an unchanged checkpoint, and the checks that warn of it."""
+    """Return the manifest of an unchanged checkpoint, and the checks that warn of it."""
     directory, warned = manifests
 
     def find(name) -> tuple[Path, set[str]]:
@@ -389,7 +389,7 @@ def test_the_right_model_passes(name, original):
 
 
 def table():
-    """What docs/proof.md shows."""
+    """Yield the lines of the table in docs/proof.md."""
     yield "| damage | checkpoint | detected by | `diff` |"
     yield "| --- | --- | --- | --- |"
     diffs = {True: "different", False: "same", None: "cannot be read"}

@@ -65,7 +65,7 @@ class App(dcp.stateful.Stateful):
 
 
 def llama(source, dtype=torch.float32, seed=99):
-    """The model of a checkpoint's config.json, with other values."""
+    """Build the model of a checkpoint's config.json, with other values."""
     config = LlamaConfig(**json.loads((Path(source) / "config.json").read_text()))
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
@@ -77,7 +77,7 @@ def adamw(model):
 
 
 def sharded(kind, ranks, model, precision=None):
-    """The model as one of torch's wrappers has it."""
+    """Return the model inside one of torch's wrappers."""
     mesh = init_device_mesh("cpu", (ranks.world,))
     if kind == "fsdp2":
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
@@ -190,7 +190,7 @@ def differing_groups(groups, manifest):
 
 
 def whole(tensor):
-    """The full tensor; FSDP1 without a mesh has ShardedTensors, whose gather is rank 0's."""
+    """Return the full tensor; FSDP1 without a mesh has ShardedTensors, which rank 0 gathers."""
     if hasattr(tensor, "full_tensor"):
         return tensor.full_tensor()
     if hasattr(tensor, "local_shards"):
@@ -267,7 +267,7 @@ def fails(ranks, source, change):
 
 
 def with_weight(name, value):
-    """The target with one more weight, or another."""
+    """Return the target with one more weight, or another."""
     return lambda state: state | {"model": {**state["model"], name: value}}
 
 
@@ -298,7 +298,7 @@ def into(_ranks, source, name, shape, dtype, transposed=None):
 
 
 def partly(ranks, source):
-    """A partial load leaves alone what the checkpoint lacks."""
+    """Check that a partial load leaves unchanged what the checkpoint lacks."""
     state = {"model": {"model.norm.weight": torch.zeros(32), "extra": torch.ones(2)}, "epoch": 7}
     dcp.load(
         state,
@@ -328,7 +328,7 @@ def scalars(_ranks, source, **more):
 
 
 def unfinished(ranks, source):
-    """A number that the checkpoint's groups do not have."""
+    """Request a number that the checkpoint's groups do not have."""
     return scalars(ranks, source, momentum=0.5)
 
 
@@ -348,7 +348,7 @@ def careless(_ranks, source):
 
 
 def everything(_ranks, source):
-    """What DCP's own converter makes of it, with no target at all."""
+    """Convert the checkpoint with DCP's own converter, without any target."""
     state = _load_state_dict_from_keys(storage_reader=reshard.dcp.StorageReader(source))
     held, wrong = state["optim"]["state"], []
     with reshard.open(source) as checkpoint:
@@ -366,7 +366,7 @@ def everything(_ranks, source):
 
 
 def menagerie(_ranks, source, order="same"):
-    """A plain model with every odd tensor: 0-d, empty, frozen, buffers of four dtypes, 3 groups."""
+    """Return a plain model with every odd tensor: 0-d, empty, frozen, four dtypes of buffers."""
     torch.manual_seed(99)
     model = models.Menagerie(tied=False)
     with torch.no_grad():

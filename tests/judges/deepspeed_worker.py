@@ -27,7 +27,7 @@ PRELOADED = (
 
 
 def case_of(job: ranks.Job) -> Case:
-    """A row of the table, under its own name or another, or one that the job brings along."""
+    """Return a row of the table, under its own name or another, or the case of the job."""
     return job.told.get("case") or CASES[job.told.get("like", job.case)]
 
 

@@ -48,7 +48,7 @@ def work(job: ranks.Job, rank: int) -> None:
 
 
 def _build(told: dict[str, Any]) -> nn.Module:
-    """The model of the config.json that reshard made, with other values."""
+    """Build the model of the config.json that reshard wrote, with other values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(told["config"])
@@ -70,7 +70,7 @@ def _decay(update: int) -> float:
 
 
 def _rows(told: dict[str, Any], step: int) -> list[Tensor]:
-    """This rank's micro batches of a step."""
+    """Return this rank's micro batches of a step."""
     tp = told.get("tp", 1)  # neighbours that see the same data
     replicas = dist.get_world_size() // tp
     return list(batch(told["vocabulary"], step)[dist.get_rank() // tp :: replicas].split(MICRO))
@@ -125,7 +125,7 @@ def _held(told: dict[str, Any], model: nn.Module, optimizer: Any) -> dict[str, A
 
 
 def go_on_torch(told: dict[str, Any]) -> Any:
-    """One process, a file of torch.save."""
+    """Continue in one process, from a file of torch.save."""
     model = _build(told)
     optimizer = torch.optim.AdamW(_group(model), lr=LR)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, _decay)

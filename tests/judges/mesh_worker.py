@@ -88,7 +88,7 @@ def shard(model, mesh, units, **options):
 
 
 def live(mesh, seed):
-    """A sharded model and its optimizer with two groups."""
+    """Return a sharded model and its optimizer with two groups."""
     torch.manual_seed(seed)
     model = torch_models.mlp()
     if TENSOR in mesh.mesh_dim_names:
@@ -104,7 +104,7 @@ def live(mesh, seed):
 
 
 def share_of(mesh, batch, ranks):
-    """The rows of this rank's model: the ranks of one tensor-parallel group see the same."""
+    """Return the rows of this rank's model; the ranks of one tensor-parallel group get the same."""
     width = mesh[TENSOR].size() if TENSOR in mesh.mesh_dim_names else 1
     size = len(batch) // (ranks.world // width)
     return batch[ranks.rank // width * size :][:size]
@@ -193,7 +193,7 @@ def from_deepspeed(ranks, text, place, reference):
 
 
 def by_transformers(model, mesh):
-    """What ``from_pretrained(distributed_config=...)`` does, where no names are tied yet."""
+    """Shard as ``from_pretrained(distributed_config=...)`` does, where no names are tied yet."""
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     plan = model._expand_parallel_plan(model.tp_plan)
     apply_tensor_parallelism(model, mesh[TENSOR], plan)
@@ -221,14 +221,14 @@ def whole(tensor):
 
 
 def clip(gradients):
-    """To norm 1; of several meshes, which torch's ``clip_grad_norm_`` does not take together."""
+    """Clip gradients to norm 1 over several meshes, which ``clip_grad_norm_`` does not join."""
     norm = torch.stack([whole(g).double().square().sum() for g in gradients]).sum().sqrt()
     for gradient in gradients:
         gradient.mul_(float(torch.clamp(1.0 / (norm + 1e-6), max=1.0)))
 
 
 def specs_of(ranks, text, config):
-    """What transformers and ``fully_shard`` make of a config's model, by name."""
+    """Return how transformers and ``fully_shard`` cut a config's model, by name."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     mesh = make_mesh(text)

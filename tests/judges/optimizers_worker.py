@@ -72,7 +72,7 @@ Held = dict[str, dict[str, Any]]
 
 
 def held(engine: Any) -> Held:
-    """Name of a value -> fqn -> it, from all ranks; ``weight`` is the master."""
+    """Return name of a value -> fqn -> value, from all ranks; ``weight`` is the master."""
     names = {id(p): n for n, p in deepspeed_truth.optimized(engine.module).items()}
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):

@@ -69,7 +69,7 @@ def make(case: Case, out: Path) -> None:
 
 
 def start(case: Case) -> Any:
-    """The engine."""
+    """Start the engine."""
     topology = PipeModelDataParallelTopology(num_pp=case.pp, num_mp=case.tp, num_dp=case.dp)
     grid = PipelineParallelGrid(topology=topology)
     models.Tp.group = grid.get_slice_parallel_group()
@@ -95,7 +95,7 @@ def start(case: Case) -> Any:
 
 
 def specs(case: Case) -> list[Any]:
-    """The layers of a pipeline."""
+    """Return the specs of a pipeline's layers."""
     embedding: Any = LayerSpec(models.Embedding)
     head: list[Any] = [LayerSpec(models.Head)]
     if case.tied:
@@ -109,7 +109,7 @@ def specs(case: Case) -> list[Any]:
 
 
 def layers(case: Case) -> Iterator[nn.Module]:
-    """The same, made."""
+    """Build a pipeline's layers."""
     yield models.Embedding()
     yield from (models.Block(n, frozen=case.frozen and not n) for n in range(BLOCKS))
     yield models.Norm("last")
@@ -125,7 +125,7 @@ def _param_groups(case: Case, model: nn.Module) -> Any:
 
 
 def step(engine: Any, case: Case, number: int) -> float:
-    """One update; the loss over all ranks."""
+    """Make one update; return the loss over all ranks."""
     if case.kind == "autotp":
         ids = models.batch(number).chunk(case.dp)[autotp.data_rank()]
         return _update(engine, engine(input_ids=ids, labels=ids).loss)

@@ -65,7 +65,7 @@ class Stage(nn.Module):
 
 
 def live(mesh, *, groups):
-    """A stage and its optimizer; the second of two groups has shapes of its own."""
+    """Build a stage and its optimizer; the second of two groups has shapes of its own."""
     torch.manual_seed(7)
     model = Stage(mesh.get_local_rank("pp"), mesh["pp"].size())
     if mesh["tp"].size() > 1:

@@ -24,7 +24,7 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def shard(name, ranks):
-    """The model and its AdamW on all ranks."""
+    """Shard the model and its AdamW over all ranks."""
     model = make_model(name)
     mesh = init_device_mesh("cpu", (ranks.world,))
     for module in model.modules():

@@ -65,12 +65,12 @@ class Tell(TrainerCallback):
         self.held: dict[str, Any] = {}
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_rest: Any) -> None:
-        """After a resume."""
+        """Record the state after a resume."""
         if state.global_step:
             self._look()
 
     def on_save(self, _args: Any, state: Any, _control: Any, **_rest: Any) -> None:
-        """At the step that the others resume from."""
+        """Record the state at the step that the others resume from."""
         if state.global_step == SAVED and not self.held:
             self._look()
 
@@ -102,7 +102,7 @@ def of_engine(engine: Any) -> truth.Truth:
 
 
 def model(family: str = "llama") -> PreTrainedModel:
-    """A model whose loss depends on the random states, which are left as they are."""
+    """Build a model whose loss depends on the random states, which are left unchanged."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         return FAMILIES[family]()

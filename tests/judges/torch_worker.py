@@ -264,7 +264,7 @@ GROUPS = {
 
 
 def truth(live: Live) -> State:
-    """What PyTorch's own full state dicts report; every rank must ask."""
+    """Collect what PyTorch's own full state dicts report; every rank must call it."""
     plain = build(live.case)
     tied = ties(plain)
     whole = get_model_state_dict(live.model, options=WHOLE)
@@ -284,7 +284,7 @@ def truth(live: Live) -> State:
 
 
 def optimizer_truth(state: State) -> State:
-    """By fqn, as get_optimizer_state_dict reports it."""
+    """Return the optimizer state by fqn, as get_optimizer_state_dict reports it."""
     moments = {
         fqn: {slot: _copied(value) for slot, value in slots.items() if slot != "step"}
         for fqn, slots in state["state"].items()
@@ -368,7 +368,7 @@ TYPES = {
 
 
 def typed(live: Live, form: str) -> Any:
-    """A state dict type; whole ones stay where they are, as CPU offload aliases on a CPU."""
+    """Set a state dict type; full ones stay on the device, because CPU offload aliases on a CPU."""
     whole = form == "full"
     configs = (
         FullStateDictConfig(offload_to_cpu=False, rank0_only=False) if whole else None,
@@ -407,7 +407,7 @@ def full_and_ranks(live: Live, place: Path) -> None:
 
 
 def to_dcp(live: Live, place: Path) -> None:
-    """With the case's knobs: of the writer, of the planner, of ``dcp.save``."""
+    """Save with the options of the case: of the writer, of the planner, of ``dcp.save``."""
     knobs = dict(live.case.knobs)
     state = {"model": weights(live), "optim": moments(live)}
     if not live.case.moments:
@@ -502,7 +502,7 @@ def hugging_face_later(live: Live, place: Path) -> None:
 
 
 def tagged(live: Live, place: Path) -> None:
-    """The ImageNet example's form, and Lightning's names for the same."""
+    """Save in the form of the ImageNet example, or under Lightning's names for it."""
     state = {
         "epoch": 3,
         "arch": "tiny",
@@ -515,7 +515,7 @@ def tagged(live: Live, place: Path) -> None:
 
 
 def model_state_dict(live: Live, place: Path) -> None:
-    """The names of PyTorch's own tutorial."""
+    """Save under the names of PyTorch's own tutorial."""
     state = {
         "epoch": 3,
         "model_state_dict": live.model.state_dict(),
@@ -565,7 +565,7 @@ def index(live: Live, place: Path) -> None:
 
 
 def several(live: Live, place: Path) -> State:
-    """Two models and their optimizers in one file, under the names that the case gives."""
+    """Save two models and their optimizers in one file, under the names that the case gives."""
     first, second, first_optimizer, second_optimizer = live.case.knobs["keys"]
     other = train(replace(live.case, build="mlp"), 1)
     state = {
@@ -598,7 +598,7 @@ def averaged(live: Live, place: Path) -> State:
 
 
 def odd_tensors(live: Live, place: Path) -> State:
-    """Every form of a tensor, sharded or not, as DCP takes it; its own reader is the truth."""
+    """Save every form of a tensor, sharded or not, with DCP; its own reader is the truth."""
     forms = sample_tensors()
     forms["channels_last"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     forms["float8"] = torch.randn(6, 4).to(torch.float8_e4m3fn)
