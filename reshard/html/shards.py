@@ -162,9 +162,9 @@ def _sum_kinds(rows: Iterable[MapRow], tensors: Sequence[Entry]) -> dict[str, in
 def find_rank(name: str) -> int | None:
     """Return the rank that a file name states; None if it states none.
 
-    >>> rank_of("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), rank_of("__12_0.distcp")
+    >>> find_rank("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), find_rank("__12_0.distcp")
     (3, 12)
-    >>> rank_of("mp_rank_00_model_states.pt") is None
+    >>> find_rank("mp_rank_00_model_states.pt") is None
     True
     """
     match = _RANK.search(name)
