@@ -16,6 +16,7 @@ from reshard.errors import CorruptError
 from reshard.location import Location
 from reshard.manifest import Manifest
 from reshard.model import ModelHint
+from reshard.paths import as_path
 from reshard.pickles import trust
 from reshard.state_dict import tree
 from reshard.state_dict.plain_values import to_plain
@@ -108,14 +109,39 @@ def with_run(manifest: Manifest, location: Location) -> Manifest:
 
 
 def nearby(location: Location, wrap: str | None) -> ModelHint | None:
-    """Return the model of a transformers config beside the checkpoint; None if it is broken."""
+    """Return the model of a transformers config beside the checkpoint; None if it is broken.
+
+    Beside an adapter this is the config of its base model, if that is in a directory of this
+    machine.
+    """
     for near in (location, location.folders.get("huggingface") if not location.chosen else None):
         config = near.files.get("config.json") if near else None
         # The config only helps where the files are ambiguous, so a broken one is no reason to fail.
         with contextlib.suppress(CorruptError):
             if config and is_model_config(config):
                 return ModelHint(str(config), wrap, by_blocks=_is_verls_first(location))
+    with contextlib.suppress(CorruptError):
+        base = _find_base_config(location)
+        if base is not None and is_model_config(base):
+            return ModelHint(str(base), wrap)
     return None
+
+
+def _find_base_config(location: Location) -> Path | None:
+    """Return the config.json of the base model that PEFT's ``adapter_config.json`` names.
+
+    A relative path refers to the working directory of the training, and a name to the Hub: both are
+    unknown here.
+
+    Raises:
+        CorruptError: ``adapter_config.json`` is not a JSON object.
+    """
+    path = location.files.get("adapter_config.json")
+    base = read_json_object(path).get("base_model_name_or_path") if path else None
+    if not isinstance(base, str) or not as_path(base).is_absolute():
+        return None
+    config = as_path(base) / "config.json"
+    return config if config.is_file() else None
 
 
 def _is_verls_first(location: Location) -> bool:

@@ -36,6 +36,7 @@ from reshard.state_dict import (
     optimizer_state,
     sections,
 )
+from reshard.state_dict.adapter_form import restore_adapter_form
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
@@ -250,6 +251,7 @@ def _resolve_model(
         ):
             return None, []  # optimizer and weights together are brought into the form in memory
         parts.model = restore_memory_form(parts.model, model)
+        parts.model, model = restore_adapter_form(parts.model, model)
         mismatch = _describe_mismatch(model, parts.model)
         # Flat parameters hide the names: `flat_params.build_unit` checks their sizes instead.
         if mismatch and not prefixes:
@@ -270,6 +272,7 @@ def _resolve_model(
     except (UsageError, UnsupportedError) as error:
         return None, [f"{nearby.model} cannot be used: {error.problem}"]
     parts.model = restore_memory_form(parts.model, model)
+    parts.model, model = restore_adapter_form(parts.model, model)
     mismatch = _describe_mismatch(model, parts.model)
     if mismatch and not prefixes:
         if open_end:

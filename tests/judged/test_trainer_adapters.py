@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 import reshard
+from reshard.errors import IncompleteError, UnsupportedError
 from tests.judges import server
+from tests.judges.models import llama_config
 from tests.support.sample_tensors import same
 
 pytestmark = pytest.mark.slow
 
 JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, like=server.DEEPSPEED)
+VOCABULARY = 96  # of resume_worker, which imports transformers
 FSDP2 = {"kind": "fsdp2", "type": "SHARDED_STATE_DICT", "family": "lora"}
 DDP = {"kind": "ddp", "family": "lora"}
 
@@ -27,6 +34,8 @@ RESUMED = {  # name -> the run, ranks, stage
     "z3 at 1 and stage 2": ("z3", 1, 2),
     "fsdp2 at 2 and stage 2": ("fsdp2", 2, 2),
     "fsdp2 at 4 and stage 3": ("fsdp2", 4, 3),
+    "ddp at 2 and stage 2": ("ddp", 2, 2),
+    "ddp at 4 and stage 3": ("ddp", 4, 3),
 }
 AS_FSDP2 = {  # name -> the run, ranks, state dict type
     "fsdp2 at 4, sharded": ("fsdp2", 4, "sharded"),
@@ -47,15 +56,15 @@ def saved(tmp_path_factory):
 def resumed(saved, tmp_path_factory):
     """Resume each output; return the state of the real Trainer then, and its next losses."""
     place = tmp_path_factory.mktemp("written")
-    jobs = {}
+    jobs, base = {}, save_base(place / "base")
     for name, (run, ranks, stage) in RESUMED.items():
         source, told = saved[run][0], deepspeed(stage)
-        if run == "fsdp2":
+        if run in {"fsdp2", "ddp"}:
             told["scheduler"] = "trainer"
         rng = {} if ranks == 2 else {"rng": "derive"}
-        reshard.split(
-            source, place / name, to="hf-trainer", world_size=ranks, zero_stage=stage, **rng
-        )
+        model = {"model": str(base)} if run == "ddp" else {}
+        how = {"world_size": ranks, "zero_stage": stage, **rng, **model}
+        reshard.split(source, place / name, to="hf-trainer", **how)
         jobs[name] = ranks, {**told, "resume": place / name / "checkpoint-3"}
         jobs[f"{name} live"] = ranks, {**told, "resume": source, "live": rng}
     for name, (run, ranks, form) in AS_FSDP2.items():
@@ -78,6 +87,36 @@ def test_an_adapter_is_resumed_with_every_bit_and_the_losses_of_split(name, save
     assert live["losses"] == resumed[name]["losses"]
     if ranks == 2 and run != "fsdp2":
         assert live["losses"] == truth["losses"]
+
+
+def test_the_base_model_tells_the_order_of_an_adapter(saved, tmp_path):
+    """It is passed, or ``adapter_config.json`` names its directory."""
+    source, truth = saved["ddp"]
+    copy = Path(shutil.copytree(source, tmp_path / "checkpoint-3"))
+    base = save_base(tmp_path / "base")
+    with pytest.raises(IncompleteError, match="no file states which parameters"):
+        reshard.split(copy, tmp_path / "out", to="hf-trainer", zero_stage=2)
+    assert_named(copy, truth, model=str(base))
+    config = copy / "adapter_config.json"
+    values = json.loads(config.read_text()) | {"base_model_name_or_path": str(base)}
+    config.write_text(json.dumps(values))
+    assert_named(copy, truth)
+    with pytest.raises(UnsupportedError, match="pass the checkpoint itself"):
+        reshard.split(copy, tmp_path / "out", to="hf-trainer", state_dict_type="unsharded")
+
+
+def save_base(place):
+    """Save the config of the base model, which tells the order of what DDP saved."""
+    llama_config(VOCABULARY).save_pretrained(place)
+    return place
+
+
+def assert_named(source, truth, **how):
+    with reshard.open(source, **how) as checkpoint:
+        assert set(checkpoint) == truth["optimizer"].keys()
+        for fqn, slots in truth["optimizer"].items():
+            for slot in ("exp_avg", "exp_avg_sq"):
+                assert same(checkpoint.optimizer(slot)[fqn][...], slots[slot]), f"{slot} of {fqn}"
 
 
 @pytest.mark.parametrize("name", AS_FSDP2)

@@ -22,8 +22,10 @@ from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import format_json
 from reshard.dtypes import DType
+from reshard.errors import UnsupportedError
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
+from reshard.model.adapter_names import find_saved_names
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import lay_out_optimizer
 from reshard.training import rng, trainer_run
@@ -64,7 +66,21 @@ def lay_out_unsharded(
     model: ModelShapes | None = None,
     dtype: DType | None = None,
 ) -> Skeleton:
-    """Lay out weights in safetensors, and ``torch.optim``'s state with names for its numbers."""
+    """Lay out weights in safetensors, and ``torch.optim``'s state with names for its numbers.
+
+    Raises:
+        UnsupportedError: the weights are those of an adapter, which the Trainer loads from PEFT's
+            own files.
+    """
+    if find_saved_names(weight.fqn for weight in state.weights):
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            "contains an adapter alone, which the Trainer loads from PEFT's own files without FSDP"
+            " and DeepSpeed",
+            "pass --state-dict-type sharded or full for FSDP 2, or --zero-stage for DeepSpeed. If"
+            " DDP saved it, pass the checkpoint itself to trainer.train: it fits any number of"
+            " ranks",
+        )
     weights = writer.lay_out(
         torch_state_dict.choose_whole_weights(state, dtype),
         max_shard_bytes=_SHARD_BYTES,
