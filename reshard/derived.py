@@ -8,16 +8,20 @@ no file stores, such as dequantised weights.
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Protocol, TypeAlias
 
 from reshard import escaped
+
+Kept: TypeAlias = "threading.local | SimpleNamespace"
+"""A namespace for each thread, or of a reader that one thread at a time uses."""
 
 
 class Reader(Protocol):
     """The reads that a computation may do; `reshard.files.SourceFiles` has them."""
 
     @property
-    def kept(self) -> threading.local:
+    def kept(self) -> Kept:
         """What computations keep for each thread between two reads; it ends with the reader."""
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:

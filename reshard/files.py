@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from reshard import escaped, signals
-from reshard.derived import Derived
+from reshard.derived import Derived, Kept
 from reshard.errors import DAMAGED, CorruptError, IncompleteError, ReshardError
 from reshard.paths import as_path, is_remote
 
@@ -108,7 +108,7 @@ class SourceFiles(OpenFiles):
 
     def __init__(self) -> None:
         super().__init__(os.O_RDONLY)
-        self.kept = threading.local()  # see `derived.Reader`
+        self.kept: Kept = threading.local()
         self._remote_files: RemoteFiles | None = None
         self._decoders: dict[str, escaped.Decoder] = {}
 

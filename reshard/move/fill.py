@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 from weakref import proxy
 
@@ -61,6 +62,9 @@ class _InnerFiles(SourceFiles):
 
     def __init__(self, filler: Filler) -> None:
         super().__init__()
+        # A filler serves one thread at a time. What is kept must outlive that thread: the next
+        # read may come from another one.
+        self.kept = SimpleNamespace()
         self._filler = proxy(filler)
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
@@ -223,6 +227,12 @@ class Filler:
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
         return memoryview(self._buffer)[:nbytes]
+
+    def take_reads(self) -> Spans:
+        """Return the ranges that were read since the last call, with their checksums."""
+        self.flush_checksum()
+        reads, self.reads = self.reads, Spans()
+        return reads
 
     def flush_checksum(self) -> None:
         """Record the checksum of the range that was read last."""

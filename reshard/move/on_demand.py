@@ -6,12 +6,13 @@ that load a checkpoint into memory, or serve it, read such files instead of a co
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,7 @@ class OnDemandFiles:
         self._logged: set[str] = set()
         self._crcs: dict[tuple[str, int], bytes] = {}
         self._lock = threading.Lock()
+        self._fillers = _Fillers(self._make_filler, workers)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._contents)
@@ -138,25 +140,41 @@ class OnDemandFiles:
         Raises:
             ReshardError: as `read_into`, except for overflows.
         """
-        overflowed: Counter[str] = Counter()
         file, stop = self._find(name), byte_offset + len(target)
         _fill_with_zeros(target)  # what no tensor and no literal fills is zero
         for offset, data in file.literals:
             _overlay(target, byte_offset, offset, data)
-        parts = self._parts_of(name)
-        # A range can begin inside an element, and copies move whole
-        # elements: a cut part is read whole.
-        for part in parts.find_cut(byte_offset, stop):
-            _overlay(target, byte_offset, part.byte_offset, self._read_part(name, parts, part))
-            overflowed += self._overflows.get((name, part.byte_offset), Counter())
-        whole = parts.find_whole(byte_offset, stop)
-        overflowed += self._fill(name, whole, byte_offset, target)
+        overflowed = self._fill_tensors(name, byte_offset, target)
         # Checksums come last: the literals around them have zeros in their place.
         if self._has_checksums:
             for stored in self._checksums.get(name, ()):
                 for location in stored.locations:
                     if location < stop and location + 4 > byte_offset:
                         _overlay(target, byte_offset, location, self._compute_checksum(stored))
+        return overflowed
+
+    def _fill_tensors(self, name: str, start: int, target: memoryview) -> Counter[str]:
+        """Fill what belongs to tensors in ``target``, which begins at byte ``start``.
+
+        The parts are filled in the order of the file: a computation keeps what the next part needs.
+        """
+        parts, stop = self._parts_of(name), start + len(target)
+        overflowed: Counter[str] = Counter()
+
+        def fill_cut(part: WindowPart) -> None:
+            # A range can begin inside an element, and copies move whole elements: a cut part is
+            # read whole.
+            _overlay(target, start, part.byte_offset, self._read_part(name, parts, part))
+            overflowed.update(self._overflows.get((name, part.byte_offset), ()))
+
+        cut = parts.find_cut(start, stop)
+        for part in cut:
+            if part.byte_offset < start:
+                fill_cut(part)
+        overflowed.update(self._fill(name, parts.find_whole(start, stop), start, target))
+        for part in cut:
+            if part.byte_offset >= start:
+                fill_cut(part)
         return overflowed
 
     def check_records(self) -> None:
@@ -214,28 +232,29 @@ class OnDemandFiles:
             For each fqn, the number of finite values that a cast made infinite.
         """
         workers = self._workers if len(target) >= _PARALLEL_BYTES else 1
-        fillers: list[_FillPart] = []
-
-        def fill_parts() -> _FillPart:
-            filler = Filler(
-                self._pool,
-                clamp=self._on_overflow == "clamp",
-                needs_checksum=self._needs_checksum,
-            )
-            fillers.append(_FillPart(filler, start, target))
-            return fillers[-1]
-
-        parallel_for(parts, fill_parts, min(workers, max(len(parts), 1)))
+        acts: list[_FillPart] = []
         overflowed: Counter[str] = Counter()
-        with self._lock:
-            for each in fillers:
-                each.filler.flush_checksum()
-                self._reads.update(each.filler.reads)
-                for byte_offset, counts in each.overflows.items():
-                    self._overflows[name, byte_offset] = counts
-                    overflowed += counts
+        with contextlib.ExitStack() as borrowed:
+
+            def fill_parts() -> _FillPart:
+                filler = borrowed.enter_context(self._fillers.borrow(name))
+                acts.append(_FillPart(filler, start, target))
+                return acts[-1]
+
+            parallel_for(parts, fill_parts, min(workers, max(len(parts), 1)))
+            with self._lock:
+                for each in acts:
+                    self._reads.update(each.filler.take_reads())
+                    for byte_offset, counts in each.overflows.items():
+                        self._overflows[name, byte_offset] = counts
+                        overflowed += counts
         self._log_overflows(overflowed)
         return overflowed
+
+    def _make_filler(self) -> Filler:
+        return Filler(
+            self._pool, clamp=self._on_overflow == "clamp", needs_checksum=self._needs_checksum
+        )
 
     def _log_overflows(self, overflowed: Counter[str]) -> None:
         """Log a warning for each tensor with overflows, unless they are an error."""
@@ -342,6 +361,42 @@ class _Parts:
         first = max(bisect_right(self._starts, start) - 1, 0)
         last = bisect_right(self._starts, stop - 1)
         return [part for part in self._parts[first:last] if part.byte_offset + part.nbytes > start]
+
+
+class _Fillers:
+    """Fillers that wait for the next read, with what computations keep in them between two reads.
+
+    A read continues where the last one of the same file ended, in most programs. With the filler of
+    that one, nothing is computed a second time: each of GPT-OSS's experts fills eight parts, and
+    all its codes are needed for every part.
+
+    Args:
+        make: makes a filler.
+        most: fillers that are kept while no read uses them.
+    """
+
+    def __init__(self, make: Callable[[], Filler], most: int) -> None:
+        self._make = make
+        self._most = most
+        self._waiting: list[tuple[str, Filler]] = []  # file that it filled last; newest at the end
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def borrow(self, name: str) -> Iterator[Filler]:
+        """Lend a filler for a read of a file; one whose read failed is not used again."""
+        filler = self._take(name)
+        yield filler
+        with self._lock:
+            self._waiting.append((name, filler))
+            del self._waiting[: -self._most]
+
+    def _take(self, name: str) -> Filler:
+        """Return the newest filler that filled this file, or a new one."""
+        with self._lock:
+            for number in reversed(range(len(self._waiting))):
+                if self._waiting[number][0] == name:
+                    return self._waiting.pop(number)[1]
+        return self._make()
 
 
 class _FillPart:

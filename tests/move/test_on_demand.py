@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import random
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 import reshard
+from reshard.box import whole
+from reshard.chunks import Chunk
 from reshard.commands.split.options import SplitOptions
 from reshard.derived import Derived
+from reshard.dtypes import UINT8
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
 from reshard.live.files import log_report, open_live_files, read_options
+from reshard.manifest import PARAM, Entry, OutputFile, Skeleton, index_entries
 from reshard.move.fill import Filler
 from reshard.move.on_demand import OnDemandFiles
 from reshard.move.tiles import find_reader
@@ -187,3 +194,77 @@ def test_buffers_are_freed_without_garbage_collection():
         filler.read_into(Derived("file", "computed", Kept()), 0, memoryview(bytearray(1)))
         del filler
         assert [each() for each in made] == [None, None]
+
+
+class Tabled:
+    """Bytes that a table gives, which takes long to make and is kept between two reads."""
+
+    nbytes, tile_nbytes, files = 4096, 1, ()
+
+    def __init__(self, made):
+        self.made = made
+
+    def read_into(self, pool, byte_offset, target):
+        table = find_reader(pool).keep("table", self, self.make)
+        target[:] = table[byte_offset : byte_offset + len(target)]
+
+    def make(self):
+        self.made.append(threading.get_ident())
+        return bytes(range(256)) * 16
+
+
+def computed(names, made, limit):
+    """A plan of one file for each name, whose parts of ``limit`` bytes are all computed."""
+    box, strides = whole((Tabled.nbytes,)), (1,)
+    source, target = [], []
+    for name in names:
+        chunk = Chunk(box, Derived("source", name, Tabled(made)), 0, strides, UINT8)
+        source.append(Entry(name, PARAM, UINT8, box.shape, (chunk,)))
+        chunk = Chunk(box, f"{name}.bin", 0, strides, UINT8)
+        target.append(Entry(name, PARAM, UINT8, box.shape, (chunk,)))
+    files = tuple(OutputFile(f"{name}.bin", Tabled.nbytes) for name in names)
+    return Plan(index_entries(source), Skeleton(files, tuple(target)), limit)
+
+
+@pytest.mark.parametrize("step", [100, 512, 1500])
+def test_what_computations_keep_serves_the_next_read(step):
+    """Also if the reads of two files alternate, and come from other threads."""
+    made, content = [], Tabled([]).make()
+    with SourceFiles() as pool:
+        files = OnDemandFiles(computed("ab", made, 512), {}, pool, workers=2)
+        for at in range(0, Tabled.nbytes, step):
+            for name in ("a.bin", "b.bin"):
+                with ThreadPoolExecutor(1) as other:
+                    read = other.submit(files.read, name, at, step).result()
+                assert read == content[at : at + step]
+    assert len(made) == 2
+
+
+def test_only_as_many_fillers_wait_as_there_are_workers():
+    made, names = [], "abcdef"
+    with SourceFiles() as pool:
+        files = OnDemandFiles(computed(names, made, 512), {}, pool, workers=2)
+        for name in (*names, *names, "f", "e", "f", "e"):
+            files.read(f"{name}.bin", 0, 512)
+    assert len(made) == 2 * len(names)
+
+
+def test_a_filler_whose_read_failed_is_not_used_again():
+    class Failing(Tabled):
+        def read_into(self, pool, byte_offset, target):
+            super().read_into(pool, byte_offset, target)
+            if byte_offset == 512 and len(self.made) == 1:
+                raise CorruptError("source", "damaged")
+
+    made = []
+    with SourceFiles() as pool:
+        plan = computed("a", made, 512)
+        entry = plan.target.entries[0]
+        chunk = Chunk(whole((4096,)), Derived("source", "f", Failing(made)), 0, (1,), UINT8)
+        source = index_entries([replace(entry, chunks=(chunk,))])
+        files = OnDemandFiles(Plan(source, plan.target, 512), {}, pool)
+        files.read("a.bin", 0, 512)
+        with pytest.raises(CorruptError):
+            files.read("a.bin", 512, 512)
+        assert files.read("a.bin", 512, 512) == bytes(range(256)) * 2
+    assert len(made) == 2
