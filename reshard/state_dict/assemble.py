@@ -99,7 +99,8 @@ def build_manifest(
         read, entries = model_optimizers.select_optimizers(
             parts, entries, units, model, parsed, pool
         )
-    entries = _name_as_trained(entries, read)
+    trained = _name_as_trained(entries, read)
+    entries = trained or entries
     all_warnings = [
         *warnings,
         *parsed.notes,
@@ -124,7 +125,7 @@ def build_manifest(
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
         unread=_describe_unread(parts, train.objects),
         unknown_globals=trust.unknown(parsed.globals),
-        ordered=ordered or model is not None,
+        ordered=ordered or model is not None or bool(trained),
         # An index of FSDP 1's optimizer counts in the order of its units, not in that of the model.
         keyed=None if flats or units else optimizer_state.find_keying(parts.optimizers.values()),
         ordered_by_model=model is not None and not ordered,  # sorted by it above
@@ -134,13 +135,19 @@ def build_manifest(
 def _name_as_trained(
     entries: Mapping[str, Entry], read: Sequence[ParsedOptimizer]
 ) -> dict[str, Entry]:
-    """Give an adapter's weights the names that the optimizer has for them."""
-    trained = (fqn for one in read for group in one.groups for fqn in group.fqns)
+    """Return an adapter's weights with the names that the optimizer has for them, and in its order.
+
+    The order of PEFT's files is not the model's: they have whole trained modules after all the
+    matrices. The param groups of the optimizer list the names in the model's order. The result is
+    empty for other weights.
+    """
+    trained = [fqn for one in read for group in one.groups for fqn in group.fqns]
     names = find_trained_names(entries, trained)
-    return {
-        names.get(fqn, fqn): replace(entry, fqn=names.get(fqn, fqn))
-        for fqn, entry in entries.items()
-    }
+    position = {fqn: number for number, fqn in enumerate(trained)}
+    renamed = {names[fqn]: replace(entries[fqn], fqn=names[fqn]) for fqn in names}
+    others = {fqn: entry for fqn, entry in entries.items() if fqn not in names}
+    by_position = sorted(renamed, key=position.__getitem__)
+    return {**{fqn: renamed[fqn] for fqn in by_position}, **others} if names else {}
 
 
 def _add_step_claims(

@@ -138,10 +138,10 @@ def _mixtral() -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**_experts(num_local_experts=4)))
 
 
-def _lora() -> Any:
+def _lora(**settings: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2, **settings)
     adapted = get_peft_model(_llama(), config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -150,10 +150,17 @@ def _lora() -> Any:
     return adapted
 
 
-FAMILIES = {"llama": _llama, "lora": _lora, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe}
+FAMILIES = {
+    "llama": _llama,
+    "lora": _lora,
+    "lora and embeddings": lambda: _lora(modules_to_save=["embed_tokens", "lm_head"]),
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+}
 LAYERS = {
     "llama": "LlamaDecoderLayer",
     "lora": "LlamaDecoderLayer",
+    "lora and embeddings": "LlamaDecoderLayer",
     "mixtral": "MixtralDecoderLayer",
     "qwen3_moe": "Qwen3MoeDecoderLayer",
 }

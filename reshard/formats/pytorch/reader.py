@@ -239,7 +239,7 @@ def _collect_parts(
         _add_part(whole, None if alone else stem, files.joined(location))
     sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *location.folders))
     for stem, path in weights.items():
-        if sharded and stem == "model":
+        if sharded and stem in ("model", "adapter_model"):
             warnings.append(_COPY.format(path.name, "pytorch_model_fsdp*"))
         else:
             _add_part(whole, stem, _read_safetensors(location, path))
