@@ -55,6 +55,7 @@ class ModelShapes:
         units: in the order in which FSDP1 numbers its flat parameters; empty if not requested.
         tensor_plan: tensor-parallel plans of the transformers models in it: pattern -> style.
         embeddings: every name of the weights of ``nn.Embedding``.
+        layer_norms: every name of the parameters of ``nn.LayerNorm``.
         find_published: returns the published form of the model, which other tools read; None if
             it is certainly the form in memory.
     """
@@ -66,6 +67,7 @@ class ModelShapes:
     units: tuple[Unit, ...] = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     embeddings: frozenset[str] = frozenset()
+    layer_norms: frozenset[str] = frozenset()
     find_published: Callable[[], Published | None] = field(
         default=_find_nothing, compare=False, repr=False
     )
@@ -82,6 +84,8 @@ def of_module(
     Raises:
         UsageError, UnsupportedError: FSDP 1 could not have wrapped the module in this way.
     """
+    from torch import nn
+
     wrapped = wrapped_in(root, policy or Policy(), mixed_precision=mixed_precision)
     owners = _find_owners(root, wrapped)
     names = {module: fqn for fqn, module in root.named_modules()}
@@ -128,7 +132,8 @@ def of_module(
         tied,
         tuple(units),
         _collect_tensor_plans(root),
-        _collect_embeddings(root),
+        _collect_parameters_of(nn.Embedding, root),
+        _collect_parameters_of(nn.LayerNorm, root),
         _plan_trace(root, source),
     )
 
@@ -146,13 +151,12 @@ def _collect_tensor_plans(root: nn.Module) -> dict[str, str]:
     return plans
 
 
-def _collect_embeddings(root: nn.Module) -> frozenset[str]:
-    from torch import nn
-
+def _collect_parameters_of(module_class: type[nn.Module], root: nn.Module) -> frozenset[str]:
+    """Return every name of the parameters of the modules of a class."""
     return frozenset(
         _join(path, name)
         for path, module in root.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.Embedding)
+        if isinstance(module, module_class)
         for name, _ in module.named_parameters(recurse=False)
     )
 

@@ -197,7 +197,7 @@ def regroup(state: WritableState, given: Rules) -> Made:
     if lost:
         raise UsageError(given.where, f"freezes {_list_some(lost)}, which has optimizer state")
     manifest = replace(state.manifest, frozen=state.manifest.frozen | frozenset(frozen))
-    regrouped, scheduler_notes = _replace_groups(replace(state, manifest=manifest), groups, origins)
+    regrouped, scheduler_notes = replace_groups(replace(state, manifest=manifest), groups, origins)
     return regrouped, [*notes, *scheduler_notes]
 
 
@@ -211,12 +211,12 @@ def drop_empty_groups(state: WritableState) -> Made:
     if len(kept) == len(state.groups):
         return state, []
     groups = [state.groups[number] for number in kept]
-    dropped, notes = _replace_groups(state, groups, [[number] for number in kept])
+    dropped, notes = replace_groups(state, groups, [[number] for number in kept])
     count = counted(len(state.groups) - len(kept), "param group")
     return dropped, [f"{count} without parameters left out, as DeepSpeed does", *notes]
 
 
-def _replace_groups(
+def replace_groups(
     state: WritableState, groups: Sequence[TrainedGroup], origins: Sequence[Sequence[int]]
 ) -> Made:
     """Return the state with new groups, and the scheduler's lists with one value for each.

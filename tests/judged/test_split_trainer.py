@@ -48,6 +48,13 @@ RESUMED = {  # name -> which run, ranks, how it is written, how the Trainer resu
         {"state_dict_type": "unsharded", "param_groups": TRAINERS},
         RUNS["ddp"],
     ),
+    "deepspeed as fsdp2": ("deepspeed", 2, {"state_dict_type": "sharded"}, RUNS["fsdp2"]),
+    "deepspeed as ddp, its own groups": (
+        "deepspeed",
+        2,
+        {"state_dict_type": "unsharded"},
+        RUNS["ddp"],
+    ),
 }
 OTHER_GROUPS = "deepspeed as ddp, without a file of groups"
 UNBROKEN = ("ddp at 2", "deepspeed at 2")  # nothing has changed

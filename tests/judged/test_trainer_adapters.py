@@ -50,6 +50,8 @@ RESUMED = {  # name -> the run, ranks, stage
 AS_FSDP2 = {  # name -> the run, ranks, state dict type
     "fsdp2 at 4, sharded": ("fsdp2", 4, "sharded"),
     "fsdp2 at 2, full": ("fsdp2", 2, "full"),
+    "z2 at 4, sharded": ("z2", 4, "sharded"),
+    "z3 at 2, full": ("z3", 2, "full"),
 }
 OWN = {"ddp at 4": ("ddp", 4), "fsdp2 at 4": ("fsdp2", 4)}
 

@@ -16,7 +16,7 @@ from reshard.formats.fsdp import rank_files as state_dict
 from reshard.formats.pytorch import writer
 from reshard.formats.pytorch.directory import NAME
 from reshard.formats.request import Request
-from reshard.formats.trainers import accelerate, hf_trainer
+from reshard.formats.trainers import accelerate, hf_param_groups, hf_trainer
 from reshard.layout.mesh import MeshGrid
 from reshard.layout.tensor_parallel import TensorPlan
 from reshard.manifest import Skeleton
@@ -97,7 +97,9 @@ def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
         UsageError: a form that the Trainer does not resume from.
         ReshardError: as the layout of that form.
     """
-    deepspeed = request.separate_masters
+    deepspeed, adapted = request.separate_masters, list[str]()
+    if not deepspeed and not request.weights_only:
+        state, adapted = hf_param_groups.adapt_groups(state, request.model)
     if deepspeed:
         files, notes = registry.find_writer("deepspeed").lay_out(state, request)
     else:
@@ -111,7 +113,7 @@ def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
         weights_only=request.weights_only,
     )
     own = hf_trainer.describe_derived(state, deepspeed=deepspeed, weights_only=request.weights_only)
-    return LaidOut(skeleton, (*notes, *own))
+    return LaidOut(skeleton, (*notes, *adapted, *own))
 
 
 def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:

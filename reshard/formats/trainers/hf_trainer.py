@@ -23,6 +23,7 @@ from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import format_json
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
+from reshard.formats.trainers import hf_param_groups
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.model.adapter_names import find_saved_names
@@ -33,7 +34,6 @@ from reshard.training.batch import BATCH, BATCH_BEFORE
 from reshard.training.state import WritableState
 
 _SHARD_BYTES = 5 * 10**9  # of model.safetensors, the default of merge
-_GROUPS = 2  # param groups of `Trainer.create_optimizer`
 _EVERY = 500  # steps: the default of TrainingArguments for logging, evaluation and saving
 _CHECKPOINT = re.compile(r"checkpoint-\d+")  # ``PREFIX_CHECKPOINT_DIR`` of trainer_utils.py
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -171,10 +171,10 @@ def describe_derived(state: WritableState, *, deepspeed: bool, weights_only: boo
     if weights_only:
         return
     found = _get_scheduler(state)
-    if not deepspeed and len(state.groups) != _GROUPS:
+    if not deepspeed and len(state.groups) != hf_param_groups.COUNT:
         yield (
-            f"the Trainer's own optimizer has {_GROUPS} param groups (weight decay and none), here"
-            f" are {len(state.groups)}: --param-groups splits them"
+            f"the Trainer's own optimizer has {hf_param_groups.COUNT} param groups (weight decay"
+            f" and none), here are {len(state.groups)}: --param-groups divides them"
         )
     if _is_torch_scheduler(found):
         if found["last_epoch"] != state.step():

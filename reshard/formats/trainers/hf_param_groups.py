@@ -1,0 +1,94 @@
+"""The param groups of the optimizer that HF Trainer creates: with weight decay and without.
+
+Source: transformers 5.23 ``trainer.py`` (``create_optimizer``, ``get_decay_parameter_names``) and
+``trainer_pt_utils.py`` (``get_parameter_names``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from reshard.manifest import Manifest
+from reshard.model import ModelHint, ModelShapes, library
+from reshard.model.adapter_names import MATRICES, parse_part
+from reshard.training.companion_files import config_beside
+from reshard.training.param_groups import replace_groups
+from reshard.training.state import TrainedGroup, WritableState
+
+COUNT = 2
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def adapt_groups(
+    state: WritableState, model: ModelShapes | None
+) -> tuple[WritableState, list[str]]:
+    """Return the state with the param groups and keys that the Trainer's optimizer has, and notes.
+
+    DeepSpeed makes one group if its configuration names the optimizer; the Trainer makes two of
+    the same parameters, and each keeps the hyper-parameters. Groups of a script's own optimizer
+    stay as they are.
+
+    Args:
+        model: the model, if the user described it; otherwise a config beside the source is used.
+    """
+    notes: list[str] = []
+    config = state.manifest.train.config
+    if len(state.groups) == 1 and isinstance(config, dict) and "optimizer" in config:
+        decays = find_decays(state.groups[0].fqns, model or _find_model(state.manifest))
+        if decays is not None:
+            state, notes = _divide(state, decays)
+    # Its scheduler adds this key, and DCP loads no group without it. The value is not used again.
+    groups = (
+        replace(group, hyper={**group.hyper, "initial_lr": group.hyper["lr"]})
+        if "lr" in group.hyper and "initial_lr" not in group.hyper
+        else group
+        for group in state.groups
+    )
+    return replace(state, groups=tuple(groups)), notes
+
+
+def find_decays(fqns: Sequence[str], model: ModelShapes | None) -> list[bool] | None:
+    """Return for each parameter whether the Trainer decays it; None if the model must be known.
+
+    >>> find_decays(["base_model.model.q.lora_A.default.weight", "norm.weight"], None)
+    [True, False]
+    >>> find_decays(["transformer.ln_f.weight"], None)  # whether it is an nn.LayerNorm is unknown
+    """
+    found = [_decays(fqn, model) for fqn in fqns]
+    return None if None in found else [bool(each) for each in found]
+
+
+def _decays(fqn: str, model: ModelShapes | None) -> bool | None:
+    if _NO_DECAY.search(fqn.lower()):
+        return False
+    part = parse_part(fqn)
+    if part is not None and part.role in MATRICES:
+        return True
+    known = model is not None and fqn in model.parameters
+    return fqn not in model.layer_norms if model is not None and known else None
+
+
+def _find_model(manifest: Manifest) -> ModelShapes | None:
+    """Return the model of the config beside the source."""
+    config = config_beside(manifest)
+    return ModelHint(str(config)).shapes() if config and library.is_installed() else None
+
+
+def _divide(state: WritableState, decays: Sequence[bool]) -> tuple[WritableState, list[str]]:
+    (group,) = state.groups
+    groups = [
+        TrainedGroup(
+            group.hyper,
+            tuple(m for m, decay in zip(group.members, decays, strict=True) if decay is wanted),
+        )
+        for wanted in (True, False)
+    ]
+    divided, notes = replace_groups(state, groups, [[0], [0]])
+    sizes = " and ".join(str(len(each.members)) for each in groups)
+    text = (
+        f"DeepSpeed's one param group becomes the Trainer's two, of {sizes} parameters, both with"
+        f" weight_decay {group.hyper.get('weight_decay')}: --param-groups sets others"
+    )
+    return divided, [text, *notes]
