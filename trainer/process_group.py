@@ -34,7 +34,24 @@ def join_process_group(device: str, timeout_s: int, threads: int) -> Iterator[Ra
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), own_device)
     finally:
-        dist.destroy_process_group()
+        _leave_process_group()
+
+
+def _leave_process_group() -> None:
+    """Destroy all groups, and their backends last.
+
+    With torch 2.6, the destructor of a group holds the interpreter lock while it waits for the
+    threads of gloo, and such a thread needs the lock to free the tensors of its last collective.
+    The destructor of a backend does not hold it. torch 2.13 was not seen to wait forever.
+    """
+    groups = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - new_group's groups too
+    backends = [
+        group._get_backend(kind)  # noqa: SLF001 - no public function returns it
+        for group in groups
+        for kind in group._device_types  # noqa: SLF001
+    ]
+    dist.destroy_process_group()
+    del backends
 
 
 def _choose_device(setting: str) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.programs import run_python
 from trainer.checkpoint import fsdp
 from trainer.core.ranks import Ranks
 from trainer.errors import SettingsError
@@ -77,3 +78,25 @@ def test_a_full_state_dict_is_offloaded_by_the_device_of_the_run(monkeypatch, de
     )
     fsdp._get_model_state(torch.nn.Linear(2, 2), "full", Ranks(0, 2, torch.device(device)))
     assert seen == [device == "cuda"]
+
+
+LEAVES = """
+import faulthandler
+faulthandler.dump_traceback_later(300, exit=True)
+import torch
+import torch.distributed as dist
+from trainer.process_group import join_process_group
+for _ in range(30):
+    with join_process_group("cpu", 60, 1):
+        group = dist.new_group(backend="gloo")
+        dist.broadcast(torch.ones(3), 0)
+        dist.broadcast(torch.ones(3), 0, group=group)
+    del group
+    assert not dist.is_initialized()
+"""
+
+
+def test_a_rank_leaves_while_threads_of_gloo_still_free_tensors():
+    """With torch 2.6 it waited for these threads, and they for it, in one of a few rounds."""
+    done = run_python("-c", LEAVES)
+    assert done.returncode == 0, done.stderr
