@@ -211,7 +211,7 @@ class _MemoryEngine:
         Raises:
             UnsafeError: the file names a class that is not known to be safe.
         """
-        name = self._name(path)
+        name = self._find_name(path)
         return load_safely(self._files.open(name, checks=False), name, map_location)
 
     def load_unread(self, path: str) -> Any:
@@ -220,10 +220,10 @@ class _MemoryEngine:
         Raises:
             UnsafeError: the file names a class that is not known to be safe.
         """
-        name = self._name(path)
+        name = self._find_name(path)
         return load_unread(self._files.open(name, checks=False), name)
 
-    def _name(self, path: str) -> str:
+    def _find_name(self, path: str) -> str:
         return Path(path).relative_to(self._folder).as_posix()
 
 

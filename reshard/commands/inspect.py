@@ -107,19 +107,19 @@ class Inspection(Report):
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
         yield self.manifest.origin.path
-        yield from align(list(self._rows()), "  ")
+        yield from align(list(self._list_rows()), "  ")
         if self.with_tensors:
             yield ""
             yield from list_tensors(self.manifest)
 
-    def _rows(self) -> Iterator[LabelledLine]:
+    def _list_rows(self) -> Iterator[LabelledLine]:
         origin = self.manifest.origin
         versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
         described = filter(None, (origin.format, origin.detail, versions))
         yield format_row("format", ", ".join(described))
-        yield from self._training()
-        yield from self._sizes()
-        yield from self._names()
+        yield from self._list_training()
+        yield from self._list_sizes()
+        yield from self._list_names()
         if self.manifest.absent:
             shown = ", ".join(self.manifest.absent[:_SHOWN])
             yield format_row("warning", f"listed, but no rank has a value: {shown}")
@@ -132,7 +132,7 @@ class Inspection(Report):
                 + ", ".join(self.manifest.unknown_globals),
             )
 
-    def _training(self) -> Iterator[LabelledLine]:
+    def _list_training(self) -> Iterator[LabelledLine]:
         origin, train = self.manifest.origin, self.manifest.train
         if train.step is not None:
             extra = f" ({train.skipped_steps} skipped)" if train.skipped_steps else ""
@@ -154,7 +154,7 @@ class Inspection(Report):
         if train.client:
             yield format_row("client", ", ".join(train.client)[:100])
 
-    def _sizes(self) -> Iterator[LabelledLine]:
+    def _list_sizes(self) -> Iterator[LabelledLine]:
         manifest = self.manifest
         count = count_parameters(manifest)
         weights = units.counted(sum(1 for _ in _iterate_parameters(manifest)), "tensor")
@@ -176,7 +176,7 @@ class Inspection(Report):
         yield format_row("values", describe_leaves(count_leaves(manifest)))
         yield format_row("complete", f"yes, {files} of all ranks, every element once")
 
-    def _names(self) -> Iterator[LabelledLine]:
+    def _list_names(self) -> Iterator[LabelledLine]:
         for alias, kept in list(self.manifest.tied.items())[:_SHOWN]:
             yield format_row("tied", f"{alias} = {kept}")
         frozen = sorted(self.manifest.frozen)

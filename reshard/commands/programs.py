@@ -94,7 +94,7 @@ def fill_placeholders(command: Sequence[str], values: Mapping[str, object]) -> l
         UsageError: a placeholder has no value.
     """
 
-    def value(match: re.Match[str]) -> str:
+    def find_value(match: re.Match[str]) -> str:
         if match[1] not in values:
             raise UsageError(
                 f"--command {match[0]}",
@@ -103,7 +103,7 @@ def fill_placeholders(command: Sequence[str], values: Mapping[str, object]) -> l
             )
         return str(values[match[1]])
 
-    return [_PLACEHOLDER.sub(value, word) for word in command]
+    return [_PLACEHOLDER.sub(find_value, word) for word in command]
 
 
 def run(

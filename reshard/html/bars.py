@@ -58,7 +58,7 @@ class Bars:
     def list_bars(self) -> Iterator[Bar]:
         """Yield the bars from top to bottom."""
         for row, name in enumerate(self.names):
-            total = self._total(row)
+            total = self._add_up(row)
             pieces = [
                 DrawnPart(
                     number,
@@ -75,9 +75,9 @@ class Bars:
         """Return the data of the page: none, because the markup has the bars."""
         return {}
 
-    def _total(self, row: int) -> int:
+    def _add_up(self, row: int) -> int:
         return sum(part.values[row] for part in self.parts)
 
     @property
     def _longest(self) -> int:
-        return max([self.limit, *(self._total(row) for row in range(len(self.names)))])
+        return max([self.limit, *(self._add_up(row) for row in range(len(self.names)))])

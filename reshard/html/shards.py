@@ -347,7 +347,7 @@ class _RowLayouts:
                 "offset": [piece.offset for piece in each.pieces],
                 "nbytes": [piece.nbytes for piece in each.pieces],
                 "tensor": [piece.tensor for piece in each.pieces],
-                "shape": [self._shape(piece.shape) for piece in each.pieces],
+                "shape": [self._number_shape(piece.shape) for piece in each.pieces],
                 "start": each.starts,
                 "step": each.steps or [0] * len(each.pieces),
                 "more": [piece.more for piece in each.pieces],
@@ -355,5 +355,5 @@ class _RowLayouts:
             for each in self._all
         ]
 
-    def _shape(self, shape: Index | None) -> int:
+    def _number_shape(self, shape: Index | None) -> int:
         return -1 if shape is None else self.shapes.setdefault(shape, len(self.shapes))

@@ -140,41 +140,45 @@ def _list_advice(
     row, strategy = choice.row, choice.row.strategy
     now = row.count_total(checkpointing=choice.checkpointing)
 
-    def saves(changed: StrategyForecast, *, checkpointing: bool = choice.checkpointing) -> int:
+    def count_saved(
+        changed: StrategyForecast, *, checkpointing: bool = choice.checkpointing
+    ) -> int:
         return now - changed.count_total(checkpointing=checkpointing)
 
-    def again(chosen: Training) -> StrategyForecast:
+    def forecast_again(chosen: Training) -> StrategyForecast:
         return forecast_one(strategy, model, take_share(model, chosen), cluster, chosen)
 
-    yield Advice("compute the loss in chunks (fused cross entropy)", saves(replace(row, logits=0)))
-    yield from _shrink_buffers(row, training, saves)
+    yield Advice(
+        "compute the loss in chunks (fused cross entropy)", count_saved(replace(row, logits=0))
+    )
+    yield from _shrink_buffers(row, training, count_saved)
     if not choice.checkpointing:
-        yield Advice("turn on activation checkpointing", saves(row, checkpointing=True))
+        yield Advice("turn on activation checkpointing", count_saved(row, checkpointing=True))
     if training.micro_batch > 1:
-        halved = again(replace(training, micro_batch=training.micro_batch // 2))
-        yield Advice("halve the micro batch and double the accumulation", saves(halved))
+        halved = forecast_again(replace(training, micro_batch=training.micro_batch // 2))
+        yield Advice("halve the micro batch and double the accumulation", count_saved(halved))
     share, tried = take_share(model, training), False
     for each in STRATEGIES:
         tried = tried or each == strategy
         if tried and each != strategy and each.stage >= strategy.stage:
             other = forecast_one(each, model, share, cluster, training)
-            yield Advice(f"use {each.name}", saves(other))
+            yield Advice(f"use {each.name}", count_saved(other))
     if training.seq_len > 1:
         yield Advice(
             "halve the sequence length",
-            saves(again(replace(training, seq_len=training.seq_len // 2))),
+            count_saved(forecast_again(replace(training, seq_len=training.seq_len // 2))),
         )
     if strategy.stage:
         doubled = replace(cluster, nodes=2 * cluster.nodes)
         chosen = replace(training, global_batch=0)
         yield Advice(
             "use twice as many nodes",
-            saves(forecast_one(strategy, model, share, doubled, chosen)),
+            count_saved(forecast_one(strategy, model, share, doubled, chosen)),
         )
 
 
 def _shrink_buffers(
-    row: StrategyForecast, training: Training, saves: Callable[[StrategyForecast], int]
+    row: StrategyForecast, training: Training, count_saved: Callable[[StrategyForecast], int]
 ) -> Iterator[Advice]:
     strategy, size = row.strategy, training.itemsize
     if strategy.framework != "deepspeed":
@@ -182,11 +186,12 @@ def _shrink_buffers(
     factor = size if strategy.stage == 3 else 2 * size
     small = replace(row, buckets=min(row.buckets, factor * _SMALL_BUCKET))
     yield Advice(
-        f"shrink reduce_bucket_size from {BUCKET_ELEMENTS:,} to {_SMALL_BUCKET:,}", saves(small)
+        f"shrink reduce_bucket_size from {BUCKET_ELEMENTS:,} to {_SMALL_BUCKET:,}",
+        count_saved(small),
     )
     if strategy.stage == 3:
         less = replace(row, gathered=min(row.gathered, size * _SMALL_LIVE))
         yield Advice(
             f"shrink stage3_max_live_parameters from {LIVE_ELEMENTS:,} to {_SMALL_LIVE:,}",
-            saves(less),
+            count_saved(less),
         )

@@ -167,10 +167,11 @@ def count_shapes(
     if not blocks:  # then the whole model is one block, so that its activations are not left out
         before, blocks, after = [], {"": [*before, *after]}, []
     known = _try_formula(config, source)
-    saved = {_number(block.name): block.saved for block in known.blocks} if known else {}
-    if known is not None and sorted(saved) == sorted(map(_number, blocks)):
+    saved = {_read_number(block.name): block.saved for block in known.blocks} if known else {}
+    if known is not None and sorted(saved) == sorted(map(_read_number, blocks)):
         built = [
-            BlockSizes(name, tuple(each), saved[_number(name)]) for name, each in blocks.items()
+            BlockSizes(name, tuple(each), saved[_read_number(name)])
+            for name, each in blocks.items()
         ]
         outer, hidden, vocab = known.saved, known.hidden, known.vocab
         positions, block_class = known.positions, known.block_class
@@ -196,7 +197,7 @@ def count_shapes(
     )
 
 
-def _number(block: str) -> int:
+def _read_number(block: str) -> int:
     """Return the number at the end of the name of a block; -1 if it has none."""
     return int(block.rpartition(".")[2] or -1)
 

@@ -14,7 +14,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.model_parallel.shards import REPLICATED, Split
-from tests.judged.alike import tensors
+from tests.judged.alike import list_tensors
 
 SAMPLE = Path(__file__).parents[1] / "data/megatron_deepspeed/tp2pp2dp2"
 GRIDS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)]
@@ -24,7 +24,7 @@ BLOCK = "2.self_attention.query_key_value.weight"
 @pytest.fixture(scope="module")
 def held():
     """Every tensor of the sample, by kind and name."""
-    return tensors(SAMPLE / "run")
+    return list_tensors(SAMPLE / "run")
 
 
 def assert_same(got, want):
@@ -37,13 +37,13 @@ def assert_same(got, want):
 def test_a_state_goes_to_any_grid_and_on_to_the_next(grid, held, tmp_path):
     tp, pp = grid
     split(SAMPLE / "run", tmp_path / "one", SplitOptions(tp=tp, pp=pp, dp=3))
-    assert_same(tensors(tmp_path / "one"), held)
+    assert_same(list_tensors(tmp_path / "one"), held)
     after, stages = GRIDS[(GRIDS.index(grid) + 4) % len(GRIDS)]
     split(tmp_path / "one", tmp_path / "two", SplitOptions(tp=after, pp=stages, dp=2))
     with reshard.open(tmp_path / "two") as checkpoint:
         mesh = checkpoint.manifest.origin.mesh
     assert mesh == {"world": 2 * after * stages, "dp": 2, "tp": after, "pp": stages}
-    assert_same(tensors(tmp_path / "two"), held)
+    assert_same(list_tensors(tmp_path / "two"), held)
 
 
 def test_the_grid_it_came_from_has_the_files_it_came_from(tmp_path):
@@ -85,7 +85,7 @@ def test_the_vocabulary_is_padded_for_the_new_grid(held, tmp_path):
     report = split(SAMPLE / "run", tmp_path / "out", options)
     assert any("160 rows, 122 of them without padding" in note for note in report.notes)
     words = ("weight", "tied_modules.embed.word_embeddings.weight")
-    got = tensors(tmp_path / "out")[words]
+    got = list_tensors(tmp_path / "out")[words]
     assert got.shape == (160, 32)
     assert torch.equal(got[:128], held[words])
     assert not got[128:].any()

@@ -82,7 +82,7 @@ def assert_resumed_state(seen, truth, step):
             assert same(seen["optimizer"][fqn][slot], value), f"{slot} of {fqn}"
 
 
-def tensors(place):
+def list_tensors(place):
     """Return every weight and every moment of an Adam, by kind and name."""
     with reshard.open(place) as checkpoint:
         found = {("weight", name): checkpoint[name][...] for name in checkpoint}

@@ -126,7 +126,7 @@ def clear(kind: str) -> Callable[[Source], None]:
     return damage
 
 
-def later(state: Any) -> None:
+def shift_by_one(state: Any) -> None:
     """Move a flat partition by one element, so that the last parameter ends in the padding."""
     for flat in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
         flat.copy_(flat.roll(1))
@@ -218,7 +218,7 @@ def truncate(pattern: str) -> Callable[[Source], None]:
     return damage
 
 
-def edited(path: Path, change: Callable[[Any], None]) -> None:
+def edit_file(path: Path, change: Callable[[Any], None]) -> None:
     """Load a file, change its content and save it, as a program does."""
     state = torch.load(path, weights_only=False)
     with torch.no_grad():
@@ -233,7 +233,7 @@ def edit(pattern: str, change: Callable[[Any], None]) -> Callable[[Source], None
         paths = sorted(source.path.rglob(pattern))
         assert paths
         for path in paths:
-            edited(path, change)
+            edit_file(path, change)
 
     return damage
 
@@ -259,7 +259,7 @@ def edit_header(pattern: str, change: Callable[[Any], None]) -> Callable[[Source
     return damage
 
 
-def saved_again_by_dcp(change: Callable[[Any], None]) -> Callable[[Source], None]:
+def save_again_by_dcp(change: Callable[[Any], None]) -> Callable[[Source], None]:
     """Load, change and save a DCP directory with PyTorch."""
 
     def damage(source: Source) -> None:
@@ -270,7 +270,7 @@ def saved_again_by_dcp(change: Callable[[Any], None]) -> Callable[[Source], None
 
         whole = source.path.with_name("whole.pt")
         dcp_to_torch_save(source.path, whole)
-        edited(whole, change)
+        edit_file(whole, change)
         shutil.rmtree(source.path)
         torch_save_to_dcp(whole, source.path)
 

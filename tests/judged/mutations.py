@@ -45,7 +45,7 @@ class Source:
     told: dict[str, Any] = field(default_factory=dict)
 
 
-def sources(made: Path) -> Iterator[Source]:
+def list_sources(made: Path) -> Iterator[Source]:
     """Yield every checkpoint of several files that the tests' frameworks wrote."""
     for name in deepspeed_cases.CASES:
         yield Source(f"deepspeed {name}", made / name / "run")
@@ -135,7 +135,7 @@ class NotApplicableError(Exception):
     """The mutation means nothing for these files."""
 
 
-def mutations(
+def list_mutations(
     source: Source, seed: Path | None = None, step: Path | None = None
 ) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """Yield every mutation of a checkpoint, with its name."""
@@ -156,7 +156,7 @@ def mutations(
 REFUSED, REPORTED, HARMLESS, SILENT = "refused", "reported", "harmless", "SILENT"
 
 
-def outcome(source: Source, mutate: Callable[[Path], None], command: str) -> tuple[str, str]:
+def run_mutated(source: Source, mutate: Callable[[Path], None], command: str) -> tuple[str, str]:
     """Run a command on the mutated checkpoint; return its result and its message.
 
     ``harmless``: the state that is read is the same bit by bit, because the files themselves say
@@ -214,17 +214,17 @@ def main() -> None:
     parser.add_argument("--commands", default="merge,split,convert,reader")
     given = parser.parse_args()
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for source in sources(given.made):
+    for source in list_sources(given.made):
         if not source.root.is_dir() or given.only not in source.name:
             continue
         others = [
             other and other / source.root.relative_to(given.made)
             for other in (given.seed, given.step)
         ]
-        for name, mutate in mutations(source, *others):
+        for name, mutate in list_mutations(source, *others):
             for command in given.commands.split(","):
                 try:
-                    found, text = outcome(source, mutate, command)
+                    found, text = run_mutated(source, mutate, command)
                 except NotApplicableError:
                     continue
                 counts[source.name.split()[0], name.split()[0]][found] += 1

@@ -52,22 +52,22 @@ def drawn(model):
 
 
 @pytest.fixture
-def want(tmp_path):
+def peft_adapter(tmp_path):
     """Return the directory for the adapter that PEFT itself saves."""
     return tmp_path / "want"
 
 
 @pytest.fixture
-def saved(tmp_path, want):
+def saved(tmp_path, peft_adapter):
     """Return a function that saves a model as a script does, and configurations as PEFT does."""
 
     def save(model, **more):
         run = tmp_path / "run"
-        model.save_pretrained(want)
+        model.save_pretrained(peft_adapter)
         run.mkdir(exist_ok=True)
         torch.save({"model": model.state_dict(), **more}, run / "model.pt")
-        for config in want.rglob(CONFIG):
-            beside = run / config.relative_to(want)
+        for config in peft_adapter.rglob(CONFIG):
+            beside = run / config.relative_to(peft_adapter)
             beside.parent.mkdir(exist_ok=True)
             shutil.copy(config, beside)
         return run / "model.pt"
@@ -81,9 +81,9 @@ def edit(path, **values):
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-def assert_same_directory(got, want):
+def assert_same_directory(got, peft_adapter):
     for name in (WEIGHTS, CONFIG):
-        assert (got / name).read_bytes() == (want / name).read_bytes()
+        assert (got / name).read_bytes() == (peft_adapter / name).read_bytes()
 
 
 def logits_of(model):
@@ -99,11 +99,11 @@ def logits_of(model):
         *((form, "llama_tied") for form in ("head", "embedding", "tokens")),
     ],
 )
-def test_the_file_is_the_one_that_peft_saves(form, factory, saved, want, tmp_path):
+def test_the_file_is_the_one_that_peft_saves(form, factory, saved, peft_adapter, tmp_path):
     report = reshard.merge(
         saved(adapted(FORMS[form], factory)), tmp_path / "out", adapter="default"
     )
-    assert_same_directory(tmp_path / "out", want)
+    assert_same_directory(tmp_path / "out", peft_adapter)
     assert report.warnings == []
 
 
@@ -157,24 +157,24 @@ def test_an_empty_adapter_is_filled_from_the_shards_beside_it(library_case, tmp_
     assert caught.value.remedy == f"merge {run / 'global_step2'}"
 
 
-def test_one_of_several_adapters_is_chosen_by_name(saved, want, tmp_path):
+def test_one_of_several_adapters_is_chosen_by_name(saved, peft_adapter, tmp_path):
     model = adapted()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"]))
     source = saved(drawn(model))
     with pytest.raises(UsageError, match=r"--adapter mine: .* are default, other"):
         reshard.merge(source, tmp_path / "out", adapter="mine")
-    for name, place in (("default", want), ("other", want / "other")):
+    for name, place in (("default", peft_adapter), ("other", peft_adapter / "other")):
         reshard.merge(source, tmp_path / name, adapter=name)
         assert_same_directory(tmp_path / name, place)
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "lightning.model.", "_orig_mod."])
-def test_prefixes_of_wrappers_are_removed(wrapper, saved, want, tmp_path):
+def test_prefixes_of_wrappers_are_removed(wrapper, saved, peft_adapter, tmp_path):
     source = saved(adapted())
     state = torch.load(source)["model"]
     torch.save({f"{wrapper}{name}": value for name, value in state.items()}, source)
     reshard.merge(source, tmp_path / "out", adapter="default")
-    assert_same_directory(tmp_path / "out", want)
+    assert_same_directory(tmp_path / "out", peft_adapter)
 
 
 def test_adapters_that_transformers_added_itself(tmp_path):
@@ -188,10 +188,10 @@ def test_adapters_that_transformers_added_itself(tmp_path):
     assert_same_directory(tmp_path / "out", tmp_path / "want")
 
 
-def test_pefts_own_file_is_read_under_any_name(want, tmp_path):
-    adapted({**PLAIN, "modules_to_save": ["lm_head"]}).save_pretrained(want)
-    reshard.merge(want, tmp_path / "out", adapter="mine")
-    assert_same_directory(tmp_path / "out", want)
+def test_pefts_own_file_is_read_under_any_name(peft_adapter, tmp_path):
+    adapted({**PLAIN, "modules_to_save": ["lm_head"]}).save_pretrained(peft_adapter)
+    reshard.merge(peft_adapter, tmp_path / "out", adapter="mine")
+    assert_same_directory(tmp_path / "out", peft_adapter)
 
 
 def test_a_missing_configuration_is_an_error_that_states_its_content(saved, tmp_path):
@@ -252,12 +252,12 @@ def test_unknown_tensors_of_a_lora_layer_are_refused(tmp_path):
         reshard.merge(tmp_path / "model.pt", tmp_path / "out", adapter="default")
 
 
-def test_a_file_beside_the_checkpoint_that_cannot_be_read_is_named(saved, want, tmp_path):
+def test_a_file_beside_the_checkpoint_that_cannot_be_read_is_named(saved, peft_adapter, tmp_path):
     source = saved(adapted())
     (source.parent / "adapter_model.bin").write_bytes(b"not a pickle")
     (text,) = reshard.merge(source, tmp_path / "out", adapter="default").warnings
     assert text.startswith(f"{source.parent / 'adapter_model.bin'} was not read: ")
-    assert_same_directory(tmp_path / "out", want)
+    assert_same_directory(tmp_path / "out", peft_adapter)
 
 
 def test_adapters_that_were_not_trained_are_named(saved, tmp_path):

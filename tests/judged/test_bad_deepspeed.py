@@ -15,7 +15,7 @@ import torch
 import reshard
 from reshard.errors import CorruptError, IncompleteError, ReshardError, UnsupportedError
 from tests.judged.conftest import KEPT
-from tests.judged.damage import edited
+from tests.judged.damage import edit_file
 
 STAGE_2 = "deepspeed_0.8.3/z2_apexadam"
 STAGE_3 = "deepspeed_0.14.5/z3_mics_ws4"
@@ -116,7 +116,7 @@ DAMAGES = {
 def test_contradicting_files_are_refused(case, pattern, change, error, says, tmp_path):
     run = Path(shutil.copytree(KEPT / case / "run", tmp_path / "run"))
     for path in sorted(run.rglob(pattern)):
-        edited(path, change)
+        edit_file(path, change)
     with pytest.raises(error, match=says) as refusal:
         reshard.merge(run, tmp_path / "out.safetensors")
     assert str(run) in str(refusal.value)
@@ -135,7 +135,7 @@ def test_frozen_weights_that_a_run_left_out_are_named(tmp_path):
     """As ``exclude_frozen_parameters`` leaves them: shapes, and no values on any rank."""
     run = Path(shutil.copytree(KEPT / STAGE_3 / "run", tmp_path / "run"))
     for path in run.rglob(MODEL.replace("00", "*")):
-        edited(path, lambda root: root.update(frozen_param_fragments={}))
+        edit_file(path, lambda root: root.update(frozen_param_fragments={}))
     with pytest.raises(IncompleteError, match=r"frozen\.weight"):
         reshard.merge(run, tmp_path / "out.safetensors")
 
@@ -174,7 +174,7 @@ def swapped(run, name):
 
 def two_groups(run):
     for path in run.rglob("*_optim_states.pt"):
-        edited(
+        edit_file(
             path,
             of_optimizer(
                 lambda held: held["optimizer_state_dict"].update(

@@ -87,7 +87,7 @@ def refused(tmp_path):
 
 
 @pytest.fixture
-def merged(tmp_path):
+def merge_all(tmp_path):
     """Return the tensors and the report of a merge that must succeed."""
 
     def run(sources, **options: Any):
@@ -99,12 +99,12 @@ def merged(tmp_path):
 
 
 @pytest.fixture
-def right(folder, merged):
+def right(folder, merge_all):
     """Assert that a merge gives what PyTorch reported of the case."""
 
     def check(case: str, sources, **options: Any):
         truth = torch.load(folder(case) / "truth.pt", weights_only=False)
-        found, report = merged(sources, **options)
+        found, report = merge_all(sources, **options)
         wanted = {**truth["params"], **truth["buffers"]}
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
@@ -125,7 +125,9 @@ def edited(path: Path, edit: Callable[[Any], None]) -> None:
 
 
 @contextmanager
-def or_refused(error: type[Exception] | tuple[type[Exception], ...], word: str) -> Iterator[None]:
+def allow_refusal(
+    error: type[Exception] | tuple[type[Exception], ...], word: str
+) -> Iterator[None]:
     """Assert what is asserted inside, or that the input is refused with a helpful message."""
     try:
         yield
@@ -218,14 +220,14 @@ def test_ranks_of_two_steps(copied, refused):
     refused(source, CorruptError, "optim_rank1.pt", "step", "mixed")
 
 
-def test_a_drifted_buffer_is_reported(copied, merged):
+def test_a_drifted_buffer_is_reported(copied, merge_all):
     source = copied("fsdp2_ranks")
 
     def drifted(state):
         state["running"] = state["running"] + 1
 
     edited(source / "model_rank1.pt", drifted)
-    _, report = merged(source)
+    _, report = merge_all(source)
     assert any("'running' differs" in str(line) for line in report.lines())
 
 
@@ -296,7 +298,7 @@ def test_a_dtensor_with_wrong_metadata_is_refused(copied, refused, lie, error):
 def test_a_huge_rank_in_a_name(copied, name):
     source = copied("fsdp2_ranks")
     shutil.copy(source / "model_rank0.pt", source / name)
-    assert _bounded("inspect", source).returncode in (1, 3)
+    assert _run_bounded("inspect", source).returncode in (1, 3)
 
 
 def test_a_sharded_tensor_of_another_shape(copied, refused):
@@ -317,7 +319,7 @@ def test_a_sharded_tensor_of_another_shape(copied, refused):
 # DCP
 
 
-def announced(source: Path, edit: Callable[[Any], Any], name: str = ".metadata") -> Path:
+def edit_metadata(source: Path, edit: Callable[[Any], Any], name: str = ".metadata") -> Path:
     """Edit the metadata of a directory, and return the directory."""
     about = pickle.loads((source / name).read_bytes())
     edit(about)
@@ -418,7 +420,7 @@ METADATA_LIES = """
     ids=METADATA_LIES,
 )
 def test_wrong_dcp_metadata_are_refused(copied, refused, edit, error, word):
-    refused(announced(copied("fsdp2_dcp"), edit), error, word)
+    refused(edit_metadata(copied("fsdp2_dcp"), edit), error, word)
 
 
 def test_two_keys_with_one_path_are_refused(copied, refused):
@@ -432,7 +434,9 @@ def test_two_keys_with_one_path_are_refused(copied, refused):
                 _index(about, key)
             ]
 
-    refused(announced(copied("fsdp2_dcp"), spell_twice), CorruptError, "is stored more than once")
+    refused(
+        edit_metadata(copied("fsdp2_dcp"), spell_twice), CorruptError, "is stored more than once"
+    )
 
 
 def test_an_object_without_a_position_is_refused(copied, refused):
@@ -441,7 +445,7 @@ def test_an_object_without_a_position_is_refused(copied, refused):
         key = next(key for key, kind in kinds if isinstance(kind, BytesStorageMetadata))
         about.storage_data.pop(_index(about, key))
 
-    refused(announced(copied("fsdp2_dcp"), forget), IncompleteError, "param_groups")
+    refused(edit_metadata(copied("fsdp2_dcp"), forget), IncompleteError, "param_groups")
 
 
 def test_no_metadata(copied, refused):
@@ -497,11 +501,11 @@ def test_every_byte_of_a_weight_in_dcp_is_checked(copied, refused):
 # HuggingFaceStorageWriter
 
 
-def test_the_last_shard_of_unconsolidated_weights(copied, merged):
+def test_the_last_shard_of_unconsolidated_weights(copied, merge_all):
     source = copied("hf_storage_sharded_ws4")
     max(source.glob("shard-*")).unlink()
-    with or_refused(IncompleteError, "rank"):
-        _, report = merged(source)
+    with allow_refusal(IncompleteError, "rank"):
+        _, report = merge_all(source)
         assert any("ranks" in warning for warning in report.warnings)
 
 
@@ -573,7 +577,7 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
-def with_payload(path: Path, payload: bytes) -> Path:
+def write_payload(path: Path, payload: bytes) -> Path:
     """Write a file {'w': tensor, 'x': payload}, with the payload in pickle opcodes."""
     torch.save({"w": torch.ones(2, 2)}, path)
     with zipfile.ZipFile(path) as archive:
@@ -599,18 +603,18 @@ def with_payload(path: Path, payload: bytes) -> Path:
 @pytest.mark.parametrize("where", ["file", "rank", ".metadata", "item"])
 def test_pickles_that_would_run_code(copied, refused, tmp_path, payload, where):
     if where == "file":
-        source = with_payload(tmp_path / "m.pt", payload)
+        source = write_payload(tmp_path / "m.pt", payload)
         before = source.read_bytes()
     elif where == "rank":
         source = copied("fsdp2_ranks")
-        with_payload(source / "model_rank1.pt", payload)
+        write_payload(source / "model_rank1.pt", payload)
     else:
         source = copied("fsdp2_dcp")
         if where == ".metadata":
             (source / ".metadata").write_bytes(b"\x80\x02" + payload + b".")
         else:
-            bad = with_payload(source / "__0_0.distcp", payload)
-            announced(source, _placed(relative_path=bad.name, offset=0, length=_nbytes(bad)))
+            bad = write_payload(source / "__0_0.distcp", payload)
+            edit_metadata(source, _placed(relative_path=bad.name, offset=0, length=_nbytes(bad)))
     refused(source, UnsafeError, "its pickle asks for")
     if where == "file":
         assert source.read_bytes() == before
@@ -621,18 +625,18 @@ def _nbytes(path: Path) -> int:
     return path.stat().st_size
 
 
-def _doubled(empty: bytes, pair: bytes, times: int) -> bytes:
+def _nest_doubled(empty: bytes, pair: bytes, times: int) -> bytes:
     """Return containers, each of twice the one before: 2 ** times elements in a few bytes."""
     return empty + b"q\x01" + (b"0" + pair + b"q\x01") * times
 
 
-TUPLES = _doubled(b"K\x01\x85", b"h\x01h\x01\x86", 60)
-LISTS = _doubled(b"]", b"](h\x01h\x01e", 60)
-DICTS = _doubled(b"}", b"}(K\x00h\x01K\x01h\x01u", 60)
-WIDE = _doubled(b"]", b"](" + b"h\x01" * 2000 + b"e", 4)
+TUPLES = _nest_doubled(b"K\x01\x85", b"h\x01h\x01\x86", 60)
+LISTS = _nest_doubled(b"]", b"](h\x01h\x01e", 60)
+DICTS = _nest_doubled(b"}", b"}(K\x00h\x01K\x01h\x01u", 60)
+WIDE = _nest_doubled(b"]", b"](" + b"h\x01" * 2000 + b"e", 4)
 
 
-def _bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
+def _run_bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the command line with little time and memory."""
 
     def limit() -> None:
@@ -650,13 +654,13 @@ def _bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pickle_bombs_end_within_limits(tmp_path, payload, ranks):
     for rank in range(ranks):
-        with_payload(tmp_path / f"model_rank{rank}.pt", payload)
-    done = _bounded("inspect", tmp_path)
+        write_payload(tmp_path / f"model_rank{rank}.pt", payload)
+    done = _run_bounded("inspect", tmp_path)
     assert done.returncode in (0, 3), done.stderr
 
 
 def test_a_bomb_as_json_is_bounded(tmp_path):
-    done = _bounded("inspect", "--json", with_payload(tmp_path / "m.pt", DICTS))
+    done = _run_bounded("inspect", "--json", write_payload(tmp_path / "m.pt", DICTS))
     assert done.returncode in (0, 3), done.stderr
     assert len(done.stdout) < 1 << 26
 
@@ -672,8 +676,8 @@ def test_a_bomb_as_json_is_bounded(tmp_path):
     ids=["lists", "tuples", "dicts", "objects"],
 )
 def test_deep_nesting(tmp_path, payload):
-    path = with_payload(tmp_path / "m.pt", payload)
-    with or_refused(CorruptError, str(path)), reshard.open(path) as checkpoint:
+    path = write_payload(tmp_path / "m.pt", payload)
+    with allow_refusal(CorruptError, str(path)), reshard.open(path) as checkpoint:
         assert list(checkpoint) == ["w"]
 
 
@@ -687,28 +691,28 @@ def test_deep_nesting(tmp_path, payload):
     ],
     ids=["list", "dict", "object", "elements"],
 )
-def test_values_that_contain_themselves_are_refused(tmp_path, merged, payload):
-    path = with_payload(tmp_path / "m.pt", payload)
+def test_values_that_contain_themselves_are_refused(tmp_path, merge_all, payload):
+    path = write_payload(tmp_path / "m.pt", payload)
     with reshard.open(path) as checkpoint:
         assert list(checkpoint) == ["w"]
-    assert list(merged(path)[0]) == ["w"]
+    assert list(merge_all(path)[0]) == ["w"]
 
 
 # Which of several
 
 
 @pytest.mark.parametrize("module", ["generator", "sampler", "scaler", "random", "dataloader"])
-def test_modules_with_names_of_other_parts(tmp_path, merged, module):
+def test_modules_with_names_of_other_parts(tmp_path, merge_all, module):
     state = {"encoder.weight": torch.ones(2), f"{module}.proj.weight": torch.ones(3)}
     torch.save(state, tmp_path / "m.pt")
-    assert merged(tmp_path / "m.pt")[0].keys() == state.keys()
+    assert merge_all(tmp_path / "m.pt")[0].keys() == state.keys()
 
 
-def test_a_tensor_beside_the_model_is_not_the_model(tmp_path, merged):
+def test_a_tensor_beside_the_model_is_not_the_model(tmp_path, merge_all):
     model = {"w": torch.ones(3, 2), "b": torch.ones(2)}
     torch.save({"net": model, "best_acc": torch.tensor(0.9)}, tmp_path / "m.pt")
-    with or_refused(UnrecognisedError, "--key"):
-        assert merged(tmp_path / "m.pt")[0].keys() == model.keys()
+    with allow_refusal(UnrecognisedError, "--key"):
+        assert merge_all(tmp_path / "m.pt")[0].keys() == model.keys()
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
@@ -740,7 +744,7 @@ def test_an_optimizer_alone(torch_made, tmp_path, refused):
 def test_a_damaged_part_is_never_ignored(copied, tmp_path, name, data):
     path = max(copied("trainer_fsdp1_full").rglob(name))
     path.write_bytes(data)
-    with or_refused((CorruptError, IncompleteError), name):
+    with allow_refusal((CorruptError, IncompleteError), name):
         report = reshard.merge(path.parent, tmp_path / "x.safetensors")
         assert any(name in warning for warning in report.warnings)
 
@@ -788,7 +792,7 @@ def test_exchanged_rank_files_are_never_read_wrongly(copied, right, case):
     (source / "model_rank0.pt").rename(source / "first.tmp")
     (source / "model_rank1.pt").rename(source / "model_rank0.pt")
     (source / "first.tmp").rename(source / "model_rank1.pt")
-    with or_refused(CorruptError, "rank"):
+    with allow_refusal(CorruptError, "rank"):
         right(case, source, model=MODEL, wrap="LlamaDecoderLayer")
 
 
@@ -872,7 +876,7 @@ def test_parameters_without_state_do_not_change_other_names(copied, named_rightl
 def test_an_optimizer_of_unknown_structure_is_refused(copied, named_rightly, edit):
     source = copied("plain_pair")
     edited(source / "optim.pt", edit)
-    with or_refused((CorruptError, UnsupportedError), str(source)):
+    with allow_refusal((CorruptError, UnsupportedError), str(source)):
         named_rightly(source)
 
 

@@ -15,7 +15,7 @@ import torch
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.colossalai import writer
-from tests.judged.test_nanotron_target import same
+from tests.judged.test_nanotron_target import is_same
 from tests.judges.colossalai_judge import MEGABYTES
 
 KEPT = Path(__file__).parents[1] / "data" / "colossalai"
@@ -122,12 +122,12 @@ def test_the_output_equals_what_the_savers_wrote(case, tmp_path, monkeypatch):
         assert ours.keys() == theirs.keys()
     states = [name for name in theirs if name.startswith("pytorch_optim-")]
     if case == "pipeline":
-        assert same(_united(ours), _united(theirs))
+        assert is_same(_united(ours), _united(theirs))
         states = []
     models = [name for name in theirs if name.startswith("pytorch_model-") and case == "plain"]
     for name in (*states, *models):
         mine, saved = torch.load(ours[name]), torch.load(theirs[name])
-        assert same(_plain(mine), _plain(saved)), name
+        assert is_same(_plain(mine), _plain(saved)), name
     for name in ("pytorch_optim.bin.index.json", "pytorch_model.bin.index.json"):
         if name in theirs and case != "pipeline":
             mine, saved = json.loads(ours[name].read_text()), json.loads(theirs[name].read_text())

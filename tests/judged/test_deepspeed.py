@@ -17,7 +17,7 @@ HUGGING_FACE = [name for name in MERGED if CASES[name].model.startswith("llama")
 UNIVERSAL = [name for name in MERGED if CASES[name].universal]
 
 
-def checkpoint_of(case, made):
+def find_checkpoint(case, made):
     """Return the directory that a user would pass: for the HF Trainer, checkpoint-N below run."""
     (pointer,) = (made / case / "run").rglob("latest")
     return pointer.parent
@@ -32,7 +32,7 @@ def assert_equal(got, want, name):
     assert torch.equal(got.to(want.dtype), want), name
 
 
-def check_weights(merged, reference, *, without=()):
+def assert_weights(merged, reference, *, without=()):
     """Assert that every weight is there once, bitwise, and neither aliases nor other tensors."""
     tied = reference["tied"]
     wanted = {**reference["params"], **reference["frozen"], **reference["buffers"]}
@@ -44,7 +44,7 @@ def check_weights(merged, reference, *, without=()):
         assert merged[name].dtype == value.dtype, name
 
 
-def not_saved(case, reference):
+def list_unsaved(case, reference):
     """Return what DeepSpeed leaves out: frozen and empty parameters under exclude_frozen."""
     if not CASES[case].exclude_frozen:
         return set()
@@ -55,9 +55,9 @@ def not_saved(case, reference):
 @pytest.mark.parametrize("case", MERGED)
 def test_fp32_merge_is_what_deepspeed_reports(case, made, tmp_path):
     reference = reference_of(case, made)
-    report = reshard.merge(checkpoint_of(case, made), tmp_path / "x.safetensors", dtype="fp32")
+    report = reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors", dtype="fp32")
     merged = load_file(tmp_path / "x.safetensors")
-    check_weights(merged, reference, without=not_saved(case, reference))
+    assert_weights(merged, reference, without=list_unsaved(case, reference))
     assert report.verified
     assert report.dropped_aliases == reference["tied"]
 
@@ -69,19 +69,19 @@ def test_the_base_model_supplies_weights_that_deepspeed_left_out(case, made, tmp
     aliases = {alias: trained[kept].clone() for alias, kept in reference["tied"].items()}
     save_file({**trained, **reference["frozen"], **aliases}, tmp_path / "base.safetensors")
     report = reshard.merge(
-        checkpoint_of(case, made),
+        find_checkpoint(case, made),
         tmp_path / "x.safetensors",
         dtype="fp32",
         fill_missing_from=tmp_path / "base.safetensors",
     )
-    assert set(report.filled) == not_saved(case, reference)
-    check_weights(load_file(tmp_path / "x.safetensors"), reference)
+    assert set(report.filled) == list_unsaved(case, reference)
+    assert_weights(load_file(tmp_path / "x.safetensors"), reference)
 
 
 @pytest.mark.parametrize("case", MERGED)
 def test_default_merge_is_the_live_module(case, made, tmp_path):
     reference = reference_of(case, made)
-    reshard.merge(checkpoint_of(case, made), tmp_path / "x.safetensors")
+    reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors")
     merged = load_file(tmp_path / "x.safetensors")
     for name in merged.keys() & reference["live"].keys():
         assert merged[name].dtype == reference["live"][name].dtype, name
@@ -92,7 +92,7 @@ def test_default_merge_is_the_live_module(case, made, tmp_path):
 def test_optimizer_slots_are_what_deepspeed_reports(case, made):
     reference = reference_of(case, made)
     assert set(reference["slots"]) == set(CASES[case].slots)
-    with reshard.open(checkpoint_of(case, made)) as checkpoint:
+    with reshard.open(find_checkpoint(case, made)) as checkpoint:
         for slot, tensors in reference["slots"].items():
             held = checkpoint.optimizer(slot)
             for name, value in tensors.items():
@@ -103,7 +103,7 @@ def test_optimizer_slots_are_what_deepspeed_reports(case, made):
 def test_train_state_is_the_engines(case, made):
     reference = reference_of(case, made)["train"]
     tied = reference_of(case, made)["tied"]
-    with reshard.open(checkpoint_of(case, made)) as checkpoint:
+    with reshard.open(find_checkpoint(case, made)) as checkpoint:
         state = checkpoint.manifest.train
     assert state.step == reference["step"]
     assert state.skipped_steps == reference["skipped"]
@@ -123,7 +123,7 @@ def test_train_state_is_the_engines(case, made):
 @pytest.mark.parametrize("case", MERGED)
 def test_optimizer_steps_by_name(case, made):
     reference = reference_of(case, made)
-    with reshard.open(checkpoint_of(case, made)) as checkpoint:
+    with reshard.open(find_checkpoint(case, made)) as checkpoint:
         steps = checkpoint.manifest.train.optimizer_step
     for name, step in reference["optimizer_steps"].items():
         if name in steps:
@@ -136,7 +136,7 @@ def test_transformers_computes_the_same_logits(case, max_shard_bytes, made, tmp_
     from transformers import AutoModelForCausalLM
 
     reference = reference_of(case, made)
-    source = checkpoint_of(case, made)
+    source = find_checkpoint(case, made)
     reshard.merge(source, tmp_path / "m", dtype="fp32", max_shard_bytes=max_shard_bytes)
     model, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "m", attn_implementation="eager", output_loading_info=True
@@ -155,7 +155,7 @@ def test_universal_directory_holds_the_same_state(case, made, tmp_path):
     universal = made / case / "universal"
     reshard.merge(universal, tmp_path / "x.safetensors", dtype="fp32")
     merged = load_file(tmp_path / "x.safetensors")
-    check_weights(merged, reference)
+    assert_weights(merged, reference)
     with reshard.open(universal) as checkpoint:
         for slot, tensors in reference["slots"].items():
             held = checkpoint.optimizer(slot)
@@ -176,9 +176,9 @@ def test_offload_to_disk(case, made, tmp_path, request):
     if not request.config.getoption("--nvme"):
         pytest.skip("needs DeepSpeed's aio op (libaio-dev, minutes of compiling): give --nvme")
     reference = reference_of(case, made)
-    reshard.merge(checkpoint_of(case, made), tmp_path / "x.safetensors", dtype="fp32")
-    check_weights(load_file(tmp_path / "x.safetensors"), reference)
-    with reshard.open(checkpoint_of(case, made)) as checkpoint:
+    reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors", dtype="fp32")
+    assert_weights(load_file(tmp_path / "x.safetensors"), reference)
+    with reshard.open(find_checkpoint(case, made)) as checkpoint:
         for slot, tensors in reference["slots"].items():
             held = checkpoint.optimizer(slot)
             for name, value in tensors.items():

@@ -20,7 +20,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from tests.judged.alike import tensors
+from tests.judged.alike import list_tensors
 from tests.judges.deepspeed_cases import CASES
 from tests.judges.deepspeed_models import MoeToy
 
@@ -46,7 +46,7 @@ def test_one_rank_with_all_experts_loads_the_merged_model(case, made, tmp_path):
 @pytest.mark.parametrize("case", FORMS)
 def test_the_state_goes_to_another_format_whole(case, target, made, tmp_path):
     split(made / case / "run", tmp_path / "out", SplitOptions(to=target))
-    got, want = tensors(tmp_path / "out"), tensors(made / case / "run")
+    got, want = list_tensors(tmp_path / "out"), list_tensors(made / case / "run")
     assert got.keys() == want.keys()
     for key, value in want.items():
         assert torch.equal(got[key], value), key

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import reshard
 from reshard.keys import Edits
 from tests.judged.conftest import KEPT
-from tests.judged.damage import edited
+from tests.judged.damage import edit_file
 
 CASES = sorted(str(place.relative_to(KEPT)) for place in KEPT.glob("deepspeed_*/*"))
 WITHOUT_TIES = {"deepspeed_0.9.1/z3_sub": r"^head\.weight$"}  # the files do not say that it is tied
@@ -129,7 +129,7 @@ def test_a_fused_optimizer_is_written_as_deepspeed_wrote_it(tmp_path):
 def test_a_fused_optimizer_in_another_order_is_not_guessed(tmp_path):
     """Its sizes are the same; the weights are not those of its masters."""
     run = shutil.copytree(FUSED, tmp_path / "run")
-    edited(
+    edit_file(
         next(run.rglob("mp_rank_00_model_states.pt")),
         lambda root: root["optimizer"]["fp32_groups_flat"][0].copy_(
             root["optimizer"]["fp32_groups_flat"][0].roll(60)

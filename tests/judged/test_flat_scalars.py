@@ -9,8 +9,8 @@ import pytest
 import reshard
 from reshard.errors import DifferentError, UnsupportedError
 from tests.judged.alike import assert_same_state
-from tests.judged.damage import edited
-from tests.judged.test_split_torch import FLAT_FORMS, FORMS, NAMED, ONE, TOLD, TWO, at, split
+from tests.judged.damage import edit_file
+from tests.judged.test_split_torch import FLAT_FORMS, FORMS, NAMED, ONE, TOLD, TWO, fix_ranks, split
 from tests.judges import split_worker as worker
 from tests.judges.ranks import run_in_turn
 from tests.trainer import worlds
@@ -47,18 +47,18 @@ def loaded(trained, tmp_path_factory):
         for optimizer in SCALARS:
             for form in forms:
                 made = out / f"{optimizer}-{form}-{world}"
-                source = place / f"{_wrapper(form)} {optimizer}"
+                source = place / f"{_choose_wrapper(form)} {optimizer}"
                 lay_out, _, load = (FLAT_FORMS | {"orig": FORMS["orig"]})[form]
                 told = TOLD if form != "orig" else {}
-                split(source / "ranks", made, at(lay_out, world), **told)
-                kind, build = f"{KINDS[form]} {optimizer}", MODELS[_wrapper(form)]
+                split(source / "ranks", made, fix_ranks(lay_out, world), **told)
+                kind, build = f"{KINDS[form]} {optimizer}", MODELS[_choose_wrapper(form)]
                 jobs.append((made.name, worker.resumed, kind, build, load, made, source))
         for name, result in worlds.run(world, run_in_turn, jobs)[0].items():
             found[tuple(name.split("-"))] = result
     return out, found
 
 
-def _wrapper(form):
+def _choose_wrapper(form):
     """Return the run that a form is written from."""
     return "fsdp2" if form == "orig" else "fsdp1"
 
@@ -68,7 +68,7 @@ def test_fsdp1_continues_bitwise(trained, loaded, optimizer):
     for world, forms in AT.items():
         for form in forms:
             result = loaded[1][optimizer, form, str(world)]
-            losses = trained[1][f"{_wrapper(form)} {optimizer}"]
+            losses = trained[1][f"{_choose_wrapper(form)} {optimizer}"]
             assert result.get("at") is None, (form, result["at"])
             assert result["differing"] == [], form
             if world == 2 and form != "orig":  # another engine, which gathers in another order
@@ -81,7 +81,7 @@ def test_fsdp1_continues_bitwise(trained, loaded, optimizer):
 @pytest.mark.parametrize("optimizer", SCALARS)
 def test_what_is_written_is_read_as_its_source(trained, loaded, optimizer, form):
     told = TOLD if form != "orig" else {**TOLD, "model": f"tests.judges.torch_models:{TWO}"}
-    source = trained[0] / f"{_wrapper(form)} {optimizer}" / "ranks"
+    source = trained[0] / f"{_choose_wrapper(form)} {optimizer}" / "ranks"
     made = loaded[0] / f"{optimizer}-{form}-2"
     with reshard.open(made, **told) as found, reshard.open(source, **told) as wanted:
         for slot in SCALARS[optimizer]:
@@ -100,13 +100,13 @@ def test_a_value_that_differs_between_members_is_refused(trained, tmp_path):
         name = next(fqn for fqn in root["state"] if "layers.0" in fqn)
         root["state"][name]["mu_product"] *= 2
 
-    edited(optimizer, change)
+    edit_file(optimizer, change)
     with pytest.raises(UnsupportedError, match=r"mu_product is 0\.\d+ for .*: a flat parameter"):
         reshard.split(tmp_path / "full", tmp_path / "out", world_size=2, **LOCAL, **TOLD)
 
 
 def test_a_value_that_differs_between_ranks_is_refused(trained, tmp_path):
     run = shutil.copytree(trained[0] / "fsdp1 nadam" / "ranks", tmp_path / "run")
-    edited(run / "optim_rank1.pt", lambda root: root["state"][0]["mu_product"].mul_(2))
+    edit_file(run / "optim_rank1.pt", lambda root: root["state"][0]["mu_product"].mul_(2))
     with pytest.raises(DifferentError, match=r"mu_product of .*: differs between"):
         reshard.split(run, tmp_path / "out", world_size=2, **LOCAL, **TOLD)

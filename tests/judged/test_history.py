@@ -38,20 +38,20 @@ def run(sequences_made, tmp_path):
     return copy
 
 
-def statuses(report, *wanted):
+def list_statuses(report, *wanted):
     """Return the checks that failed or warned."""
     return {c.name: [*c.failures, *c.warnings] for c in report.checks if c.status in wanted}
 
 
 def failed(path, **options):
-    return statuses(reshard.verify(path, history=True, **options), "failed")
+    return list_statuses(reshard.verify(path, history=True, **options), "failed")
 
 
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("name", RUNS)
 def test_no_false_alarm(sequences_made, name, deep):
     report = reshard.verify(sequences_made / name / "run", history=True, deep=deep)
-    said = statuses(report, "failed", "warned")
+    said = list_statuses(report, "failed", "warned")
     assert report.exit_code == 0, list(report.lines())
     if name not in UNUSED:
         assert not said
@@ -61,7 +61,7 @@ def test_no_false_alarm(sequences_made, name, deep):
     assert all(tag["moved"] is not None for tag in report.tags[1:])
 
 
-def holds(path):
+def read_manifest(path):
     """Return the manifest of a checkpoint."""
     with reshard.open(path) as checkpoint:
         return checkpoint.manifest
@@ -81,7 +81,7 @@ def write(path, offset, data):
 
 def transplant(source, target, parts, only=lambda _fqn, _file: True):
     """Overwrite tensors of a checkpoint by those of another one; nothing else in it changes."""
-    before, now = holds(source), holds(target)
+    before, now = read_manifest(source), read_manifest(target)
     count = 0
     with SourceFiles() as pool:
         for key, entry in now.entries.items():
@@ -98,7 +98,7 @@ def transplant(source, target, parts, only=lambda _fqn, _file: True):
 
 def alter(path, fqn, change, at=5):
     """Change one element of a weight, everywhere it is stored."""
-    manifest = holds(path)
+    manifest = read_manifest(path)
     for kind in WEIGHT_KINDS:
         entry = manifest.entries.get((kind, fqn))
         for chunk in () if entry is None else entry.chunks:
@@ -119,7 +119,7 @@ def tag(path, step):
     return path / TAGS[path.name[0]].format(step)
 
 
-def write_the_state_of_4_again(path):
+def save_state_of_4_again(path):
     """Save as an asynchronous saver that did not wait for the copy to host memory."""
     transplant(tag(path, 4), tag(path, 6), ALL)
 
@@ -141,7 +141,7 @@ def write_one_weight_of_4_again(path):
 def write_one_rank_of_4_again(path):
     (file,) = {
         chunk.file
-        for entry in holds(tag(path, 6)).entries.values()
+        for entry in read_manifest(tag(path, 6)).entries.values()
         if entry.kind in ("exp_avg", "momentum_buffer")
         for chunk in entry.chunks
         if "rank_1_" in chunk.file or "__1_0" in chunk.file
@@ -187,7 +187,7 @@ def change_a_shape(path):
 
 SHARDED = ("z1_bf16", "z3_bf16", "dcp")
 MUTATIONS = [
-    *((name, write_the_state_of_4_again, names.IDENTICAL) for name in (*SHARDED, "z1_sgd", "hf")),
+    *((name, save_state_of_4_again, names.IDENTICAL) for name in (*SHARDED, "z1_sgd", "hf")),
     *((name, write_the_weights_of_4_again, names.WEIGHTS) for name in (*SHARDED, "dcp_lora")),
     *((name, write_the_moments_of_4_again, names.MOMENTS) for name in (*SHARDED, "z1_sgd")),
     *((name, write_one_weight_of_4_again, names.WEIGHTS) for name in SHARDED),
@@ -255,7 +255,7 @@ def test_a_weight_that_never_changes(run):
     for step in (4, 6):
         transplant(tag(path, 2), tag(path, step), ALL, lambda fqn, _: fqn == "model.norm.weight")
     report = reshard.verify(path, history=True)
-    said = statuses(report, "warned")
+    said = list_statuses(report, "warned")
     assert "1 trained weight never changed: model.norm.weight" in said[names.UNCHANGED][0]
     assert "same bits in step-2 and step-4: model.norm.weight" in said[names.IDENTICAL][0]
     assert report.exit_code == 0
@@ -310,7 +310,7 @@ def test_the_command(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "passed the sampled history checks" in done.stdout
     assert "passed the sampled history checks" in page.read_text()
-    write_the_state_of_4_again(path)
+    save_state_of_4_again(path)
     done = run_reshard("verify", path, "--history", "--json")
     assert done.returncode == 1
     found = json.loads(done.stdout)
@@ -339,7 +339,7 @@ def several(sequences_made, tmp_path):
 
 def test_each_model_of_a_run_has_a_history(several):
     report = reshard.verify(several, history=True)
-    assert not statuses(report, "failed", "warned")
+    assert not list_statuses(report, "failed", "warned")
     assert [each["name"] for each in report.tags] == [
         f"global_step_{step}/{model}" for model in ("actor", "critic") for step in (2, 4, 6)
     ]
@@ -386,11 +386,11 @@ def iterations(request, sequences_made, tmp_path):
 def test_the_history_of_a_megatron_run(iterations):
     for deep in (False, True):
         report = reshard.verify(iterations, history=True, deep=deep)
-        assert not statuses(report, "failed", "warned"), list(report.lines())
+        assert not list_statuses(report, "failed", "warned"), list(report.lines())
         assert [each["updates"] for each in report.tags] == [2, 4, 6]
         assert report.check(names.SHARDS).status == "passed"
     before, now = (iterations / f"iter_000000{step}" for step in (4, 6))
-    ranks = {chunk.file for entry in holds(now).entries.values() for chunk in entry.chunks}
+    ranks = {chunk.file for entry in read_manifest(now).entries.values() for chunk in entry.chunks}
     second = next(file for file in ranks if "mp_rank_01" in file or "__1_0" in file)
     transplant(before, now, ALL, lambda _, file: file == second)
     found = failed(iterations)

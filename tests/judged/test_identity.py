@@ -190,11 +190,11 @@ COVERING = [  # one of each form that names its files, its ranks or its values i
 @pytest.mark.parametrize("command", ["merge", "split", "convert", "reader"])
 def test_every_mutation_is_reported(made, torch_made, name, command):
     place = made if name.startswith("deepspeed") else torch_made.parent
-    source = next(each for each in mutations.sources(place) if each.name == name)
+    source = next(each for each in mutations.list_sources(place) if each.name == name)
     tried = 0
-    for what, mutate in mutations.mutations(source):
+    for what, mutate in mutations.list_mutations(source):
         try:
-            found, text = mutations.outcome(source, mutate, command)
+            found, text = mutations.run_mutated(source, mutate, command)
         except mutations.NotApplicableError:
             continue
         tried += 1
@@ -208,7 +208,7 @@ def test_a_file_of_another_run_is_refused_by_its_values(made, tmp_path, monkeypa
     deepspeed_judge.make_all(tmp_path, names)
     for name in names:
         source = mutations.Source(name, made / name / "run")
-        for what, mutate in mutations.mutations(source, seed=tmp_path / name / "run"):
+        for what, mutate in mutations.list_mutations(source, seed=tmp_path / name / "run"):
             if what.startswith("seed"):
-                found, text = mutations.outcome(source, mutate, "merge")
+                found, text = mutations.run_mutated(source, mutate, "merge")
                 assert (found, "other master weights" in text) == (mutations.REFUSED, True), text

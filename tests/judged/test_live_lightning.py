@@ -83,8 +83,8 @@ def test_the_trainer_continues(source, name, ranks, saved, resumed):
         return
     assert got["lr"] == saved["ddp"][1]["lr"]
     for part in ("params", "buffers"):
-        assert_same(got[part], in_module(wanted.get(part, {})))
-    moments = in_module(wanted["optimizer"])
+        assert_same(got[part], name_in_module(wanted.get(part, {})))
+    moments = name_in_module(wanted["optimizer"])
     assert moments
     for fqn, slots in moments.items():
         assert_same(got["optimizer"][fqn], slots)
@@ -98,7 +98,7 @@ def test_callbacks_and_hooks_get_their_values_from_lightning_alone(source, name,
     assert got["count"] == steps + (SAVED if is_own else 0)
 
 
-def in_module(tensors):
+def name_in_module(tensors):
     """Return the names in a LightningModule, whose attribute ``model`` is the model."""
     return {f"model.{fqn.removeprefix('model.')}": value for fqn, value in tensors.items()}
 

@@ -66,9 +66,9 @@ def test_weights_go_through_the_adapter_of_the_model(saved, resumed):
     assert isinstance(got, dict), got
     assert (got["step"], got["last_epoch"]) == (0, 0)
     for fqn, value in wanted["params"].items():
-        assert torch.equal(got["params"][published(fqn)], value), fqn
+        assert torch.equal(got["params"][swap_layers(fqn)], value), fqn
 
 
-def published(name):
+def swap_layers(name):
     """Return the name that `torchtitan_worker.Renaming` gives a parameter: it swaps the layers."""
     return re.sub(r"layers\.(\d)", lambda match: f"layers.{1 - int(match[1])}", name)

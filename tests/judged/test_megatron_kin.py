@@ -82,7 +82,7 @@ NEOX = [case for case in CASES if case.startswith("gpt_neox")]
 VALUES = {"kinds": ["weight", "optimizer"]}
 
 
-def tensors(value, path=""):
+def list_tensors(value, path=""):
     """Return every tensor inside an object, by its path."""
     if isinstance(value, torch.Tensor):
         return {path: value}
@@ -90,7 +90,9 @@ def tensors(value, path=""):
         return {}
     items = value.items() if isinstance(value, dict) else enumerate(value)
     return {
-        key: found for at, each in items for key, found in tensors(each, f"{path}/{at}").items()
+        key: found
+        for at, each in items
+        for key, found in list_tensors(each, f"{path}/{at}").items()
     }
 
 
@@ -119,7 +121,7 @@ def test_a_round_trip_over_one_rank_keeps_every_byte(case, tmp_path):
         assert reshard.verify(copy, against=tmp_path / "held.json").exit_code == 0
     for path in run.rglob("*_states.pt"):
         before, after = (
-            tensors(torch.load(place / path.relative_to(run), weights_only=False))
+            list_tensors(torch.load(place / path.relative_to(run), weights_only=False))
             for place in (run, tmp_path / "two")
         )
         assert after or "mp_rank" in path.name
@@ -160,14 +162,14 @@ def test_deepspeed_loads_each_ranks_share_of_a_universal_checkpoint(ranks, tmp_p
     reference = reference_of(case)
     (folder,) = tmp_path.glob(f"out/*/zero/{name}")
     for kind, factor in (("params", RANKS), *((slot, ranks) for slot in SLOTS)):
-        added = sum(loaded(folder, rank, ranks)[kind] for rank in range(ranks))
+        added = sum(load_with_deepspeed(folder, rank, ranks)[kind] for rank in range(ranks))
         assert torch.equal(added, factor * reference[kind][name]), kind
     with reshard.open(tmp_path / "out") as checkpoint:
         assert torch.equal(checkpoint[name][...], RANKS * reference["params"][name])
     assert reshard.diff(KEPT / case / "run", tmp_path / "out", **VALUES).same
 
 
-def loaded(folder, rank, ranks):
+def load_with_deepspeed(folder, rank, ranks):
     """Return what DeepSpeed's loader gives one rank of a parameter that every rank has whole."""
     from deepspeed.checkpoint import universal_checkpoint
 

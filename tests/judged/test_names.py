@@ -38,7 +38,7 @@ CASES = {  # -> transformers' class, and the form that is read
 }
 
 
-def logits(directory, truth):
+def compute_logits(directory, truth):
     """Return the class of a model and its float32 logits, loaded as a user loads it."""
     model, loading = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -55,7 +55,7 @@ def test_a_merged_model_has_megatron_s_logits(megatron_case, case, tmp_path):
     truth = torch.load(place / "truth.pt", weights_only=False)
     words = truth["vocabulary"]
     report = reshard.merge(place / form, tmp_path / "hf", vocab_size=words, dtype="fp32")
-    found, ours = logits(tmp_path / "hf", truth)
+    found, ours = compute_logits(tmp_path / "hf", truth)
     assert found == kind
     wanted = truth["logits"][..., :words]
     assert ours.shape == wanted.shape
@@ -77,14 +77,14 @@ def test_yarn_is_the_same_in_transformers_and_megatron(family, tmp_path):
     load_all(tmp_path, {"run": case})
     truth = torch.load(tmp_path / "run" / "truth.pt", weights_only=False)
     reshard.merge(tmp_path / "run" / "torch", tmp_path / "hf", dtype="fp32")
-    _, ours = logits(tmp_path / "hf", truth)
+    _, ours = compute_logits(tmp_path / "hf", truth)
     torch.testing.assert_close(ours, truth["logits"], rtol=1e-5, atol=1e-5)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     config["rope_scaling"] = None
     plain = tmp_path / "plain"
     shutil.copytree(tmp_path / "hf", plain)
     (plain / "config.json").write_text(json.dumps(config))
-    assert (logits(plain, truth)[1] - ours).abs().max() > 1e-2
+    assert (compute_logits(plain, truth)[1] - ours).abs().max() > 1e-2
     options = {"weights_only": True, "transformer_impl": "local", "tp": 1}
     reshard.split(tmp_path / "hf", tmp_path / "back", to="megatron", **options)
     args = open_args(next((tmp_path / "back").rglob("*.pt"))).values
@@ -92,10 +92,10 @@ def test_yarn_is_the_same_in_transformers_and_megatron(family, tmp_path):
     assert args["position_embedding_type"] == "yarn"
     for name in YARN.keys() - {"yarn_mscale", "yarn_mscale_all_dim"}:
         assert args[name] == wanted[name], name
-    assert concentration(args) == pytest.approx(concentration(wanted), abs=1e-12)
+    assert compute_concentration(args) == pytest.approx(compute_concentration(wanted), abs=1e-12)
 
 
-def concentration(args):
+def compute_concentration(args):
     """Compute the factor as yarn_rotary_pos_embedding.py of megatron-core does."""
     scale = 0.1 * math.log(args["yarn_rotary_scaling_factor"])
     return (args["yarn_mscale"] * scale + 1) / (args["yarn_mscale_all_dim"] * scale + 1)
@@ -105,7 +105,7 @@ def test_padding_is_kept_where_that_is_asked_for(megatron_case, tmp_path):
     place = megatron_case("llama_odd_tp2")
     truth = torch.load(place / "truth.pt", weights_only=False)
     reshard.merge(place / "torch", tmp_path / "hf", keep_padding=True, dtype="fp32")
-    _, ours = logits(tmp_path / "hf", truth)
+    _, ours = compute_logits(tmp_path / "hf", truth)
     assert ours.shape == truth["logits"].shape
     assert (ours - truth["logits"]).abs().mean() < 0.01
 
@@ -261,7 +261,7 @@ def test_a_pipeline_of_megatron_deepspeed_is_a_gpt2(tmp_path):
             own = own.replace(old, new)
         held[own] = tensor.float()
     truth = {"tokens": torch.arange(18).reshape(2, 9) * 5}
-    kind, ours = logits(tmp_path / "hf", truth)
+    kind, ours = compute_logits(tmp_path / "hf", truth)
     judge = Gpt(4, 4, rms=False, gated=False, positions="learned")
     wanted = judge.logits(held, truth["tokens"][:, :-1])
     assert (kind, ours.shape[-1]) == ("GPT2LMHeadModel", 122)  # as DeepSpeed says there, too

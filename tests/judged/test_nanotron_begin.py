@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import reshard
 from reshard.errors import UnsupportedError
 from tests.judged.test_nanotron import KEPT
-from tests.judged.test_nanotron_target import files, loaded, same
+from tests.judged.test_nanotron_target import is_same, list_files, load_file
 from tests.judges.megatron_cases import STEPS
 from tests.judges.megatron_data import SAMPLES
 
@@ -38,7 +38,7 @@ FUSED = {
 }
 
 
-def parts_of(name):
+def list_parts(name):
     """Return the names of transformers' tensors that nanotron joins into one of its tensors."""
     if name in NAMES:
         return [NAMES[name]]
@@ -59,7 +59,7 @@ def published(tmp_path_factory):
     held = dict(model.named_parameters())
     with reshard.open(run) as checkpoint, torch.no_grad():
         for name in checkpoint:
-            parts = parts_of(name)
+            parts = list_parts(name)
             rows = [shapes[part][0] for part in parts]
             for part, value in zip(parts, checkpoint[name][...].split(rows), strict=True):
                 held[part].copy_(value)
@@ -77,7 +77,7 @@ def published(tmp_path_factory):
 
 def states_of(path):
     """Parameter -> its state in an optimizer's file."""
-    held = loaded(path)
+    held = load_file(path)
     return {name: held["state"][number] for number, name in held["names"].items()}
 
 
@@ -86,25 +86,25 @@ def test_every_file_is_what_nanotron_saved(case, published, tmp_path):
     grid = {"llama_pp2": {"tp": 1, "pp": 2}, "llama_tp2pp3": {"tp": 2, "pp": 3}}[case]
     out = tmp_path / "out"
     reshard.split(published / "state.pt", out, to="nanotron", model=published, dp=1, **grid)
-    theirs, ours = files(KEPT / case / "ckpt"), files(out)
+    theirs, ours = list_files(KEPT / case / "ckpt"), list_files(out)
     assert ours.keys() - {"config.json"} == theirs.keys()  # transformers' goes along
     for name, path in theirs.items():
         mine = ours[name]
         if path.suffix == ".safetensors":
-            one, two = loaded(mine), loaded(path)
+            one, two = load_file(mine), load_file(path)
             assert torch.equal(one["data"], two["data"]), name
-            assert without_numpy(one["said"]) == without_numpy(two["said"]), name
+            assert replace_numpy(one["said"]) == replace_numpy(two["said"]), name
         elif name.startswith("3/optimizer/optimizer_pp"):
-            assert same(states_of(mine), states_of(path)), name
+            assert is_same(states_of(mine), states_of(path)), name
         elif "optimizer_config" in name:
-            assert same(loaded(mine), loaded(path))
+            assert is_same(load_file(mine), load_file(path))
     written, wanted = (
         json.loads(each["3/model_config.json"].read_text()) for each in (ours, theirs)
     )
     assert written == {key: wanted[key] for key in written}
 
 
-def without_numpy(said):
+def replace_numpy(said):
     """Return a header in which plain numbers replace those of numpy."""
     return [[key, value.replace("np.int64(", "").replace("),", ",")] for key, value in said]
 
@@ -117,7 +117,7 @@ def test_a_megatron_run_is_the_same_state(megatron_case, form, tmp_path):
     with reshard.open(out) as ours, reshard.open(tmp_path / "named") as named:
         assert len([*ours]) == 27  # 4 layers
         for name in ours:
-            parts = parts_of(name)
+            parts = list_parts(name)
             assert torch.equal(ours[name][...], torch.cat([named[part][...] for part in parts]))
             for slot in SLOTS:
                 wanted = torch.cat([named.optimizer(slot)[part][...] for part in parts])

@@ -16,7 +16,7 @@ import reshard
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.nanotron import costs
 from tests.judged.test_nanotron import KEPT, copied  # noqa: F401
-from tests.judged.test_nanotron_target import files, loaded, same
+from tests.judged.test_nanotron_target import is_same, list_files, load_file
 
 GRIDS = {
     "qwen_tp2": {"tp": 2, "pp": 1, "dp": 1},
@@ -33,9 +33,9 @@ PAIRS = [(one, two) for one in GRIDS for two in GRIDS if one.split("_")[0] == tw
 def test_every_file_is_what_nanotron_saved_there(source, wanted, tmp_path):
     """Tied embeddings on two stages, a param group and a scheduler's value each, ZeRO-1, fp32."""
     report = reshard.split(KEPT / source / "ckpt", tmp_path / "out", **GRIDS[wanted])
-    theirs, ours = files(KEPT / wanted / "ckpt"), files(tmp_path / "out")
+    theirs, ours = list_files(KEPT / wanted / "ckpt"), list_files(tmp_path / "out")
     assert list(ours) == list(theirs)
-    assert all(same(loaded(ours[name]), loaded(path)) for name, path in theirs.items())
+    assert all(is_same(load_file(ours[name]), load_file(path)) for name, path in theirs.items())
     assert not any("model_config" in text for text in report.notes)
 
 
@@ -102,18 +102,18 @@ def test_weights_alone_go_to_other_stages(tmp_path):
     reshard.split(
         KEPT / "llama_pp2" / "ckpt", tmp_path / "out", pp=3, tp=2, dp=1, weights_only=True
     )
-    theirs, ours = files(KEPT / "llama_tp2pp3" / "ckpt"), files(tmp_path / "out")
+    theirs, ours = list_files(KEPT / "llama_tp2pp3" / "ckpt"), list_files(tmp_path / "out")
     assert {name for name in theirs if "/model/" in name} < set(ours)
-    assert all(same(loaded(ours[name]), loaded(theirs[name])) for name in ours)
+    assert all(is_same(load_file(ours[name]), load_file(theirs[name])) for name in ours)
 
 
 def test_a_run_without_schedulers_goes_to_other_stages_too(copied, tmp_path):  # noqa: F811
     run = copied("qwen_pp3dp2")
     shutil.rmtree(run / "3" / "lr_scheduler")
     reshard.split(run, tmp_path / "out", **GRIDS["qwen_tp2"])
-    theirs, ours = files(KEPT / "qwen_tp2" / "ckpt"), files(tmp_path / "out")
+    theirs, ours = list_files(KEPT / "qwen_tp2" / "ckpt"), list_files(tmp_path / "out")
     assert list(ours) == [name for name in theirs if "lr_scheduler" not in name]
-    assert all(same(loaded(path), loaded(theirs[name])) for name, path in ours.items())
+    assert all(is_same(load_file(path), load_file(theirs[name])) for name, path in ours.items())
 
 
 def test_stages_whose_groups_differ_are_refused(copied, tmp_path):  # noqa: F811

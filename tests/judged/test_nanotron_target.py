@@ -22,13 +22,13 @@ from tests.support.edited_files import edit_safetensors_header
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def files(run):
+def list_files(run):
     """Return every file except random states, by its path in the run."""
     held = (path for path in sorted(run.rglob("*")) if path.is_file())
     return {str(p.relative_to(run)): p for p in held if p.parent.name != "random"}
 
 
-def loaded(path):
+def load_file(path):
     """Load a file of nanotron: plain values and tensors, without the order of their storages."""
     if path.suffix == ".pt":
         return torch.load(path)
@@ -38,7 +38,7 @@ def loaded(path):
     return path.read_text()
 
 
-def same(one, two):
+def is_same(one, two):
     """Return whether two objects are equal in types, order of keys, and all bits of tensors."""
     if type(one) is not type(two):
         return False
@@ -50,13 +50,13 @@ def same(one, two):
         )
         return alike and torch.equal(one, two) and one.storage_offset() == two.storage_offset()
     if isinstance(one, dict):
-        return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+        return list(one) == list(two) and all(is_same(one[key], two[key]) for key in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(same, one, two))
+        return len(one) == len(two) and all(map(is_same, one, two))
     return one == two
 
 
-def headless(path):
+def read_without_header(path):
     """Return the bytes of a safetensors file without its header, whose texts have no order."""
     data = path.read_bytes()
     return data[8 + int.from_bytes(data[:8], "little") :]
@@ -65,13 +65,13 @@ def headless(path):
 @pytest.mark.parametrize("case", CASES)
 def test_at_the_source_s_grid_every_file_is_nanotron_s_own(case, tmp_path):
     report = reshard.split(KEPT / case / "ckpt", tmp_path / "out")
-    wanted, found = files(KEPT / case / "ckpt"), files(tmp_path / "out")
+    wanted, found = list_files(KEPT / case / "ckpt"), list_files(tmp_path / "out")
     assert list(found) == list(wanted)
     for name, path in wanted.items():
         if path.suffix == ".safetensors":
             assert path.stat().st_size == found[name].stat().st_size, name
-            assert headless(path) == headless(found[name]), name
-        assert same(loaded(found[name]), loaded(path)), name
+            assert read_without_header(path) == read_without_header(found[name]), name
+        assert is_same(load_file(found[name]), load_file(path)), name
     assert any("not copied: random" in text for text in report.notes)
 
 
@@ -101,9 +101,12 @@ def test_on_other_ranks_every_file_is_what_nanotron_saved_there(source, grid, tm
     """Both runs made the same updates; at one rank, too, nanotron says what is cut."""
     tp, dp = grid
     reshard.split(KEPT / source / "ckpt", tmp_path / "out", tp=tp, dp=dp)
-    wanted, found = files(KEPT / f"zero_tp{tp}pp2dp{dp}" / "ckpt"), files(tmp_path / "out")
+    wanted, found = (
+        list_files(KEPT / f"zero_tp{tp}pp2dp{dp}" / "ckpt"),
+        list_files(tmp_path / "out"),
+    )
     assert list(found) == list(wanted)
-    assert all(same(loaded(found[name]), loaded(path)) for name, path in wanted.items())
+    assert all(is_same(load_file(found[name]), load_file(path)) for name, path in wanted.items())
 
 
 def test_there_and_back_again_the_files_are_the_first_ones(tmp_path):
@@ -111,9 +114,9 @@ def test_there_and_back_again_the_files_are_the_first_ones(tmp_path):
     grids = [(4, 1, 1), (1, 3, 1), (2, 2, 0)]
     for (before, after), (tp, dp, zero) in zip(pairwise(steps), grids, strict=True):
         reshard.split(before, after, tp=tp, dp=dp, zero_stage=zero)
-    first, last = files(steps[0]), files(steps[-1] / "1")
+    first, last = list_files(steps[0]), list_files(steps[-1] / "1")
     assert list(last) == list(first)
-    assert all(same(loaded(last[name]), loaded(path)) for name, path in first.items())
+    assert all(is_same(load_file(last[name]), load_file(path)) for name, path in first.items())
 
 
 def test_each_fused_part_is_cut_by_itself(tmp_path):
@@ -123,7 +126,7 @@ def test_each_fused_part_is_cut_by_itself(tmp_path):
     for rank in range(4):
         path = next((tmp_path / "out").rglob(f"qkv_proj/*tp-rank-{rank}-of-4.safetensors"))
         mine = torch.cat([part.chunk(4)[rank] for part in (query, key, value)])
-        assert torch.equal(loaded(path)["data"], mine)
+        assert torch.equal(load_file(path)["data"], mine)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -131,7 +134,7 @@ def test_parts_that_are_fused_along_the_last_dim_are_cut_row_by_row(copied, zero
     """As a layer of experts is: none of a rank's parts is contiguous in its file."""
     run = copied("tp2dp2")
     cut = sorted((run / "model" / "down_proj").iterdir())
-    whole = torch.cat([loaded(path)["data"] for path in cut], 1)
+    whole = torch.cat([load_file(path)["data"] for path in cut], 1)
     for rank, path in enumerate(cut):
         mine = torch.cat([part.chunk(2, 1)[rank] for part in whole.split([16, 8], 1)], 1)
         every = "None,None,None"
@@ -140,13 +143,13 @@ def test_parts_that_are_fused_along_the_last_dim_are_cut_row_by_row(copied, zero
             f"#{every}|{start + rank * size // 2},{start + (rank + 1) * size // 2},None"
             for start, size in ((0, 16), (16, 8))
         )
-        said = {**dict(loaded(path)["said"]), "local_global_slices_pairs": pairs}
+        said = {**dict(load_file(path)["said"]), "local_global_slices_pairs": pairs}
         save_file({"data": mine.contiguous()}, path, said)
     reshard.split(run, tmp_path / "out", tp=4, dp=2, zero_stage=zero)
     for rank in range(4):
         path = next((tmp_path / "out").rglob(f"down_proj/*tp-rank-{rank}-of-4.safetensors"))
         mine = [part.chunk(4, 1)[rank] for part in whole.split([16, 8], 1)]
-        assert torch.equal(loaded(path)["data"], torch.cat(mine, 1))
+        assert torch.equal(load_file(path)["data"], torch.cat(mine, 1))
     report = reshard.diff(run, tmp_path / "out", kinds=["weight", "optimizer"])
     assert report.same, list(report.lines())
 
@@ -155,7 +158,7 @@ def test_weights_alone_and_another_dtype(tmp_path):
     case = KEPT / "fp32_tp2pp2"
     truth = torch.load(case / "truth.pt")["masters"]
     reshard.split(case / "ckpt", tmp_path / "out", tp=1, weights_only=True, dtype="fp32")
-    assert {name.split("/")[1] for name in files(tmp_path / "out") if "/" in name} == {
+    assert {name.split("/")[1] for name in list_files(tmp_path / "out") if "/" in name} == {
         "model",
         "checkpoint_metadata.json",
     }
@@ -230,9 +233,9 @@ def test_an_optimizer_without_steps_survives_a_round_trip(zero, copied, tmp_path
     _with_optimizers(run, as_sgd)
     reshard.split(run, tmp_path / "one", tp=1, dp=3 if zero else 1, zero_stage=zero)
     reshard.split(tmp_path / "one", tmp_path / "two", tp=2, dp=1, zero_stage=0)
-    first, last = files(run), files(tmp_path / "two")
+    first, last = list_files(run), list_files(tmp_path / "two")
     assert list(last) == list(first)
-    assert all(same(loaded(last[name]), loaded(path)) for name, path in first.items())
+    assert all(is_same(load_file(last[name]), load_file(path)) for name, path in first.items())
 
 
 def test_a_bias_of_the_first_rank_alone_is_refused(copied, tmp_path):  # noqa: F811

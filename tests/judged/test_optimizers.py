@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import reshard
 from reshard.errors import DifferentError, ReshardError, UnsupportedError
-from tests.judged.damage import edited
+from tests.judged.damage import edit_file
 from tests.judges import optimizers, server
 from tests.judges.optimizers import Kind
 
@@ -76,7 +76,7 @@ class Cell:
         return out / self.name
 
 
-def cells_of(optimizer: str, stages: Iterable[int] = range(4)) -> list[Cell]:
+def list_cells(optimizer: str, stages: Iterable[int] = range(4)) -> list[Cell]:
     """Return all targets of an optimizer: the same size, smaller, larger, universal."""
     stages = [stage for stage in stages if (optimizer, stage) not in NOT_IN_DEEPSPEED]
     if optimizer == "shampoo":  # its matrices need whole parameters
@@ -157,7 +157,7 @@ def _results(jobs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def different(got: Any, wanted: Any) -> list[str]:
+def list_differences(got: Any, wanted: Any) -> list[str]:
     """Return the values in which two engines differ, bit for bit."""
     names = sorted(got.keys() | wanted.keys())
     return [
@@ -174,7 +174,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def off_by(got: Any, wanted: Any) -> float:
+def measure_distance(got: Any, wanted: Any) -> float:
     """Return the largest difference between the losses of the next steps."""
     return max(abs(a - b) for a, b in zip(got["next"], wanted["next"], strict=True))
 
@@ -202,12 +202,12 @@ def resumed(runs, place):
 def test_the_engine_continues_with_the_same_state(cell, runs, resumed):
     got, wanted = resumed[cell.name], runs[cell.source]
     assert not isinstance(got, str), got
-    assert not different(got["held"], wanted["held"])
+    assert not list_differences(got["held"], wanted["held"])
     if cell.ranks == FIRST_RANKS and cell.loads.stage == cell.kind.stage:
         assert got["next"] == wanted["next"]
-        assert not different(got["after"], wanted["after"])
+        assert not list_differences(got["after"], wanted["after"])
     noise = NOISE if cell.loads.zero_init == cell.kind.zero_init else BUFFERS
-    assert off_by(got, wanted) <= OWN_NOISE.get(cell.kind.optimizer, noise)
+    assert measure_distance(got, wanted) <= OWN_NOISE.get(cell.kind.optimizer, noise)
 
 
 def test_verify_passes_for_every_optimizer(runs, place):
@@ -234,7 +234,7 @@ def test_a_value_that_differs_between_ranks_is_refused(runs, place, tmp_path):
         states = root["optimizer_state_dict"]["base_optimizer_state"]["state"]
         states[0]["mu_product"] *= 2
 
-    edited(second, change)
+    edit_file(second, change)
     with pytest.raises(DifferentError, match=r"mu_product of .*: differs between"):
         reshard.split(run, tmp_path / "split", world_size=3)
 
@@ -265,13 +265,13 @@ def test_requirements_of_a_universal_checkpoint_are_reported(runs, place, tmp_pa
 
     states = sorted(run.rglob("*_optim_states.pt"))
     for path in states:
-        edited(path, count_in_python)
+        edit_file(path, count_in_python)
     told = reshard.split(run, tmp_path / "counted", to="ds-universal").notes
     assert any('state["step"] = torch.tensor(float(' in note for note in told)
     for path in states:
-        edited(path, be_elastic)
+        edit_file(path, be_elastic)
     (model,) = run.rglob("mp_rank_00_model_states.pt")
-    edited(model, lambda root: root.update(lr_scheduler={"last_batch_iteration": 2}))
+    edit_file(model, lambda root: root.update(lr_scheduler={"last_batch_iteration": 2}))
     told = reshard.split(run, tmp_path / "elastic", to="ds-universal").notes
     assert any("engine.lr_scheduler.get_lr()" in note for note in told)
 
@@ -286,7 +286,7 @@ def test_zenflows_masters_are_older_than_its_weights(runs, place, tmp_path):
         root["module"][name][:, 3] += 1.0
         root["ds_config"]["zero_optimization"]["zenflow"] = {"topk_ratio": 0.1}
 
-    edited(model, change)
+    edit_file(model, change)
     weights = torch.load(model, weights_only=False)["module"]
     report = reshard.verify(run, deep=True)
     assert not [check.failures for check in report.checks if check.failures]
@@ -367,7 +367,7 @@ def table(directory: Path) -> None:
     say("| optimizer | target | " + " | ".join(f"ZeRO {stage}" for stage in range(4)) + " |" + "\n")
     say("|---|---|---|---|---|---|\n")
     for optimizer in optimizers.NAMES:
-        cells = cells_of(optimizer)
+        cells = list_cells(optimizer)
         wanted = made_of(cells, directory / optimizer)
         found = resumed_of(cells, directory / optimizer, directory / f"{optimizer}_to")
         by_place = {(c.kind.stage, c.stage == -1, c.ranks): c for c in cells}
@@ -387,8 +387,8 @@ def _shown(cell: Cell, found: dict[str, Any], wanted: dict[str, Any]) -> str:
         return "not in DeepSpeed"
     if isinstance(got, str):
         return "DeepSpeed fails" if "failed" in got.splitlines()[0] else "refused"
-    wrong = different(got["held"], before["held"])
-    off = off_by(got, before)
+    wrong = list_differences(got["held"], before["held"])
+    off = measure_distance(got, before)
     return f"WRONG {wrong[0]}" if wrong else "bitwise" if not off else f"{off:.0e}"
 
 

@@ -17,7 +17,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.errors import DifferentError
 from reshard.formats.deepspeed.write import pipeline
 from tests.judged.conftest import KEPT
-from tests.judged.damage import edited
+from tests.judged.damage import edit_file
 from tests.judges.parallel_cases import CASES
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def reference_of(place):
     return torch.load(place / "reference.pt", weights_only=False)
 
 
-def check(checkpoint, reference):
+def assert_all_values(checkpoint, reference):
     """Assert that all values of the ranks are in the output, bitwise, and nothing else."""
     full = {**reference["live"], **reference["buffers"], **reference["params"]}
     assert set(checkpoint) - checkpoint.manifest.tied.keys() == set(full)
@@ -57,7 +57,7 @@ def check(checkpoint, reference):
 def test_the_state_of_the_ranks_is_read(case, made):
     reference = reference_of(made / case)
     with reshard.open(made / case / "run") as checkpoint:
-        check(checkpoint, reference)
+        assert_all_values(checkpoint, reference)
         state, mesh = checkpoint.manifest.train, checkpoint.manifest.origin.mesh
     row = CASES[case]
     assert (mesh["tp"], mesh["pp"], mesh["dp"]) == (row.tp, row.pp, row.dp)
@@ -140,7 +140,7 @@ def test_rules_of_the_user_describe_an_undescribed_run(case, made, tmp_path):
         torch.save({**states, "universal_checkpoint_info": kept}, path)
     (tmp_path / "r.yaml").write_text(RULES)
     with reshard.open(run, rules=tmp_path / "r.yaml") as checkpoint:
-        check(checkpoint, reference_of(made / case))
+        assert_all_values(checkpoint, reference_of(made / case))
 
 
 POSITIONS = "tied_modules.embed.position_embeddings.weight"
@@ -209,7 +209,7 @@ GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the
 
 
 @pytest.fixture(scope="module")
-def gone_on(made, tmp_path_factory):
+def continued(made, tmp_path_factory):
     """Continue each run with real DeepSpeed."""
     from tests.judges import parallel_judge
 
@@ -224,9 +224,9 @@ def gone_on(made, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", range(len(GOES_ON)))
-def test_deepspeed_continues_on_another_grid(number, made, gone_on):
+def test_deepspeed_continues_on_another_grid(number, made, continued):
     case, _, _, noise = GOES_ON[number]
-    reference, found = reference_of(made / case), gone_on[number]
+    reference, found = reference_of(made / case), continued[number]
     for kind in ("params", *SLOTS):
         for name, value in reference[kind].items():
             assert torch.equal(found["loaded"][kind][name], value), f"{kind} of {name}"
@@ -326,7 +326,7 @@ def check_model_states(found, wanted):
         assert torch.equal(ours[name], value), name
 
 
-def words_of(name):
+def count_words(name):
     """Return how many rows of a vocabulary are not padding; None for other tensors."""
     return WORDS if "word_embeddings" in name or "lm_head" in name else None
 
@@ -339,7 +339,9 @@ def test_the_universal_form_is_read_back(case, made, tmp_path):
         full = {**reference["live"], **reference["buffers"], **reference["params"]}
         assert set(checkpoint) == set(full)
         for name, value in full.items():
-            assert torch.equal(checkpoint[name][...].to(value.dtype), value[: words_of(name)]), name
+            assert torch.equal(checkpoint[name][...].to(value.dtype), value[: count_words(name)]), (
+                name
+            )
 
 
 ANY_GRID = [
@@ -356,7 +358,7 @@ ANY_GRID = [
 
 
 @pytest.fixture(scope="module")
-def gone_on_universally(made, tmp_path_factory):
+def continued_universally(made, tmp_path_factory):
     """Continue from the universal form with real DeepSpeed, on one grid and another."""
     from tests.judges import parallel_judge
 
@@ -369,12 +371,12 @@ def gone_on_universally(made, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", range(len(ANY_GRID)))
-def test_deepspeed_loads_the_universal_form_at_any_grid(number, made, gone_on_universally):
+def test_deepspeed_loads_the_universal_form_at_any_grid(number, made, continued_universally):
     case, _, noise = ANY_GRID[number]
-    reference, found = reference_of(made / case), gone_on_universally[number]
+    reference, found = reference_of(made / case), continued_universally[number]
     for kind in ("params", *SLOTS):
         for name, value in reference[kind].items():
-            held = slice(words_of(name))
+            held = slice(count_words(name))
             assert torch.equal(found["loaded"][kind][name][held], value[held]), f"{kind} of {name}"
     for loss, wanted in zip(found["losses"], reference["next"]["losses"], strict=True):
         assert loss == pytest.approx(wanted, abs=noise)
@@ -403,7 +405,7 @@ def test_different_copies_of_two_stages_are_detected(name, slots, made, tmp_path
         for slot in slots:
             held["base_optimizer_state"]["state"][0][slot][start] = 1
 
-    edited(path, change)
+    edit_file(path, change)
     replicas = reshard.verify(run, deep=True).check("replicas")
     assert replicas.failures
     assert all(text.startswith(fqn) for text in replicas.failures)
@@ -418,9 +420,9 @@ def test_a_tied_pipelines_universal_checkpoint_is_read_again(has_buffer, made, t
     name = "tied_modules.embed.scale"
     if has_buffer:
         (layer,) = run.rglob("layer_00-model_states.pt")
-        edited(layer, lambda root: root.update(scale=torch.tensor([1.0, 2.0, 3.0])))
+        edit_file(layer, lambda root: root.update(scale=torch.tensor([1.0, 2.0, 3.0])))
         for path in run.rglob("mp_rank_*_model_states.pt"):
-            edited(path, lambda root: root["buffer_names"].append(name))
+            edit_file(path, lambda root: root["buffer_names"].append(name))
     split(run, tmp_path / "universal", SplitOptions(to="ds-universal"))
     reshard.merge(tmp_path / "universal", tmp_path / "universal.safetensors", dtype="fp32")
     reshard.merge(run, tmp_path / "native.safetensors", dtype="fp32")

@@ -69,7 +69,7 @@ def levels(report):
     return found
 
 
-def worst(report, number):
+def find_worst(report, number):
     """Return the largest relative difference of a target's losses."""
     return report.targets[number].trajectory.loss.max_rel
 
@@ -94,8 +94,8 @@ def test_deepspeed_continues_at_other_ranks_and_stages(trained, launch):
         place / "run", world_sizes=[2], zero_stage=3, control=True, **options
     )
     assert levels(other) == {"deepspeed stage 3, 2 ranks": MOST}
-    assert worst(same, 0) < 5e-4  # bf16
-    assert worst(other, 0) < 5e-4  # stage 3 adds a bias after rounding
+    assert find_worst(same, 0) < 5e-4  # bf16
+    assert find_worst(other, 0) < 5e-4  # stage 3 adds a bias after rounding
     lost = other.control.trajectory.loss.max_rel
     assert (other.control.tensors, lost > 0.02) == (30, True)
 
@@ -142,7 +142,7 @@ def test_accelerate_continues_with_fsdp_2_at_other_ranks(trained, launch):
         "accelerate sharded, 1 rank": {"trajectory"},
         "accelerate sharded, 2 ranks": ALL,
     }
-    assert worst(report, 0) < 5e-7
+    assert find_worst(report, 0) < 5e-7
     assert report.targets[0].tensors_equal
 
 
@@ -160,7 +160,7 @@ def test_the_trainer_of_transformers_continues_at_other_ranks(trained, launch):
         "deepspeed stage 2, 1 rank": {"trajectory"},
         "deepspeed stage 2, 2 ranks": {"trajectory", "bitwise"},
     }
-    assert worst(report, 0) < 1e-6
+    assert find_worst(report, 0) < 1e-6
 
 
 def test_our_trainer_continues_with_its_own_settings(tmp_path):

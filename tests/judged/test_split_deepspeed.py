@@ -346,7 +346,7 @@ def test_elastic_checkpoints_lack_what_the_optimizer_needs(made, tmp_path):
         split(run_of("z1_elastic", made), tmp_path / "run", stage=1, world_size=2)
 
 
-def own_values():
+def make_client_state():
     """Return what a script may pass as ``client_state``, which DeepSpeed pickles with its keys."""
     queue = torch.arange(6.0).reshape(2, 3).t()
     return {
@@ -381,7 +381,7 @@ def assert_same(got, wanted):
 
 @pytest.mark.parametrize("case", ["z1_full", "z3_full"])
 def test_a_scripts_own_tensors_and_objects_go_along(case, copied, tmp_path):
-    source, own = copied(case), own_values()
+    source, own = copied(case), make_client_state()
     weight = torch.nn.Parameter(torch.ones(1))
     by_step = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([weight]), [5, 9])
     for file in source.rglob("*model_states.pt"):
@@ -407,7 +407,7 @@ def test_a_scripts_own_tensors_and_objects_go_along(case, copied, tmp_path):
 
 @pytest.mark.parametrize("to", ["dcp", "torch"])
 def test_a_scripts_own_tensors_go_to_layouts_of_pytorch(to, copied, tmp_path):
-    source, own = copied("z1_full"), own_values()
+    source, own = copied("z1_full"), make_client_state()
     del own["seen"]  # numpy arrays are objects of DCP, which dcp_to_torch_save does not load
     (file,) = source.rglob("*model_states.pt")
     torch.save({**torch.load(file, weights_only=False), **own}, file)

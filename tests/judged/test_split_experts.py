@@ -28,14 +28,14 @@ ELSEWHERE = {  # the world and the ranks that share each layer, on the way there
 }
 
 
-def taken(source, directory, **options):
+def split_run(source, directory, **options):
     """Split a run as the command does."""
     report = split(source, directory, SplitOptions(**options))
     assert report.verified
     return directory
 
 
-def differing(ours, theirs):
+def list_differing(ours, theirs):
     """Return for each file the keys whose values differ from those that DeepSpeed wrote."""
     tag = (theirs / "latest").read_text()
     names = sorted(path.name for path in (theirs / tag).iterdir())
@@ -52,7 +52,9 @@ def differing(ours, theirs):
 
 @pytest.mark.parametrize("case", SAME)
 def test_the_same_layout_gives_the_files_that_deepspeed_wrote(case, made, tmp_path):
-    assert differing(taken(made / case / "run", tmp_path / "out"), made / case / "run") == {}
+    assert (
+        list_differing(split_run(made / case / "run", tmp_path / "out"), made / case / "run") == {}
+    )
 
 
 @pytest.mark.parametrize("case", ELSEWHERE)
@@ -61,12 +63,14 @@ def test_a_round_trip_gives_the_files_that_deepspeed_wrote(case, made, tmp_path)
     source, (world, ranks) = made / case / "run", ELSEWHERE[case]
     stage = int(read(source).origin.detail[-1])
     mesh = read(source).origin.mesh
-    there = taken(source, tmp_path / "a", world_size=world, ep=ranks, zero_stage=(stage + 1) % 3)
+    there = split_run(
+        source, tmp_path / "a", world_size=world, ep=ranks, zero_stage=(stage + 1) % 3
+    )
     found = read(there)
     assert found.origin.mesh == {"world": world, "dp": world, "ep": ranks}
     assert contents(found) == contents(read(source))
     back = {"world_size": mesh["world"], "ep": mesh["ep"], "zero_stage": stage}
-    wrong = differing(taken(there, tmp_path / "b", **back), source)
+    wrong = list_differing(split_run(there, tmp_path / "b", **back), source)
     batch = {"train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu"}
     assert {
         key
@@ -80,7 +84,7 @@ def test_a_round_trip_gives_the_files_that_deepspeed_wrote(case, made, tmp_path)
 def test_the_state_is_whole_at_another_world_size(case, made, tmp_path):
     source = read(made / case / "run")
     world = source.origin.mesh["world"] * 2
-    found = read(taken(made / case / "run", tmp_path / "out", world_size=world))
+    found = read(split_run(made / case / "run", tmp_path / "out", world_size=world))
     assert contents(found) == contents(source)
     check_train(found.train, source.train, stage=int(source.origin.detail[-1]))
     assert found.tied == source.tied
@@ -174,7 +178,7 @@ def resumed(made, tmp_path_factory) -> dict[str, Any]:
     (place / "runs").mkdir()
     jobs = {}
     for run in RUNS:
-        directory = taken(made / run.source / "run", place / "runs" / run.name, **run.options)
+        directory = split_run(made / run.source / "run", place / "runs" / run.name, **run.options)
         told = {"compile_aio": False, "case": run.case, "load": directory.resolve(), "steps": 2}
         told["how"] = {"load_module_only": run.weights_only}
         out = place / "out" / run.name

@@ -87,7 +87,7 @@ ROUTES = [
 ]
 
 
-def sees_the_same(route):
+def has_same_steps(route):
     """Return whether both runs make the same steps of the judge.
 
     An interleaved schedule has other micro batches, and experts are balanced within a rank's.
@@ -155,7 +155,7 @@ def test_megatron_computes_the_same_loss(megatron_case, went_on, route):
     assert difference < (EXACT if CASES[route.case].precision == "fp32" else HALF)
 
 
-@pytest.mark.parametrize("route", list(filter(sees_the_same, ROUTES)), ids=str)
+@pytest.mark.parametrize("route", list(filter(has_same_steps, ROUTES)), ids=str)
 def test_megatron_continues_like_the_source(megatron_case, went_on, route):
     source, found = truth_of(megatron_case(route.case)), went_on[str(route)]
     if route.is_the_same:

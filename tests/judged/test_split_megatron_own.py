@@ -38,7 +38,7 @@ def went_on(megatron_case, tmp_path_factory):
     return {name: (reports[name], held[name]) for name in cases}
 
 
-def saved(place, rank):
+def read_saved(place, rank):
     """Return what a rank saved in the torch format; ranks count tensor first, then pipeline."""
     path = place / "iter_0000003" / f"mp_rank_{rank % 2:02d}_{rank // 2:03d}"
     return torch.load(path / "model_optim_rng.pt", weights_only=False)
@@ -58,8 +58,8 @@ def test_modules_own_states_are_those_that_megatron_gives_each_rank(megatron_cas
     assert any("own states of" in text for text in report.kept)
     different = 0
     for rank in range(4):
-        mine = extra_of(saved(megatron_case(CASE) / "torch", rank))
-        first = extra_of(saved(megatron_case(CASE) / "torch", rank // 2 * 2))  # of torch_dist
+        mine = extra_of(read_saved(megatron_case(CASE) / "torch", rank))
+        first = extra_of(read_saved(megatron_case(CASE) / "torch", rank // 2 * 2))  # of torch_dist
         wanted = mine if route == "kept" else first
         assert len(wanted) == 4
         found = held[rank]["extra"]
@@ -75,7 +75,7 @@ def test_random_states_are_those_of_the_rank(megatron_case, went_on, route):
     assert not any("no-load-rng" in text for text in report.notes)
     for rank in range(4):
         (wanted,), (found,) = (
-            saved(megatron_case(CASE) / "torch", rank)["rng_state"],
+            read_saved(megatron_case(CASE) / "torch", rank)["rng_state"],
             held[rank]["rng"],
         )
         assert found["random_rng_state"] == wanted["random_rng_state"]
@@ -131,7 +131,7 @@ def test_torch_dist_keeps_them_for_every_grid(megatron_case, tmp_path):
         if stage
         else name: value
         for stage in (0, 1)
-        for name, value in extra_of(saved(megatron_case(CASE) / "torch", 2 * stage)).items()
+        for name, value in extra_of(read_saved(megatron_case(CASE) / "torch", 2 * stage)).items()
     }
     reshard.split(tmp_path / "out", tmp_path / "one", tp=1, pp=1, ckpt_format="torch")
     path = tmp_path / "one" / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"

@@ -66,10 +66,10 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, plan, mesh, tmp_
     names = {f"{kind}_rank{rank}.pt" for kind in ("model", "optim") for rank in range(MESHES[mesh])}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     for name in names:
-        assert_alike(unstamped(tmp_path / "out" / name), torch.load(source / "ranks" / name))
+        assert_alike(drop_stamp(tmp_path / "out" / name), torch.load(source / "ranks" / name))
 
 
-def unstamped(path):
+def drop_stamp(path):
     """Return the content of a rank file without the stamp, which names source and layout."""
     state = torch.load(path)
     state.pop(stamps.KEY, None)
@@ -151,7 +151,7 @@ def test_a_round_trip_keeps_the_bytes_of_every_tensor(trained, plan, tmp_path):
             with reshard.open(tmp_path / str(number)) as found:
                 assert_same_state(found, wanted)
     for path in (tmp_path / "direct").iterdir():
-        assert_alike(unstamped(path), unstamped(tmp_path / "back" / path.name))
+        assert_alike(drop_stamp(path), drop_stamp(tmp_path / "back" / path.name))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def grid(world, *names):
     return MeshGrid((world,), names or None, "cpu")
 
 
-def at(lay_out, ranks):
+def fix_ranks(lay_out, ranks):
     """Return a form for that many ranks."""
     return lambda state: lay_out(state, ranks)
 
@@ -157,16 +157,16 @@ def loaded(trained, deepspeed, tmp_path_factory):
         jobs = [("torch", resumed, "fsdp2", TWO, "dcp", two / "dcp", two)] if world > 2 else []
         for name in forms:
             lay_out, kind, load = FORMS[name]
-            made = split(two / "ranks", out / f"{world}-{name}", at(lay_out, world))
+            made = split(two / "ranks", out / f"{world}-{name}", fix_ranks(lay_out, world))
             jobs.append((name, resumed, kind, TWO, load, made, two))
         for name in flat:
             lay_out, kind, load = FLAT_FORMS[name]
             made = out / f"{world}-flat-{name}"
-            split(one / "ranks", made, at(lay_out, world), **TOLD)
+            split(one / "ranks", made, fix_ranks(lay_out, world), **TOLD)
             jobs.append((f"flat {name}", resumed, kind, ONE, load, made, one))
         if world == 3:
             state, step, _ = deepspeed
-            made = split(state, out / "deepspeed", at(FORMS["dcp"][0], 4))
+            made = split(state, out / "deepspeed", fix_ranks(FORMS["dcp"][0], 4))
             jobs.append(("deepspeed", worker.from_deepspeed, made, state, step, 2))
         for rank in worlds.run(world, run_in_turn, jobs):
             for name, result in rank.items():
@@ -227,7 +227,7 @@ def test_fsdp2_continues_where_deepspeed_stopped(loaded, deepspeed):
 )
 def test_accelerate_loads_what_it_would_have_saved(libraries, tmp_path, case, lay_out):
     place = libraries / case
-    made = split(place / "ckpt", tmp_path / "out", at(lay_out, 3))
+    made = split(place / "ckpt", tmp_path / "out", fix_ranks(lay_out, 3))
     jobs = [("load", worker.accelerate_loads, made, library_judge.CASES[case], place)]
     for (found,) in map(dict.values, worlds.run(3, run_in_turn, jobs)):
         assert found.get("at") is None, found["at"]
@@ -321,7 +321,7 @@ def test_files_of_ranks_read_back_as_their_source(case, form, source, tmp_path):
                 state, grid(ranks), naming=naming.get(form, rank_files.PAIR), model=shapes
             )
 
-    made = split(place, tmp_path / "out", at(lay_out, 3), **told)
+    made = split(place, tmp_path / "out", fix_ranks(lay_out, 3), **told)
     known = {"model": told["model"]} if told else {}
     with reshard.open(made, **known) as found, reshard.open(place, **told) as wanted:
         assert found.manifest.train.step in (None, wanted.manifest.train.step)
@@ -342,10 +342,10 @@ def test_a_round_trip_keeps_the_bytes_of_every_tensor(trained, form, tmp_path):
     lay_out, *_ = FORMS[form]
     told = {"model": f"tests.judges.torch_models:{TWO}", "wrap": "LlamaDecoderLayer"}
     said = told if form == "orig" else {}
-    there = split(place, tmp_path / "3", at(lay_out, 3))
-    again = split(there, tmp_path / "7", at(lay_out, 7), **said)
-    back = split(again, tmp_path / "2", at(lay_out, 2), **said)
-    direct = split(place, tmp_path / "direct", at(lay_out, 2))
+    there = split(place, tmp_path / "3", fix_ranks(lay_out, 3))
+    again = split(there, tmp_path / "7", fix_ranks(lay_out, 7), **said)
+    back = split(again, tmp_path / "2", fix_ranks(lay_out, 2), **said)
+    direct = split(place, tmp_path / "direct", fix_ranks(lay_out, 2))
     files = sorted(path.name for path in direct.iterdir())
     assert files == sorted(path.name for path in back.iterdir())
     for name in files:

@@ -195,7 +195,7 @@ def test_a_missing_trainer_state_is_created(made, tmp_path):
 # Random states
 
 
-def generators():
+def read_random_states():
     """Return the present random states of Python, numpy and torch."""
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - what the libraries save
     return random.getstate(), numpy, torch.get_rng_state()
@@ -208,14 +208,14 @@ def loaded():
     from accelerate.checkpointing import load_accelerator_state
 
     PartialState(cpu=True)  # it logs
-    before = generators()
+    before = read_random_states()
 
     def load(place, rank):
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002
         torch.manual_seed(0)
         told = load_accelerator_state(place, [], [], [], [], rank)
-        return told, generators()
+        return told, read_random_states()
 
     yield load
     random.setstate(before[0])

@@ -35,11 +35,11 @@ def truth(case, torch_made):
 @pytest.fixture(scope="module")
 def checkpoint(case, place):
     """Opened once for all tests of a case."""
-    with reshard.open(place, **told(case)) as opened:
+    with reshard.open(place, **list_options(case)) as opened:
         yield opened
 
 
-def told(case):
+def list_options(case):
     """Return the options that the user passes beside the path."""
     case = CASES[case]
     said = {"model": case.model, "wrap": case.wrap, "key": case.key}
@@ -65,7 +65,7 @@ def test_weights_are_what_pytorch_reports(case, checkpoint, truth):
 @pytest.mark.parametrize("case", READ, scope="module")
 def test_merge_keeps_every_bit(case, place, truth, tmp_path):
     out = tmp_path / "out.safetensors"
-    report = reshard.merge(place, out, dtype="keep", **told(case))
+    report = reshard.merge(place, out, dtype="keep", **list_options(case))
     merged = load_file(out)
     weights = {**truth["params"], **truth["buffers"]}
     assert merged.keys() == weights.keys()
@@ -144,7 +144,7 @@ def test_ranks_are_counted_by_shards_if_no_file_states_them(stem, torch_made, tm
 @pytest.mark.parametrize("case", REFUSED, scope="module")
 def test_refused(case, place, tmp_path):
     with pytest.raises(reshard.ReshardError):
-        reshard.merge(place, tmp_path / "out.safetensors", **told(case))
+        reshard.merge(place, tmp_path / "out.safetensors", **list_options(case))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -188,13 +188,16 @@ TEETH = [
     Row(
         "a moment of one parameter dropped",
         "DCP",
-        d.saved_again_by_dcp(_one_without_moment),
+        d.save_again_by_dcp(_one_without_moment),
         "slots",
         exit_code=1,
     ),
     Row("the same in one file", "FSDP full", d.edit("optim.pt", _one_without_moment), "slots"),
     Row(
-        "values one element late", "ZeRO 2 aligned", d.edit("*_optim_states.pt", d.later), "padding"
+        "values one element late",
+        "ZeRO 2 aligned",
+        d.edit("*_optim_states.pt", d.shift_by_one),
+        "padding",
     ),
     Row(
         "padding declared one too long",
@@ -304,7 +307,7 @@ MODELS = {"ZeRO 2": "tests.judges.deepspeed_models:menagerie"}
 NAMES = [f"{row.source}: {row.what}" for row in TEETH]
 
 
-def told(name):
+def list_options(name):
     """Return the options that the user passes for a source beside its path."""
     fixture, case, _ = SOURCES[name]
     judge = {"torch_made": torch_judge, "libraries": library_judge}.get(fixture)
@@ -338,7 +341,7 @@ def known(original, manifests):
     def find(name) -> tuple[Path, set[str]]:
         path = directory / f"{name}.json"
         if name not in warned:
-            report = reshard.verify(original(name), write_manifest=path, **told(name))
+            report = reshard.verify(original(name), write_manifest=path, **list_options(name))
             assert report.passed, list(report.lines())
             warned[name] = {c.name for c in report.checks if c.status == "warned"}
         return path, warned[name]
@@ -349,7 +352,7 @@ def known(original, manifests):
 @pytest.mark.parametrize("name", SOURCES)
 def test_an_unchanged_checkpoint_passes_and_is_its_own_manifest(name, original, known):
     manifest, warned = known(name)
-    report = reshard.verify(original(name), against=manifest, **told(name))
+    report = reshard.verify(original(name), against=manifest, **list_options(name))
     assert report.exit_code == 0, list(report.lines())
     assert {check.name for check in report.checks if check.status == "warned"} == warned
     assert report.check("against").status == "passed"
@@ -361,7 +364,7 @@ def test_damage_is_detected_by_the_named_check(row, original, known, tmp_path):
     manifest, warned = known(row.source)
     place = tmp_path / original(row.source).name
     shutil.copytree(original(row.source), place)
-    damaged = Source(place, told(row.source))
+    damaged = Source(place, list_options(row.source))
     row.damage(damaged)
     model = {"model": MODELS[row.source]} if row.caught == "model" else {}
     report = reshard.verify(place, against=manifest, **(damaged.told | model))
@@ -388,7 +391,7 @@ def test_the_right_model_passes(name, original):
     assert report.check("model").status == "passed", list(report.lines())
 
 
-def table():
+def list_table_lines():
     """Yield the lines of the table in docs/proof.md."""
     yield "| damage | checkpoint | detected by | `diff` |"
     yield "| --- | --- | --- | --- |"
@@ -399,4 +402,4 @@ def table():
 
 def test_the_table_in_the_documentation_is_current():
     text = (Path(__file__).parents[2] / "docs" / "proof.md").read_text()
-    assert "\n".join(table()) in text
+    assert "\n".join(list_table_lines()) in text

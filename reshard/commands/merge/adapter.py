@@ -43,7 +43,7 @@ def _note_untrained(entries: Sequence[Entry]) -> list[str]:
     Raises:
         ReshardError: a file cannot be read.
     """
-    start = [entry for entry in entries if _role(entry.fqn) in names.START_AT_ZERO]
+    start = [entry for entry in entries if _find_role(entry.fqn) in names.START_AT_ZERO]
     with SourceFiles() as pool:
         zero = [entry.fqn for entry in start if is_zero(pool, entry)]
     if not zero:
@@ -53,7 +53,7 @@ def _note_untrained(entries: Sequence[Entry]) -> list[str]:
     return [f"{count} are all zero ({some(zero)}), as before training: {effect}"]
 
 
-def _role(fqn: str) -> str:
+def _find_role(fqn: str) -> str:
     """Return the role of a tensor in its LoRA layer; empty for other tensors."""
     part = names.parse_part(fqn)
     return part.role if part else ""
@@ -73,7 +73,9 @@ def select_adapter(merge: Merge) -> Merge:
     manifest, near = merge.manifest, merge.list_config_places()
     where = manifest.origin.path
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
-    tied = {alias: kept for alias, kept in manifest.tied.items() if _role(alias) != names.TOKENS}
+    tied = {
+        alias: kept for alias, kept in manifest.tied.items() if _find_role(alias) != names.TOKENS
+    }
     shapes |= {alias: shapes[kept] for alias, kept in tied.items() if kept in shapes}
     parts = names.find_parts(shapes)
     name = merge.options.adapter or find_only_name(parts)

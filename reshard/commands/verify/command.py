@@ -172,7 +172,7 @@ def _run_deep_checks(
     report.bytes_read = seen.bytes_read
     patterns = keys.compile_patterns(options.ignore, "--ignore")
 
-    def ignored(fqn: str) -> bool:
+    def is_ignored(fqn: str) -> bool:
         return any(pattern.search(fqn) for pattern in patterns)
 
     report.checks += [
@@ -181,9 +181,9 @@ def _run_deep_checks(
         deep.check_masters(manifest, planned, seen),
         deep.check_tied(manifest, planned, seen, config=config, shapes=shapes),
         deep.check_padding(manifest, window_bytes),
-        deep.check_finite(manifest, seen, ignored),
-        deep.check_moments(manifest, seen, ignored),
-        deep.check_zeros(manifest, seen, ignored),
+        deep.check_finite(manifest, seen, is_ignored),
+        deep.check_moments(manifest, seen, is_ignored),
+        deep.check_zeros(manifest, seen, is_ignored),
         hashes.check_against(manifest, listed, seen.digests)
         if listed
         else not_applicable(names.AGAINST, "no --against"),

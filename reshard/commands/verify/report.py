@@ -78,7 +78,7 @@ class VerifyReport(Report):
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report: a line for each check, followed by its findings."""
         what = ", ".join(filter(None, (self.format, self.detail)))
-        yield f"{self.source}: {self._verdict()}" + (f" ({what})" if what else "")
+        yield f"{self.source}: {self._describe_verdict()}" + (f" ({what})" if what else "")
         for check in self.checks:
             yield format_row(check.name, f"{_MARKS[check.status]:<9}{check.looked_at}")
             findings = [*check.failures, *check.warnings]
@@ -93,7 +93,7 @@ class VerifyReport(Report):
         rate = units.show_bytes(self.bytes_read / max(self.seconds, 1e-9))
         yield format_row("time", f"{self.seconds:.2f} s{read}" + (f", {rate}/s" if read else ""))
 
-    def _verdict(self) -> str:
+    def _describe_verdict(self) -> str:
         failed = [check.name for check in self.checks if check.status == result.FAILED]
         if failed:
             return f"FAILED {', '.join(failed)}"
