@@ -23,7 +23,7 @@ _MARGIN = 0.1
 """Part of a rank's memory that is left free for the framework and fragmentation."""
 
 _MEMORY = Path("/proc/meminfo")
-_LIMITS = (  # of a container, by cgroup version 2 and 1
+_LIMITS = (  # memory limits of a container: cgroup version 2, and 1
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
@@ -53,7 +53,7 @@ def pick(chosen: Mapping[str, Any], stated: Mapping[str, Any], nproc: int) -> Pi
 
     Args:
         chosen: all settings that are not defaults.
-        stated: those of them that the user states, which --auto keeps.
+        stated: the settings that the user states, which --auto keeps.
 
     Raises:
         SettingsError: none fits, or the settings cut the model.

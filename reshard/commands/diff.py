@@ -107,7 +107,7 @@ class DiffReport(Report):
 
     a: str
     b: str
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
+    options: dict[str, Any] = field(default_factory=dict)  # those that differ from the defaults
     equal: int = 0  # tensors that are the same under the tolerance
     equal_by_kind: dict[str, int] = field(default_factory=dict)
     unequal: list[Unequal] = field(default_factory=list)

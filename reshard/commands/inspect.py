@@ -44,7 +44,7 @@ class Inspection(Report):
 
     manifest: Manifest
     with_tensors: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
+    options: dict[str, Any] = field(default_factory=dict)  # those that differ from the defaults
 
     def to_json(self) -> dict[str, Any]:
         """Return one document with a stable schema."""

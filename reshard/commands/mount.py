@@ -32,7 +32,7 @@ _DEVICE = "/dev/fuse"
 _INSTALL = "install libfuse (Debian and Ubuntu: apt install fuse3; Fedora: dnf install fuse3)"
 _ENDED_BY_SIGNAL = 8  # result of fuse_main after a signal (libfuse 3 helper.c); libfuse 2 returns 0
 _MOST_THREADS = 16
-_Key = tuple[str, int]  # of a block: the file, and the number of the block in it
+_Key = tuple[str, int]  # a block: its file, and its number in the file
 _KEPT_S = 86400  # seconds that the kernel keeps names and sizes, which never change
 
 
@@ -309,7 +309,7 @@ class FileOperations:
             raise OSError(errno.ENOENT, path)
         times = dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), self._made_ns)
         owner = {"st_uid": os.getuid(), "st_gid": os.getgid()}
-        blocks = -(-nbytes // 512)  # of 512 bytes, as POSIX counts them
+        blocks = -(-nbytes // 512)  # POSIX counts blocks of 512 bytes
         size = {"st_size": nbytes, "st_blocks": blocks, "st_nlink": links}
         return {"st_mode": mode, **size, **owner, **times}
 

@@ -42,7 +42,7 @@ class OutputReport(Report):
     format: str
     destination: str = ""
     load_line: str = ""  # how a program loads the output; ``{path}`` until `set_destination`
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
+    options: dict[str, Any] = field(default_factory=dict)  # those that differ from the defaults
     done: bool = False
     already_there: bool = False  # an earlier command wrote the same output
     verified: bool = False
@@ -53,9 +53,9 @@ class OutputReport(Report):
     warnings: list[str] = field(default_factory=list)
     bytes_read: int = 0
     bytes_written: int = 0
-    resumed_bytes: int = 0  # of those, written by an interrupted run
+    resumed_bytes: int = 0  # the part that an interrupted run had written
     seconds: float = 0.0
-    forecast: Forecast | None = None  # of a dry run
+    forecast: Forecast | None = None  # only in a dry run
 
     def to_json(self) -> dict[str, Any]:
         """Return one document with a stable schema."""

@@ -20,8 +20,10 @@ from reshard.manifest import BUFFER, Entry
 from reshard.move.fill import fill
 from reshard.planning.copies import Copy, plan_block
 
-_STAGED_BYTES = 4 << 20  # read at a time for a tensor on another device, or not contiguous
-_BATCH_BYTES = 64 << 20  # of targets in memory: a planner may create a temporary for each
+_STAGED_BYTES = 4 << 20  # read at a time if a target is on another device, or not contiguous
+_BATCH_BYTES = (
+    64 << 20
+)  # targets filled at a time: a planner may create a temporary tensor for each
 
 
 @dataclass(slots=True)

@@ -34,11 +34,11 @@ ALL = (
     *(SHARDS, UPDATES, UNCHANGED, CONTENT, FINITE),
 )
 
-_AWAY = 8.0  # times as far from both neighbours as they are from each other
-_MANY = 64  # elements of a weight whose distance is judged; a few can swing to and fro
-_FEW = 16  # elements of a file that are too few to judge it
-_SLACK = 10.0  # of the bound on updates, where the highest learning rate is not stated
-_ROUNDING = 1.01  # of the bound on updates
+_AWAY = 8.0  # a stray checkpoint is this many times as far from its neighbours as they are apart
+_MANY = 64  # the fewest elements of a weight whose distance is judged: a few can swing to and fro
+_FEW = 16  # the fewest elements of a file to judge it by
+_SLACK = 10.0  # factor on the bound on updates if the highest learning rate is not stated
+_ROUNDING = 1.01  # factor on the bound on updates, for the rounding of its terms
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class History:
 
     Args:
         tags: oldest first.
-        movements: of the weights that all checkpoints have.
+        movements: the movements of the weights that all checkpoints have.
         unreadable: name of a checkpoint that cannot be read -> the check that failed.
         interrupted: numbers of directories without a complete checkpoint.
         is_whole: whether every element was read.
@@ -356,7 +356,7 @@ def _find_limit(
     each = bound_update(group.hyper, change.largest_weight, other)
     weight = now.weights[fqn]
     rounding = 2.0**-8 if weight.dtype.itemsize < 4 else 2.0**-23
-    lost = rounding * change.largest_weight  # of each update, where weights are rounded to 16 bits
+    lost = rounding * change.largest_weight  # an update of 16-bit weights is rounded
     return (other - one) * (highest * each * slack * _ROUNDING + lost)
 
 

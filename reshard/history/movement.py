@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 _SAMPLED = 512  # elements of a tensor
-_FEWEST_RUNS, _MOST_RUNS = 4, 8  # of a tensor; more where more ranks store it
+_FEWEST_RUNS, _MOST_RUNS = 4, 8  # runs of a tensor; more if more ranks store it
 _BLOCK = 1 << 17  # elements that are read at a time if all are read
 _JUDGED = 4096  # elements of a run whose update is computed
 _MARGIN = 16  # roundings of a weight; an update below this many may leave its bits as they are
-_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}  # of a significand, stored
+_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}  # bits of a stored significand
 
 
 @dataclass(slots=True)
@@ -43,13 +43,13 @@ class Change:
 
     Args:
         elements: the number of elements that were compared.
-        moved: those whose weight has other bits.
-        expected: those that the optimizer's own state says must move: the update that it implies is
-            many times the rounding of the weight. Without such state, none. Some thousands of each
-            run of elements are judged, at equal distances.
-        expected_moved: those of them that moved.
-        momenta: elements whose first slot is not zero in the later checkpoint.
-        momenta_moved: those of them with other bits in any slot.
+        moved: the number of them whose weight has other bits.
+        expected: the number of elements that must move, because the update that the optimizer's
+            state implies is many times the rounding of the weight; 0 without such state. Some
+            thousands of each run of elements are judged, at equal distances.
+        expected_moved: the number of expected elements that moved.
+        momenta: the number of elements whose first slot is not zero in the later checkpoint.
+        momenta_moved: the number of such elements that have other bits in any slot.
         largest: the largest change of a weight.
         largest_weight: the largest magnitude of a weight in both checkpoints.
         squares: the sum of the squares of the changes.

@@ -217,7 +217,7 @@ def _explain_scale(weight: Scaled, value: float, at: int) -> CorruptError:
 
 def _fill_transposed(pool: Reader, weight: Scaled, matrix: int, at: int, out: Array) -> None:
     """Fill ``out`` with values of a transposed matrix from an element on."""
-    height = weight.rows  # of the stored matrix: the length of a row of the transposed one
+    height = weight.rows  # the length of a row of the transposed matrix
     done = 0
     while done < out.size:
         column, row = divmod(at + done, height)

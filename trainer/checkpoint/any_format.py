@@ -53,12 +53,12 @@ class Converted:
 def open_converted(
     checkpoint: Path, settings: Settings, unread: LayoutError
 ) -> Iterator[Converted]:
-    """Open a checkpoint of any format as one in the layout that this run reads. Collective.
+    """Open a checkpoint of any format in the layout that this run reads; every rank must call it.
 
     Args:
         checkpoint: a directory or file.
-        settings: of this run.
-        unread: why the run's own reader does not read it.
+        settings: the settings of this run.
+        unread: the error of the run's own reader.
 
     Raises:
         CheckpointError: on every rank; the checkpoint is not recognized, damaged, or does not fit.

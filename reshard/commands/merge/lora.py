@@ -36,7 +36,7 @@ from reshard.units import some
 from reshard.weights import Weights
 
 _COMPARED = 8  # weights of the run that are compared with the base
-_COMPARED_ELEMENTS = 1 << 14  # of each of them
+_COMPARED_ELEMENTS = 1 << 14  # of each compared weight
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 

@@ -56,10 +56,10 @@ class Addition:
         base: the path of the base model.
         revision: the commit of the base model on the Hub; empty if it is not known.
         scales: factor of a product -> the number of weights that one with this factor was added to.
-        dora: the number of them that have DoRA magnitudes.
+        dora: the number of weights with DoRA magnitudes.
         from_masters: the number of tensors of the adapter that come from fp32 masters.
         replaced: the weights that the adapter stores as a whole.
-        added: those of them that the base does not have.
+        added: the replaced weights that the base does not have.
         token_rows: embedding -> the number of rows that come from the adapter.
         worker_nbytes: the memory that each worker needs for the sums, in bytes.
     """

@@ -28,9 +28,9 @@ class PlanReport(Report):
     micro_batch: int  # the largest that fits with the chosen strategy
     advice: list[Advice]
     next_steps: list[str] = field(default_factory=list)
-    split: Forecast | None = None  # of the split of a source for the chosen strategy
+    split: Forecast | None = None  # what the split of a source would need
     notes: list[str] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
+    options: dict[str, Any] = field(default_factory=dict)  # those that differ from the defaults
     written: str = ""
 
     @property

@@ -125,12 +125,12 @@ class ResumeReport(Report):
     source: str
     format: str
     ranks: int
-    step: int | None  # of the checkpoint; None if it states none
-    steps: int  # of each run
+    step: int | None  # step of the checkpoint; None if it states none
+    steps: int  # number of steps of each run
     require: Level
     rtol: float
     unbroken: ProgramRun
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
+    options: dict[str, Any] = field(default_factory=dict)  # those that differ from the defaults
     targets: list[LayoutResult] = field(default_factory=list)
     control: ControlRun | None = None
     notes: list[str] = field(default_factory=list)

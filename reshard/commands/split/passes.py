@@ -36,7 +36,7 @@ from reshard.training.companion_files import config_beside, is_model_config
 from reshard.training.state import WritableState, build_writable_state, refuse_without_optimizer
 
 _ID = 32  # characters of a save's id
-_SAMPLES, _SAMPLE_BYTES = 4, 4096  # of each file without checksums
+_SAMPLES, _SAMPLE_BYTES = 4, 4096  # samples of each file without checksums
 _NOT_IN_ID = {"keeps_layout", "model_hint", "rng"}  # they do not decide the layout
 
 

@@ -31,14 +31,16 @@ class SplitReport(OutputReport):
     target: str
     ranks_before: int
     ranks: int
-    zero_stage: int | None = None  # of a layout of DeepSpeed without model parallelism
+    zero_stage: int | None = None  # None: not DeepSpeed, or model-parallel
     weights: int = 0
     optimizer_tensors_in: int = 0
     optimizer_tensors_out: int = 0
     kept: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # of the writer, and on values not read
+    notes: list[str] = field(
+        default_factory=list
+    )  # from the writer, and on values that are not read
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""

@@ -28,11 +28,11 @@ class VerifyReport(Report):
 
     source: str
     mode: str  # quick or deep
-    options: dict[str, Any] = field(default_factory=dict)  # those that were given
+    options: dict[str, Any] = field(default_factory=dict)  # those that differ from the defaults
     checks: list[Check] = field(default_factory=list)
     format: str = ""
     detail: str = ""
-    notes: list[str] = field(default_factory=list)  # of the reader
+    notes: list[str] = field(default_factory=list)  # from the reader
     manifest: str = ""  # path of the manifest that was written
     bytes_read: int = 0
     seconds: float = 0.0
