@@ -54,7 +54,7 @@ ROWS = list(tables())
 
 
 def verdict(case):
-    """The section in which a case stands, if not in its family's."""
+    """Return the section in which a case is listed, if it is not its family's."""
     if getattr(case, "kind", "") in REFUSED_KINDS or getattr(case, "expect", "")[:7] == "refused":
         return "What is refused"
     return "What cannot be written" if getattr(case, "expect", "")[:6] == "cannot" else ""
@@ -91,7 +91,7 @@ def test_the_test_files_named_in_it_exist():
 
 
 def shown(text):
-    """The commands of a document that a reader would type, each with its options."""
+    """Return the commands of a document that a reader would type, each with its options."""
     text = re.sub(r"\\\n", " ", text)
     for line in re.findall(r"^\$ reshard (.+)", text, re.MULTILINE):
         typed = re.sub(r'"[^"]*"?', "", line.split("  #")[0])  # not another program's options
@@ -112,7 +112,7 @@ def test_every_command_shown_exists_with_its_options(path):
 
 
 def anchors(path):
-    """The headings of a page as links name them."""
+    """Return the headings of a page as links name them."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

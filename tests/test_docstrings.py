@@ -25,7 +25,7 @@ LINE = re.compile(r" {4}((?:\w+, )*\w+): ")  # what goes on in a further line is
 
 
 def classes():
-    """Every class of both packages -> the names of its bases."""
+    """Return every class of both packages -> the names of its bases."""
     nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
     return {
         node.name: [ast.unparse(base) for base in node.bases]
@@ -38,7 +38,7 @@ BASES = classes()
 
 
 def family(name):
-    """A class and all that it is one of."""
+    """Return a class and all its bases."""
     return {name}.union(*(family(base) for base in BASES.get(name, ())))
 
 
@@ -65,7 +65,7 @@ MAKERS = {
 
 
 def inside(node):
-    """The nodes of a function's own body, not those of functions in it."""
+    """Yield the nodes of a function's own body, not those of functions in it."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
             yield child
@@ -83,7 +83,7 @@ def raised(function):
 
 
 def documented(function):
-    """The classes under its docstring's ``Raises:``, which is the last of its sections."""
+    """Return the classes under the docstring's ``Raises:``, which is its last section."""
     _, _, section = (ast.get_docstring(function) or "").partition("Raises:\n")
     matches = map(LINE.match, section.splitlines())
     return [name for match in matches if match for name in match[1].split(", ")]

@@ -84,7 +84,7 @@ def modules(package):
 
 
 def compiled_modules():
-    """The optional modules, of which only the stub is always there."""
+    """Return the optional modules, of which only the stub is always there."""
     return {
         ".".join(stub.relative_to(ROOT).with_suffix("").parts)
         for stub in ROOT.glob("reshard/**/*.pyi")

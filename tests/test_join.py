@@ -24,7 +24,7 @@ from reshard.manifest import (
 
 
 def part(name: str, **train: Any) -> Manifest:
-    """A manifest that holds one thing in every field, called after it."""
+    """Return a manifest that holds one thing in every field, named after the field."""
     entry = Entry(name, PARAM, FLOAT32, (0,), ())
     state = TrainState(
         step=3,

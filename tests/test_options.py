@@ -53,7 +53,7 @@ class Sample(Options):
 
 
 def parsed(*arguments):
-    """The dataclass of what a command with these options is given."""
+    """Return the dataclass that a command gets for these options."""
     command = Command("sample", callback=lambda **values: values)
     command._name_of_kind = "Sample"
     reshard.Sample = Sample  # where commands find the dataclasses

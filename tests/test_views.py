@@ -58,7 +58,7 @@ def fetch(chunks, shape):
 
 
 def random_view(rng, array):
-    """A view, and the array under it."""
+    """Return a view, and the array under it."""
     kind = rng.choice(["take", "permute", "reshape", "put"])
     shape = array.shape
     if kind == "take":

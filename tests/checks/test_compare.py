@@ -18,7 +18,7 @@ OTHERS = ("float8_e4m3fn", "float8_e5m2", "int64", "int32", "int8", "uint8", "bo
 
 
 def entries(tmp_path, name, tensor):
-    """A tensor in a file, as an entry."""
+    """Return a tensor in a file as an entry."""
     path = tmp_path / f"{name}.pt"
     torch.save({"x": tensor}, path)
     with reshard.open(path) as checkpoint:

@@ -19,7 +19,7 @@ RANK = "*zero_pp_rank_1_*optim_states.pt"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run of real DeepSpeed, and a manifest with blocks that are smaller than its files."""
+    """Return a run of real DeepSpeed, and a manifest with blocks smaller than its files."""
     monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 10)
     shutil.copytree(RUN, tmp_path / "run")
     reshard.verify(tmp_path / "run", write_manifest=tmp_path / "manifest.json")

@@ -67,7 +67,7 @@ def test_any_byte_of_a_record_is_covered_by_its_checksum(tmp_path, seed):
 
 
 def stored(tmp_path, name, tensor, fqn="w", kind="param"):
-    """A tensor in a file of its own, as an entry."""
+    """Return a tensor in a file of its own as an entry."""
     path = tmp_path / name
     path.write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     dtype = dtypes.BY_NAME[str(tensor.dtype).removeprefix("torch.")]

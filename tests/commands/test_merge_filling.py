@@ -92,7 +92,7 @@ def test_what_is_left_out_on_purpose_is_not_brought_back(source, tmp_path):
 
 
 def hollow_source(place, hollow, **more):
-    """A model that ZeRO 3 saved without gathering these."""
+    """Write a model that ZeRO 3 saved without gathering these weights."""
     place.mkdir()
     state = {k: torch.ones(0, dtype=v.dtype) if k in hollow else v for k, v in TRAINED.items()}
     save_file({**state, **more}, place / "model.safetensors")

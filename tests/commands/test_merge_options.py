@@ -51,7 +51,7 @@ def plain(tmp_path) -> Path:
 
 @pytest.fixture
 def tied(tmp_path) -> Path:
-    """A head that is the embedding's storage, in a directory of its own."""
+    """Write a model whose head is the embedding's storage."""
     shared = torch.arange(32.0).reshape(8, 4)
     path = tmp_path / "tied" / "x.pt"
     path.parent.mkdir()
@@ -437,7 +437,7 @@ def test_the_config_says_whether_the_head_is_written(
 
 
 def separate_head(tmp_path, head: torch.Tensor) -> Path:
-    """A head with a storage of its own."""
+    """Write a model whose head has a storage of its own."""
     path = tmp_path / "separate.safetensors"
     save_file({EMBED: torch.arange(32.0).reshape(8, 4), HEAD: head}, path)
     return path

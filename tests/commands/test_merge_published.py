@@ -54,7 +54,7 @@ def test_one_file_of_an_unknown_model_says_why_it_keeps_the_names():
 
 @pytest.fixture(scope="module", params=[*MODELS, "BertForMaskedLM"])
 def run(request, tmp_path_factory):
-    """A checkpoint of a model as it is in memory, its ties broken, and its published form."""
+    """Write a checkpoint of a model as it is in memory, without ties, and its published form."""
     MODELS.setdefault("BertForMaskedLM", ("bert", BERT))
     place = tmp_path_factory.mktemp(request.param)
     model = make_model(request.param)

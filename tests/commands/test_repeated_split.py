@@ -14,7 +14,7 @@ from reshard.errors import ExistsError, UsageError
 
 @pytest.fixture
 def saved(tmp_path):
-    """A training state of torch in one file, and a function that saves another one there."""
+    """Save a training state of torch in one file; return it, and a function that saves another."""
     path = tmp_path / "state.pt"
 
     def save(seed):

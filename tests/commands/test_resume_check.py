@@ -59,7 +59,7 @@ with open(log, "w") as file:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """What torch saves of three steps of AdamW."""
+    """Save a checkpoint with torch after three steps of AdamW."""
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(STEP):

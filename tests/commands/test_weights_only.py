@@ -18,7 +18,7 @@ WRITERS = sorted(set(registry.list_built_in_writers()) - NOT_FOR_ANY_MODEL)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A script's checkpoint with values of its own."""
+    """Write a script's checkpoint with values of its own."""
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)

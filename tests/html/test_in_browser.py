@@ -45,7 +45,7 @@ def texts(tab, selector):
 
 
 def plot(tab, number=0):
-    """The left, top, width and height of a map's drawing, scrolled into view."""
+    """Return the left, top, width and height of a map's drawing, scrolled into view."""
     tab.js(f"document.querySelectorAll('.stage')[{number}].scrollIntoView({{block: 'center'}})")
     return tab.js(
         f"(({{left, top, width, height}}) => [left, top, width, height])"
@@ -54,7 +54,7 @@ def plot(tab, number=0):
 
 
 def colours(tab, number=0):
-    """How many pixels of a map's canvas have each colour."""
+    """Count the pixels of each colour on a map's canvas."""
     return tab.js(
         f"(() => {{ const c = document.querySelectorAll('.stage canvas')[{2 * number}];"
         " const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"

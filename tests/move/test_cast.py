@@ -24,7 +24,7 @@ MAX = {FLOAT16: 65504.0, BFLOAT16: 3.3895313892515355e38, FLOAT32: 3.40282346638
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The module as its source is now; what is installed can be older."""
+    """Build the module from its present source; the installed one can be older."""
     if not find_compiler():
         return None
     return build_module(tmp_path_factory.mktemp("built"), "reshard.move._cast")
@@ -53,7 +53,7 @@ def our_cast(bits, dtype, target_dtype, *, clamp=False):
 
 
 def numbers(bits, dtype):
-    """The values as float64, which holds every smaller float."""
+    """Return the values as float64, which holds every smaller float."""
     signed = torch.from_numpy(bits.copy().view(f"<i{dtype.itemsize}"))
     return signed.view(getattr(torch, dtype.name)).to(torch.float64).numpy()
 
@@ -231,7 +231,7 @@ def test_strided_and_transposed_sides_change_nothing(shape, dtype, target_dtype)
 
 
 def arranged(shape, dtype, form):
-    """An empty array: contiguous, transposed in memory, or stepped through a larger one."""
+    """Return an empty array: contiguous, transposed in memory, or stepped through a larger one."""
     if form == 0:
         return np.empty(shape, dtype)
     if form == 1:

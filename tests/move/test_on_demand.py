@@ -48,7 +48,7 @@ def test_any_range_of_any_target(tmp_path, seed, workers):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A training state of torch in one file, with an optimizer."""
+    """Save a training state of torch with an optimizer in one file."""
     model = torch.nn.Sequential(torch.nn.Linear(33, 17), torch.nn.Linear(17, 5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(torch.ones(2, 33)).sum().backward()
@@ -106,7 +106,7 @@ LARGE = torch.full((1000,), 1e6)
 
 @pytest.fixture
 def large(tmp_path):
-    """A checkpoint of a bfloat16 weight with values that float16 does not have."""
+    """Save a bfloat16 weight with values that float16 does not have."""
     weights = {"large": LARGE.bfloat16(), "small": torch.ones(1000).bfloat16()}
     torch.save(weights, tmp_path / "large.pt")
     return tmp_path / "large.pt"

@@ -46,7 +46,7 @@ def exponents(*shape):
 
 
 def fused(codes, scales):
-    """The values of a gate and an up projection whose blocks begin anew."""
+    """Return the values of a gate and an up projection whose blocks are counted separately."""
     half, high = codes.shape[-2] // 2, scales.shape[-2] // 2
     parts = [(codes[..., :half, :], scales[..., :high, :])]
     parts += [(codes[..., half:, :], scales[..., high:, :])]
@@ -54,7 +54,7 @@ def fused(codes, scales):
 
 
 def fp8_cases():
-    """Name of a case -> tensors, settings, the expected values."""
+    """Return name of a case -> tensors, settings, the expected values."""
     codes, scales = random_codes(200, 300), random_scales(2, 3)
     yield (
         "edge blocks",
@@ -139,7 +139,7 @@ CASES = {name: rest for name, *rest in fp8_cases()}
 
 
 def same(got, want):
-    """Whether two tensors are equal bit by bit; a NaN equals any other."""
+    """Return whether two tensors are equal bit by bit; a NaN equals any other."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     return torch.equal(got.isnan(), want.isnan()) and torch.equal(
@@ -178,7 +178,7 @@ def test_mxfp4_experts_have_the_values_of_transformers(tmp_path):
 
 @pytest.fixture
 def mixed(tmp_path):
-    """A model of one fp8 weight with edge blocks, its scales in another file, and its values."""
+    """Write a model of one fp8 weight with edge blocks, and its scales in another file."""
     codes, scales = random_codes(3, 300, 333), random_scales(3, 3, 3)
     tensors = {"a.weight": codes, "a.weight_scale_inv": scales, "b": torch.randn(3).bfloat16()}
     source = write_model(tmp_path / "m", tensors, FP8, files=2)

@@ -25,7 +25,7 @@ SPECIAL = [0.0, 1.0, np.inf, np.nan, 1e-45, 1e-40, 1.2e-38, 3.4e38, 2.0**-127, 2
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The module as its source is now; what is installed can be older."""
+    """Build the module from its present source; the installed one can be older."""
     if not find_compiler():
         pytest.skip("this machine has no C compiler, so numpy computes")
     return build_module(tmp_path_factory.mktemp("built"), "reshard.quantised._codes")
@@ -46,7 +46,7 @@ def both(built, monkeypatch):
 
 
 def random_floats(*shape):
-    """Any bits: infinities, NaN and subnormals too."""
+    """Return floats of any bits: infinities, NaN and subnormals too."""
     return np.random.default_rng(5).integers(0, 1 << 32, shape, np.uint32).view(np.float32)
 
 

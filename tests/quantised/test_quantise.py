@@ -179,7 +179,7 @@ def test_other_values_are_quantised_as_triton_kernels_does(tmp_path):
 
 @pytest.fixture
 def trained(tmp_path):
-    """A run in which some blocks of a release have changed, and the release."""
+    """Write a run in which some blocks of a release have changed, and the release."""
     codes, scales = random_codes(300, 700), random_scales(3, 6)
     stored = {"a.weight": codes, "a.weight_scale_inv": scales, "b": torch.arange(7.0)}
     source = write_model(tmp_path / "m", stored, FP8)

@@ -28,7 +28,7 @@ _FLAGS = (
 
 
 def find() -> str | None:
-    """The browser's path; None where none is installed."""
+    """Return the browser's path; None if none is installed."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -48,7 +48,7 @@ class Tab:
         self.call("Network.enable")
 
     def call(self, method: str, **params):
-        """The result of a method of the protocol."""
+        """Call a method of the protocol, and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -90,7 +90,7 @@ class Tab:
         self.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def js(self, expression: str):
-        """The value of an expression on the page."""
+        """Evaluate an expression on the page."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -108,7 +108,7 @@ class Tab:
             self.mouse(kind, x, y, button="left", clickCount=1)
 
     def picture(self, path: Path, *, whole=True):
-        """A PNG of the page, all of it or what the window shows."""
+        """Return a PNG of the page, all of it or what the window shows."""
         taken = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         if whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
@@ -117,14 +117,14 @@ class Tab:
         path.write_bytes(base64.b64decode(taken["data"]))
 
     def pdf(self, path: Path):
-        """The page as it is printed."""
+        """Return the page as it is printed."""
         printed = self.call("Page.printToPDF", preferCSSPageSize=True, printBackground=False)
         path.write_bytes(base64.b64decode(printed["data"]))
 
 
 @contextlib.contextmanager
 def tab() -> Iterator[Tab]:
-    """A browser with one page, gone afterwards."""
+    """Open a browser with one page, and close it afterwards."""
     browser = find()
     assert browser is not None
     to_read, write = os.pipe()

@@ -143,7 +143,7 @@ class Disk:
         raise OSError(getattr(errno, fate), os.strerror(getattr(errno, fate)))
 
     def lose_power(self) -> None:
-        """What the disk may hold afterwards; then die."""
+        """Leave on the disk what it may hold after a power failure; then die."""
         threading.current_thread().name = "quiet"
         coin = random.Random(self.fault["seed"])
         for needed, lose in reversed(self.undo):
@@ -168,7 +168,7 @@ def _named(arguments: tuple) -> str:
 
 
 def reshard(arguments: list[str], batch_bytes: int) -> None:
-    """The command line, with a line in the journal more often."""
+    """Run the command line with more frequent lines in the journal."""
     from reshard.cli import main
     from reshard.move import journal
 

@@ -23,7 +23,7 @@ HEADER, TRAILER = 4096, 1000  # bytes of a file that are no tensor's
 
 
 def llama(layers=80, hidden=8192, inner=28672, heads=1024, vocabulary=128256):
-    """Name -> shape of a Llama; the defaults are the 70B's."""
+    """Return name -> shape of a Llama; the defaults are the 70B's."""
     shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for number in range(layers):
         at = f"model.layers.{number}"
@@ -116,6 +116,6 @@ def _manifest(entries, sizes):
 
 
 def skeleton(manifest):
-    """The same as files to be written."""
+    """Return the skeleton of the same files."""
     files = tuple(OutputFile(file.path, file.nbytes) for file in manifest.files.values())
     return Skeleton(files, tuple(manifest.entries.values()))

@@ -20,7 +20,7 @@ Fault = Callable[[str, str, int], "str | int | None"]  # method, path, number of
 
 
 def none(_method, _path, _number):
-    """A proxy that only passes on."""
+    """Do nothing: the proxy passes the request on."""
     return
 
 
@@ -47,7 +47,7 @@ class Proxy(ThreadingHTTPServer):
         self.seen.clear()
 
     def handle_error(self, request, client_address):
-        """A client that went away is none of the tests' business."""
+        """Ignore a client that went away."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -136,7 +136,7 @@ def started():
 
 @pytest.fixture(scope="module", name="files")
 def bucket(proxy):
-    """The store's own view of the server."""
+    """Create a bucket with the example run; return the store's own view of the server."""
     files = store.store("s3").files
     files.mkdir("bucket")
     files.put(f"{EXAMPLE}/", "bucket/run/", recursive=True)

@@ -77,7 +77,7 @@ class Scene:
         return boxes_of(self.chance, shape, [d for d in cut if d >= 0])
 
     def _stored(self, fqn, dtype, box):
-        """One box, contiguous, permuted, or stepped through a larger storage."""
+        """Store one box, contiguous, permuted, or stepped through a larger storage."""
         place = tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))
         values = self.values[fqn][place]
         form = self.chance.choice(("contiguous", "permuted", "stepped"))
@@ -125,7 +125,7 @@ class Scene:
 
 
 def scene(directory, seed, shapes=SHAPES, layouts=LAYOUTS):
-    """A checkpoint of one tensor a shape, each in a random layout and dtype."""
+    """Return a checkpoint of one tensor of each shape, with random layouts and dtypes."""
     directory.mkdir(parents=True, exist_ok=True)
     made = Scene(directory, random.Random(seed))
     for number, shape in enumerate(shapes):
@@ -199,7 +199,7 @@ def expected(made, skeleton):
 
 
 def single(*entries, gap=0):
-    """A target file ``o`` that holds the tensors one after the other."""
+    """Return a target file ``o`` that holds the tensors one after the other."""
     at, placed = 0, []
     for entry in entries:
         chunk = contiguous("o", at, entry.dtype, whole(entry.shape), entry.shape)
@@ -217,5 +217,5 @@ def run(made, skeleton, out, *, window_bytes=4 << 20, workers=1, read_bytes=4 <<
 
 
 def contents(out):
-    """Name -> bytes of every file."""
+    """Return name -> bytes of every file."""
     return {path.name: path.read_bytes() for path in out.iterdir()}

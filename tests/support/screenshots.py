@@ -45,14 +45,14 @@ LOOKS = {
 
 
 def made(path: Path, section: Section) -> Path:
-    """A page of one section."""
+    """Write a page of one section."""
     page = Page("screenshots", path.stem, "made of numbers", "plain", sections=(section,))
     document.write(page, path, overwrite=True)
     return path
 
 
 def curves() -> Curves:
-    """A run, the same resumed, and one that goes astray."""
+    """Return the curves of a run, the same run resumed, and one that diverges."""
     chance = random.Random(4)
     steps = list(range(1, 121))
     whole = [4.2 * 0.985**step + 0.4 + chance.gauss(0, 0.04) for step in steps]

@@ -38,7 +38,7 @@ class Points:
 
     @property
     def all(self) -> list[Point]:
-        """Those that were counted, with how often."""
+        """Return the points that were counted, and how often."""
         return [[*point, count] for point, count in self.seen.items()]
 
     def install(self) -> None:

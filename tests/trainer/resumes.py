@@ -10,7 +10,7 @@ STEPS = 2
 
 
 def resume_all(ranks, jobs):
-    """What `_resume` returns for each job, a dict of chosen settings."""
+    """Return what `_resume` returns for each job, a dict of chosen settings."""
     from trainer.config import huggingface
 
     huggingface.VOCABULARY = 90  # the models of the judges are smaller; so are the bytes of TEXT
@@ -18,7 +18,7 @@ def resume_all(ranks, jobs):
 
 
 def _resume(ranks, chosen) -> dict[str, Any]:
-    """The progress, a hash of this rank's state, and the losses of the next steps."""
+    """Resume once; return the progress, a hash of this rank's state, and the next losses."""
     from trainer.checkpoint import saving, state
     from trainer.core.data import Corpus
     from trainer.core.loop import Progress, train
@@ -37,7 +37,7 @@ def _resume(ranks, chosen) -> dict[str, Any]:
 
 
 def _hash(engine) -> str:
-    """A hash of the masters, moments and steps of this rank."""
+    """Hash the masters, moments and steps of this rank."""
     digest = hashlib.sha256()
     for tensor in _list_state(engine):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

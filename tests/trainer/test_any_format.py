@@ -29,7 +29,7 @@ def saved(tmp_path_factory):
 
 
 def resume(ranks, jobs):
-    """The error of each resume, or the losses."""
+    """Resume each checkpoint; return its error, or its losses."""
     from trainer.errors import TrainerError
 
     found = []

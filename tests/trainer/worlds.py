@@ -33,7 +33,7 @@ class CrashError(AssertionError):
 
 
 def run(world, function, *args):
-    """What ``function(ranks, *args)`` returns on each rank, in rank order.
+    """Return what ``function(ranks, *args)`` returns on each rank, in rank order.
 
     Raises:
         AssertionError: with the traceback of the first rank that failed.
@@ -138,7 +138,7 @@ class Trained:
     digest: str
 
     def __add__(self, later):
-        """The same run in two parts."""
+        """Return the same run in two parts."""
         return Trained(
             self.losses + later.losses,
             self.norms + later.norms,
