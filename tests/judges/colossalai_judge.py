@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def trained(*, groups, steps=STEPS):
-    """A model, its Adam and a scheduler after some steps."""
+    """Train a model for some steps; return it with its Adam and its scheduler."""
     model = Net()
     every = dict(model.named_parameters())
     small = [name for name in every if name.endswith("bias")] if groups > 1 else []
@@ -65,7 +65,7 @@ def trained(*, groups, steps=STEPS):
 
 
 def truth(model, optimizer):
-    """By name, from the live objects."""
+    """Return weights and optimizer state by name, from the live objects."""
     names = {id(p): n for n, p in model.named_parameters()}
     state = {names[id(p)]: held for p, held in optimizer.state.items()}
     return {
@@ -141,7 +141,7 @@ def _pipeline(out, begun):
 
 
 def _part(optimizer, own):
-    """The Adam of one stage."""
+    """Return the Adam of one stage."""
     (group,) = optimizer.param_groups
     mine = [parameter for parameter in group["params"] if id(parameter) in own]
     made = torch.optim.AdamW([{**group, "params": mine}])
@@ -150,7 +150,7 @@ def _part(optimizer, own):
 
 
 def _stage(model, rank, names):
-    """A pipeline rank, and a module of some of the model's."""
+    """Return a pipeline rank, and a module with some of the model's modules."""
     stage = nn.Module()
     for name in names:
         stage.add_module(name, getattr(model, name))
@@ -160,7 +160,7 @@ def _stage(model, rank, names):
 
 
 def _of_stage(hybrid, rank):
-    """The saver of one pipeline rank, the only one of its stage."""
+    """Return the saver of one pipeline rank, the only one of its stage."""
     saver = object.__new__(hybrid.HybridParallelCheckpointIO)
     vars(saver).update(
         {
@@ -191,7 +191,7 @@ _STOOD_IN = ("accelerator", "cluster", "interface", "interface.model", "logging"
 
 
 def _packages(source):
-    """The package without what its ``__init__`` files import; stubs for what needs kernels."""
+    """Import the package without the imports of its ``__init__`` files; stub what needs kernels."""
     for name in _REAL:
         package = types.ModuleType(name)
         package.__path__ = [str(source / name.replace(".", "/"))]

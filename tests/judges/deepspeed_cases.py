@@ -58,7 +58,7 @@ class Case:
 def ds_config(
     stage: int, precision: str, zero: Config | None = None, top: Config | None = None
 ) -> Config:
-    """A plain config; bucket sizes are small so that several buckets exist even here.
+    """Return a plain config; small bucket sizes give several buckets even here.
 
     No clipping at stage 0 in fp32: DeepSpeed's ``clip_grad_norm_`` cannot scale a 0-d gradient
     ("output with shape [] doesn't match the broadcast shape [1]").
@@ -80,7 +80,7 @@ def ds_config(
 
 
 def _grid() -> list[Case]:
-    """Every stage in every precision at 2 ranks."""
+    """Return the cases of every stage in every precision at 2 ranks."""
     return [
         Case(f"z{stage}_{precision}", 2, ds_config(stage, precision))
         for stage in range(4)

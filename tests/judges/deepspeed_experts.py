@@ -71,7 +71,7 @@ def start(case: Case, out: Path, seed: int = 7) -> train.Run:
 
 
 def gathered(run: train.Run, reference: dict[str, Any]) -> dict[str, Any]:
-    """The references of all ranks as one."""
+    """Join the references of all ranks."""
     sections = ("params", "frozen", "buffers", "live")
     whole = {key: joined(run, reference[key]) for key in sections}
     slots = {slot: joined(run, held) for slot, held in reference["slots"].items()}
@@ -85,7 +85,7 @@ def gathered(run: train.Run, reference: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(run: train.Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all ranks under the whole model's names."""
+    """Return the tensors of all ranks under the whole model's names."""
     calls = global_names(run)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, {calls.get(name, name): t for name, t in tensors.items()})
@@ -93,7 +93,7 @@ def joined(run: train.Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def global_names(run: train.Run) -> dict[str, str]:
-    """This rank's names of its experts -> what a rank with all of them calls them."""
+    """Return this rank's names of its experts -> their names on a rank with all experts."""
     found = {}
     for name, module in run.engine.module.named_modules():
         if not isinstance(module, MoE):

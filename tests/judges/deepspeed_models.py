@@ -27,12 +27,12 @@ FROZEN = ("extras.frozen", "extras.frozen_vector")
 
 
 def llama(*, tied: bool, hidden: int = 64) -> LlamaForCausalLM:
-    """Two layers."""
+    """Return a Llama of two layers."""
     return LlamaForCausalLM(llama_config(VOCAB, tied=tied, hidden=hidden))
 
 
 def is_llama(module: nn.Module) -> bool:
-    """Whether a model is a pure transformers one, loadable from a merged directory."""
+    """Return whether a model is a pure transformers one, loadable from a merged directory."""
     return isinstance(module, LlamaForCausalLM)
 
 
@@ -105,7 +105,7 @@ class Menagerie(nn.Module):
 
 
 def checkpointed(model: Menagerie) -> Menagerie:
-    """With torch's activation checkpointing around the last layer and the odd tensors."""
+    """Return a model with activation checkpointing around the last layer and the odd tensors."""
     layers = model.llama.model.layers
     layers[-1] = checkpoint_wrapper(layers[-1])
     model.extras = checkpoint_wrapper(model.extras)
@@ -155,7 +155,7 @@ def global_batch(step: int, micro: int, accumulation: int) -> Tensor:  # (GLOBAL
 
 
 def rank_share(batch: Tensor, rank: int, world: int) -> Tensor:
-    """This rank's equal, contiguous part of a global batch."""
+    """Return this rank's equal, contiguous part of a global batch."""
     size = batch.shape[0] // world
     return batch[rank * size : (rank + 1) * size]
 
@@ -180,7 +180,7 @@ def param_groups(model: nn.Module, split: str) -> list[dict[str, Any]]:
 
 
 def _decays(name: str) -> bool:
-    """By name, not by ndim: under ``zero.Init`` every parameter is one-dimensional."""
+    """Return whether a parameter decays, by its name: ``zero.Init`` makes all of them 1-d."""
     return "norm" not in name and not name.startswith("extras.")
 
 
@@ -189,10 +189,10 @@ def _holds(params: Sequence[nn.Parameter], wanted: nn.Parameter) -> bool:
 
 
 def menagerie() -> nn.Module:
-    """The model of most runs; without arguments, as ``--model`` wants it."""
+    """Return the model of most runs; without arguments, as ``--model`` needs it."""
     return Menagerie(tied=False)
 
 
 def menagerie_tied() -> nn.Module:
-    """As the judge of ZeRO-3 trains it; without arguments, as ``--model`` wants it."""
+    """Return the model that the judge of ZeRO-3 trains; without arguments, for ``--model``."""
     return Menagerie(tied=True)

@@ -72,7 +72,7 @@ def start_rank() -> None:
 
 
 def build_model(case: Case, config: dict[str, Any], seed: int = 7) -> nn.Module:
-    """The case's model, the same on every rank."""
+    """Return the case's model, the same on every rank."""
     torch.manual_seed(seed)
     context = deepspeed.zero.Init(config_dict_or_path=config) if case.zero_init else nullcontext()
     family, _, variant = case.model.partition("_")
@@ -86,7 +86,7 @@ def build_model(case: Case, config: dict[str, Any], seed: int = 7) -> nn.Module:
 
 
 def resolved_config(case: Case, world: int, scratch: Path) -> dict[str, Any]:
-    """The case's config with the batch that the fixed global batch implies, and a swap folder."""
+    """Return the case's config with the batch of the fixed global batch, and a swap folder."""
     config = copy.deepcopy(case.config)
     if config.get("optimizer", {}) is None:
         del config["optimizer"]
@@ -122,7 +122,7 @@ def load_aio(*, compile_it: bool) -> str | None:
 
 
 def _compiled(op: str) -> bool:
-    """Whether torch has the op in its cache of extensions."""
+    """Return whether torch has the op in its cache of extensions."""
     from torch.utils import cpp_extension
 
     return Path(cpp_extension._get_build_directory(op, verbose=False), f"{op}.so").exists()
@@ -171,7 +171,7 @@ class Counted(torch.optim.AdamW):
     """It counts its updates in Python, as DeepSpeed's own Adams do, which need a compiler."""
 
     def step(self, closure: Any = None) -> Any:
-        """One update."""
+        """Make one update."""
         for state in self.state.values():
             if "step" in state:
                 state["step"] = torch.tensor(float(state["step"]))
@@ -204,7 +204,7 @@ def scalars_broadcast() -> Iterator[None]:
 
 
 def train_step(run: Run, step: int) -> float:
-    """One optimizer step over all its micro steps; the loss is the mean over ranks."""
+    """Make one optimizer step with all micro steps; return the mean loss over ranks."""
     engine, accumulation = run.engine, run.engine.gradient_accumulation_steps()
     total = torch.zeros((), dtype=torch.float64)
     for micro in range(accumulation):
@@ -295,7 +295,7 @@ def load(
 def resumed(
     run: Run, run_dir: Path, steps: int, *, universal: bool = False, **how: Any
 ) -> dict[str, Any]:
-    """What an engine holds once it has loaded, and how it goes on."""
+    """Return the state of an engine after it has loaded, and how it continues."""
     case = run.case
     if how.pop("live", False):
         path, client_state = reshard.deepspeed.load_checkpoint(run.engine, run_dir, **how)

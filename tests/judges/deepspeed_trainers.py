@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def configure_accelerate() -> None:
-    """What ``accelerate launch`` does by environment, with the one backend that CPUs have.
+    """Set what ``accelerate launch`` sets in the environment, with the only backend of CPUs.
 
     Left to itself accelerate finds no backend beside DeepSpeed on a CPU and counts one process.
     """
@@ -38,7 +38,7 @@ def configure_accelerate() -> None:
 
 
 def make_trainer(case: Case, out: Path) -> None:
-    """The transformers Trainer with a DeepSpeed config full of ``auto``."""
+    """Return the transformers Trainer with a DeepSpeed config full of ``auto``."""
     configure_accelerate()
     arguments = hf_trainer.arguments(
         out / "run",

@@ -60,7 +60,7 @@ def empty_params(model: nn.Module) -> Tensors:
 
 
 def live_params(model: nn.Module) -> Tensors:
-    """Every parameter in the dtype the module computes with, gathered where ZeRO-3 splits it."""
+    """Return every parameter in the dtype of the computation, gathered if ZeRO-3 splits it."""
     found = {}
     for name, param in named(model):
         with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
@@ -75,7 +75,7 @@ def frozen_params(model: nn.Module) -> Tensors:
 
 
 def persistent_buffers(model: nn.Module) -> Tensors:
-    """The buffers that a state dict holds."""
+    """Return the buffers that a state dict contains."""
     names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     return {names[id(b)]: b.detach().clone() for b in model.buffers() if id(b) in names}
 
@@ -200,7 +200,7 @@ def group_fqns(engine: DeepSpeedEngine, groups: list[list[nn.Parameter]]) -> lis
 
 
 def _steps(engine: DeepSpeedEngine) -> dict[str, float]:
-    """The optimizer's own step counts that this rank can see, by a label of where they lie.
+    """Return the optimizer's step counts that this rank can see, by their place.
 
     Whether a skipped step counts is the optimizer's choice, so it is recorded, not derived.
     """

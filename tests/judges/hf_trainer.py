@@ -22,12 +22,12 @@ class Rows(Dataset[dict[str, Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample."""
+        """Return one sample."""
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 def arguments(out: Path, steps: int, **settings: Any) -> TrainingArguments:
-    """A run that logs every loss, to itself; DeepSpeed wants them before the model is made."""
+    """Return arguments that log every loss; DeepSpeed needs them before the model exists."""
     return TrainingArguments(
         output_dir=str(out),
         max_steps=steps,
@@ -39,7 +39,7 @@ def arguments(out: Path, steps: int, **settings: Any) -> TrainingArguments:
 
 
 def train(model: nn.Module, args: TrainingArguments, rows: Tensor) -> Trainer:
-    """The Trainer after its run."""
+    """Return the Trainer after its run."""
     trainer = prepared(model, args, rows)
     trainer.train()
     return trainer
@@ -51,5 +51,5 @@ def prepared(
     rows: Tensor,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Trainer:
-    """The Trainer before it."""
+    """Return the Trainer before its run."""
     return Trainer(model=model, args=args, train_dataset=Rows(rows), callbacks=list(callbacks))

@@ -107,7 +107,7 @@ class Case:
 
     @property
     def in_mapping(self) -> bool:
-        """Whether transformers converts names of this type or class."""
+        """Return whether transformers converts names of this type or class."""
         return conversion_mapping.get_checkpoint_conversion_mapping(self.name) is not None
 
 

@@ -36,7 +36,7 @@ class Counter:
         self.seen = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What custom_checkpoint_0.pkl holds."""
+        """Return the content of custom_checkpoint_0.pkl."""
         return {"seen": self.seen, "history": [1.5, "x"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
 
 
 def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """Two groups where the file names the parameters of each, one where it only counts them."""
+    """Return an optimizer: two groups if the file names their parameters, one if it counts them."""
     trained = [p for p in model.parameters() if p.requires_grad]
     flat = case.how["kind"] != "fsdp" or not case.how["orig"]
     groups = [{"params": trained}] if flat else truth.decay_groups(model.named_parameters())

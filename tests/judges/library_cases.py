@@ -58,7 +58,7 @@ class Case:
 
     @property
     def writable(self) -> bool:
-        """Whether the library can be asked for it on this machine."""
+        """Return whether the library can write the case on this machine."""
         return not self.expect.startswith("cannot: ")
 
 
@@ -214,7 +214,7 @@ def _accelerate() -> list[Case]:
 
 
 def _trainer() -> list[Case]:
-    """The transformers Trainer's ``checkpoint-N``."""
+    """Return the cases of the transformers Trainer's ``checkpoint-N``."""
 
     def case(name: str, what: str, **kwargs: Any) -> Case:
         kwargs = {"factory": "llama", "source": "checkpoint-4", **kwargs}

@@ -28,10 +28,10 @@ class _Stream:
     """fairscale waits on streams without asking whether there are any."""
 
     def wait_stream(self, _other: Any) -> None:
-        """Nothing runs beside us."""
+        """Do nothing: no stream runs beside the computation."""
 
     def synchronize(self) -> None:
-        """Nothing runs beside us."""
+        """Do nothing: no stream runs beside the computation."""
 
 
 def _pass_for_cuda() -> None:
@@ -73,7 +73,7 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
 
 
 def _sharded(case: Case) -> FullyShardedDataParallel:
-    """Two units inside the root one, which holds the batch norm and the last layer."""
+    """Shard a model as two units in the root, which has the batch norm and the last layer."""
     chosen = {
         "flatten_parameters": case.how["flat"],
         "compute_device": torch.device("cpu"),
@@ -138,7 +138,7 @@ def _truth(
 
 
 def _oss(case: Case, ckpt: Path) -> truth.Truth:
-    """The optimizer's shards are consolidated on rank 0, and saved there with the model."""
+    """Save the model, and the optimizer's shards as rank 0 consolidates them."""
     model = models.build(case.factory)
     optimizer = OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-2)
     _train(DistributedDataParallel(model), optimizer)

@@ -46,13 +46,13 @@ class Module(LightningModule):
             fully_shard(self.model, mesh=mesh)
 
     def training_step(self, batch: torch.Tensor, _index: int) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         loss: torch.Tensor = self.model(batch)
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> Any:
-        """One group, in the order of the parameters."""
+        """Return an optimizer of one group, in the order of the parameters."""
         trained = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -60,7 +60,7 @@ class Module(LightningModule):
 
 
 def module() -> Module:
-    """For ``--model``."""
+    """Return the module for ``--model``."""
     return Module()
 
 
@@ -73,7 +73,7 @@ class Save(Callback):
         self.truth: truth.Truth = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The last moment before Lightning takes the strategy down."""
+        """Record the state before Lightning takes the strategy down."""
         if self.path is not None:
             trainer.save_checkpoint(self.path)
         (schedule,) = trainer.lr_scheduler_configs

@@ -31,7 +31,7 @@ class Net(nn.Module):
         self.register_buffer("scratch", torch.full((4,), 9.0), persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """The loss; every parameter has a part in it."""
+        """Return the loss, to which every parameter contributes."""
         self.count += 1
         loss: Tensor = self.llama(input_ids=input_ids, labels=input_ids).loss.float()
         extra = self.odd.float().square().mean() * self.small.float().sum()
@@ -46,49 +46,49 @@ def net() -> Net:
 
 
 def net_tied() -> Net:
-    """The output embedding is the input embedding."""
+    """Return a model whose output embedding is its input embedding."""
     return Net(tied=True)
 
 
 def net_frozen() -> Net:
-    """With a parameter that is not trained."""
+    """Return a model with a parameter that is not trained."""
     return Net(frozen=True)
 
 
 def llama() -> LlamaForCausalLM:
-    """The pure transformers model."""
+    """Return the pure transformers model."""
     return LlamaForCausalLM(llama_config(VOCAB))
 
 
 def llama_tied() -> LlamaForCausalLM:
-    """The pure transformers model with one embedding under two names."""
+    """Return the pure transformers model with one embedding under two names."""
     return LlamaForCausalLM(llama_config(VOCAB, tied=True))
 
 
 def llama_bf16() -> LlamaForCausalLM:
-    """All of it, optimizer state included, is bfloat16."""
+    """Return a model that is bfloat16 as a whole, optimizer state included."""
     return LlamaForCausalLM(llama_config(VOCAB)).to(torch.bfloat16)
 
 
 def llama_biased() -> LlamaForCausalLM:
-    """Its attention has biases."""
+    """Return a model whose attention has biases."""
     config = llama_config(VOCAB)
     config.attention_bias = True
     return LlamaForCausalLM(config)
 
 
 def llama_small() -> LlamaForCausalLM:
-    """For samples that are kept in the repository."""
+    """Return a model for samples that are kept in the repository."""
     return LlamaForCausalLM(llama_config(VOCAB, hidden=8, layers=1))
 
 
 def tiny() -> nn.Module:
-    """For samples in a format that spends kilobytes a parameter."""
+    """Return a model for formats that need kilobytes for each parameter."""
     return nn.Sequential(nn.Linear(6, 13), nn.Linear(13, 3, bias=False))
 
 
 def plain() -> nn.Module:
-    """A few layers, for libraries that know nothing of transformers."""
+    """Return a few layers, for libraries that do not know transformers."""
     return nn.Sequential(
         nn.Linear(6, 13),
         nn.ReLU(),

@@ -57,7 +57,7 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
 
 
 def _adapted(case: Case, ckpt: Path, model: nn.Module) -> PeftModel:
-    """The model with its adapters; ``lora_B`` begins at zero, as everywhere."""
+    """Return the model with its adapters; ``lora_B`` begins at zero, as everywhere."""
     if dist.is_initialized() and dist.get_rank() == 0:
         model.save_pretrained(ckpt.parent / "base")
     (first, config), *others = CONFIGS[case.how["kind"]].items()
@@ -69,7 +69,7 @@ def _adapted(case: Case, ckpt: Path, model: nn.Module) -> PeftModel:
 
 
 def _single(case: Case, ckpt: Path) -> truth.Truth:
-    """The adapters as PEFT names them in the file; the live name has ``.default`` in it."""
+    """Return the adapters under PEFT's names in files; live names contain ``.default``."""
     model = _adapted(case, ckpt, models.build(case.factory))
     trainer = library_trainer.train(case, model, ckpt)
     found = library_trainer.tell(trainer, model, model)
@@ -91,7 +91,7 @@ def _single(case: Case, ckpt: Path) -> truth.Truth:
 
 
 def _zero3(case: Case, ckpt: Path) -> truth.Truth:
-    """The Trainer over ZeRO 3, every parameter of which is cut.
+    """Return the Trainer over ZeRO 3, which cuts every parameter.
 
     ``hollow`` is what a script makes that calls ``save_pretrained`` itself, on the partitions.
     """
@@ -171,7 +171,7 @@ def _fsdp2(case: Case, ckpt: Path) -> truth.Truth:
 
 
 def _logits(model: nn.Module) -> Tensor:
-    """Of two fixed rows; a collective."""
+    """Return the logits of two fixed rows; every rank must call it."""
     model.eval()
     with torch.no_grad():
         found: Tensor = model(input_ids=models.tokens(2)).logits
@@ -179,7 +179,7 @@ def _logits(model: nn.Module) -> Tensor:
 
 
 def _saved(model: Any, state: dict[str, Tensor], ckpt: Path, logits: dict[str, Tensor]) -> Any:
-    """What PEFT itself saves when it is given the gathered values."""
+    """Save the gathered values with PEFT itself; return the logits."""
     if dist.get_rank() == 0:
         model.save_pretrained(
             ckpt.parent / "saved", state_dict=state, selected_adapters=list(logits)

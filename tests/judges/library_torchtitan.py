@@ -34,7 +34,7 @@ class TrainState:
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``Trainer.state_dict``."""
+        """Return the same state as ``Trainer.state_dict``."""
         return {"step": self.step, "ntokens_seen": self.step * 32}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Adapter:
         self.fqn_to_index_mapping = mapping
 
     def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Nothing to rename."""
+        """Return the state unchanged: there is nothing to rename."""
         return state
 
 

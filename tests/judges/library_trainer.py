@@ -28,7 +28,7 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
 
 
 def train(case: Case, model: nn.Module, ckpt: Path) -> Trainer:
-    """The Trainer after its run."""
+    """Return the Trainer after its run."""
     settings: dict[str, Any] = {"use_cpu": True}
     if "fsdp" in case.how:
         pass_for_gpus()
@@ -58,6 +58,6 @@ def train(case: Case, model: nn.Module, ckpt: Path) -> Trainer:
 
 
 def tell(trainer: Trainer, fresh: nn.Module, model: nn.Module) -> truth.Truth:
-    """What the Trainer's objects hold."""
+    """Return the state of the Trainer's objects."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return truth.of(fresh, model, optimizer, trainer.lr_scheduler, trainer.state.global_step)

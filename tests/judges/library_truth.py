@@ -25,21 +25,21 @@ Truth = dict[str, Any]
 
 
 def clean(name: str) -> str:
-    """A name as the unwrapped model has it."""
+    """Return a name as the unwrapped model has it."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A private copy of the full tensor; a collective for a sharded one."""
+    """Return a private copy of the full tensor; for a sharded one, every rank must call it."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().clone()
 
 
 def facts(model: nn.Module) -> Truth:
-    """What the architecture alone says: ties, frozen names, which buffers are saved."""
+    """Return what the architecture states: ties, frozen names, and the saved buffers."""
     saved = set(model.state_dict())
     return {
         "tied": ties(model),
@@ -55,7 +55,7 @@ def of(
     scheduler: Any = None,
     step: int | None = None,
 ) -> Truth:
-    """The truth of a plain, DDP, FSDP 1 or FSDP 2 model; every rank must call it.
+    """Return the truth of a plain, DDP, FSDP 1 or FSDP 2 model; every rank must call it.
 
     ``fresh`` is the same model unwrapped, whatever its values are.
     """
@@ -88,12 +88,12 @@ def by_slots(state: dict[str, dict[str, Any]]) -> Truth:
 
 
 def whole_params(model: nn.Module) -> dict[str, Tensor]:
-    """Of a plain, DDP or FSDP 2 model."""
+    """Return the parameters of a plain, DDP or FSDP 2 model."""
     return {clean(name): whole(p) for name, p in model.named_parameters()}
 
 
 def flat_params(model: nn.Module) -> dict[str, Tensor]:
-    """Of an FSDP 1 model."""
+    """Return the parameters of an FSDP 1 model."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         return whole_params(model)
 
@@ -136,7 +136,7 @@ def _hyper(group: dict[str, Any]) -> Truth:
 
 
 def decay_groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Two groups as fine-tuning scripts make them: norms and vectors do not decay."""
+    """Return two groups as fine-tuning scripts have them: norms and vectors do not decay."""
     trained = [(name, p) for name, p in named if p.requires_grad]
     plain = [p for name, p in trained if "norm" in name or "small" in name]
     decay = [p for name, p in trained if not ("norm" in name or "small" in name)]
@@ -144,5 +144,5 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, An
 
 
 def save(truth: Truth, path: Any) -> None:
-    """As plain tensors."""
+    """Save plain tensors."""
     torch.save(truth, path)

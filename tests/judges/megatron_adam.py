@@ -37,7 +37,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One step of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1

@@ -202,12 +202,12 @@ class Case:
 
     @property
     def reduces_in_fp32(self) -> bool:
-        """Whether gradients are fp32, as ``validate_args`` decides (training/arguments.py)."""
+        """Return whether gradients are fp32, as ``validate_args`` of Megatron-LM decides."""
         return self.precision == "bf16" and not self.reduce_in_bf16
 
     @property
     def bucketed(self) -> bool:
-        """Whether a buffer of a distributed optimizer may have more than one bucket.
+        """Return whether a buffer of a distributed optimizer may have more than one bucket.
 
         Shared embeddings have one of their own (core/distributed/param_and_grad_buffer.py).
         """
@@ -216,7 +216,7 @@ class Case:
 
     @property
     def canonical(self) -> str:
-        """The form that Megatron can load on any grid."""
+        """Return the form that Megatron can load on any grid."""
         return "torch_dist_fully_reshardable" if self.distributed else "torch_dist"
 
     @property

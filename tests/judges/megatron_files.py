@@ -83,7 +83,7 @@ def _load_legacy(base: Path) -> dict[str, Any]:
 
 
 def _save_dist(run: Run, args: Namespace, base: Path, form: str) -> None:
-    """With ``--ckpt-fully-parallel-save``, as is the default."""
+    """Save with ``--ckpt-fully-parallel-save``, which is the default."""
     metadata = _metadata(run, SHARDING[form])
     strategy: Any = TorchDistSaveShardedStrategy("torch_dist", 1)
     if form != "torch_dist_gather_scatter":
@@ -175,7 +175,7 @@ def random_states(*, sharded: bool = False) -> Any:
 
 
 def namespace(case: Case, ckpt_format: str) -> Namespace:
-    """What ``parse_args`` and ``validate_args`` leave of these settings (training/arguments.py)."""
+    """Return what ``parse_args`` and ``validate_args`` make of these settings."""
     family, grid = COMMON | FAMILIES[case.family], case.grid
     heads, experts = family["num_attention_heads"], family.get("num_moe_experts")
     queries, layers = family["num_query_groups"], family["num_layers"]

@@ -44,7 +44,7 @@ def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseRes
 
 
 def loading(case: str, start: Path, form: str = "torch", **changes: Any) -> Case:
-    """A run of that case's model that begins from a checkpoint, on its own grid or another.
+    """Return a run of that case's model that begins from a checkpoint, on any grid.
 
     Args:
         case: whose model, data and precision.

@@ -62,7 +62,7 @@ def lay_grid(grid: Grid) -> None:
 
 
 def config_of(case: Case) -> TransformerConfig:
-    """As ``core_transformer_config_from_args`` makes it."""
+    """Return the config that ``core_transformer_config_from_args`` makes."""
     told = COMMON | {k: v for k, v in FAMILIES[case.family].items() if k not in OF_GPT}
     told["activation_func"] = getattr(torch.nn.functional, told["activation_func"])
     grid = case.grid
@@ -165,17 +165,17 @@ class Bank(SequentialMLP):
 
     @property
     def local_experts(self) -> Any:
-        """The experts as the base class calls them."""
+        """Return the experts, under the base class's name for them."""
         return self._modules.get("bank", self._modules.get("local_experts"))
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> Any:
-        """As the base class makes it, under this module's names."""
+        """Return what the base class makes, under this module's names."""
         found = super().sharded_state_dict(*args, **options)
         return {key.replace(".local_experts.", ".bank."): each for key, each in found.items()}
 
 
 def unwrapped(chunks: list[Any]) -> list[GPTModel]:
-    """The models themselves."""
+    """Return the models themselves."""
     found = []
     for chunk in chunks:
         model = chunk
@@ -186,7 +186,7 @@ def unwrapped(chunks: list[Any]) -> list[GPTModel]:
 
 
 def forward_step(iterator: Any, model: Any, found: list[torch.Tensor] | None = None) -> Any:
-    """A microbatch through a stage, and its loss, as the schedules ask for it."""
+    """Pass a microbatch through a stage; return its loss, as the schedules require it."""
     tokens = next(iterator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(SEQUENCE).expand_as(inputs)

@@ -69,7 +69,7 @@ class Run:
             self.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
 
     def models(self) -> list[Any]:
-        """The unwrapped chunks of this rank."""
+        """Return the unwrapped chunks of this rank."""
         return models.unwrapped(self.chunks)
 
     def train(self, steps: int) -> list[float]:
@@ -88,7 +88,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> torch.Tensor:
-        """The loss of every token of a batch that is never trained on: (samples, SEQUENCE)."""
+        """Return the loss of every token of a batch that is never trained on."""
         for chunk in self.chunks:
             chunk.eval()
         found = self._pass(data.EVALUATED, forward_only=True)
@@ -97,7 +97,7 @@ class Run:
         return found
 
     def _pass(self, step: int, *, forward_only: bool) -> torch.Tensor:
-        """All microbatches of a step through the pipeline; its losses are known on every rank."""
+        """Pass all microbatches of a step through the pipeline; return the losses on every rank."""
         groups, replica = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
         tokens = data.batch(self.case.vocabulary, step)[replica::groups]
         micros = list(tokens.split(data.MICRO))
@@ -119,7 +119,7 @@ class Run:
 
 
 def _choose_adam(kind: str) -> None:
-    """Which Adam Megatron-core found when it was imported."""
+    """Return the Adam that Megatron-core found when it was imported."""
     from tests.judges.megatron_adam import FusedAdam
 
     fused = kind == "fused"

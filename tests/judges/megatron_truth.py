@@ -20,7 +20,7 @@ SLOTS = ("fp32_param", *MOMENTS)
 
 
 def whole(run: Run) -> dict[str, Any]:
-    """All of a model that lies on one rank, in the shape of the other judges' ``truth.pt``."""
+    """Return the model of one rank, in the shape of the other judges' ``truth.pt``."""
     (model,) = run.models()
     names = {param: name for name, param in model.named_parameters()}
     held = {names[param]: slots for param, slots in _slots(run).items()}
@@ -42,7 +42,7 @@ def whole(run: Run) -> dict[str, Any]:
 
 
 def local(run: Run) -> dict[str, Any]:
-    """This rank's parameters and states by (chunk, name); a distributed optimizer's are flat."""
+    """Return this rank's parameters and states by (chunk, name), flat if distributed."""
     names = {
         param: (i, name)
         for i, model in enumerate(run.models())
@@ -61,7 +61,7 @@ def local(run: Run) -> dict[str, Any]:
 
 
 def in_one_bucket(run: Run) -> Run:
-    """The same state in a distributed optimizer whose buffers have one bucket each.
+    """Return the same state in a distributed optimizer with one bucket in each buffer.
 
     Megatron-core 0.16.1 saves ``fully_reshardable`` wrongly where padding ends a bucket before the
     last: it cuts tensors without padding at offsets that count it (the "issue #504" of
@@ -158,7 +158,7 @@ def _groups(run: Run, names: dict[Tensor, str]) -> list[dict[str, Any]]:
 
 
 def _steps(run: Run) -> dict[Tensor, float]:
-    """Of Adam, by model parameter: kept per parameter (PyTorch) or per group (apex)."""
+    """Return the steps of Adam by model parameter, kept per parameter (PyTorch) or group (apex)."""
     found = {}
     for optimizer in _optimizers(run):
         mains = _mains(run, optimizer)
@@ -170,7 +170,7 @@ def _steps(run: Run) -> dict[Tensor, float]:
 
 
 def _mains(run: Run, optimizer: Any) -> dict[Tensor, Tensor]:
-    """What the optimizer steps -> the model's parameter."""
+    """Return what the optimizer steps -> the model's parameter."""
     if isinstance(optimizer, DistributedOptimizer):
         return {
             optimizer.optimizer.param_groups[group]["params"][order]: param

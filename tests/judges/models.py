@@ -16,7 +16,7 @@ def llama_config(
     intermediate: int | None = None,
     layers: int = 2,
 ) -> LlamaConfig:
-    """A tiny Llama with fewer key and value heads than queries.
+    """Return a tiny Llama with fewer key and value heads than queries.
 
     Attention is eager because fused CPU kernels lack float16.
     """

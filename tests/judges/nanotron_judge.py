@@ -75,13 +75,13 @@ class OnCpu(TorchFunctionMode):
 
 
 def initial(name):
-    """A parameter of the whole model."""
+    """Return a parameter of the whole model."""
     made = torch.Generator().manual_seed(list(PARAMETERS).index(name))
     return torch.randn(PARAMETERS[name][0], generator=made)
 
 
 def gradient(name, step):
-    """Its whole gradient of one step."""
+    """Return the whole gradient of a parameter in one step."""
     made = torch.Generator().manual_seed(1000 * (step + 1) + list(PARAMETERS).index(name))
     return torch.randn(PARAMETERS[name][0], generator=made)
 
@@ -96,7 +96,7 @@ def settings(case):
 
 
 def truth(case):
-    """What one process over whole tensors has."""
+    """Return the state of one process with whole tensors."""
     dtype = torch.bfloat16 if case.fp32 else torch.float32
     whole = {n: nn.Parameter(initial(n).to(dtype).float()) for n in PARAMETERS}
     groups = [{"params": [whole[n] for n in names], **s} for names, s in settings(case)]
@@ -115,7 +115,7 @@ def truth(case):
 
 
 def _local(whole, dim, chunks, rank, size):
-    """A rank's part of a tensor: of each part of the cut dim its own piece."""
+    """Return a rank's part of a tensor: its piece of each fused part of the cut dim."""
     if dim is None:
         return whole.clone()
     parts = whole.split(list(chunks or (whole.shape[dim],)), dim)
@@ -131,7 +131,7 @@ def _save(rank, case, out, port):
 
 
 def _save_on(rank, case, out, port):
-    """One rank's run, from start to end."""
+    """Run one rank, from start to end."""
     world = case.tp * case.pp * case.dp
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
@@ -277,7 +277,7 @@ class _Run:
 
 @torch.no_grad()
 def gather(optimizer, parallel, held):
-    """As ``_all_gather_params`` of ZeRO-1, which gloo cannot."""
+    """Gather as ``_all_gather_params`` of ZeRO-1 does, which gloo cannot."""
     group = parallel.dp_pg
     for name, parameter in held.items():
         flat = parameter.data.view(-1)

@@ -63,19 +63,19 @@ CASES = {
 
 
 def config_of(name, said):
-    """A configuration of nanotron's."""
+    """Return a configuration of nanotron."""
     return getattr(importlib.import_module("nanotron.config.models_config"), f"{name}Config")(
         **said, _attn_implementation="sdpa"
     )
 
 
 def class_of(config):
-    """The model's own class."""
+    """Return the model's own class."""
     return importlib.import_module("nanotron.trainer").CONFIG_TO_MODEL_CLASS[type(config).__name__]
 
 
 def built(config, parallel, arguments, dtype=torch.float32):
-    """The model with its blocks on stages, as the trainer builds it."""
+    """Return the model with its blocks on stages, as the trainer builds it."""
     base = importlib.import_module("nanotron.models.base")
     states = importlib.import_module("nanotron.random")
     state = states.RandomStates({"tp_synced": states.get_current_random_state()})
@@ -119,7 +119,7 @@ class _Run:
             self.scheduler = helpers.lr_scheduler_builder(self.optimizer, schedule, 10)
 
     def _trainers(self, schedule):
-        """A group a parameter."""
+        """Return the optimizer of nanotron's trainer, with one group for each parameter."""
         config = importlib.import_module("nanotron.config")
         scaling = importlib.import_module("nanotron.scaling.parametrization")
         helpers = importlib.import_module("nanotron.helpers")
@@ -135,7 +135,7 @@ class _Run:
         )
 
     def _scripts(self):
-        """One group of all parameters."""
+        """Return the optimizer of a script, with one group of all parameters."""
         optim = importlib.import_module("nanotron.optim")
         return optim.NamedOptimizer(
             named_params_or_groups=self.named.items(),
@@ -144,12 +144,12 @@ class _Run:
 
     @torch.no_grad()
     def _begin(self):
-        """The same weights on any grid."""
+        """Set the same weights on any grid."""
         for name, parameter in self.model.get_named_params_with_correct_tied():
             parameter.copy_(self._local(name, parameter, -1))
 
     def _local(self, name, parameter, step):
-        """This rank's part of a whole tensor that its name and the step tell."""
+        """Return this rank's part of a whole tensor, which its name and the step determine."""
         cut = parameter.get_sharded_info() if parameter.is_sharded else None
         shape = cut.unsharded_shape if cut else parameter.shape
         made = torch.Generator().manual_seed(crc32(f"{name} {step}".encode()))
@@ -183,7 +183,7 @@ class _Run:
             nanotron_judge.gather(self.optimizer, self.parallel, self.named)
 
     def _load(self, root):
-        """As the trainer's."""
+        """Load as the trainer does."""
         serialize = importlib.import_module("nanotron.serialize")
         where = {"parallel_context": self.parallel, "root_folder": root}
         with OnCpu():
@@ -230,7 +230,7 @@ class _Models:
         (out / "stages.json").write_text(json.dumps(said))
 
     def _drawn(self, number, drawn):
-        """A model with the stage of each block."""
+        """Return a model with the stage of each block."""
         name = ("Llama", "Qwen2", "Starcoder2")[number % 3]
         heads = drawn.choice((2, 4))
         said = {
@@ -263,7 +263,7 @@ class _Models:
 
 
 def _of_stages(size):
-    """A grid of as many stages, of which nothing is asked but the size."""
+    """Return a grid of so many stages, of which only the size is used."""
     stages = SimpleNamespace(size=lambda: size, rank=lambda: 0)
     rest = dict.fromkeys(("tp_pg", "cp_pg", "ep_pg"))
     return SimpleNamespace(**rest, pp_pg=stages, world_pg=dist.group.WORLD, expert_parallel_size=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main(script: str) -> None:
-    """As ``python SCRIPT`` would, after the change."""
+    """Run a script as ``python SCRIPT`` does, after the change."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from tests.judges.library_cpu import pass_for_gpus
 

@@ -156,7 +156,7 @@ class Kind:
     zero_init: bool = False
 
     def case(self) -> Case:
-        """As the other judge of DeepSpeed has it."""
+        """Return the case as the other judge of DeepSpeed has it."""
         chosen = MUON if self.optimizer == "muon" else None
         top = {"optimizer": chosen, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
         scatter = {"reduce_scatter": False} if (self.optimizer, self.stage) == ("muon", 3) else {}
@@ -174,7 +174,7 @@ class Kind:
 
 
 def made(name: str, groups: Groups) -> torch.optim.Optimizer | None:
-    """The optimizer that a caller gives to DeepSpeed; None where its configuration names it."""
+    """Return the optimizer that a caller passes to DeepSpeed; None if its config names it."""
     if name in OWN:
         return OWN[name](groups)  # type: ignore[abstract]
     if name in TORCH:

@@ -38,7 +38,7 @@ def model(case: Case) -> nn.Module:
 
 
 def data_rank() -> int:
-    """Which part of a batch this rank sees."""
+    """Return the number of this rank's part of a batch."""
     return int(groups.get_data_parallel_rank())
 
 
@@ -63,7 +63,7 @@ def gatherer(module: nn.Module) -> Callable[[str, Tensor], Tensor]:
 
 
 def consolidated(engine: Any) -> dict[str, Tensor]:
-    """What accelerate and the HF trainer save of the model; of the first rank.
+    """Return what accelerate and the HF trainer save of the model, on the first rank.
 
     At stages 0 to 2 ``save_16bit_model`` itself writes the first rank's part (DeepSpeed 0.19.8).
     """

@@ -46,7 +46,7 @@ class Case:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Return the number of all ranks."""
         return self.tp * self.pp * self.dp
 
     @property

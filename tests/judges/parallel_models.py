@@ -28,7 +28,7 @@ class Tp:
 
 
 def parameter(name: str, shape: tuple[int, ...], cut: tuple[int, int] | None) -> nn.Parameter:
-    """This rank's part of a parameter that is the same whatever the grid."""
+    """Return this rank's part of a parameter that is the same on every grid."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{Tp.seed} {name}".encode()))
     full = torch.randn(shape, generator=generator) * 0.1 + name.endswith("norm.weight")
     made = nn.Parameter(sliced(full, cut).clone())
@@ -37,7 +37,7 @@ def parameter(name: str, shape: tuple[int, ...], cut: tuple[int, int] | None) ->
 
 
 def sliced(full: Tensor, cut: tuple[int, int] | None) -> Tensor:
-    """A rank's part: of each fused part its share."""
+    """Return a rank's share of each fused part."""
     if cut is None:
         return full
     dim, parts = cut
@@ -45,7 +45,7 @@ def sliced(full: Tensor, cut: tuple[int, int] | None) -> Tensor:
 
 
 def gathered(local: Tensor, cut: tuple[int, int] | None) -> Tensor:
-    """The whole, from all ranks of the group; ranks that should hold the same are compared."""
+    """Join the parts of all ranks of the group; compare ranks that should have the same."""
     pieces = [torch.empty_like(local) for _ in range(Tp.size)]
     dist.all_gather(pieces, local.contiguous(), group=Tp.group)
     if cut is None:
@@ -111,7 +111,7 @@ class Embedding(nn.Module):
 
     @property
     def word_embeddings_weight(self) -> Tensor:
-        """What the head shares."""
+        """Return the weight that the head shares."""
         return self.word_embeddings.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -190,17 +190,17 @@ class Head(nn.Module):
 
 
 def logits(weight: Tensor, x: Tensor) -> Tensor:
-    """Of all words, on every rank."""
+    """Return the logits of all words, on every rank."""
     return _Gather.apply(F.linear(_Copy.apply(x), weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def tied_logits(embedding: Embedding, x: Tensor) -> Tensor:
-    """The head of a tied model."""
+    """Return the logits of a tied model."""
     return logits(embedding.word_embeddings_weight, x)
 
 
 def loss_of(out: Tensor, labels: Tensor) -> Tensor:
-    """The next word's, among the words that are no padding."""
+    """Return the loss of the next word, among the words that are not padding."""
     return F.cross_entropy(out[..., :WORDS].float().flatten(0, 1), labels.flatten())
 
 

@@ -44,16 +44,16 @@ class Job:
     told: dict[str, Any] = field(default_factory=dict)
 
     def log(self, rank: int) -> Path:
-        """Where a rank's stdout and stderr go."""
+        """Return the path of a rank's stdout and stderr."""
         return self.logs / f"{self.case}.rank{rank}.log"
 
     @property
     def result(self) -> Path:
-        """Where rank 0 saves what the test wants to know."""
+        """Return the path where rank 0 saves the results."""
         return self.out / "found.pt"
 
     def mark(self, rank: int) -> Path:
-        """There when the rank is through."""
+        """Return the path of a file that exists when the rank is done."""
         return self.out / f".rank{rank}"
 
 
@@ -81,11 +81,11 @@ class Crew:
     since: float = 0.0
 
     def finished(self) -> bool:
-        """Whether all ranks are through the first job."""
+        """Return whether all ranks have done the first job."""
         return bool(self.jobs) and all(self.jobs[0].mark(r).exists() for r in range(self.world))
 
     def report(self, exits: dict[int, int]) -> Report:
-        """Of the first job, which is then off the list."""
+        """Return the report of the first job, and remove the job from the list."""
         job, now = self.jobs.pop(0), time.monotonic()
         seconds, self.since = round(now - self.since, 2), now
         return Report(job.case, [exits.get(rank, 0) for rank in range(self.world)], seconds)

@@ -171,7 +171,7 @@ class Judge:
         return found
 
     def _asked(self, jobs: Sequence[Job], start_s: float) -> Iterator[Report]:
-        """As `ask`; a job whose ranks crashed is done once more, with a warning."""
+        """Ask like `ask`; repeat a job whose ranks crashed once, with a warning."""
         by_case, again = {job.case: job for job in jobs}, []
         for report in self.ask(jobs, start_s):
             if not crashed(report.exits):
@@ -186,7 +186,7 @@ class Judge:
             yield from self.ask(again, start_s)
 
     def failure(self, job: Job, report: Report) -> str:
-        """What to say of a job that was not done."""
+        """Return the message for a job that was not done."""
         tails = [
             f"--- rank {rank} (exit {code})\n{_tail(job.log(rank))}"
             for rank, code in enumerate(report.exits)

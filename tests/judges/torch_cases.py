@@ -298,7 +298,7 @@ def _fsdp1_local() -> list[Case]:
 
 
 def _fsdp1_mixed_forms() -> list[Case]:
-    """A model in one form, its optimizer in another."""
+    """Return the cases of a model in one form and its optimizer in another."""
     layer: dict[str, Any] = {"told": True, "wrap": LLAMA_LAYER}
     return [
         _case(
@@ -416,7 +416,7 @@ def _fsdp2() -> list[Case]:
 
 
 def _dcp() -> list[Case]:
-    """The knobs of torch.distributed.checkpoint."""
+    """Return the cases with the options of torch.distributed.checkpoint."""
     row = ("fsdp2", "gets", "gets", "dcp")
     model = ("fsdp2", "gets", None)
     lowest = {"planner": {"dedup_save_to_lowest_rank": True}}

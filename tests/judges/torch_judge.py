@@ -28,7 +28,7 @@ def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseRes
 
 
 def writable(case: Case) -> bool:
-    """Whether PyTorch can write it at all."""
+    """Return whether PyTorch can write the case at all."""
     return not case.expect.startswith("cannot be written")
 
 

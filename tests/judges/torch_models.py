@@ -28,7 +28,7 @@ class Menagerie(nn.Module):
         self.llama = LlamaForCausalLM(_llama(tied=tied))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """A loss that every trained member has a part in."""
+        """Return a loss to which every trained member contributes."""
         self.count += 1
         self.running.mul_(0.9)  # the same on every rank, as data would not be
         logits = self.llama(input_ids=tokens).logits
