@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _SHOWN = 60  # characters of a value
 OPTIMIZER, TRAIN = "optimizer", "train"
+RNG = "rng"  # the train state's name of random states
 _WEIGHTS = "weights"  # also accepted for WEIGHT, the word of the report
 _compared = partial(option, group="Comparison")
 
@@ -212,6 +213,7 @@ def compare(
         )
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
     report.notes += _explain_dtypes(report.unequal, tolerance)
+    report.notes += _explain_sides(report, left, right)
     report.seconds = time.perf_counter() - began
     return report
 
@@ -322,6 +324,20 @@ def _explain_dtypes(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterato
         yield (
             f"{len(tensors)} of the unequal tensors differ only in dtype: as {name}, their values"
             f" are {how}; --dtype {name} compares them like that{scope}"
+        )
+
+
+def _explain_sides(report: DiffReport, left: Manifest, right: Manifest) -> Iterator[str]:
+    """Yield hints for differences that a merge, or another number of ranks, always brings."""
+    optimizers = {"A": left.has_optimizer, "B": right.has_optimizer}
+    without = [side for side, has_optimizer in optimizers.items() if not has_optimizer]
+    lacking = {kind for kind, _ in (*report.only_a, *report.only_b)}
+    if len(without) == 1 and lacking - {WEIGHT, COPY}:
+        yield f"{without[0]} has no optimizer state; --kind weight compares only the weights"
+    elif any(value.name == RNG for value in report.train):
+        yield (
+            "each rank has random states of its own, which another number of ranks does not"
+            f" keep; --ignore {RNG} leaves them out"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)|^\d{1,9}(?=\.)")  # more digits are not a layer index
 _SHOWN = 6
+_WIDTH = 100  # letters of the train state in one row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +151,9 @@ class Inspection(Report):
             for state in value if isinstance(value, list) else filter(None, [value]):
                 pairs = state.items() if isinstance(state, dict) else [("", state)]
                 texts = [str(v) if k in ("", "class") else f"{k} {v}" for k, v in pairs]
-                yield format_row(name, ", ".join(texts)[:100])
+                yield format_row(name, _join_texts(texts))
         if train.client:
-            yield format_row("client", ", ".join(train.client)[:100])
+            yield format_row("client", _join_texts(train.client))
 
     def _list_sizes(self) -> Iterator[LabelledLine]:
         manifest = self.manifest
@@ -247,6 +248,21 @@ def list_tensors(manifest: Manifest) -> Iterator[str]:
     for (name, what), fqns in groups.items():
         shown = fqns[0] if len(fqns) == 1 else name.replace("*", _format_numbers(fqns), 1)
         yield f"  {shown:<{width}} {what}"
+
+
+def _join_texts(texts: Iterable[str]) -> str:
+    """Join the texts that fit in a row; the end says how many do not.
+
+    >>> _join_texts(["lr 0.1", "x" * 90, "step 4"])[-16:]
+    'xxxx, ... 1 more'
+    """
+    every = list(texts)
+    shown = list(every)
+    while len(shown) > 1 and len(", ".join(shown)) > _WIDTH:
+        shown.pop()
+    text, left = ", ".join(shown), len(every) - len(shown)
+    text = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+    return f"{text}, ... {left} more" if left else text
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:

@@ -123,3 +123,12 @@ def test_one_tensor_is_in_the_singular(tmp_path):
     text = str(reshard.inspect(tmp_path / "x.safetensors"))
     assert "2 in 1 tensor\n" in text
     assert "1 tensors" not in text
+
+
+def test_a_long_train_state_ends_with_the_number_of_values_that_are_not_shown(tmp_path):
+    scheduler = {"base_lrs": [0.1] * 4, "last_epoch": 4} | {f"a_long_name_{n}": n for n in range(9)}
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model.state_dict(), "scheduler": scheduler, "epoch": 1}
+    torch.save(state, tmp_path / "state.pt")
+    (line,) = [x for x in reshard.inspect(tmp_path / "state.pt").lines() if "base_lrs" in x]
+    assert line.endswith(", ... 6 more")

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from reshard.adapters.config import Config
 
 _NO_CONFIG = (
-    "there is no config.json beside the checkpoint, and transformers cannot load this directory"
-    " without one; pass the model's directory as --hf-dir DIR, or copy its config.json here"
+    "there is no config.json beside the checkpoint, and transformers cannot load the output without"
+    " one; copy the model's config.json and tokenizer into the output, or merge with --hf-dir DIR"
 )
 
 

@@ -1,0 +1,33 @@
+"""The hints of `diff` for differences that a merge, or another number of ranks, always brings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import reshard
+
+RUN = Path(__file__).parents[1] / "data" / "megatron" / "llama_tp2pp2" / "ckpt"
+
+
+def test_a_model_without_an_optimizer_is_compared_by_its_weights(tmp_path):
+    reshard.merge(RUN, tmp_path / "model.safetensors")
+    for a, b, without in ((RUN, "model.safetensors", "B"), ("model.safetensors", RUN, "A")):
+        report = reshard.diff(tmp_path / a, tmp_path / b)
+        assert not report.same
+        assert report.notes == [
+            f"{without} has no optimizer state; --kind weight compares only the weights"
+        ]
+        assert reshard.diff(tmp_path / a, tmp_path / b, kinds=["weight"]).same
+
+
+@pytest.mark.parametrize("dp", [2, 1])
+def test_random_states_of_other_ranks_are_named_with_the_way_to_leave_them_out(dp, tmp_path):
+    reshard.split(RUN, tmp_path / "one", tp=1, pp=1, dp=dp)
+    report = reshard.diff(RUN, tmp_path / "one")
+    assert [value.name for value in report.train] == ["rng"]
+    assert any("--ignore rng leaves them out" in note for note in report.notes)
+    same = reshard.diff(RUN, tmp_path / "one", ignore=["rng"])
+    assert same.same
+    assert not same.notes
