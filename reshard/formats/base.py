@@ -172,6 +172,10 @@ class Writer(ABC):
         """Return whether the requested files may refer to parameters by their position."""
         return True
 
+    def describe_load(self, _request: Request) -> str:
+        """Return the line that loads the requested files; see ``load_line``."""
+        return self.load_line
+
     def rename(self, conversion: StateConversion, names: NameOptions) -> Naming:
         """Return the state under the parameter names that the files have.
 

@@ -51,6 +51,15 @@ def test_a_layout_has_the_line_of_its_framework(name, tmp_path):
     assert report.load_line == expected.replace("{path}", str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize(
+    ("stage", "options"), [(1, ""), (3, ", load_optimizer_states=False")], ids=["1", "3"]
+)
+def test_weights_alone_are_loaded_without_an_optimizer(stage, options, tmp_path):
+    report = reshard.split(LLAMA, tmp_path / "out", zero_stage=stage, weights_only=True)
+    call = f'engine.load_checkpoint("{tmp_path}/out", load_module_only=True{options})'
+    assert report.load_line == call
+
+
 def test_a_dry_run_shows_no_line(tmp_path):
     report = reshard.merge(LLAMA, tmp_path / "model.safetensors", dry_run=True)
     assert not any(line.startswith("load it") for line in report.lines())

@@ -78,7 +78,7 @@ def describe_split(
         **describe_common(manifest, skeleton, plan, notes.warnings),
         target=" ".join(filter(None, (writer.name, writer.describe(request)))),
         zero_stage=request.zero_stage if has_stage else None,
-        load_line=writer.load_line,
+        load_line=writer.describe_load(request),
         ranks_before=manifest.origin.world,
         ranks=request.world_size,
         weights=len(state.weights),

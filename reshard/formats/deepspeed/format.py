@@ -123,6 +123,13 @@ class Native(_DeepSpeedWriter):
         """Return the stage, and the grid of model-parallel ranks if there is one."""
         return request.describe_zero()
 
+    def describe_load(self, request: Request) -> str:
+        """Return the line, with what DeepSpeed needs to load weights without an optimizer."""
+        if not request.weights_only:
+            return self.load_line
+        at_stage_3 = ", load_optimizer_states=False" if request.zero_stage == 3 else ""
+        return f'engine.load_checkpoint("{{path}}", load_module_only=True{at_stage_3})'
+
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:
         """Lay out the directory of a tag, with ``latest`` beside it.
 

@@ -210,9 +210,7 @@ def _note_small_groups(spec: OutputSpec) -> Iterator[str]:
 
 
 def _note_weights_only(spec: OutputSpec) -> Iterator[str]:
-    """Explain how DeepSpeed loads a module without its optimizer, and what it then lacks."""
-    needed = ", load_optimizer_states=False" if spec.stage == 3 else ""
-    yield f"load it with load_checkpoint(..., load_module_only=True{needed})"
+    """Explain where DeepSpeed loads a module without its optimizer, and what it then lacks."""
     if spec.stage != 3:
         yield "stages 0, 1 and 2 load it at any number of ranks"
     if spec.precision != FLOAT32:
