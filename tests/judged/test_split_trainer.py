@@ -48,6 +48,12 @@ RESUMED = {  # name -> which run, ranks, how it is written, how the Trainer resu
         {"state_dict_type": "unsharded", "param_groups": TRAINERS},
         RUNS["ddp"],
     ),
+    "ddp as deepspeed": (
+        "ddp",
+        2,
+        {"zero_stage": 3},
+        {**RUNS["deepspeed"], "stage": 3, "scheduler": "trainer", "optimizer": "trainer"},
+    ),
     "deepspeed as fsdp2": ("deepspeed", 2, {"state_dict_type": "sharded"}, RUNS["fsdp2"]),
     "deepspeed as ddp, its own groups": (
         "deepspeed",
@@ -180,6 +186,11 @@ def test_the_batch_of_a_rank_is_adjusted(written):
     state = json.loads((written["fsdp2 at 4"][1] / "trainer_state.json").read_text())
     assert state["global_step"] == 3
     assert len(state["log_history"]) == 3
+
+
+def test_the_report_says_which_optimizer_deepspeed_may_not_make(written):
+    report, _ = written["ddp as deepspeed"]
+    assert any("leave optimizer and scheduler out" in text for text in report.notes)
 
 
 def test_a_missing_trainer_state_is_created(made, tmp_path):

@@ -177,6 +177,8 @@ def settings(job: ranks.Job) -> dict[str, Any]:
         config = {**DEEPSPEED, "zero_optimization": {"stage": job.told["stage"]}}
         if job.told.get("scheduler") == "trainer":  # not DeepSpeed's: the Trainer makes its own
             del config["scheduler"]
+        if job.told.get("optimizer") == "trainer":
+            del config["optimizer"]
         return {"deepspeed": config, "accelerator_config": {"use_configured_state": True}}
     if kind == "fsdp2":
         pass_for_gpus()

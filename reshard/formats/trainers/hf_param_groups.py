@@ -49,6 +49,12 @@ def adapt_groups(
     return replace(state, groups=tuple(groups)), notes
 
 
+def may_be_refused(state: WritableState) -> bool:
+    """Return whether a DeepSpeed engine has other groups if it makes the optimizer itself."""
+    config = state.manifest.train.config
+    return len(state.groups) > 1 and not (isinstance(config, dict) and "optimizer" in config)
+
+
 def find_decays(fqns: Sequence[str], model: ModelShapes | None) -> list[bool] | None:
     """Return for each parameter whether the Trainer decays it; None if the model must be known.
 

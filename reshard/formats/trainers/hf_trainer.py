@@ -171,6 +171,12 @@ def describe_derived(state: WritableState, *, deepspeed: bool, weights_only: boo
     if weights_only:
         return
     found = _get_scheduler(state)
+    if deepspeed and hf_param_groups.may_be_refused(state):
+        yield (
+            f"has {len(state.groups)} param groups, and DeepSpeed makes one if its configuration"
+            " names the optimizer: leave optimizer and scheduler out of the configuration of the"
+            " new run, or write one group with --param-groups"
+        )
     if not deepspeed and len(state.groups) != hf_param_groups.COUNT:
         yield (
             f"the Trainer's own optimizer has {hf_param_groups.COUNT} param groups (weight decay"
