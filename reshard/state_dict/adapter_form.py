@@ -32,7 +32,8 @@ def restore_adapter_form(
 ) -> tuple[dict[str, Any], ModelShapes]:
     """Return an adapter's weights as the model has them, and the part of the model that they are.
 
-    A state dict that is not of PEFT's own form stays as it is, and so does the model.
+    They are in the model's order; PEFT's is another, with whole modules after all matrices. A state
+    dict that is not of PEFT's own form stays as it is, and so does the model.
 
     Args:
         model: the model with its adapters, or its base.
@@ -49,6 +50,7 @@ def restore_adapter_form(
     named = {names.get(fqn, fqn): leaf for fqn, leaf in state.items()}
     if not names or named.keys() - {*order, *model.buffers}:
         return dict(state), model
+    named = {fqn: named[fqn] for fqn in dict.fromkeys((*order, *named))}
     shapes = {fqn: as_global(named[fqn]) for fqn in order}
     parameters = {
         fqn: model.parameters.get(fqn, tensor.shape) for fqn, tensor in shapes.items() if tensor

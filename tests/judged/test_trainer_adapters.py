@@ -34,6 +34,7 @@ RUNS = {  # at two ranks
     "fsdp2": FSDP2,
     "fsdp2 embeddings": WHOLE,
     "fsdp2 full embeddings": {**WHOLE, "type": "FULL_STATE_DICT"},
+    "ddp embeddings": {"kind": "ddp", "family": "lora and embeddings"},
 }
 RESUMED = {  # name -> the run, ranks, stage
     "z2 at 2": ("z2", 2, 2),
@@ -47,6 +48,7 @@ RESUMED = {  # name -> the run, ranks, stage
     "fsdp2 embeddings at 2 and stage 3": ("fsdp2 embeddings", 2, 3),
     "fsdp2 full embeddings at 4 and stage 2": ("fsdp2 full embeddings", 4, 2),
 }
+LIVE = {"ddp embeddings at 2 and stage 2": ("ddp embeddings", 2, 2)}  # needs the whole model
 AS_FSDP2 = {  # name -> the run, ranks, state dict type
     "fsdp2 at 4, sharded": ("fsdp2", 4, "sharded"),
     "fsdp2 at 2, full": ("fsdp2", 2, "full"),
@@ -69,15 +71,16 @@ def resumed(saved, tmp_path_factory):
     """Resume each output; return the state of the real Trainer then, and its next losses."""
     place = tmp_path_factory.mktemp("written")
     jobs, base = {}, save_base(place / "base")
-    for name, (run, ranks, stage) in RESUMED.items():
+    for name, (run, ranks, stage) in (RESUMED | LIVE).items():
         source, told = saved[run][0], deepspeed(stage, RUNS[run]["family"])
         if RUNS[run]["kind"] != "deepspeed":
             told["scheduler"] = "trainer"
         rng = {} if ranks == 2 else {"rng": "derive"}
         model = {"model": str(base)} if run == "ddp" else {}
         how = {"world_size": ranks, "zero_stage": stage, **rng, **model}
-        reshard.split(source, place / name, to="hf-trainer", **how)
-        jobs[name] = ranks, {**told, "resume": place / name / "checkpoint-3"}
+        if name not in LIVE:
+            reshard.split(source, place / name, to="hf-trainer", **how)
+            jobs[name] = ranks, {**told, "resume": place / name / "checkpoint-3"}
         jobs[f"{name} live"] = ranks, {**told, "resume": source, "live": rng}
     for name, (run, ranks, form) in AS_FSDP2.items():
         reshard.split(
@@ -129,6 +132,13 @@ def assert_named(source, truth, **how):
         for fqn, slots in truth["optimizer"].items():
             for slot in ("exp_avg", "exp_avg_sq"):
                 assert same(checkpoint.optimizer(slot)[fqn][...], slots[slot]), f"{slot} of {fqn}"
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_live_model_tells_the_order_of_an_adapter(name, saved, resumed):
+    live, truth = resumed[f"{name} live"], saved[LIVE[name][0]][1]
+    assert_resumed(live, truth)
+    assert live["losses"] == truth["losses"]
 
 
 @pytest.mark.parametrize("name", AS_FSDP2)
