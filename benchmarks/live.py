@@ -1,6 +1,6 @@
-"""Start of a run from a ZeRO 2 checkpoint of other ranks: live loading and its alternatives.
+"""Start of a run from a checkpoint of other ranks: live loading and its alternatives.
 
-    python benchmarks/live.py WORK [hidden layers]
+    python benchmarks/live.py WORK [hidden layers repeats]
 
 Four ranks train a Llama with real DeepSpeed at stage 2 and save. Then two ranks load it
 
@@ -8,14 +8,16 @@ Four ranks train a Llama with real DeepSpeed at stage 2 and save. Then two ranks
     split       reshard split, then DeepSpeed's load_checkpoint
     universal   ds_to_universal, then DeepSpeed's load_checkpoint with load_universal
 
-Four ranks of FSDP 2 also save with DCP, and two ranks of FSDP 2 load that
+Four ranks of FSDP 2 also save with DCP, and so do two. Then two ranks of FSDP 2 load
 
-    dcp         torch.distributed.checkpoint.load
-    reader      the same, through reshard.dcp.StorageReader
+    reader      the checkpoint of four, with dcp.load through reshard.dcp.StorageReader
+    dcp         the checkpoint of four, with dcp.load
+    right-size  the checkpoint of two, with dcp.load
 
-and each prints the seconds until the state is loaded, the peak RSS of a rank, the bytes that the
-rank has read, and the bytes written.
-The page cache is warm for all; engines are made before the clock starts.
+and each prints the seconds until the state is loaded, the seconds from the start of the launcher to
+the end of the first step, and of each rank its peak RSS and the bytes that it has read, with those
+of a conversion that it has started. The page cache is warm for all; engines are made before the
+load is timed.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ import sys
 import time
 from pathlib import Path
 
-RANKS = {"train": 4, "train-dcp": 4, "live": 2, "split": 2, "universal": 2, "dcp": 2, "reader": 2}
 STAGE = 2  # DeepSpeed finds no universal checkpoint of another stage
-HOW = ("live", "split", "universal", "train-dcp", "dcp", "reader")
+DEEPSPEED, FSDP = ("live", "split", "universal"), ("reader", "dcp", "right-size")
+RANKS = {"train": 4, "train-4": 4, "train-2": 2, **dict.fromkeys((*DEEPSPEED, *FSDP), 2)}
 
 
 def train(work: Path, hidden: int, layers: int) -> None:
@@ -64,13 +66,32 @@ def load(work: Path, hidden: int, layers: int, how: str) -> None:
         engine.load_checkpoint(str(copy))
     dist.barrier()
     seconds, read = time.perf_counter() - began, count_read() - before
-    loss = float(engine(input_ids=tokens, labels=tokens).loss)
-    if engine.global_rank == 0:
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    report(how, seconds, read, copy)
+
+
+def report(how: str, seconds: float, read: int, copy: Path) -> None:
+    """Print the figures of all ranks, once all have made a step; ``copy`` is what was written."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    started = time.time() - float(os.environ["BEGAN"])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    ranks: list[tuple[int, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (read // 10**6, peak))
+    if dist.get_rank() == 0:
         written = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-        figures = {"how": how, "seconds": round(seconds, 2), "peak MiB": peak, "loss": loss}
-        figures["read MB"] = read // 10**6
-        print(json.dumps({**figures, "written MB": written // 10**6}), flush=True)
+        figures = {
+            "how": how,
+            "load s": round(seconds, 2),
+            "to first step s": round(started, 2),
+            "read MB": [rank[0] for rank in ranks if rank],
+            "peak MiB": [rank[1] for rank in ranks if rank],
+            "written MB": written // 10**6,
+            "load average": round(os.getloadavg()[0], 1),
+        }
+        print(json.dumps(figures), flush=True)
 
 
 def count_read() -> int:
@@ -97,28 +118,29 @@ def use_dcp(work: Path, hidden: int, layers: int, how: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if how == "train-dcp":
-        tokens = torch.arange(64).reshape(1, 64)
+    tokens = torch.arange(64).reshape(1, 64)
+    if how.startswith("train"):
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
     state = {
         "model": live.get_model_state_dict(model),
         "optim": live.get_optimizer_state_dict(model, optimizer),
     }
-    if how == "train-dcp":
-        dcp.save(state, checkpoint_id=work / "dcp-run")
+    if how.startswith("train"):
+        dcp.save(state, checkpoint_id=work / f"dcp{how.removeprefix('train')}")
         return
     dist.barrier()
     began, before = time.perf_counter(), count_read()
-    source = work / "dcp-run"
+    source = work / ("dcp-2" if how == "right-size" else "dcp-4")
     reader = reshard.dcp.StorageReader(source) if how == "reader" else dcp.FileSystemReader(source)
     dcp.load(state, storage_reader=reader)
+    live.set_model_state_dict(model, state["model"])
+    live.set_optimizer_state_dict(model, optimizer, state["optim"])
     dist.barrier()
     seconds, read = time.perf_counter() - began, count_read() - before
-    if dist.get_rank() == 0:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-        figures = {"how": how, "seconds": round(seconds, 2), "peak MiB": peak}
-        print(json.dumps({**figures, "read MB": read // 10**6, "written MB": 0}), flush=True)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    report(how, seconds, read, work / how)
 
 
 def convert(source: Path, copy: Path, how: str) -> None:
@@ -190,24 +212,20 @@ def main() -> None:
         how = sys.argv[4]
         if how == "train":
             train(work, *map(int, sizes))
-        elif "dcp" in how or how == "reader":
-            use_dcp(work, *map(int, sizes), how)
-        else:
+        elif how in DEEPSPEED:
             load(work, *map(int, sizes), how)
+        else:
+            use_dcp(work, *map(int, sizes), how)
         return
+    repeats = int(sys.argv[4]) if len(sys.argv) > 4 else 1
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    for how in ("train", *HOW):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(RANKS[how]),
-        ]
-        command += [__file__, str(work), *sizes, how]
-        subprocess.run(command, check=True, env={**environment, "DS_BUILD_OPS": "0"})
+    for how in ("train", "train-4", "train-2", *repeats * (*DEEPSPEED, *FSDP)):
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nproc-per-node", str(RANKS[how]), __file__, str(work), *sizes, how]
+        began = {"DS_BUILD_OPS": "0", "BEGAN": str(time.time())}
+        subprocess.run(command, check=True, env=environment | began)
         shutil.rmtree(work / how, ignore_errors=True)
 
 
