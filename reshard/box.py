@@ -34,6 +34,14 @@ class Box:
         """Return this box in the coordinates of ``outer``; ``b.within(b)`` starts at zero."""
         return Box(tuple(a - b for a, b in zip(self.origin, outer.origin, strict=True)), self.shape)
 
+    def shift(self, by: Sequence[int]) -> Box:
+        """Return this box moved by a number of elements in each dim; it undoes `within`.
+
+        >>> Box((1, 0), (2, 2)).shift((3, 4))
+        Box(origin=(4, 4), shape=(2, 2))
+        """
+        return Box(tuple(a + b for a, b in zip(self.origin, by, strict=True)), self.shape)
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether the box is inside a tensor of this shape."""
         return len(self.shape) == len(shape) and all(

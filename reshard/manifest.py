@@ -160,6 +160,16 @@ class TrainState:
     opaque: Mapping[str, Any] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
 
+    def sort_groups(self, order: Mapping[str, int]) -> TrainState:
+        """Return the state with the names of each param group in an order; unknown ones last."""
+        groups = (
+            replace(
+                group, fqns=tuple(sorted(group.fqns, key=lambda fqn: order.get(fqn, len(order))))
+            )
+            for group in self.param_groups
+        )
+        return replace(self, param_groups=tuple(groups))
+
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:

@@ -47,8 +47,7 @@ class Put:
     def apply(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Yield the chunks as chunks of the larger tensor."""
         for chunk in chunks:
-            origin = tuple(a + b for a, b in zip(chunk.box.origin, self.box.origin, strict=True))
-            yield replace(chunk, box=Box(origin, chunk.box.shape))
+            yield replace(chunk, box=chunk.box.shift(self.box.origin))
 
     def invert(self) -> Take:
         """Return the view that takes the block out."""

@@ -242,7 +242,7 @@ def list_tensors(manifest: Manifest) -> Iterator[str]:
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for fqn, entries in by_fqn.items():
         stored = ", ".join(f"{entry.kind} {entry.dtype}" for entry in entries)
-        what = f"{_format_shape(entries[0].shape)}  {stored}"
+        what = f"{list(entries[0].shape)}  {stored}"
         groups[_NUMBER.sub("*", fqn, count=1), what].append(fqn)
     width = min(max((len(name) for name, _ in groups), default=0) + 8, 72)
     for (name, what), fqns in groups.items():
@@ -263,10 +263,6 @@ def _join_texts(texts: Iterable[str]) -> str:
     text, left = ", ".join(shown), len(every) - len(shown)
     text = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
     return f"{text}, ... {left} more" if left else text
-
-
-def _format_shape(shape: tuple[int, ...]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def _format_numbers(fqns: list[str]) -> str:

@@ -149,16 +149,12 @@ def _stage(pool: SourceFiles, job: BlockRead, target: torch.Tensor) -> Counter[s
     dtype = _find_target_dtype(job, target)
     overflowed: Counter[str] = Counter()
     for cut in contiguous_cuts(job.box.shape, _STAGED_BYTES // dtype.itemsize):
-        window = plan_block(job.entry, _shift(cut, job.box), dtype)
+        window = plan_block(job.entry, cut.shift(job.box.origin), dtype)
         data = bytearray(window.nbytes)
         overflowed += fill(pool, window.copies, memoryview(data))
         piece = torch.frombuffer(data, dtype=target.dtype).reshape(cut.shape)
         _take_part(target, cut).copy_(piece)
     return overflowed
-
-
-def _shift(cut: Box, box: Box) -> Box:
-    return Box(tuple(a + b for a, b in zip(cut.origin, box.origin, strict=True)), cut.shape)
 
 
 def _take_part(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -85,10 +85,6 @@ def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
     positions = {name: number for number, name in enumerate(shapes)}
     order = {fqn: positions[first] for fqn, first in originals.items()}
     entries = sorted(manifest.entries.values(), key=lambda entry: order[entry.fqn])
-    groups = tuple(
-        replace(group, fqns=tuple(sorted(group.fqns, key=lambda fqn: order.get(fqn, len(order)))))
-        for group in manifest.train.param_groups
-    )
-    train = replace(manifest.train, param_groups=groups)
+    train = manifest.train.sort_groups(order)
     ordered = manifest.with_entries(entries)
     return replace(ordered, train=train, ordered=True, ordered_by_model=True)

@@ -323,10 +323,9 @@ def _cut_extent(
         return
     strides = row_major(box.shape, size)
     for cut in contiguous_cuts(box.shape, limit):
-        origin = tuple(a + b for a, b in zip(cut.origin, box.origin, strict=True))
         nbytes = cut.volume * size
         offset = at + dot(cut.origin, strides)
-        yield WindowPart(offset, nbytes, planner, 0, 0, Box(origin, cut.shape), strides, dtype)
+        yield WindowPart(offset, nbytes, planner, 0, 0, cut.shift(box.origin), strides, dtype)
 
 
 def _group_into_windows(parts: Iterable[WindowPart], window_bytes: int) -> Iterator[_Group]:

@@ -149,7 +149,7 @@ def _count_decoder(config: Config, family: _DecoderFamily, source: str) -> Model
     head = Parameter("lm_head.weight", (vocab, hidden))
     norm = Parameter("model.norm.weight", (hidden,), is_cut=False)
     layers = int(config["num_hidden_layers"])
-    attend = _describe_latent_attention if _is_latent(config) else _describe_attention
+    attend = _describe_latent_attention if "kv_lora_rank" in config else _describe_attention
     attention = list(attend(config, family))
     blocks, kinds = [], dict[bool, tuple[tuple[Parameter, ...], Saved]]()
     for number in range(layers):
@@ -232,10 +232,6 @@ def _describe_attention(config: Config, family: _DecoderFamily) -> Iterator[Part
     values = queries + 2 * keys if family.fused_qkv else stored  # a view keeps the fused output
     saved = Saved(hidden, 0, 2 * queries + stored + values, heads, family.score * heads)
     yield (), saved
-
-
-def _is_latent(config: Config) -> bool:
-    return "kv_lora_rank" in config
 
 
 def _describe_latent_attention(config: Config, _family: _DecoderFamily) -> Iterator[Part]:

@@ -176,7 +176,7 @@ def count_shapes(
         outer, hidden, vocab = known.saved, known.hidden, known.vocab
         positions, block_class = known.positions, known.block_class
     else:
-        chosen = _count_chosen(config or {})
+        chosen = int((config or {}).get("num_experts_per_tok") or 0)
         built = [BlockSizes(n, tuple(t), _estimate_saved(t, chosen)) for n, t in blocks.items()]
         hidden, vocab = _guess_widths([*before, *after], shapes)
         outer, positions, block_class = Saved(2 * hidden, hidden), None, ""
@@ -235,10 +235,6 @@ def _group(
             tensor = Parameter(rest, shape, is_cut, _EXPERTS.search(rest) is not None)
             blocks.setdefault(match["block"], []).append(tensor)
     return before, blocks, after
-
-
-def _count_chosen(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_experts_per_tok") or 0)
 
 
 def _estimate_saved(tensors: list[Parameter], chosen: int) -> Saved:

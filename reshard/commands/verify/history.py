@@ -268,7 +268,7 @@ def group_layers(names: Iterable[str], most: int = _MOST_GROUPS) -> dict[str, st
     """
     names = list(names)
     found = {name: _LAYER.fullmatch(name) for name in names}
-    others = {name: _find_module(name) for name in names if not found[name]}
+    others = {name: name.rpartition(".")[0] or name for name in names if not found[name]}
     if len(set(others.values())) > most:
         others = dict.fromkeys(others, "others")
     layers: dict[str, set[int]] = {}
@@ -282,10 +282,6 @@ def group_layers(names: Iterable[str], most: int = _MOST_GROUPS) -> dict[str, st
         else others[name]
         for name in names
     }
-
-
-def _find_module(name: str) -> str:
-    return name.rpartition(".")[0] or name
 
 
 def _join(numbers: list[int], most: int) -> dict[int, str]:

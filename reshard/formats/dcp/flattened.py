@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
-from reshard.box import Box, Index
+from reshard.box import Index
 from reshard.chunks import Chunk
 from reshard.errors import CorruptError
 from reshard.layout.partition import run_chunks
@@ -58,5 +58,4 @@ def _iterate_boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterat
         strides = chunk.byte_strides[: len(steps)]
         offset = chunk.byte_offset + sum(n * by for n, by in zip(steps, strides, strict=True))
         for box in run_chunks(chunk.file, offset, chunk.dtype, part, start, start + length):
-            origin = tuple(a + b for a, b in zip(at, box.box.origin, strict=True))
-            yield replace(box, box=Box(origin, box.box.shape))
+            yield replace(box, box=box.box.shift(at))

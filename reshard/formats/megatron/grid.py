@@ -110,13 +110,7 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
 def _order_groups(manifest: Manifest) -> Manifest:
     """Return a manifest whose param groups are in the order of its weights, as on one rank."""
     position = {entry.fqn: at for at, entry in enumerate(manifest.of_kind(PARAM))}
-    groups = tuple(
-        replace(
-            group, fqns=tuple(sorted(group.fqns, key=lambda fqn: position.get(fqn, len(position))))
-        )
-        for group in manifest.train.param_groups
-    )
-    return replace(manifest, train=replace(manifest.train, param_groups=groups))
+    return replace(manifest, train=manifest.train.sort_groups(position))
 
 
 def sort_entries(entries: Iterable[Entry]) -> list[Entry]:

@@ -50,9 +50,8 @@ class Placed:
         """
         for block, box in self._run(start, stop):
             for row in _split_contiguous(block, self.local):
-                at = row.within(block).origin
-                origin = tuple(a + b for a, b in zip(box.origin, at, strict=True))
-                yield Box(origin, row.shape), flat_span(row, self.local)[0] - start
+                whole_row = row.within(block).shift(box.origin)
+                yield whole_row, flat_span(row, self.local)[0] - start
 
     def _run(self, start: int, stop: int) -> Iterator[tuple[Box, Box]]:
         """Yield (block of the rank's part, block of the whole) of a run of the rank's part."""
@@ -60,9 +59,7 @@ class Placed:
             for local, box in self.pairs:
                 block = intersect(piece, local)
                 if block is not None:
-                    within = block.within(local).origin
-                    origin = tuple(a + b for a, b in zip(box.origin, within, strict=True))
-                    yield block, Box(origin, block.shape)
+                    yield block, block.within(local).shift(box.origin)
 
 
 def of_whole(shape: Index) -> Placed:

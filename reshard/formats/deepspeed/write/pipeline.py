@@ -18,6 +18,8 @@ from reshard.errors import UsageError
 from reshard.formats.deepspeed import dialects
 from reshard.formats.deepspeed.layers import TIED, parse_layer
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
+from reshard.model_parallel.sizes import Sizes
+from reshard.model_parallel.stages import assign_layers
 
 _RANK = re.compile(r"mp_rank_(\d+)_(?:model|optim)_states\.pt$")
 _GIVE_LAYERS = (
@@ -83,12 +85,7 @@ def share_layers(
     """
     total = layers[-1].number + 1
     if given is not None:
-        if len(given) != count or sum(given) != total:
-            raise UsageError(
-                f"--stage-layers {','.join(map(str, given))}",
-                f"does not share {total} layers among {count} stages",
-            )
-        return _ranges([0, *accumulate(given)]), "as --stage-layers states"
+        return tuple(assign_layers(Sizes(pipeline=count), total, given)), "as --stage-layers states"
     if count > len(layers):
         raise UsageError(f"--pp {count}", f"is more than the {len(layers)} layers of the model")
     before = manifest.origin.mesh.get("pp", 1)
