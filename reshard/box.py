@@ -42,6 +42,10 @@ class Box:
         """
         return Box(tuple(a + b for a, b in zip(self.origin, by, strict=True)), self.shape)
 
+    def shift_rows(self, rows: int) -> Box:
+        """Return this box moved by a number of elements in the first dim."""
+        return Box((self.origin[0] + rows, *self.origin[1:]), self.shape)
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether the box is inside a tensor of this shape."""
         return len(self.shape) == len(shape) and all(

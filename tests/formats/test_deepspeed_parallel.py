@@ -14,7 +14,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.model_parallel.shards import REPLICATED, Split
-from tests.judged.alike import list_tensors
+from tests.judged.alike import assert_same_tensors, list_tensors
 
 SAMPLE = Path(__file__).parents[1] / "data/megatron_deepspeed/tp2pp2dp2"
 GRIDS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)]
@@ -27,23 +27,17 @@ def held():
     return list_tensors(SAMPLE / "run")
 
 
-def assert_same(got, want):
-    assert got.keys() == want.keys()
-    for key, value in want.items():
-        assert torch.equal(got[key], value), key
-
-
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_a_state_goes_to_any_grid_and_on_to_the_next(grid, held, tmp_path):
     tp, pp = grid
     split(SAMPLE / "run", tmp_path / "one", SplitOptions(tp=tp, pp=pp, dp=3))
-    assert_same(list_tensors(tmp_path / "one"), held)
+    assert_same_tensors(list_tensors(tmp_path / "one"), held)
     after, stages = GRIDS[(GRIDS.index(grid) + 4) % len(GRIDS)]
     split(tmp_path / "one", tmp_path / "two", SplitOptions(tp=after, pp=stages, dp=2))
     with reshard.open(tmp_path / "two") as checkpoint:
         mesh = checkpoint.manifest.origin.mesh
     assert mesh == {"world": 2 * after * stages, "dp": 2, "tp": after, "pp": stages}
-    assert_same(list_tensors(tmp_path / "two"), held)
+    assert_same_tensors(list_tensors(tmp_path / "two"), held)
 
 
 def test_the_grid_it_came_from_has_the_files_it_came_from(tmp_path):

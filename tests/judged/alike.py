@@ -89,3 +89,10 @@ def list_tensors(place):
         for slot in ("exp_avg", "exp_avg_sq"):
             found |= {(slot, n): t[...] for n, t in checkpoint.optimizer(slot).items()}
     return found
+
+
+def assert_same_tensors(got, wanted):
+    """Assert that two dicts have the same tensors."""
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(got[key], value), key

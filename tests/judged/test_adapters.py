@@ -40,15 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn 
 def adapted(form=PLAIN, factory="llama", name="default"):
     """Return a model with adapters, all of whose values are random."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", **form)
-    return drawn(peft.get_peft_model(models.build(factory), config, name))
-
-
-def drawn(model):
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.normal_(std=0.1)
-    return model
+    return models.draw(peft.get_peft_model(models.build(factory), config, name))
 
 
 @pytest.fixture
@@ -86,12 +78,6 @@ def assert_same_directory(got, peft_adapter):
         assert (got / name).read_bytes() == (peft_adapter / name).read_bytes()
 
 
-def logits_of(model):
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=models.tokens(2)).logits
-
-
 @pytest.mark.parametrize(
     ("form", "factory"),
     [
@@ -127,9 +113,9 @@ def test_a_model_with_it_says_what_the_trained_one_said(
     base = LlamaForCausalLM.from_pretrained(
         made / "base", dtype=wanted.dtype, attn_implementation="eager"
     )
-    assert not torch.equal(logits_of(base), wanted)
+    assert not torch.equal(models.compute_logits(base), wanted)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out", autocast_adapter_dtype=False)
-    assert torch.equal(logits_of(loaded), wanted)
+    assert torch.equal(models.compute_logits(loaded), wanted)
 
 
 def test_weights_that_another_adapter_trained_are_named(library_case, tmp_path):
@@ -160,7 +146,7 @@ def test_an_empty_adapter_is_filled_from_the_shards_beside_it(library_case, tmp_
 def test_one_of_several_adapters_is_chosen_by_name(saved, peft_adapter, tmp_path):
     model = adapted()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"]))
-    source = saved(drawn(model))
+    source = saved(models.draw(model))
     with pytest.raises(UsageError, match=r"--adapter mine: .* are default, other"):
         reshard.merge(source, tmp_path / "out", adapter="mine")
     for name, place in (("default", peft_adapter), ("other", peft_adapter / "other")):
@@ -180,7 +166,7 @@ def test_prefixes_of_wrappers_are_removed(wrapper, saved, peft_adapter, tmp_path
 def test_adapters_that_transformers_added_itself(tmp_path):
     model = models.build("llama")
     model.add_adapter(peft.LoraConfig(**PLAIN))
-    drawn(model).save_pretrained(tmp_path / "want")
+    models.draw(model).save_pretrained(tmp_path / "want")
     (tmp_path / "run").mkdir()
     torch.save(model.state_dict(), tmp_path / "run" / "model.pt")
     shutil.copy(tmp_path / "want" / CONFIG, tmp_path / "run")

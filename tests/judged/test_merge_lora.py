@@ -25,10 +25,9 @@ import reshard
 from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
 from reshard.keys import Edits
 from tests.judged.test_quantised import fp8_model, gpt_oss
-from tests.judged.test_quantised import read as read_files
 from tests.judges import library_models as models
 from tests.judges.library_cases import SHARDED_ADAPTERS
-from tests.quantised.models import FP8, scale_blocks, write_model
+from tests.quantised.models import FP8, read_tensors, scale_blocks, write_model
 
 peft = pytest.importorskip("peft")
 
@@ -83,17 +82,9 @@ def qwen3_moe(**sizes):
     )
 
 
-def drawn(model):
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.normal_(std=0.1)
-    return model
-
-
 def save_base(model, directory, dtype=torch.float32):
     """Save the base model with random values, under the names of the live model."""
-    drawn(model).to(dtype)
+    models.draw(model).to(dtype)
     directory.mkdir(exist_ok=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
@@ -161,12 +152,6 @@ def assert_close(got, adapted):
     return want
 
 
-def logits_of(model):
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=models.tokens(2)).logits
-
-
 def read_model(directory):
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
@@ -176,21 +161,21 @@ def read_model(directory):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_merge_equals_pefts(form, made, tmp_path):
     base, adapter, adapted = made(models.build("llama_biased"), FORMS[form])
-    live = logits_of(adapted)
+    live = models.compute_logits(adapted)
     got, report = merged(adapter, base, tmp_path / "out")
     assert_close(got, adapted)
     assert sum(report.adapter["scales"].values()) == report.adapter["merged"] > 0
     loaded = read_model(tmp_path / "out")
-    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
 
 
 def test_conv1d_with_square_weights(made, tmp_path):
     base, adapter, adapted = made(gpt2(), GPT2)
-    live = logits_of(adapted)
+    live = models.compute_logits(adapted)
     got, _ = merged(adapter, base, tmp_path / "out")
     assert_close(got, adapted)
     loaded = read_model(tmp_path / "out")
-    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
 
 
 def test_a_base_without_the_name_prefix_is_merged(made, tmp_path):
@@ -208,12 +193,12 @@ def test_a_base_without_the_name_prefix_is_merged(made, tmp_path):
 def test_experts_are_stacked(sizes, made, tmp_path):
     form = {"r": 2, "target_modules": ["q_proj"], "target_parameters": EXPERTS}
     base, adapter, adapted = made(qwen3_moe(**sizes), form)
-    live = logits_of(adapted)
+    live = models.compute_logits(adapted)
     got, report = merged(adapter, base, tmp_path / "out", names="module")
     assert report.adapter["merged"] == 6
     assert_close(got, adapted)
     loaded = read_model(tmp_path / "out")
-    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED_ADAPTERS)
@@ -226,10 +211,10 @@ def test_out_of_shards(case, source, name, place, library_case, tmp_path):
     got, report = merged(run, made / "base", tmp_path / "out", **given)
     reshard.merge(run, tmp_path / "adapter", dtype="fp32", **given)
     base = read_model(made / "base")
-    before = logits_of(base)
+    before = models.compute_logits(base)
     assert_close(got, peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
     assert report.adapter["adapter"] == name
-    after = logits_of(read_model(tmp_path / "out"))
+    after = models.compute_logits(read_model(tmp_path / "out"))
     assert not torch.allclose(before, after, atol=1e-3)
     if name == "default":  # the other one was trained with biases that PEFT does not save with it
         wanted = torch.load(made / "truth.pt")["logits"][name].float()
@@ -256,10 +241,10 @@ TIED = {
 @pytest.mark.parametrize("form", TIED)
 def test_a_tied_base(form, made, tmp_path):
     base, adapter, adapted = made(models.build("llama_tied"), TIED[form])
-    live = logits_of(adapted)
+    live = models.compute_logits(adapted)
     merged(adapter, base, tmp_path / "out")
     loaded = read_model(tmp_path / "out")
-    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
     assert loaded.config.tie_word_embeddings is (form in ("tokens", "tied"))
 
 
@@ -267,14 +252,14 @@ def test_a_tied_base(form, made, tmp_path):
 def test_one_of_two_tied_weights_is_refused_or_untied(target, made, tmp_path):
     form = {"r": 3, "target_modules": ["q_proj", target]}
     base, adapter, adapted = made(models.build("llama_tied"), form)
-    live = logits_of(adapted)
+    live = models.compute_logits(adapted)
     with pytest.raises(DifferentError, match="PEFT's own merge would change both"):
         merged(adapter, base, tmp_path / "out")
     merged(adapter, base, tmp_path / "out", tied="keep")
     loaded = read_model(tmp_path / "out")
-    torch.testing.assert_close(logits_of(loaded), live, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
     wrong = adapted.merge_and_unload()
-    assert not torch.allclose(logits_of(wrong), live, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(models.compute_logits(wrong), live, rtol=1e-4, atol=1e-5)
 
 
 def test_an_untrained_adapter_is_refused(tmp_path):
@@ -329,11 +314,11 @@ def test_dora_of_conv1d_is_refused(made, tmp_path):
 
 def test_a_published_base_with_one_tensor_for_each_expert(tmp_path):
     form = {"r": 2, "target_modules": ["q_proj"], "target_parameters": EXPERTS}
-    model = drawn(qwen3_moe())
+    model = models.draw(qwen3_moe())
     model.save_pretrained(tmp_path / "base")
     adapted = adapt(model, form)
     adapted.save_pretrained(tmp_path / "adapter")
-    live = logits_of(adapted)
+    live = models.compute_logits(adapted)
     got, report = merged(tmp_path / "adapter", tmp_path / "base", tmp_path / "out")
     adapted.merge_and_unload().save_pretrained(tmp_path / "want")
     want = load_file(tmp_path / "want" / "model.safetensors")
@@ -341,7 +326,9 @@ def test_a_published_base_with_one_tensor_for_each_expert(tmp_path):
     assert got.keys() == want.keys()
     for name, value in got.items():
         torch.testing.assert_close(value, want[name], rtol=0, atol=1e-6)
-    torch.testing.assert_close(logits_of(read_model(tmp_path / "out")), live, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        models.compute_logits(read_model(tmp_path / "out")), live, rtol=1e-4, atol=1e-5
+    )
     in_memory, _ = merged(
         tmp_path / "adapter", tmp_path / "base", tmp_path / "module", names="module"
     )
@@ -463,7 +450,7 @@ def test_a_release_with_an_adapter_is_quantised_again(name, tmp_path):
     for fqn, value in want.items():
         torch.testing.assert_close(got[fqn], value, rtol=1e-5, atol=1e-5)
     reshard.merge(tmp_path / "adapter", tmp_path / "again", merge_lora=base, quantise_like=base)
-    before, after = read_files(base), read_files(tmp_path / "again")
+    before, after = read_tensors(base), read_tensors(tmp_path / "again")
     assert after.keys() == before.keys()
     changed = {
         fqn for fqn in before if not torch.equal(as_bytes(after[fqn]), as_bytes(before[fqn]))

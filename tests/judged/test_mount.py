@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 import reshard
 from reshard.commands.mount import ComputedBlocks, check_directory
 from reshard.errors import UsageError
+from tests.support.directories import read_files
 from tests.support.programs import LIMIT_S, run_python, run_reshard
 from tests.support.sample_tensors import same
 
@@ -84,11 +85,6 @@ def mounted(place):
         yield start
 
 
-def digest(directory):
-    """Return name -> bytes of each file."""
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
 def is_mounted(place):
     return str(place) in Path("/proc/mounts").read_text()
 
@@ -97,7 +93,7 @@ def test_transformers_and_safetensors_load_the_bits_of_merge(mounted, merged, pl
     from transformers import AutoModelForCausalLM
 
     mounted(RUN)
-    assert digest(place) == digest(merged)
+    assert read_files(place) == read_files(merged)
     got = AutoModelForCausalLM.from_pretrained(place, dtype="auto").state_dict()
     wanted = AutoModelForCausalLM.from_pretrained(merged, dtype="auto").state_dict()
     assert wanted
@@ -114,7 +110,7 @@ def test_transformers_and_safetensors_load_the_bits_of_merge(mounted, merged, pl
 def test_torch_loads_a_dcp_checkpoint(mounted, place, tmp_path):
     reshard.split(RUN, tmp_path / "dcp", to="dcp", world_size=2)
     mounted(RUN, "--to", "dcp", "--world-size", 2)
-    assert digest(place) == digest(tmp_path / "dcp")
+    assert read_files(place) == read_files(tmp_path / "dcp")
     shapes = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
     tensors = {
         fqn: each
@@ -223,7 +219,7 @@ def test_a_source_that_disappears_is_an_error_not_other_bytes(mounted, place, tm
 
 def test_a_relative_source_is_found_by_reads_too(mounted, merged, place):
     mounted(RUN.name, cwd=RUN.parent)
-    assert digest(place) == digest(merged)
+    assert read_files(place) == read_files(merged)
 
 
 def test_impossible_mounts_are_refused(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 from tests.support import forked, object_stores
+from tests.support.directories import read_files
 from tests.support.object_stores import EXAMPLE, bucket  # noqa: F401
 from tests.support.object_stores import started as served  # noqa: F401
 from tests.support.ports import find_free_port
@@ -137,11 +138,6 @@ def ended(programs):
     )
 
 
-def contents(place):
-    files = [path for path in sorted(place.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(place)): path.read_bytes() for path in files}
-
-
 @pytest.mark.parametrize(
     ("start", "words"),
     [
@@ -161,7 +157,7 @@ def test_several_processes_write_the_bytes_of_one(launcher, tmp_path, start, wor
     many = start(launcher, "-m", "reshard", command, EXAMPLE, tmp_path / "many", *options)
     codes, out, err = ended(many)
     assert set(codes) == {0}, err
-    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    assert read_files(tmp_path / "many") == read_files(tmp_path / "one")
     assert out.count("every byte read back") == 1  # one report
     assert {path.name for path in tmp_path.iterdir()} == {"one", "many"}
 
@@ -197,8 +193,8 @@ def test_another_run_continues_after_a_killed_worker(launcher, tmp_path, mishaps
         codes, out, err = ended(programs)
         assert set(codes) == {0}, err
         assert ("of an interrupted run" in out) == (name != "unbroken"), out
-    wanted = contents(tmp_path / "unbroken")
-    assert all(contents(tmp_path / name) == wanted for name in runs)
+    wanted = read_files(tmp_path / "unbroken")
+    assert all(read_files(tmp_path / name) == wanted for name in runs)
     assert {path.name for path in tmp_path.iterdir()} == {*runs, mishaps.name}
 
 
@@ -282,7 +278,7 @@ def test_several_processes_write_to_a_store_and_others_continue(launcher, tmp_pa
     assert "of an interrupted run" in said
     assert said.count("every byte read back") == 1
     launcher.alone("-m", "reshard", "convert", EXAMPLE, tmp_path / "one", "--to", "dcp")
-    assert object_stores.contents(files, "bucket/many/out") == contents(tmp_path / "one")
+    assert object_stores.contents(files, "bucket/many/out") == read_files(tmp_path / "one")
     assert files.find("bucket/many") == files.find("bucket/many/out")
 
 

@@ -25,7 +25,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 import reshard
 from tests.judges import begin_worker as worker
 from tests.judges.ranks import run_in_turn
-from tests.quantised.models import FP8, MXFP4, mxfp4_experts, write_model
+from tests.quantised.models import (
+    FP8,
+    MXFP4,
+    list_differing,
+    mxfp4_experts,
+    read_tensors,
+    write_model,
+)
 from tests.trainer import worlds
 
 pytestmark = pytest.mark.slow
@@ -107,19 +114,6 @@ def gpt_oss(place):
     return place / "codes"
 
 
-def read(place):
-    files = (load_file(path) for path in sorted(place.glob("*.safetensors")))
-    return {name: tensor for file in files for name, tensor in file.items()}
-
-
-def differing(got, want):
-    """Names of tensors that are not equal bit by bit."""
-    assert got.keys() == want.keys()
-    assert [n for n, t in want.items() if (got[n].dtype, got[n].shape) != (t.dtype, t.shape)] == []
-    as_bytes = torch.uint8
-    return [n for n, t in want.items() if not torch.equal(got[n].view(as_bytes), t.view(as_bytes))]
-
-
 def state_of(place, **options):
     return AutoModelForCausalLM.from_pretrained(place, **options).state_dict()
 
@@ -161,7 +155,7 @@ def test_values_of_a_release_are_written_as_its_bytes(tmp_path, name, settings):
     """Through a model of transformers: what it saves is quantised like what it has loaded."""
     source = gpt_oss(tmp_path) if settings is None else fp8_model(tmp_path, name, **settings)
     how = Mxfp4Config if settings is None else FineGrainedFP8Config
-    want = read(source)
+    want = read_tensors(source)
     for dtype in (torch.bfloat16, torch.float32):
         place = tmp_path / str(dtype)
         place.mkdir()
@@ -176,7 +170,7 @@ def test_values_of_a_release_are_written_as_its_bytes(tmp_path, name, settings):
         else:  # transformers keeps fused experts in bf16
             reshard.merge(source, place / "model.safetensors", dtype="fp32")
         reshard.merge(place / "model.safetensors", place / "codes", quantise_like=source)
-        assert differing(read(place / "codes"), want) == []
+        assert list_differing(read_tensors(place / "codes"), want) == []
         assert json.loads((place / "codes/config.json").read_text()) == json.loads(
             (source / "config.json").read_text()
         )
@@ -196,13 +190,13 @@ def test_trained_weights_are_quantised_as_transformers_does(tmp_path, scale_fmt)
             value.normal_(std=0.05)
     trained.save_pretrained(tmp_path / "trained")
     reshard.merge(tmp_path / "trained", tmp_path / "out", quantise_like=source)
-    got, state = read(tmp_path / "out"), read(tmp_path / "trained")
+    got, state = read_tensors(tmp_path / "out"), read_tensors(tmp_path / "trained")
     settings = {**FP8, "weight_block_size": [16, 32], "scale_fmt": scale_fmt}
     quantise = Fp8Quantize(SimpleNamespace(quantization_config=SimpleNamespace(**settings)))
     names = [fqn for fqn in state if f"{fqn}_scale_inv" in got]
     assert len(names) == 26
     want = {n: t for fqn in names for n, t in quantise._quantize_one(fqn, state[fqn]).items()}
-    different = differing({fqn: got[fqn] for fqn in want}, want)
+    different = list_differing({fqn: got[fqn] for fqn in want}, want)
     if scale_fmt == "ue8m0":
         assert different == []
     for fqn in different:

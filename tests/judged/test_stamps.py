@@ -10,6 +10,7 @@ import pytest
 import reshard
 from reshard.containers import torch_reader
 from reshard.errors import CorruptError
+from tests.support.directories import read_files
 
 # target -> the DeepSpeed case, options, (files of ranks, files that cannot have a stamp)
 TARGETS = {
@@ -38,14 +39,6 @@ def opened(directory):
         path.relative_to(directory).as_posix(): torch_reader.read(path)
         for path in sorted(Path(directory).rglob("*"))
         if path.suffix in suffixes
-    }
-
-
-def contents(directory):
-    return {
-        path.relative_to(directory): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
     }
 
 
@@ -82,7 +75,7 @@ def test_a_stamp_belongs_to_one_save_and_is_never_copied(made, tmp_path):
 
     source = made / "z3_bf16" / "run"
     first, again, other = split(source, "a", 2), split(source, "b", 2), split(source, "c", 3)
-    assert contents(first) == contents(again)
+    assert read_files(first) == read_files(again)
     back = split(other, "d", 2)
     assert len(ids(first) | ids(other) | ids(back)) == 3
     assert reshard.diff(source, back).same

@@ -110,3 +110,20 @@ def tokens(count: int) -> Tensor:  # (count, SEQUENCE)
     """Fixed token ids."""
     generator = torch.Generator().manual_seed(11)
     return torch.randint(0, VOCAB, (count, SEQUENCE), generator=generator)
+
+
+def draw(model: nn.Module) -> nn.Module:
+    """Give all parameters of a model random values, and return the model."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(std=0.1)
+    return model
+
+
+def compute_logits(model: nn.Module) -> Tensor:
+    """Return the logits of two rows of fixed tokens."""
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=tokens(2)).logits
+    return logits

@@ -22,8 +22,8 @@ from reshard.move.fill import Filler
 from reshard.move.options import MoveOptions
 from reshard.planning.copies import Window
 from reshard.planning.planner import Plan
+from tests.support.directories import read_files
 from tests.support.random_checkpoints import (
-    contents,
     expected,
     run,
     scene,
@@ -41,7 +41,7 @@ def test_any_layout_is_copied_into_any_target(tmp_path, seed):
     targets = [whole_target(made), whole_target(made, files=3), sharded_target(made, seed)]
     for number, skeleton in enumerate(targets):
         outcome = run(made, skeleton, tmp_path / f"out{number}")
-        assert contents(tmp_path / f"out{number}") == expected(made, skeleton)
+        assert read_files(tmp_path / f"out{number}") == expected(made, skeleton)
         assert not outcome.overflowed
 
 
@@ -52,7 +52,7 @@ def test_bytes_do_not_depend_on_workers_or_windows(tmp_path, workers, window_byt
     for number, skeleton in enumerate([whole_target(made, files=2), sharded_target(made, 1)]):
         out = tmp_path / f"out{number}"
         run(made, skeleton, out, window_bytes=window_bytes, workers=workers, read_bytes=read_bytes)
-        assert contents(out) == expected(made, skeleton)
+        assert read_files(out) == expected(made, skeleton)
 
 
 def test_an_expanded_source_is_read_whatever_the_read_limit(tmp_path):

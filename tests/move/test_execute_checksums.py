@@ -18,7 +18,8 @@ from reshard.manifest import Entry, Record, SourceFile, StoredChecksum
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.planning.planner import Plan
-from tests.support.random_checkpoints import contents, expected, run, scene, single, whole_target
+from tests.support.directories import read_files
+from tests.support.random_checkpoints import expected, run, scene, single, whole_target
 
 F32 = dtypes.FLOAT32
 
@@ -135,7 +136,7 @@ def test_every_record_of_a_random_checkpoint_is_checked(tmp_path, seed):
             run(made, skeleton, tmp_path / f"out{number}", window_bytes=200, files=files)
         Path(path).write_bytes(whole_file)
     run(made, skeleton, tmp_path / "out", window_bytes=200, files=files)
-    assert contents(tmp_path / "out") == expected(made, skeleton)
+    assert read_files(tmp_path / "out") == expected(made, skeleton)
 
 
 def test_records_that_touch_are_checked_one_by_one(tmp_path):

@@ -25,7 +25,8 @@ from reshard.move.fill import Filler
 from reshard.move.on_demand import OnDemandFiles
 from reshard.move.tiles import find_reader
 from reshard.planning.planner import Plan
-from tests.support.random_checkpoints import contents, run, scene, sharded_target, whole_target
+from tests.support.directories import read_files
+from tests.support.random_checkpoints import run, scene, sharded_target, whole_target
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -38,7 +39,7 @@ def test_any_range_of_any_target(tmp_path, seed, workers):
         with SourceFiles() as pool:
             plan = Plan(made.entries, skeleton, 64)
             files = OnDemandFiles(plan, made.files(), pool, workers=workers)
-            for name, written in contents(out).items():
+            for name, written in read_files(out).items():
                 assert files.read(name, 0, files.nbytes(name)) == written
                 for _ in range(20):
                     start = chance.randrange(len(written) + 1)

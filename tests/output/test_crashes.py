@@ -24,6 +24,7 @@ from reshard.output import commit
 from reshard.output import local as on_disk
 from reshard.output.local import LocalPartial
 from tests.cli.test_cli import run
+from tests.support.directories import read_files
 from tests.support.programs import LIMIT_S
 
 pytestmark = pytest.mark.skipif(
@@ -101,7 +102,7 @@ class Lab(Child):
         self.whole = {}
         for name, command in COMMANDS.items():
             assert self.run([*command[:2], name, *command[3:]]) == 0, self.said
-            self.whole[name] = contents(directory / name)
+            self.whole[name] = read_files(directory / name)
 
     def run(self, arguments, *, within=".out.partial", batch=1, **fault) -> int:
         return super().run(FAULTS, [arguments, batch], within=within, **fault)
@@ -112,11 +113,6 @@ class Lab(Child):
 
     def clean(self) -> None:
         subprocess.run(["rm", "-rf", "out", ".out.partial"], cwd=self.directory, check=True)
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +153,7 @@ def test_a_run_that_died_anywhere_leaves_nothing_or_all_and_goes_on(lab, name, k
         if not whole:  # the journal alone has to be right: what it says is not read back
             assert lab.run([*command, "--resume", "--no-verify"]) == 0, (at, lab.said)
             resumed += "resumed " in lab.told
-        assert contents(lab.directory / "out") == lab.whole[name], at
+        assert read_files(lab.directory / "out") == lab.whole[name], at
         lab.clean()
     assert resumed >= 2
 
@@ -168,7 +164,7 @@ def test_a_run_that_dies_again_and_again_comes_to_its_end(lab):
         if "out" in lab.beside():
             break
     assert step > 1
-    assert contents(lab.directory / "out") == lab.whole["split"]
+    assert read_files(lab.directory / "out") == lab.whole["split"]
     assert lab.beside() == {"out"} or code  # the last may have died while it cleaned up
 
 
@@ -176,16 +172,16 @@ def test_a_run_that_dies_again_and_again_comes_to_its_end(lab):
 def test_overwrite_leaves_the_old_or_the_new(lab, kind):
     command = [*MERGE, "--overwrite"]
     assert lab.run([*MERGE, "--include", r"l\.0\."]) == 0, lab.said
-    old = contents(lab.directory / "out")
+    old = read_files(lab.directory / "out")
     assert lab.run(command) == 0
     last = len(lab.calls)
     for at in range(last - 11, last, 2):
         lab.clean()
         assert lab.run([*MERGE, "--include", r"l\.0\."]) == 0
         lab.run(command, kind=kind, at=at, seed=at)
-        assert contents(lab.directory / "out") in (old, lab.whole["merge"])
+        assert read_files(lab.directory / "out") in (old, lab.whole["merge"])
         assert lab.run([*command, "--resume"]) == 0, lab.said
-        assert contents(lab.directory / "out") == lab.whole["merge"]
+        assert read_files(lab.directory / "out") == lab.whole["merge"]
         assert lab.beside() == {"out"}
 
 
@@ -234,7 +230,7 @@ def test_a_signal_leaves_what_can_be_gone_on_with(lab, number):
     assert lab.beside() == {".out.partial"}
     assert lab.run([*MERGE, "--resume"]) == 0
     assert "of an interrupted run" in lab.told
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
@@ -269,7 +265,7 @@ def test_a_signal_while_the_output_gets_its_name_waits(lab):
     lab.clean()
     assert lab.run(MERGE, kind="signal", signal=signal.SIGINT, at=at) == 130
     assert "was already written" in lab.said
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
     assert lab.beside() == {"out"}
 
 
@@ -282,7 +278,7 @@ def test_an_output_whose_name_is_not_made_durable_is_not_told_of_as_if_it_were_n
     assert lab.run(one, within="", kind="EIO", at=last, only="fsync") == 4
     assert "could not be made durable: Input/output error" in lab.said
     assert "was already written completely" in lab.said
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
     assert lab.beside() == {"out"}
 
 
@@ -298,7 +294,7 @@ def test_a_full_disk_takes_nothing_from_a_run_that_is_to_go_on(lab):
     assert lab.run([*SPLIT, "--resume"], kind="ENOSPC", at=10, only="pwrite") == 4
     assert "pass --resume to continue" in lab.said
     assert lab.run([*SPLIT, "--resume"]) == 0
-    assert contents(lab.directory / "out") == lab.whole["split"]
+    assert read_files(lab.directory / "out") == lab.whole["split"]
 
 
 @pytest.mark.parametrize("only", ["pwrite", "fsync", "create", "os.mkdir", "os.rename"])
@@ -316,13 +312,13 @@ def test_a_source_that_cannot_be_read_is_told_and_its_work_kept(lab):
     assert "x.pt: cannot be read: Input/output error" in lab.said
     assert "pass --resume to continue" in lab.said
     assert lab.run([*MERGE, "--resume"]) == 0
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_short_reads_and_writes_are_gone_on_with(lab, name):
     assert lab.run(COMMANDS[name], within="", short=True) == 0
-    assert contents(lab.directory / "out") == lab.whole[name]
+    assert read_files(lab.directory / "out") == lab.whole[name]
 
 
 def interrupted(lab, command=MERGE) -> Path:
@@ -336,7 +332,7 @@ def test_without_resume_what_a_killed_run_left_goes_and_is_told(lab):
     assert lab.run(MERGE) == 0
     assert "of an interrupted run were removed from" in lab.told
     assert "resumed" not in lab.told
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
     assert lab.beside() == {"out"}
 
 
@@ -350,7 +346,7 @@ def test_what_was_damaged_meanwhile_is_done_again(lab):
                 file.write(b"?")
     assert lab.run([*SPLIT, "--resume"]) == 0
     assert "had changed and were written again" in lab.told
-    assert contents(lab.directory / "out") == lab.whole["split"]
+    assert read_files(lab.directory / "out") == lab.whole["split"]
 
 
 def test_a_file_that_is_gone_is_made_again(lab):
@@ -359,7 +355,7 @@ def test_a_file_that_is_gone_is_made_again(lab):
     first.unlink()
     os.truncate(second, 10)
     assert lab.run([*MERGE, "--resume", "--no-verify"]) == 0
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
 
 
 def test_what_was_gone_once_is_not_trusted_by_a_third_run(lab):
@@ -371,7 +367,7 @@ def test_what_was_gone_once_is_not_trusted_by_a_third_run(lab):
     said = [*MERGE, "--resume"]
     assert lab.run(said, kind="kill", at=0, only="pwrite", within=gone.name) == -signal.SIGKILL
     assert lab.run(said) == 0
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
 
 
 @pytest.mark.parametrize("cut", [1, 7, 100])
@@ -380,7 +376,7 @@ def test_a_journal_that_is_cut_off_says_less(lab, cut):
     os.truncate(path, path.stat().st_size - cut)
     assert lab.run([*MERGE, "--resume"], kind="kill", at=2, within="/journal") == -signal.SIGKILL
     assert lab.run([*MERGE, "--resume"]) == 0
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
 
 
 def test_journals_of_several_processes_are_read_together(lab):
@@ -390,7 +386,7 @@ def test_journals_of_several_processes_are_read_together(lab):
     (place / "journal-1").write_bytes(b"".join([lines[0], *lines[3:]]))
     assert lab.run([*MERGE, "--resume"]) == 0
     assert "resumed" in lab.told
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
 
 
 def test_smaller_windows_go_on_where_larger_ones_stopped(lab):
@@ -398,7 +394,7 @@ def test_smaller_windows_go_on_where_larger_ones_stopped(lab):
     assert lab.run(more, kind="kill", at=6, within="/journal") == -signal.SIGKILL
     assert lab.run([*MERGE, "--resume"]) == 0
     assert "resumed" in lab.told
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
 
 
 @pytest.mark.parametrize(
@@ -429,7 +425,7 @@ def test_a_source_that_changed_is_not_gone_on_with(lab):
 def test_resume_with_nothing_to_go_on_with_begins(lab):
     assert lab.run([*MERGE, "--resume"]) == 0
     assert "resumed" not in lab.told
-    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert read_files(lab.directory / "out") == lab.whole["merge"]
 
 
 @pytest.mark.parametrize("is_directory", [True, False])
@@ -517,10 +513,10 @@ def test_a_replaced_directory_comes_back_where_the_swap_takes_two_steps(tmp_path
         commit.stage_output(tmp_path / "out", is_directory=True, overwrite=True),
     ):
         raise RuntimeError
-    assert contents(tmp_path) == {"out/old.json": b"old"}
+    assert read_files(tmp_path) == {"out/old.json": b"old"}
     with commit.stage_output(tmp_path / "out", is_directory=True, overwrite=True) as output:
         (output / "new.json").write_text("new")
-    assert contents(tmp_path) == {"out/new.json": b"new"}
+    assert read_files(tmp_path) == {"out/new.json": b"new"}
 
 
 @pytest.mark.parametrize("name", ["EROFS", "EACCES"])

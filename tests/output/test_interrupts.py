@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.output.test_crashes import MERGE, Lab, contents, shared  # noqa: F401
+from tests.output.test_crashes import MERGE, Lab, shared  # noqa: F401
+from tests.support.directories import read_files
 from tests.support.signal_points import Point
 
 pytestmark = pytest.mark.skipif(
@@ -51,9 +52,9 @@ def struck(lab: Lab, command: list[str], at: Point, number: int) -> tuple[int, s
 def check(lab: Lab, command: list[str], at: Point, number: int) -> None:
     """Interrupt a command that writes, look at what is there, and run it again."""
     whole = lab.whole[command[0]]
-    out, before = lab.directory / "out", contents(lab.directory / "out")
+    out, before = lab.directory / "out", read_files(lab.directory / "out")
     code, said = struck(lab, command, at, number)
-    there = contents(out)
+    there = read_files(out)
     if there == whole:
         assert code != 130 or "out was already written completely" in said, said
     else:
@@ -65,7 +66,7 @@ def check(lab: Lab, command: list[str], at: Point, number: int) -> None:
     assert not (left and there == whole)
     if left or (there != whole and coin_of(at).random() < 0.1):
         assert lab.run([*command, "--resume"]) == 0, lab.said
-        assert contents(out) == whole
+        assert read_files(out) == whole
         assert lab.beside() <= {"out", "page.html"}
 
 

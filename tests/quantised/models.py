@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 FP8 = {
     "quant_method": "fp8",
@@ -79,3 +79,22 @@ def mxfp4_values(blocks, scales) -> torch.Tensor:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all safetensors files in a directory."""
+    files = (load_file(path) for path in sorted(directory.glob("*.safetensors")))
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
+def list_differing(got, want) -> list[str]:
+    """Return the names of tensors whose dtype, shape or bits differ."""
+    assert got.keys() == want.keys()
+    return [name for name, tensor in want.items() if not _is_same(got[name], tensor)]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    a, b = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(a, b)

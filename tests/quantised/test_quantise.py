@@ -13,9 +13,11 @@ from reshard.errors import CorruptError, UnsupportedError, UsageError
 from tests.quantised.models import (
     FP8,
     MXFP4,
+    list_differing,
     mxfp4_experts,
     random_codes,
     random_scales,
+    read_tensors,
     scale_blocks,
     unpack,
     write_model,
@@ -27,27 +29,12 @@ UE8M0 = torch.float8_e8m0fnu
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def read(directory):
-    files = (load_file(path) for path in sorted(directory.glob("*.safetensors")))
-    return {name: tensor for file in files for name, tensor in file.items()}
-
-
-def differing(got, want):
-    """Names of tensors that are not equal bit by bit."""
-    assert got.keys() == want.keys()
-
-    def described(t):
-        return t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).tolist()
-
-    return [name for name, t in want.items() if described(got[name]) != described(t)]
-
-
 def round_trip(source, place, dtype):
     """Dequantise a release and quantise the values like it."""
     place.mkdir()
     reshard.merge(source, place / "values", dtype=dtype)
     reshard.merge(place / "values", place / "codes", quantise_like=source)
-    return read(place / "codes")
+    return read_tensors(place / "codes")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in WHOLE])
@@ -57,9 +44,9 @@ def test_values_of_a_release_get_its_bytes(tmp_path, case):
     stored = {**tensors, "bias": torch.arange(5.0), "norm.weight": torch.randn(5).bfloat16()}
     source = write_model(tmp_path / "m", stored, settings)
     for dtype in ("fp32", "bf16"):
-        assert differing(round_trip(source, tmp_path / dtype, dtype), stored) == []
+        assert list_differing(round_trip(source, tmp_path / dtype, dtype), stored) == []
     reshard.merge(source, tmp_path / "direct", quantise_like=source)
-    assert differing(read(tmp_path / "direct"), stored) == []
+    assert list_differing(read_tensors(tmp_path / "direct"), stored) == []
     assert json.loads((tmp_path / "direct" / "config.json").read_text()) == json.loads(
         (source / "config.json").read_text()
     )
@@ -78,7 +65,7 @@ def test_mxfp4_experts_of_a_release_get_its_bytes(tmp_path):
     stored = {"e.down_proj_blocks": blocks, "e.down_proj_scales": scales}
     source = write_model(tmp_path / "m", stored, MXFP4, files=2)
     for dtype in ("fp32", "bf16"):
-        assert differing(round_trip(source, tmp_path / dtype, dtype), stored) == []
+        assert list_differing(round_trip(source, tmp_path / dtype, dtype), stored) == []
 
 
 def test_mxfp4_codes_follow_from_the_values(tmp_path):
@@ -89,7 +76,7 @@ def test_mxfp4_codes_follow_from_the_values(tmp_path):
     for dtype in ("fp32", "bf16"):
         reshard.merge(source, tmp_path / dtype, dtype=dtype)
         reshard.merge(tmp_path / dtype, tmp_path / f"{dtype}q", quantise_like=other)
-        assert differing(read(tmp_path / f"{dtype}q"), stored) == []
+        assert list_differing(read_tensors(tmp_path / f"{dtype}q"), stored) == []
 
 
 def with_largest(codes, block):
@@ -112,7 +99,7 @@ def test_float32_scales_follow_from_float32_values(tmp_path):
     write_model(tmp_path / "other", other, settings)
     reshard.merge(source, tmp_path / "values", dtype="fp32")
     reshard.merge(tmp_path / "values", tmp_path / "codes", quantise_like=tmp_path / "other")
-    assert differing(read(tmp_path / "codes"), stored) == []
+    assert list_differing(read_tensors(tmp_path / "codes"), stored) == []
 
 
 def plain(values, block, scale):
@@ -151,7 +138,7 @@ def test_other_values_are_quantised_as_deepseek_does(tmp_path, scales):
     write_model(tmp_path / "run", {"a.weight": values}, None)
     report = reshard.merge(tmp_path / "run", tmp_path / "out", quantise_like=source)
     want = {"a.weight": codes, "a.weight_scale_inv": grid.to(scales)}
-    assert differing(read(tmp_path / "out"), want) == []
+    assert list_differing(read_tensors(tmp_path / "out"), want) == []
     assert any("1 weight quantised to fp8" in text for text in report.changes)
 
 
@@ -174,7 +161,7 @@ def test_other_values_are_quantised_as_triton_kernels_does(tmp_path):
     write_model(tmp_path / "run", {"e.down_proj": values}, None)
     reshard.merge(tmp_path / "run", tmp_path / "out", quantise_like=source)
     want = {"e.down_proj_blocks": blocks, "e.down_proj_scales": scales}
-    assert differing(read(tmp_path / "out"), want) == []
+    assert list_differing(read_tensors(tmp_path / "out"), want) == []
 
 
 @pytest.fixture
@@ -193,7 +180,7 @@ def trained(tmp_path):
 def test_only_blocks_that_changed_are_quantised_anew(trained, tmp_path):
     run, source, stored = trained
     reshard.merge(run, tmp_path / "out", quantise_like=source)
-    got = read(tmp_path / "out")
+    got = read_tensors(tmp_path / "out")
     changed = got["a.weight_scale_inv"] != stored["a.weight_scale_inv"]
     assert changed.nonzero().tolist() == [[1, 0], [2, 5]]
     same = got["a.weight"].view(torch.uint8) == stored["a.weight"].view(torch.uint8)
@@ -250,7 +237,7 @@ def test_weights_that_only_one_side_has_are_named(trained, tmp_path):
     reshard.merge(source, tmp_path / "run", dtype="bf16")
     report = reshard.merge(tmp_path / "run", tmp_path / "out", quantise_like=tmp_path / "more")
     assert "only the release has mtp.a.weight, mtp.b: not in the output" in report.warnings
-    assert differing(read(tmp_path / "out"), stored) == []
+    assert list_differing(read_tensors(tmp_path / "out"), stored) == []
 
 
 def test_values_without_a_scale_are_refused(trained, tmp_path):
@@ -276,4 +263,4 @@ def test_packed_experts_follow_from_the_values(tmp_path):
     values = scale_blocks(unpack(packed), powers, (1, 32))
     write_model(tmp_path / "run", {"a.weight": values}, None)
     reshard.merge(tmp_path / "run", tmp_path / "out", quantise_like=tmp_path / "m")
-    assert differing(read(tmp_path / "out"), stored) == []
+    assert list_differing(read_tensors(tmp_path / "out"), stored) == []

@@ -11,7 +11,7 @@ import reshard
 from reshard.errors import ExistsError, ReshardError, UsageError
 from reshard.move import receipts
 from reshard.remote import store
-from tests.support.object_stores import CUT, DROP, EXAMPLE, Proxy, contents, local
+from tests.support.object_stores import CUT, DROP, EXAMPLE, Proxy, contents
 from tests.support.ports import find_free_port
 
 OUT = "gs://bucket/out/dcp"
@@ -52,14 +52,6 @@ def files(proxy):
     for name in files.find("bucket/out"):
         files.rm_file(name)
     store.store("gs").forget()
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """What a local run writes."""
-    place = tmp_path_factory.mktemp("local") / "dcp"
-    reshard.split(EXAMPLE, place, to="dcp")
-    return local(place)
 
 
 def split(source=EXAMPLE, **options):

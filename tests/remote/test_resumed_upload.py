@@ -15,7 +15,7 @@ from reshard.errors import DifferentError, ExistsError, ReshardError, UsageError
 from reshard.move import receipts
 from reshard.output import lease
 from reshard.remote import attempts
-from tests.support.object_stores import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
+from tests.support.object_stores import EXAMPLE, bucket, calm, contents, started  # noqa: F401
 from tests.support.programs import run_python
 
 OUT = "s3://bucket/out/dcp"
@@ -45,14 +45,6 @@ else:
     publish._copy = dying(lambda *_: True, publish._copy)
 reshard.split(sys.argv[2], sys.argv[3], to="dcp", workers=1)
 """
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """What a local run writes."""
-    place = tmp_path_factory.mktemp("local") / "dcp"
-    reshard.split(EXAMPLE, place, to="dcp")
-    return local(place)
 
 
 @pytest.fixture(autouse=True)

@@ -11,22 +11,15 @@ from reshard.errors import ExistsError, IncompleteError, ReshardError, UsageErro
 from reshard.output import uploads
 from reshard.remote import attempts
 from tests.support import object_stores
-from tests.support.object_stores import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
+from tests.support.directories import read_files
+from tests.support.object_stores import EXAMPLE, bucket, calm, contents, started  # noqa: F401
 from tests.support.programs import run_python
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    """What a local run writes."""
-    place = tmp_path_factory.mktemp("local") / "dcp"
-    reshard.split(EXAMPLE, place, to="dcp")
-    return local(place)
 
 
 def test_a_checkpoint_is_read_from_a_store(files, tmp_path):
     reshard.merge("s3://bucket/run", tmp_path / "remote")
     reshard.merge(EXAMPLE, tmp_path / "local")
-    assert local(tmp_path / "remote") == local(tmp_path / "local")
+    assert read_files(tmp_path / "remote") == read_files(tmp_path / "local")
     with reshard.open("s3://bucket/run") as there, reshard.open(EXAMPLE) as here:
         assert there.keys() == here.keys()
         name = "model.norm.weight"
@@ -42,14 +35,14 @@ def test_a_header_costs_few_requests(files, proxy):
     assert len(proxy.seen) <= 40
 
 
-def test_a_checkpoint_is_written_to_a_store(files, converted, monkeypatch):
+def test_a_checkpoint_is_written_to_a_store(files, whole, monkeypatch):
     order = []
     copied = files.cp_file
     monkeypatch.setattr(
         files, "cp_file", lambda a, b, **more: (order.append(b), copied(a, b, **more))
     )
     report = reshard.split("s3://bucket/run", "s3://bucket/out/dcp", to="dcp")
-    assert contents(files, "bucket/out/dcp") == converted
+    assert contents(files, "bucket/out/dcp") == whole
     assert order[-1].endswith(".metadata")  # without which nobody finds a checkpoint there
     assert report.verified
     assert files.find("bucket/out") == files.find("bucket/out/dcp")  # nothing else is left
@@ -63,7 +56,7 @@ def test_one_file_is_written_to_a_store(files, tmp_path):
     assert contents(files, "bucket/one") == {"model.safetensors": wanted}
 
 
-def test_what_fails_once_is_asked_again(files, proxy, converted):
+def test_what_fails_once_is_asked_again(files, proxy, whole):
     kinds, struck = [object_stores.DROP, 500, object_stores.CUT, 503, object_stores.SLOW], set()
 
     def fault(method, _path, count):
@@ -78,7 +71,7 @@ def test_what_fails_once_is_asked_again(files, proxy, converted):
     proxy.reset()
     assert {kind for kind, _ in struck} >= set(kinds)
     assert {method for kind, method in struck if kind} >= {"GET", "PUT"}
-    assert contents(files, "bucket/faults/dcp") == converted
+    assert contents(files, "bucket/faults/dcp") == whole
     assert files.find("bucket/faults") == files.find("bucket/faults/dcp")
 
 

@@ -154,8 +154,3 @@ def calm(proxy):
 def contents(files, prefix):
     files.invalidate_cache()
     return {name.removeprefix(f"{prefix}/"): files.cat_file(name) for name in files.find(prefix)}
-
-
-def local(place):
-    found = [path for path in sorted(place.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(place)): path.read_bytes() for path in found}

@@ -214,8 +214,3 @@ def run(made, skeleton, out, *, window_bytes=4 << 20, workers=1, read_bytes=4 <<
     planned = Plan(made.entries, skeleton, window_bytes)
     options = MoveOptions(workers=workers, read_bytes=read_bytes)
     return execute(planned, files or made.files(), out, options)
-
-
-def contents(out):
-    """Return name -> bytes of every file."""
-    return {path.name: path.read_bytes() for path in out.iterdir()}

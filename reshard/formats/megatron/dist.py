@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any
 
 from reshard import counts
-from reshard.box import Box
 from reshard.chunks import Chunk
 from reshard.containers import torch_reader
 from reshard.errors import CorruptError, IncompleteError
@@ -146,7 +145,7 @@ def _join_gated(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
             joined[key] = tensor
         elif key.endswith(_GATE):
             rows = gate.shape[0]
-            chunks = [replace(chunk, box=_shift_down(chunk.box, rows)) for chunk in up.chunks]
+            chunks = [replace(chunk, box=chunk.box.shift_rows(rows)) for chunk in up.chunks]
             shape = (rows + up.shape[0], *gate.shape[1:])
             joined[base] = replace(gate, shape=shape, chunks=(*gate.chunks, *chunks))
     return joined
@@ -185,13 +184,9 @@ def _join_rows(parts: Sequence[GlobalTensor]) -> GlobalTensor:
     chunks: list[Chunk] = []
     rows = 0
     for part in parts:
-        chunks += [replace(chunk, box=_shift_down(chunk.box, rows)) for chunk in part.chunks]
+        chunks += [replace(chunk, box=chunk.box.shift_rows(rows)) for chunk in part.chunks]
         rows += part.shape[0]
     return replace(parts[0], shape=(rows, *parts[0].shape[1:]), chunks=tuple(chunks))
-
-
-def _shift_down(box: Box, rows: int) -> Box:
-    return Box((box.origin[0] + rows, *box.origin[1:]), box.shape)
 
 
 def _read_common(

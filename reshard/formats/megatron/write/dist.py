@@ -322,14 +322,10 @@ def _crop(chunks: Sequence[Chunk], shape: Index, row: int) -> Iterator[Chunk]:
         row: the tensor's row that is the first of the chunks'.
     """
     for chunk in chunks:
-        box = _shift(chunk.box, row) if row else chunk.box
+        box = chunk.box.shift_rows(row) if row else chunk.box
         common = intersect(box, whole(shape)) if box.volume else None
         if common is not None:
             yield replace(chunk, box=common)
-
-
-def _shift(box: Box, rows: int) -> Box:
-    return Box((box.origin[0] + rows, *box.origin[1:]), box.shape)
 
 
 def _list_segments(known: KnownWeight) -> Iterator[tuple[str, int, int | None]]:

@@ -1,0 +1,11 @@
+"""The files of a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    """Return the content of every file in a directory and below it, by relative path."""
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
