@@ -261,7 +261,7 @@ def _join_texts(texts: Iterable[str]) -> str:
     while len(shown) > 1 and len(", ".join(shown)) > _WIDTH:
         shown.pop()
     text, left = ", ".join(shown), len(every) - len(shown)
-    text = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+    text = units.shorten(text, _WIDTH)
     return f"{text}, ... {left} more" if left else text
 
 
