@@ -219,7 +219,8 @@ the versions that were installed. Where a row names no version, `pip` chose the 
 
 - *Commands*: `inspect`, `merge`, `split`, `convert`, `diff` and `verify` of the checkpoint in
   `examples/`.
-- *README*: every command and Python block of the README.
+- *README*: every command and Python block of the README. FSDP 2 of torch 2.6 runs on GPUs only;
+  with it, `fsdp/` is a run of FSDP 1.
 - *Tests*: the quick tests in these folders of `tests/`: {tests}.
 
 A row without torch runs the commands only.

@@ -100,6 +100,13 @@ def run_page(page: Path, sources: Path, place: Path) -> None:
             run(what, [sys.executable, "-c", code], place)
 
 
+def choose_fsdp() -> str:
+    """Return the newest FSDP that this torch runs on CPUs: with 2.6, that is FSDP 1."""
+    import torch
+
+    return "fsdp2" if hasattr(torch.cpu.Stream, "record_event") else "fsdp"
+
+
 def main() -> None:
     """Make the checkpoints, and run every page."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -109,7 +116,8 @@ def main() -> None:
         sources.mkdir()
         run("what is imported is what is installed", [sys.executable, "-c", HOME], sources)
         for line in SOURCES.values():
-            run(line, ["bash", "-c", line], sources)
+            known = line.replace("fsdp2", choose_fsdp())
+            run(known, ["bash", "-c", known], sources)
         for page in [ROOT / name for name in sys.argv[1:]] or PAGES:
             sys.stderr.write(f"{page.relative_to(ROOT)}\n")
             run_page(page, sources, Path(scratch, f"{page.parent.name}-{page.stem}"))

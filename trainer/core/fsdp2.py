@@ -41,6 +41,12 @@ class Fsdp2Engine(ShardedEngine):
     def _check(self, model: nn.Module) -> None:
         del model
         settings = self.settings
+        # The collectives record events on streams, and with torch 2.6 those of the CPU have none.
+        if self.ranks.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise SettingsError(
+                f"FSDP 2 of torch {torch.__version__} does not run on the CPU",
+                "use --strategy fsdp, or a newer torch",
+            )
         unsupported = {
             "fsdp_sharding_strategy NO_SHARD": settings.fsdp_sharding_strategy == "NO_SHARD",
             "fsdp_use_orig_params false": not settings.fsdp_use_orig_params,
@@ -59,11 +65,13 @@ class Fsdp2Engine(ShardedEngine):
         model = weights.model
         for unit in reversed(self.units.values()):  # inner units first
             self._fully_shard(unit, weights)
-        self._fully_shard(model, weights)
+        self._fully_shard(model, weights, is_root=True)
         self._set_prefetch(model)
         return model
 
-    def _fully_shard(self, unit: nn.Module, weights: InitialWeights) -> None:
+    def _fully_shard(
+        self, unit: nn.Module, weights: InitialWeights, *, is_root: bool = False
+    ) -> None:
         settings = self.settings
         weights.fill_all(unit)
         after_forward = settings.fsdp_sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
@@ -72,8 +80,8 @@ class Fsdp2Engine(ShardedEngine):
         fully_shard(
             unit,
             mesh=self.mesh,
-            # None: every unit but the root, whose parameters the backward pass needs at once.
-            reshard_after_forward=None if after_forward else False,
+            # The backward pass needs the parameters of the root at once.
+            reshard_after_forward=after_forward and not is_root,
             mp_policy=self._make_precision_policy(),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
         )

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from trainer.core.engine import count_storage_bytes
-from trainer.errors import TrainingError
+from trainer.errors import SettingsError, TrainingError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+else:
+    ReduceScatter = object  # torch 2.6 does not have this abstract class
 
 
 class UnitSums:
@@ -114,7 +118,17 @@ class _OrderedReduceScatter(ReduceScatter):
 
 
 def order_fsdp2(model: nn.Module, sums: UnitSums, world: int) -> None:
-    """Let FSDP 2 add in micro batch order, without a division."""
+    """Let FSDP 2 add in micro batch order, without a division.
+
+    Raises:
+        SettingsError: this torch has no replacement for the reduce-scatter of FSDP 2.
+    """
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise SettingsError(
+            f"--reduction canonical: FSDP 2 of torch {torch.__version__} always adds by its own"
+            " reduce-scatter",
+            "use --reduction fast, --strategy fsdp, or a newer torch",
+        )
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
