@@ -85,3 +85,16 @@ def test_a_row_without_a_result_states_the_reason(key):
         {"newest": {"python": "3.13", "date": "2026-01-01", key: "the reason"}}
     )
     assert "Row `newest`: the reason." in page
+
+
+def test_failures_are_counted_by_file():
+    text = (
+        "FAILED tests/a.py::test_x[1] - assert 1\n"
+        "FAILED tests/a.py::test_y\n"
+        "FAILED tests/b.py::test_z\n"
+        "3 failed, 7 passed in 1.25s\n"
+    )
+    assert versions.describe_failures(text) == (
+        "the tests ended with 3 failed, 7 passed; failed: 2 in `tests/a.py`, 1 in `tests/b.py`"
+    )
+    assert not versions.describe_failures("killed")

@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -69,11 +70,21 @@ COMMANDS = (
     "diff run3/ dcp/",
     "verify run3/ --deep",
 )
+_FAILED = re.compile(r"^FAILED ([^:]+)::", re.MULTILINE)
 _SUMMARY = re.compile(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in [\d.]+s", re.MULTILINE)
 
 
 class StepError(Exception):
-    """A program of a row failed."""
+    """A program of a row failed.
+
+    Args:
+        message: what ended, and how.
+        output: what the program printed.
+    """
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
 
 
 def run(*words: object, folder: Path, log: Path) -> str:
@@ -95,7 +106,7 @@ def run(*words: object, folder: Path, log: Path) -> str:
         file.write(f"$ {' '.join(command)}\n{done.stdout}\n")
     if done.returncode:
         ended = f"exit status {done.returncode}: {Path(command[0]).name} {' '.join(command[1:])}"
-        raise StepError(ended)
+        raise StepError(ended, done.stdout)
     return done.stdout
 
 
@@ -202,14 +213,29 @@ def run_tests(python: Path, tree: Path, log: Path) -> str:
     """Run the tests; return how many passed.
 
     They import the copy of the tree, for which the compiled module is built first.
+
+    Raises:
+        StepError: some failed.
     """
     run(python, "-m", "pip", "install", "-q", "setuptools>=77", folder=tree, log=log)
     run(python, "setup.py", "-q", "build_ext", "--inplace", folder=tree, log=log)
     words = ("-n", "2", "--dist", "loadfile", "-m", "not judge and not slow")
     folders = [f"tests/{name}" for name in TESTS]
-    text = run(python, "-m", "pytest", "-q", *words, *folders, folder=tree, log=log)
+    try:
+        text = run(python, "-m", "pytest", "-q", *words, *folders, folder=tree, log=log)
+    except StepError as error:
+        raise StepError(describe_failures(error.output) or str(error)) from error
     found = _SUMMARY.search(text)
     return found[1] if found else "no test"
+
+
+def describe_failures(text: str) -> str:
+    """Return how the tests ended, and how many failed in each file; empty if they did not end."""
+    ended, failed = _SUMMARY.search(text), Counter(_FAILED.findall(text))
+    if ended is None:
+        return ""
+    files = ", ".join(f"{count} in `{name}`" for name, count in sorted(failed.items()))
+    return f"the tests ended with {ended[1]}; failed: {files}"
 
 
 _HEAD = """# Versions of Python and of libraries
@@ -223,7 +249,9 @@ the versions that were installed. Where a row names no version, `pip` chose the 
   with it, `fsdp/` is a run of FSDP 1.
 - *Tests*: the quick tests in these folders of `tests/`: {tests}.
 
-A row without torch runs the commands only.
+A row without torch runs the commands only. Many tests of `containers` compare files byte for byte
+with those that the installed torch and safetensors write, and use every dtype: torch 2.6 lays out
+its files in another way, and safetensors 0.4.3 has fewer dtypes.
 
 """
 _COLUMNS = ("Row", "Python", *SHOWN, "Commands", "README", "Tests", "Date")
