@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats
+from reshard.attributes import replace_attributes
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.request import LiveTarget
@@ -95,7 +96,8 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
         log_report(live.report)
         with ExitStack() as stack:
             folder = stack.enter_context(create_names(live.files))
-            loader = stack.enter_context(_load_from_memory(engine, live.files, folder))
+            loader = _MemoryEngine(live.files, folder, engine.checkpoint_engine)
+            stack.enter_context(replace_attributes(engine, checkpoint_engine=loader))
             if engine.zero_nvme_offload_optimizer():
                 filled = patch_swap_loading(
                     engine,
@@ -228,17 +230,6 @@ class _MemoryEngine:
 
 
 @contextmanager
-def _load_from_memory(engine: Any, files: OnDemandFiles, folder: Path) -> Iterator[_MemoryEngine]:
-    """Let an engine load from memory, within this block."""
-    own = engine.checkpoint_engine
-    engine.checkpoint_engine = loader = _MemoryEngine(files, folder, own)
-    try:
-        yield loader
-    finally:
-        engine.checkpoint_engine = own
-
-
-@contextmanager
 def _load_weights_only(engine: Any, folder: Path) -> Iterator[None]:
     """Let an engine at stage 3 load its partitions of the weights alone, within this block.
 
@@ -256,16 +247,11 @@ def _load_weights_only(engine: Any, folder: Path) -> Iterator[None]:
         own(str(folder), (folder / "latest").read_text().strip(), load_optimizer_states=False)
         vars(optimizer).update(scale)
 
-    engine._load_zero_checkpoint = load_weights  # noqa: SLF001
-    optimizer._restore_from_bit16_weights = restore_weights  # noqa: SLF001
-    try:
+    with (
+        replace_attributes(engine, _load_zero_checkpoint=load_weights),
+        replace_attributes(optimizer, _restore_from_bit16_weights=restore_weights),
+    ):
         yield
-    finally:
-        for patched, name in (
-            (engine, "_load_zero_checkpoint"),
-            (optimizer, "_restore_from_bit16_weights"),
-        ):
-            delattr(patched, name)
 
 
 def _find_error(files: OnDemandFiles) -> ReshardError | None:

@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import Any
 
 from reshard import formats
+from reshard.attributes import replace_attributes
 from reshard.commands.output_options import ValueOptions
 from reshard.commands.reading import read_trusted
 from reshard.errors import UnsupportedError, UsageError
@@ -34,7 +35,6 @@ from reshard.training.state import find_clip
 __all__ = ["open_checkpoint"]
 
 _logger = logging.getLogger("reshard")
-_PATCHED = ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict")
 _LOOPS, _SCHEDULERS = "loops", "lr_schedulers"
 _PREFIX = "meta."  # of the values in the file beside a sharded state dict
 
@@ -64,14 +64,13 @@ def open_checkpoint(trainer: Any, source: formats.Paths, **options: Any) -> Iter
             another model.
     """
     loader = _StrategyLoader(trainer, source, options)
-    strategy = trainer.strategy
-    for name in _PATCHED:
-        setattr(strategy, name, getattr(loader, name))
-    try:
+    with replace_attributes(
+        trainer.strategy,
+        load_checkpoint=loader.load_checkpoint,
+        load_model_state_dict=loader.load_model_state_dict,
+        load_optimizer_state_dict=loader.load_optimizer_state_dict,
+    ):
         yield loader.path
-    finally:
-        for name in _PATCHED:
-            delattr(strategy, name)
 
 
 class _StrategyLoader:

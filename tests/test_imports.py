@@ -31,6 +31,7 @@ LAYERS = (
         "ranks",
         "paths",
         "remote",
+        "attributes",
     ),
     ("escaped",),
     ("derived",),

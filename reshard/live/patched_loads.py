@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from reshard.attributes import replace_attributes
 from reshard.live.safe_load import load_safely
 from reshard.move.on_demand import OnDemandFiles
 
@@ -60,19 +61,9 @@ def patch_loads(files: OnDemandFiles, folder: Path, load: Load = load_checked) -
             (filesystem.FileSystem, "create_stream", _patch_create_stream),
             (filesystem.FileSystemReader, "read_data", _patch_read_data),
         ):
-            patches.enter_context(_replace(owner, name, make(getattr(owner, name), find)))
+            patch = make(getattr(owner, name), find)
+            patches.enter_context(replace_attributes(owner, **{name: patch}))
         yield
-
-
-@contextmanager
-def _replace(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value within this block."""
-    own = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
 
 
 class _Finder:

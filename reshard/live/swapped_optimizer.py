@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.attributes import replace_attributes
 from reshard.live.unread import UnreadTensor
 
 if TYPE_CHECKING:
@@ -57,14 +58,14 @@ def patch_swap_loading(
         _fill(optimizer, state, has_states=has_states)
 
     optimizer = engine.optimizer
-    # DeepSpeed calls this method after the copy, and gathers its persistent parameters later.
-    optimizer.reset_swap_buffers = fill
-    # It would copy into masters that are swapped out; they are filled later.
-    optimizer._restore_from_bit16_weights = lambda: None  # noqa: SLF001
-    try:
+    with replace_attributes(
+        optimizer,
+        # DeepSpeed calls this method after the copy, and gathers its persistent parameters later.
+        reset_swap_buffers=fill,
+        # It would copy into masters that are swapped out; they are filled later.
+        _restore_from_bit16_weights=lambda: None,
+    ):
         yield
-    finally:
-        del optimizer.reset_swap_buffers, optimizer._restore_from_bit16_weights  # noqa: SLF001
 
 
 def _fill(optimizer: Any, state: Mapping[str, Any], *, has_states: bool) -> None:

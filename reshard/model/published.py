@@ -11,11 +11,11 @@ Source: transformers 5.23 ``modeling_utils.py`` (``save_pretrained``,
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from reshard.attributes import replace_attributes
 from reshard.box import Index
 from reshard.errors import ReshardError, UnsupportedError, UsageError
 from reshard.manifest import WEIGHT_KINDS, Manifest
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Form = Literal["memory", "published"]
 
 FORMS: tuple[Form, ...] = ("memory", "published")
-_CONVERSIONS = "_weight_conversions"  # attribute of a model that was loaded by transformers
 FILE_FORMATS = frozenset({"huggingface", "safetensors"})  # formats that hold published models
 
 
@@ -233,23 +232,11 @@ def _find_spellings(
         return {}
     names = {traced.pieces: name for name, traced in conversion.after.items()}
     spellings: dict[str, str] = {}
-    with _with_conversions(root, transforms):
+    # The attribute of a model that was loaded with these conversions.
+    with replace_attributes(root, _weight_conversions=transforms):
         others = _revert(root, state, conversion.before, conversion.model)
     for other, traced in others.items():
         name = names.get(traced.pieces)
         if name is not None and other != name and other not in conversion.after:
             spellings[other] = name
     return spellings
-
-
-@contextmanager
-def _with_conversions(root: Any, transforms: list[Any]) -> Iterator[None]:
-    """Let ``revert_weight_conversion`` use these conversions, as after a load by them."""
-    own = vars(root).get(_CONVERSIONS)
-    vars(root)[_CONVERSIONS] = transforms
-    try:
-        yield
-    finally:
-        del vars(root)[_CONVERSIONS]
-        if own is not None:
-            vars(root)[_CONVERSIONS] = own
