@@ -23,11 +23,8 @@ from typing import Any
 from reshard import formats
 from reshard.attributes import replace_attributes
 from reshard.commands.output_options import ValueOptions
-from reshard.commands.reading import read_trusted
 from reshard.errors import UnsupportedError, UsageError
-from reshard.identity import check_identity
-from reshard.live.files import compute_on_first_rank
-from reshard.live.names import mark_buffers, name_as_in
+from reshard.live.source import read_for_model
 from reshard.manifest import Manifest
 from reshard.training import schedules
 from reshard.training.state import find_clip
@@ -138,25 +135,15 @@ class _StrategyLoader:
             _set_schedulers(self._trainer, checkpoint)
 
     def _read(self) -> Manifest:
-        """Return the checkpoint under the names of the live model; rank 0 reads it for all."""
+        """Return the checkpoint under the names of the live model."""
         try:
             options = ValueOptions(**self._options)
         except TypeError as error:
             raise UsageError("open_checkpoint", str(error)) from error
         module = self._trainer.lightning_module
-        fqns = [name for name, _ in module.named_parameters()]
+        parameters = [name for name, _ in module.named_parameters()]
         buffers = [name for name, _ in module.named_buffers()]
-
-        def read() -> Manifest:
-            manifest = read_trusted(formats.as_paths(self._source), options)
-            check_identity(manifest, options.trust)
-            _logger.info("loading %s without a copy on a disk", manifest.origin.path)
-            manifest, prefix = name_as_in(manifest, fqns)
-            if prefix is not None:
-                _logger.info("%s", prefix)
-            return mark_buffers(manifest, buffers)
-
-        return compute_on_first_rank(read)
+        return read_for_model(self._source, parameters, buffers, options)
 
     def _load_model(self, *, strict: bool) -> None:
         from reshard.dcp.objects import load_model

@@ -6,6 +6,7 @@ A signal interrupts the wait for a result, never a start or the final join (`sig
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -218,3 +219,14 @@ def repeat(act: Callable[[], bool], seconds: float, name: str) -> Callable[[], N
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return stop
+
+
+def count_cores(processes: int = 1) -> int:
+    """Return the number of cores for each of several processes on this machine, at least 1.
+
+    A process never gets more cores than it may use. A launcher may have bound each of them to cores
+    of its own, so the machine's cores are divided, not those that this process may use.
+    """
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return min(usable, max(cores // processes, 1))

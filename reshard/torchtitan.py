@@ -15,17 +15,12 @@ Source: torchtitan 0.3 ``components/checkpointer/dcp.py``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from reshard import formats
-from reshard.commands.output_options import ValueOptions
-from reshard.commands.reading import read_trusted
-from reshard.identity import check_identity
-from reshard.live.files import compute_on_first_rank
-from reshard.live.names import name_as_in
-from reshard.manifest import Manifest
+from reshard.live.source import read_for_model
 
 __all__ = ["CheckpointManager"]
 
@@ -93,7 +88,7 @@ def load_states(states: dict[str, Any], source: formats.Paths) -> None:
 
     objects = {name: value for name, value in states.items() if hasattr(value, "load_state_dict")}
     tensors = {name: value for name, value in states.items() if name not in objects}
-    manifest = compute_on_first_rank(lambda: _read(source, tensors))
+    manifest = read_for_model(source, tensors)
     fill_model_state(tensors, manifest)
     optimizers = objects.pop("optimizer", None)
     if optimizers is not None:
@@ -103,17 +98,6 @@ def load_states(states: dict[str, Any], source: formats.Paths) -> None:
     extra = load_extra_state(manifest) if objects else {}
     for name, live in objects.items():
         _load_counters(name, live, extra)
-
-
-def _read(source: formats.Paths, tensors: Collection[str]) -> Manifest:
-    """Return the checkpoint under the names of the live model."""
-    manifest = read_trusted(formats.as_paths(source), ValueOptions())
-    check_identity(manifest, "sampled")
-    manifest, prefix = name_as_in(manifest, tensors)
-    _logger.info("loading %s without a copy on a disk", manifest.origin.path)
-    if prefix is not None:
-        _logger.info("%s", prefix)
-    return manifest
 
 
 def _load_counters(name: str, live: Any, extra: Mapping[str, Any]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import os
 
 import pytest
 
-from reshard.threads import ThreadGroup, parallel_for
+from reshard.threads import ThreadGroup, count_cores, parallel_for
 
 start = _thread.start_new_thread
 
@@ -42,3 +43,14 @@ def test_the_first_error_of_a_thread_is_raised():
 
     with pytest.raises(KeyError):
         parallel_for(range(10), lambda: fail, 4)
+
+
+@pytest.mark.parametrize(
+    ("machine", "usable", "ranks", "each"),
+    [(64, 64, 8, 8), (64, 8, 8, 8), (64, 2, 1, 2), (4, 4, 8, 1)],
+)
+def test_ranks_share_the_cores_of_a_machine(machine, usable, ranks, each, monkeypatch):
+    """Also where a launcher has bound each rank to cores of its own."""
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)), raising=False)
+    assert count_cores(ranks) == each

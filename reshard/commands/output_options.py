@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from reshard.options import Options, option, size_option
 from reshard.planning.planner import WINDOW_BYTES
 from reshard.ranks.team import ALONE, Progress, Team
 from reshard.replicas import Replicas
+from reshard.threads import count_cores
 
 _MIN_WINDOW = 64 << 10  # bytes
 _MAX_WORKERS = 8  # by default; more threads seldom read faster
@@ -63,7 +63,7 @@ class ReadOptions(ReportOptions):
                 f"one worker needs {units.show_bytes(2 * _MIN_WINDOW)}",
                 "pass that size or more",
             )
-        workers = min(self.workers or min(_count_cores(), _MAX_WORKERS), most)
+        workers = min(self.workers or min(count_cores(), _MAX_WORKERS), most)
         return workers, min(WINDOW_BYTES, self.max_memory_bytes // (2 * workers))
 
 
@@ -159,10 +159,3 @@ class NamingOptions(Options):
         minimum=1,
         unset="as the source states",
     )
-
-
-def _count_cores() -> int:
-    """Return the cores that this process may use, or those of the machine if that is unknown."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -25,10 +25,11 @@ from reshard.errors import ReshardError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats.request import LiveTarget
 from reshard.keys import strip_wrappers
-from reshard.live.names import mark_buffers, name_as_in
+from reshard.live.names import name_as_in
 from reshard.manifest import Entry, Key, Manifest, ParamGroup, Skeleton, SourceFile
 from reshard.move.on_demand import OnDemandFiles
 from reshard.planning.planner import Plan
+from reshard.threads import count_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,13 +84,14 @@ def open_live_files(
         ReshardError: on every rank, if the source cannot be read, trusted or written so.
     """
     planned = compute_on_first_rank(lambda: _plan(source, options, target))
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     with SourceFiles() as pool:
         plan = Plan(planned.entries, planned.skeleton)
         files = OnDemandFiles(
             plan,
             planned.sources,
             pool,
-            workers=workers or _count_workers(),
+            workers=workers or count_cores(ranks),
             on_overflow=options.on_overflow,
             has_checksums=has_checksums,
         )
@@ -105,7 +107,9 @@ def read_options(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
     for name in given:
         if name in decided or name not in SplitOptions.__dataclass_fields__:
             is_decided = name in decided
-            reason = "is decided by the running program" if is_decided else "is no option of split"
+            reason = (
+                "is decided by the running program" if is_decided else "is not an option of split"
+            )
             raise UsageError(name, reason, "leave it out")
     return {**decided, **given}
 
@@ -148,12 +152,6 @@ def log_report(report: SplitReport) -> None:
         _logger.warning("%s", warning)
 
 
-def _count_workers() -> int:
-    """Return the number of cores that each rank of this node has for itself."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max((os.cpu_count() or 1) // max(ranks, 1), 1)
-
-
 @contextmanager
 def create_names(files: OnDemandFiles) -> Iterator[Path]:
     """Create a directory with the names of the files, for programs that look before they load.
@@ -174,8 +172,8 @@ def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | Non
     def plan(manifest: Manifest, _: Path) -> Job[SplitReport]:
         prefix = None
         if target is not None:
-            manifest, prefix = name_as_in(manifest, target.shapes.parameters)
-            manifest = mark_buffers(manifest, target.shapes.buffers)
+            shapes = target.shapes
+            manifest, prefix = name_as_in(manifest, shapes.parameters, shapes.buffers)
         job = plan_split(manifest, Path("live"), options, target=target)
         job.report.notes += [str(prefix)] if prefix else []
         return job

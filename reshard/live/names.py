@@ -29,12 +29,20 @@ class Prefix:
         return f"names {'gain' if self.is_added else 'lose'} the prefix {self.text!r}"
 
 
-def name_as_in(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest, Prefix | None]:
+def name_as_in(
+    manifest: Manifest, parameters: Collection[str], buffers: Collection[str] = ()
+) -> tuple[Manifest, Prefix | None]:
     """Return a state under the names of a live model, and the prefix that has changed, if any.
 
     Args:
-        fqns: the names of the model's parameters.
+        parameters: the names of the model's parameters.
+        buffers: the names of its buffers, which files of a state dict do not tell from parameters.
     """
+    named, prefix = _change_prefix(manifest, parameters)
+    return _mark_buffers(named, buffers), prefix
+
+
+def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest, Prefix | None]:
     bare = edit(manifest, Edits()).manifest
     stored = {entry.fqn for entry in bare.of_kind(*WEIGHT_KINDS)} | bare.tied.keys()
     prefix = _find_prefix(stored, set(map(canonical, fqns)))
@@ -45,14 +53,8 @@ def name_as_in(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest, Pre
     return edit(bare, Edits(rename=[rename])).manifest, prefix
 
 
-def mark_buffers(manifest: Manifest, fqns: Collection[str]) -> Manifest:
-    """Return a state in which the buffers of a live model are buffers.
-
-    Files of a state dict do not tell buffers from parameters.
-
-    Args:
-        fqns: the names of the model's buffers.
-    """
+def _mark_buffers(manifest: Manifest, fqns: Collection[str]) -> Manifest:
+    """Return a state in which the tensors with these names are buffers."""
     names = set(map(canonical, fqns))
     return manifest.with_entries(
         replace(entry, kind=BUFFER)

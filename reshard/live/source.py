@@ -1,0 +1,46 @@
+"""A checkpoint whose tensors the ranks of a program read as they are stored, without a split."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from reshard import formats
+from reshard.commands.output_options import ValueOptions
+from reshard.commands.reading import read_trusted
+from reshard.identity import check_identity
+from reshard.live.files import compute_on_first_rank
+from reshard.live.names import name_as_in
+from reshard.manifest import Manifest
+
+_logger = logging.getLogger("reshard")
+
+
+def read_for_model(
+    source: formats.Paths,
+    parameters: Collection[str],
+    buffers: Collection[str] = (),
+    options: ValueOptions | None = None,
+) -> Manifest:
+    """Return a checkpoint under the names of a live model; rank 0 reads it for every rank.
+
+    Args:
+        source: a path as for `reshard.open`.
+        parameters: the names of the model's parameters.
+        buffers: the names of its buffers, if they are known.
+
+    Raises:
+        ReshardError: on every rank, if the source cannot be read or trusted.
+    """
+    options = options or ValueOptions()
+
+    def read() -> Manifest:
+        manifest = read_trusted(formats.as_paths(source), options)
+        check_identity(manifest, options.trust)
+        _logger.info("loading %s without a copy on a disk", manifest.origin.path)
+        manifest, prefix = name_as_in(manifest, parameters, buffers)
+        if prefix is not None:
+            _logger.info("%s", prefix)
+        return manifest
+
+    return compute_on_first_rank(read)
