@@ -19,6 +19,7 @@ from typing import Any
 from reshard import formats
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.request import LiveTarget
+from reshard.formats.target_options import FsdpVersion
 from reshard.live.directory import open_directory
 from reshard.live.files import name_groups
 from reshard.manifest import ParamGroup
@@ -55,7 +56,7 @@ def open_checkpoint(
         "world_size": accelerator.num_processes,
         "state_dict_type": choose_state_dict_type(accelerator.state),
     }
-    target = _describe_model(accelerator)
+    target = _describe_program(accelerator)
     with open_directory(
         source, decided=decided, given=options, target=target, workers=workers
     ) as folder:
@@ -89,8 +90,15 @@ def choose_state_dict_type(state: Any) -> str:
     return _STATE_DICT_TYPES[kind]
 
 
-def _describe_model(accelerator: Any) -> LiveTarget | None:
-    """Return the prepared model; None if FSDP 1 has flattened its parameters.
+def find_fsdp_version(state: Any) -> FsdpVersion | None:
+    """Return the version of FSDP that Accelerate's state names; None under other strategies."""
+    if state.distributed_type.name != "FSDP":
+        return None
+    return 1 if state.fsdp_plugin.fsdp_version == 1 else 2
+
+
+def _describe_program(accelerator: Any) -> LiveTarget:
+    """Return what the program states about its prepared model.
 
     Raises:
         UsageError: no model is prepared, or several are.
@@ -102,13 +110,13 @@ def _describe_model(accelerator: Any) -> LiveTarget | None:
             f"has {len(models)} prepared models, but a checkpoint contains one",
             "call accelerator.prepare(model) first",
         )
-    state = accelerator.state
-    if state.distributed_type.name == "FSDP" and state.fsdp_plugin.fsdp_version == 1:
-        return None
+    fsdp = find_fsdp_version(accelerator.state)
+    if fsdp == 1:
+        return LiveTarget(shapes=None, fsdp=fsdp)
     model = accelerator.unwrap_model(models[0])
     optimizers = accelerator._optimizers  # noqa: SLF001 - no public name
     groups = list_groups(optimizers[0], model) if len(optimizers) == 1 else ()
-    return LiveTarget(shapes=shapes_of(model), groups=groups)
+    return LiveTarget(shapes=shapes_of(model), groups=groups, fsdp=fsdp)
 
 
 def list_groups(optimizer: Any, model: Any) -> tuple[ParamGroup, ...]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from reshard import formats
-from reshard.accelerate import choose_state_dict_type, list_groups
+from reshard.accelerate import choose_state_dict_type, find_fsdp_version, list_groups
 from reshard.errors import UnsupportedError
 from reshard.formats.request import LiveTarget
 from reshard.live.directory import open_directory
@@ -59,7 +59,12 @@ def open_checkpoint(
         )
     decided, config = _describe_strategy(trainer)
     groups = _list_groups(trainer, config)
-    target = LiveTarget(shapes=shapes_of(trainer.model), config=config, groups=groups)
+    target = LiveTarget(
+        shapes=shapes_of(trainer.model),
+        config=config,
+        groups=groups,
+        fsdp=find_fsdp_version(trainer.accelerator.state),
+    )
     with open_directory(
         source, decided=decided, given=options, target=target, workers=workers
     ) as folder:

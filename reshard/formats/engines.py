@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import PurePath
 
+from reshard.formats.target_options import FsdpVersion
 from reshard.manifest import Manifest
 
 _BY_ACCELERATE = ("accelerate", "fsdp", "hf-trainer")  # who loads FSDP's files by its functions
@@ -25,11 +26,13 @@ class LoadedForm:
         format: the name of the format, or of the target.
         names: paths of the files.
         has_optimizer: whether there is any optimizer state to lose.
+        fsdp: version of FSDP in the program that loads it; None if that is unknown.
     """
 
     format: str
     names: Sequence[str]
     has_optimizer: bool
+    fsdp: FsdpVersion | None = None
 
 
 def form_of(manifest: Manifest) -> LoadedForm:
@@ -49,6 +52,7 @@ class Defect:
         effect: the consequence, as a sentence.
         remedy: advice to the user.
         source: the place in the engine, or the run that showed the defect.
+        fsdp: the only version of FSDP under which it occurs; None if it occurs without one.
     """
 
     engine: str
@@ -58,6 +62,7 @@ class Defect:
     remedy: str
     source: str
     fixed: str = ""
+    fsdp: FsdpVersion | None = None
 
     def text(self) -> str:
         """Return one line for a report."""
@@ -66,11 +71,13 @@ class Defect:
 
 def describe_defects(form: LoadedForm) -> list[str]:
     """Return notes about the defects that concern a checkpoint of that form."""
-    return [row.text() for row in TABLE if row.concerns(form) and _may_load(row)]
+    return [row.text() for row in TABLE if row.concerns(form) and _may_load(row, form)]
 
 
-def _may_load(row: Defect) -> bool:
+def _may_load(row: Defect, form: LoadedForm) -> bool:
     """Return whether a version with the defect may load the checkpoint."""
+    if row.fsdp and form.fsdp and row.fsdp != form.fsdp:
+        return False
     if not row.fixed:
         return True
     try:
@@ -104,6 +111,7 @@ TABLE = (
         engine="accelerate",
         checked="1.12.0, 1.15.0",
         concerns=lambda form: _is_dcp_of_fsdp(form) and not _is_local(form),
+        fsdp=1,
         effect="under FSDP 1 (fsdp_version=1) load_state and the Trainer's resume restore no Adam"
         " state from a sharded directory, their own included, and say nothing",
         remedy="resume it with FSDP 2, or write --state-dict-type full, which FSDP 1 restores",
@@ -116,6 +124,7 @@ TABLE = (
         checked="1.12.0",
         fixed="1.15.0",
         concerns=lambda form: _is_dcp_of_fsdp(form) and not _is_local(form),
+        fsdp=2,
         effect="under FSDP 2 load_state restores no Adam state from a sharded directory either",
         remedy="use accelerate 1.15 or write --state-dict-type full",
         source="run at 2 ranks",

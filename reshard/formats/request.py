@@ -26,14 +26,16 @@ class LiveTarget:
     """What a running program states about itself, which loads an output without a file.
 
     Args:
-        shapes: its model.
+        shapes: its model; None if FSDP 1 has flattened its parameters.
         config: the configuration of its engine, if it has one.
         groups: the param groups of its optimizer, if they are known.
+        fsdp: the version of FSDP that wraps the model, if one does.
     """
 
-    shapes: ModelShapes
+    shapes: ModelShapes | None
     config: Mapping[str, Any] | None = None
     groups: tuple[ParamGroup, ...] = ()
+    fsdp: FsdpVersion | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class Request:
             source, adapted.
         live_groups: param groups of the live optimizer that loads the output; empty: those of the
             source.
+        live_fsdp: version of FSDP in the running program that loads the output; None: unknown.
         own: what the writer derived from the options for its own use; see its ``resolve``.
     """
 
@@ -87,6 +90,7 @@ class Request:
     described: Described | None = None
     engine_config: Mapping[str, Any] | None = None
     live_groups: tuple[ParamGroup, ...] = ()
+    live_fsdp: FsdpVersion | None = None
     own: Any = None
 
     @property

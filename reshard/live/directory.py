@@ -20,7 +20,7 @@ def open_directory(
     *,
     decided: Mapping[str, Any],
     given: Mapping[str, Any],
-    target: LiveTarget | None,
+    target: LiveTarget,
     workers: int | None,
 ) -> Iterator[Path]:
     """Open a directory of names, whose content the library loads from memory in this block.

@@ -169,16 +169,17 @@ def create_names(files: OnDemandFiles) -> Iterator[Path]:
 
 
 def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | None) -> _Planned:
+    shapes = target.shapes if target else None
+
     def plan(manifest: Manifest, _: Path) -> Job[SplitReport]:
         prefix = None
-        if target is not None:
-            shapes = target.shapes
+        if shapes is not None:
             manifest, prefix = name_as_in(manifest, shapes.parameters, shapes.buffers)
         job = plan_split(manifest, Path("live"), options, target=target)
         job.report.notes += [str(prefix)] if prefix else []
         return job
 
-    job = plan_unwritten(source, options, plan, target.shapes if target else None)
+    job = plan_unwritten(source, options, plan, shapes)
     entries, skeleton = job.manifest.entries, job.plan.target
     needed = {e.key: entries[e.key] for e in skeleton.entries if e.key in entries}
     train = job.manifest.train

@@ -39,6 +39,18 @@ def test_a_defect_that_was_fixed_is_told_of_older_versions_alone(monkeypatch):
     assert not any("under FSDP 2" in text for text in engines.describe_defects(form))
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "told"), [(None, {1, 2}), (1, {1}), (2, {2})], ids=["unknown", "FSDP 1", "FSDP 2"]
+)
+def test_a_running_program_is_told_of_its_own_version_of_fsdp(fsdp, told, monkeypatch):
+    monkeypatch.setattr(engines.metadata, "version", lambda _: "1.12.0")
+    defects = engines.describe_defects(
+        LoadedForm("hf-trainer", SHARDED, has_optimizer=True, fsdp=fsdp)
+    )
+    for version in (1, 2):
+        assert any(f"under FSDP {version} " in text for text in defects) == (version in told)
+
+
 def test_every_row_says_what_to_do_and_who_found_it():
     for row in engines.TABLE:
         assert row.engine

@@ -24,6 +24,7 @@ MODEL = {
     "ddp": {"model": "tests.judges.library_models:net"}
 }  # its optimizer is by number; a live model tells
 RESUMED = [*((run, size) for run in ("fsdp2", "ddp") for size in (1, 4)), ("fsdp1_full", 1)]
+LOST = "restore no Adam state"  # of the warning about FSDP 1
 NOISE = 1e-6  # relative, of another order of summing gradients
 
 
@@ -51,7 +52,8 @@ def resumed(saved, tmp_path_factory):
             size,
             {**RUNS[run], "resume": source, "live": {}},
         )
-    jobs["own"] = 2, {**RUNS["fsdp1"], "resume": saved[0] / "fsdp1" / "saved"}
+    own = {**RUNS["fsdp1"], "resume": saved[0] / "fsdp1" / "saved"}
+    jobs |= {"own": (2, own), "own live": (2, {**own, "live": {}})}
     return JUDGE.run(place, jobs), reports
 
 
@@ -66,6 +68,7 @@ def test_the_run_continues_at_the_same_rates(run, size, how, saved, resumed):
     assert seen["at_end"] == worker.STEPS * size
     assert seen["losses"] == pytest.approx(unbroken["losses"][worker.SAVED :], rel=NOISE)
     assert seen["moments"] > 0
+    assert not [text for text in seen["warnings"] if LOST in text]
 
 
 def test_the_report_states_what_was_copied_and_what_to_set(resumed):
@@ -100,11 +103,14 @@ def test_sharded_files_of_fsdp_1_lose_the_optimizer_and_the_report_warns(saved, 
     assert own["moments"] == 0
     assert own["losses"] != pytest.approx(unbroken["losses"][worker.SAVED :], rel=1e-3)
     assert full["losses"] == pytest.approx(unbroken["losses"][worker.SAVED :], rel=NOISE)
+    live = resumed[0]["own live"]
+    assert live["moments"] == 0
+    assert any(LOST in text for text in live["warnings"])
     report = reshard.split(source, tmp_path / "sharded", world_size=4)
-    assert any("restore no Adam state" in text for text in report.warnings)
+    assert any(LOST in text for text in report.warnings)
     report = reshard.split(source, tmp_path / "full", world_size=4, state_dict_type="full")
-    assert not any("restore no Adam state" in text for text in report.warnings)
+    assert not any(LOST in text for text in report.warnings)
     for path in (source, tmp_path / "sharded"):
         seen = reshard.verify(path)
         assert seen.passed
-        assert any("restore no Adam state" in text for text in seen.notes)
+        assert any(LOST in text for text in seen.notes)

@@ -72,6 +72,7 @@ def work(job: ranks.Job, rank: int) -> None:
     accelerator.register_for_checkpointing(counter)
     begin, resumed = 0, job.told.get("resume")
     live = job.told.get("live")
+    warnings = ranks.record_warnings()
     if resumed and live is not None:
         with reshard.accelerate.open_checkpoint(accelerator, resumed, **live) as checkpoint:
             accelerator.load_state(checkpoint)
@@ -95,6 +96,7 @@ def work(job: ranks.Job, rank: int) -> None:
         found["losses"].append(ranks.mean_over_ranks(loss, job.world))
         if step + 1 == SAVED and not resumed:
             accelerator.save_state(str(job.out / "saved"))
+    found["warnings"] = warnings
     found["at_end"] = scheduler.scheduler.last_epoch
     if rank == 0:
         torch.save(found, job.result)

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import logging
 import os
 import pickle
 import signal
@@ -126,6 +127,18 @@ def mean_over_ranks(loss: Tensor, world: int) -> float:
     if world > 1:
         distributed.all_reduce(total)
     return float(total) / world
+
+
+def record_warnings() -> list[str]:
+    """Return a list to which every later warning in reshard's log is added."""
+    messages: list[str] = []
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logging.getLogger("reshard").addHandler(Recorder(logging.WARNING))
+    return messages
 
 
 def run_in_turn(ranks: Any, jobs: Iterable[tuple[Any, ...]]) -> dict[str, Any]:

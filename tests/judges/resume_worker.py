@@ -222,6 +222,7 @@ def work(job: ranks.Job, rank: int) -> None:
     trainer = hf_trainer.prepared(model(family), chosen, rows, [tell])
     tell.trainer = trainer
     resume, live = job.told.get("resume"), job.told.get("live")
+    warnings = ranks.record_warnings()
     if live is None:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     else:
@@ -231,7 +232,7 @@ def work(job: ranks.Job, rank: int) -> None:
     logged = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
     if rank == 0:
         losses = [logged[step] for step in range(SAVED + 1, STEPS + 1)]
-        torch.save({**tell.held, "losses": losses}, job.result)
+        torch.save({**tell.held, "losses": losses, "warnings": warnings}, job.result)
 
 
 def preload(_jobs: list[ranks.Job]) -> dict[str, str]:

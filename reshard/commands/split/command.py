@@ -102,7 +102,12 @@ def _open(
     opened, shapes = passes.resolve_model(opened, writer, options, given)
     request = resolve_request(opened.manifest, shapes, writer, options)
     if target is not None:
-        request = replace(request, engine_config=target.config, live_groups=target.groups)
+        request = replace(
+            request,
+            engine_config=target.config,
+            live_groups=target.groups,
+            live_fsdp=target.fsdp,
+        )
     _check_destination(report_as, writer)
     conversion = StateConversion(
         manifest=opened.manifest,
@@ -138,7 +143,7 @@ def _plan(
     report.notes = [*layout.notes, *report.notes]
     names = [file.name for file in skeleton.files]
     report.warnings += engines.describe_defects(
-        engines.LoadedForm(writer.name, names, bool(state.groups))
+        engines.LoadedForm(writer.name, names, bool(state.groups), request.live_fsdp)
     )
     checks = (skeleton, state, conversion.naming or Naming(manifest), options)
 
