@@ -7,9 +7,11 @@ import pickle
 import signal
 from fractions import Fraction
 
+import pytest
 import torch
 
 import reshard
+from reshard.errors import UnsafeError
 from reshard.formats.deepspeed.write.spec import adapt_args
 from reshard.model_parallel.sizes import Sizes
 from reshard.pickles import objects, unpickle
@@ -47,6 +49,21 @@ def test_a_namespace_keeps_its_enums_and_dtypes():
     del wanted["odd"]
     assert vars(found) == wanted
     assert objects.left_out("args", to_plain(root["args"]), held["args"]) == ["args.odd"]
+
+
+def test_a_signal_that_python_3_10_saved_is_kept():
+    """Megatron-LM saves ``exit_signal``; before Python 3.11 a pickle names the member itself."""
+    data = b"\x80\x02cargparse\nNamespace\n)\x81}X\x0b\x00\x00\x00exit_signalcsignal\nSIGTERM\nsb."
+    assert pickle.loads(data) == argparse.Namespace(exit_signal=signal.SIGTERM)
+    held = keep_own_values({"args": unpickle.loads(data, where="test").value}, ["args"])
+    assert again(held["args"]) == argparse.Namespace(exit_signal=signal.SIGTERM)
+
+
+@pytest.mark.parametrize("name", ["signal", "raise_signal", "SIGTERM.__class__", "SIG"])
+def test_other_names_of_the_module_signal_are_refused(name):
+    text = bytes([len(name)]) + name.encode()
+    with pytest.raises(UnsafeError, match=f"signal.{name}"):
+        unpickle.loads(b"\x80\x04\x8c\x06signal\x8c" + text + b"\x93.", where="test")
 
 
 def test_a_value_that_holds_itself_ends():
