@@ -7,9 +7,12 @@ Sources: torch 2.13 ``torch/storage.py`` (storage classes), safetensors 0.8
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 Family = Literal["float", "float8", "int", "bool", "complex"]
 
@@ -34,6 +37,23 @@ class DType:
 
     def __str__(self) -> str:
         return self.name
+
+    def of_torch(self) -> torch.dtype:
+        """Return the dtype of the installed torch.
+
+        Raises:
+            UnsupportedError: the installed torch does not have it.
+        """
+        import torch
+
+        found: torch.dtype | None = getattr(torch, self.name, None)
+        if found is None:  # torch 2.6 does not have float8_e8m0fnu
+            raise UnsupportedError(
+                f"dtype {self.name}",
+                f"the installed torch {torch.__version__} does not have it",
+                "install torch 2.7 or later",
+            )
+        return found
 
 
 FLOAT64 = DType("float64", 8, "float", "F64", "DoubleStorage")

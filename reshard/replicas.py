@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from reshard.box import Box, contiguous_cuts, row_major, whole
 from reshard.chunks import Chunk
@@ -22,9 +22,6 @@ from reshard.errors import DifferentError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.manifest import BUFFER, WEIGHT_KINDS, Entry, Manifest, SourceFile, find_source_file
 from reshard.tensors import first_difference, read_block
-
-if TYPE_CHECKING:
-    import torch
 
 Replicas = Literal["error", "first", "mean"]
 
@@ -181,7 +178,7 @@ def _write_means(entry: Entry, path: str, out: BinaryIO, pool: SourceFiles) -> I
 def _compute_mean(copies: Sequence[bytearray], dtype: DType) -> bytes:
     import torch
 
-    kind: torch.dtype = getattr(torch, dtype.name)
+    kind = dtype.of_torch()
     total = torch.frombuffer(copies[0], dtype=kind).to(torch.float32)
     for copy in copies[1:]:
         total = total + torch.frombuffer(copy, dtype=kind).to(torch.float32)

@@ -151,14 +151,14 @@ class LazyTensor:
 
         Raises:
             IndexError: the index is out of range or of another form.
-            ReshardError: a file cannot be read.
+            ReshardError: a file cannot be read, or the installed torch does not have the dtype.
         """
         import torch
 
         origin, shape, steps, dropped = _resolve(index, self.shape)
         box = Box(origin, shape)
         data = read_block(self._pool, self._entry, box) if box.volume else bytearray()
-        dtype = getattr(torch, self.dtype)
+        dtype = self._entry.dtype.of_torch()
         # torch.frombuffer refuses an empty buffer.
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         # A box has no steps: elements between the steps are read and left out here.

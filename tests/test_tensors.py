@@ -15,7 +15,7 @@ from reshard import dtypes
 from reshard.box import Box, whole
 from reshard.chunks import contiguous
 from reshard.containers import torch_reader
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.files import Section, SourceFiles
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, index_entries
 from reshard.tensors import Checkpoint, LazyTensor, first_difference, read_block
@@ -95,6 +95,15 @@ def test_an_index_that_is_not_supported_is_a_plain_error_and_no_wrong_tensor(ind
     lazy = LazyTensor(Entry("x", "param", dtypes.FLOAT32, (5, 17), ()), SourceFiles())
     with pytest.raises((IndexError, TypeError, ValueError)):
         lazy[index]
+
+
+def test_a_dtype_that_the_installed_torch_lacks_is_named(zoo, monkeypatch):
+    """As float8_e8m0fnu with torch 2.6."""
+    monkeypatch.delattr(torch, "float8_e5m2")
+    with pytest.raises(
+        UnsupportedError, match=r"(?s)float8_e5m2: the installed torch .* install torch 2\.7"
+    ):
+        zoo["float8_e5m2"][0]
 
 
 def test_indexing_gives_tensors_of_their_own(zoo):

@@ -194,7 +194,7 @@ def _build_metadata(value: Resolved) -> torch_metadata.STORAGE_TYPES:
     if not isinstance(value, Entry):
         return torch_metadata.BytesStorageMetadata()
     size = torch.Size(value.shape)
-    properties = torch_metadata.TensorProperties(dtype=getattr(torch, value.dtype.name))
+    properties = torch_metadata.TensorProperties(dtype=value.dtype.of_torch())
     chunk = torch_metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     return torch_metadata.TensorStorageMetadata(properties, size, [chunk])
 
