@@ -98,3 +98,21 @@ def test_failures_are_counted_by_file():
         "the tests ended with 3 failed, 7 passed; failed: 2 in `tests/a.py`, 1 in `tests/b.py`"
     )
     assert not versions.describe_failures("killed")
+
+
+def test_what_was_skipped_is_counted_and_named():
+    printed = (
+        "SKIPPED [2] tests/a/test_b.py:70: no dtype uint16\n"
+        "SKIPPED [1] tests/a/test_b.py:71: no dtype uint16\n"
+        "SKIPPED [1] tests/c/test_d.py: no torch: 2.6\n"
+        "5 passed, 4 skipped in 1.00s\n"
+    )
+    skipped = versions.list_skipped(printed)
+    assert skipped == [
+        "3 in `tests/a/test_b.py` (no dtype uint16)",
+        "1 in `tests/c/test_d.py` (no torch: 2.6)",
+    ]
+    result = {"python": "3.10.1", "date": "2026-01-01", "digest": "a", "skipped": skipped}
+    assert f"\nRow `newest` skipped {skipped[0]}, {skipped[1]}.\n" in versions.make_page(
+        {"newest": result}
+    )
