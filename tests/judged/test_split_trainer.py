@@ -17,10 +17,9 @@ import reshard
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.training import rng
 from tests.judged.alike import assert_resumed_state
+from tests.judged.trained import JUDGE, train
 from tests.judges import resume_worker as worker
-from tests.judges import server
 
-JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, like=server.DEEPSPEED)
 RUNS = {  # what saves
     "ddp": {"kind": "ddp"},
     "fsdp2": {"kind": "fsdp2", "type": "SHARDED_STATE_DICT"},
@@ -70,11 +69,7 @@ SAME_GENERATORS = (*UNBROKEN, "ddp as fsdp2", "ddp as full", "deepspeed as ddp")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Train the real runs; return their paths, their state at step 3 and their next losses."""
-    place = tmp_path_factory.mktemp("saved")
-    found = JUDGE.run(place, {name: (2, told) for name, told in RUNS.items()})
-    for name, seen in found.items():
-        assert isinstance(seen, dict), (name, seen)
-    return {name: (place / name / "run" / "checkpoint-3", seen) for name, seen in found.items()}
+    return train(tmp_path_factory.mktemp("saved"), RUNS)
 
 
 @pytest.fixture(scope="module")

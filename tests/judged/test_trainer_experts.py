@@ -12,10 +12,8 @@ import pytest
 
 import reshard
 from tests.judged.alike import assert_resumed_state
-from tests.judges import resume_worker as worker
-from tests.judges import server
+from tests.judged.trained import JUDGE, SAVED, train
 
-JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, like=server.DEEPSPEED)
 FSDP2 = {"kind": "fsdp2", "type": "SHARDED_STATE_DICT"}
 RUNS = {  # name -> how the Trainer trains and saves at two ranks
     "mixtral ddp": {"kind": "ddp", "family": "mixtral"},
@@ -37,9 +35,7 @@ SAME_RANKS = [name for name, (_, ranks, _, _) in RESUMED.items() if ranks == 2]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Train the real runs; return name -> the checkpoint, and the run's state and losses."""
-    place = tmp_path_factory.mktemp("saved")
-    found = JUDGE.run(place, {name: (2, told) for name, told in RUNS.items()})
-    return {name: (place / name / "run" / "checkpoint-3", seen) for name, seen in found.items()}
+    return train(tmp_path_factory.mktemp("saved"), RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +63,12 @@ def live(saved, tmp_path_factory):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_the_trainer_resumes_experts_with_every_bit(name, resumed, saved):
-    assert_resumed_state(resumed[name], saved[RESUMED[name][0]][1], worker.SAVED)
+    assert_resumed_state(resumed[name], saved[RESUMED[name][0]][1], SAVED)
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_the_trainer_resumes_experts_without_files(name, live, resumed, saved):
-    assert_resumed_state(live[name], saved[RESUMED[name][0]][1], worker.SAVED)
+    assert_resumed_state(live[name], saved[RESUMED[name][0]][1], SAVED)
     assert live[name]["losses"] == resumed[name]["losses"]
     assert not [text for text in live[name]["warnings"] if "FSDP 1" in text]
 
