@@ -59,7 +59,7 @@ def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Inde
     return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
 
 
-Part = tuple[int, int, int, Box | None, DType]
+ChunkPart = tuple[int, int, int, Box | None, DType]
 """A part of a tensor in one contiguous range of a file: byte offset, start and stop of the smallest
 flat run that contains the part, the part's box (None if the part is the whole run), dtype.
 """
@@ -161,7 +161,7 @@ class Chunks(ABC):
         """The file of each position, and a number that identifies this sequence of files."""
 
     @abstractmethod
-    def part(self, position: int) -> Part | None:
+    def part(self, position: int) -> ChunkPart | None:
         """Return the part at a position of the `file_table`, or None if it is empty."""
 
     @property
@@ -221,7 +221,7 @@ class ListedChunks(Chunks):
         """The file of every chunk; no other tensor has the same table."""
         return id(self.chunks), [chunk.file for chunk in self.chunks]
 
-    def part(self, position: int) -> Part | None:
+    def part(self, position: int) -> ChunkPart | None:
         """Return the chunk at a position as a part, or None if it is empty."""
         chunk = self.chunks[position]
         if not chunk.box.volume:

@@ -14,7 +14,7 @@ from typing import Any
 from reshard.errors import MIXED, CorruptError
 from reshard.manifest import Entry, Manifest, ParamGroup, TrainState, index_entries
 
-Rule = Callable[[Sequence[Any]], Any]
+Combine = Callable[[Sequence[Any]], Any]
 
 
 def join(parts: Sequence[Manifest], entries: Iterable[Entry] | None = None) -> Manifest:
@@ -139,7 +139,7 @@ def _tables(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-TRAIN: Mapping[str, Rule] = {
+TRAIN: Mapping[str, Combine] = {
     "step": _first,  # the same in all, see `_check_steps`
     "skipped_steps": _first,
     "samples": _first,
@@ -159,7 +159,7 @@ TRAIN: Mapping[str, Rule] = {
     "opaque": _tables,
     "objects": _first,  # they belong to `client` and `config`
 }
-MANIFEST: Mapping[str, Rule] = {  # every field except the entries
+MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "origin": _first,
     "files": _united,
     "train": join_train,

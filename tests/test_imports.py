@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -434,6 +435,16 @@ def test_a_package_that_lists_its_modules_lists_all_of_them():
             missing = {name for name in inside if not re.search(rf"\b{name}\b", text)}
             assert missing == set(), path
             assert listed - inside == set(), path
+
+
+def test_each_class_name_has_one_meaning():
+    """A reader who knows a name from one module knows it in the others."""
+    places = defaultdict(list)
+    for module, tree in RESHARD.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_the_layers_in_the_guide_name_every_file():

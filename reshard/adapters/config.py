@@ -22,7 +22,7 @@ from reshard.model.adapter_names import (
     OUT,
     SAVED_MODULE,
     TOKENS,
-    Part,
+    AdapterPart,
     add_root,
     parse_part,
     strip_root,
@@ -48,14 +48,14 @@ _PLAIN = re.compile(r"[\w.-]+")  # a plain name; regular expressions of a file a
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class AdapterConfig:
     """An adapter's configuration, and its path."""
 
     path: Path
     values: Mapping[str, Any]
 
 
-def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> Config | None:
+def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig | None:
     """Read the configuration in ``hf_dir``, else beside the checkpoint; None if there is none.
 
     PEFT stores the configuration of an adapter with a name of its own in a folder of that name.
@@ -73,7 +73,7 @@ def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> Config | None:
     return _read(path) if path else None
 
 
-def _read(path: Path) -> Config:
+def _read(path: Path) -> AdapterConfig:
     values = read_json_object(path)
     expect(path, values, _KIND)
     kind = values.get("peft_type")
@@ -89,11 +89,11 @@ def _read(path: Path) -> Config:
                 "copy the file, set the value that the run used, and pass the directory as"
                 " --hf-dir",
             )
-    return Config(path, values)
+    return AdapterConfig(path, values)
 
 
 def build_missing_error(
-    where: object, parts: Sequence[Part], shapes: Mapping[str, Index]
+    where: object, parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
 ) -> IncompleteError:
     """Return the error for a missing configuration, with the values that the tensors reveal."""
     ranks = _ranks(parts, shapes)
@@ -118,7 +118,7 @@ def build_missing_error(
     )
 
 
-def check(config: Config, parts: Sequence[Part], shapes: Mapping[str, Index]) -> None:
+def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[str, Index]) -> None:
     """Compare a configuration with the tensors of its adapter.
 
     Args:
@@ -144,14 +144,14 @@ def check(config: Config, parts: Sequence[Part], shapes: Mapping[str, Index]) ->
         )
 
 
-def _ranks(parts: Iterable[Part], shapes: Mapping[str, Index]) -> dict[str, int]:
+def _ranks(parts: Iterable[AdapterPart], shapes: Mapping[str, Index]) -> dict[str, int]:
     """Return layer -> its LoRA rank, the first dim of ``lora_A``."""
     return {
         each.layer: shapes[each.fqn][0] for each in parts if each.role in IN and shapes[each.fqn]
     }
 
 
-def _refuse_halves(config: Config, parts: Sequence[Part]) -> None:
+def _refuse_halves(config: AdapterConfig, parts: Sequence[AdapterPart]) -> None:
     halves = [{each.layer for each in parts if each.role in roles} for roles in (IN, OUT)]
     alone = sorted(halves[0] ^ halves[1])
     if alone:
@@ -174,7 +174,7 @@ def _wrong_ranks(values: Mapping[str, Any], ranks: Mapping[str, int]) -> Iterato
             yield f"r is {declared[0]}, but {layer} has rank {rank}"
 
 
-def _wrong_targets(values: Mapping[str, Any], parts: Sequence[Part]) -> Iterator[str]:
+def _wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
     targets, others = values.get("target_modules"), values.get("target_parameters") or ()
     if isinstance(targets, str) or isinstance(others, str):
         return  # a regular expression, or all-linear
@@ -187,7 +187,7 @@ def _wrong_targets(values: Mapping[str, Any], parts: Sequence[Part]) -> Iterator
             yield f"target_modules do not name {layer}"
 
 
-def _wrong_parts(values: Mapping[str, Any], parts: Sequence[Part]) -> Iterator[str]:
+def _wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
     """Yield the options whose tensors are missing, or present without the option."""
     has = {
         "use_dora": any(each.role == MAGNITUDE for each in parts),
@@ -201,7 +201,7 @@ def _wrong_parts(values: Mapping[str, Any], parts: Sequence[Part]) -> Iterator[s
 
 
 def _wrong_modules(
-    values: Mapping[str, Any], parts: Sequence[Part], shapes: Mapping[str, Index]
+    values: Mapping[str, Any], parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
 ) -> Iterator[str]:
     named = set(values.get("modules_to_save") or ())
     sizes = set(map(len, named))

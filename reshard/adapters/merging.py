@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from reshard import dtypes
 from reshard.adapters import base_names, layouts, settings
-from reshard.adapters.config import Config
+from reshard.adapters.config import AdapterConfig
 from reshard.adapters.layouts import Fit
 from reshard.adapters.product import Order, Product, add_product
 from reshard.adapters.rows import replace_rows
@@ -94,7 +94,7 @@ class _Tensors:
 
 
 def merge_adapter(
-    base: Manifest, adapter: Sequence[Entry], config: Config, *, is_tied: bool
+    base: Manifest, adapter: Sequence[Entry], config: AdapterConfig, *, is_tied: bool
 ) -> Merged:
     """Return the base model with the adapter added.
 
@@ -147,7 +147,7 @@ def _sort_tensors(adapter: Iterable[Entry]) -> _Tensors:
 class _Merger:
     """The weights of a base, changed one after the other."""
 
-    def __init__(self, base: Manifest, config: Config, prefix: str) -> None:
+    def __init__(self, base: Manifest, config: AdapterConfig, prefix: str) -> None:
         self._config = config
         self._prefix = prefix
         self._entries = {entry.fqn: entry for entry in base.entries.values()}

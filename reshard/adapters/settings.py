@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.adapters.config import Config
+from reshard.adapters.config import AdapterConfig
 from reshard.errors import UnsupportedError, shown
 
 # They choose what is trained, how it starts, or what is saved; the tensors show the result.
@@ -40,7 +40,7 @@ _SAFE = re.compile(r"(?:[\w.|()^$-]|\\[.dw]|\[[\w-]+\])(?:[*+?]?)")
 _MOST_REPEATS = 4
 
 
-def check_settings(config: Config) -> None:
+def check_settings(config: AdapterConfig) -> None:
     """Check that plain LoRA arithmetic gives the merged weights.
 
     Raises:
@@ -65,7 +65,7 @@ def check_settings(config: Config) -> None:
         )
 
 
-def compute_scale(config: Config, key: str, rank: int) -> float:
+def compute_scale(config: AdapterConfig, key: str, rank: int) -> float:
     """Return the factor of a layer's product: alpha / rank, or alpha / sqrt(rank).
 
     Args:
@@ -79,7 +79,7 @@ def compute_scale(config: Config, key: str, rank: int) -> float:
     return float(alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank)
 
 
-def find_by_pattern(config: Config, setting: str, key: str, default: Any) -> Any:
+def find_by_pattern(config: AdapterConfig, setting: str, key: str, default: Any) -> Any:
     """Return the value of the first pattern that matches a name, as PEFT's get_pattern_key does.
 
     Raises:
@@ -92,7 +92,7 @@ def find_by_pattern(config: Config, setting: str, key: str, default: Any) -> Any
     return default
 
 
-def _compile(config: Config, setting: str, pattern: str) -> re.Pattern[str]:
+def _compile(config: AdapterConfig, setting: str, pattern: str) -> re.Pattern[str]:
     repeats = sum(pattern.count(mark) for mark in "*+?")
     safe = "".join(match[0] for match in _SAFE.finditer(pattern)) == pattern
     if safe and repeats <= _MOST_REPEATS and not re.search(r"\)[*+?]", pattern):
@@ -107,7 +107,7 @@ def _compile(config: Config, setting: str, pattern: str) -> re.Pattern[str]:
     )
 
 
-def list_trained_tokens(config: Config, layer: str) -> list[int]:
+def list_trained_tokens(config: AdapterConfig, layer: str) -> list[int]:
     """Return the rows of an embedding that ``trainable_token_indices`` name.
 
     Args:

@@ -20,7 +20,7 @@ _COMPARED = 32  # weights of which they are read
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Summand:
     """The weights of one checkpoint, under the names of the output.
 
     Args:
@@ -58,7 +58,7 @@ class Averaged:
     notes: list[str] = field(default_factory=list)
 
 
-def average(sources: Sequence[Source], pool: SourceFiles) -> Averaged:
+def average(sources: Sequence[Summand], pool: SourceFiles) -> Averaged:
     """Return the means of the weights of several checkpoints.
 
     Args:
@@ -84,7 +84,7 @@ def average(sources: Sequence[Source], pool: SourceFiles) -> Averaged:
 
 
 def _drop_aliases(
-    sources: Sequence[Source], tables: Sequence[dict[str, tuple[Entry, DType]]], pool: SourceFiles
+    sources: Sequence[Summand], tables: Sequence[dict[str, tuple[Entry, DType]]], pool: SourceFiles
 ) -> dict[str, str]:
     """Remove names of tied weights that some checkpoints store and others do not.
 
@@ -117,7 +117,7 @@ def _is_equal(one: Entry, other: Entry, pool: SourceFiles) -> bool:
 
 
 def _check_names(
-    sources: Sequence[Source], tables: Sequence[dict[str, tuple[Entry, DType]]]
+    sources: Sequence[Summand], tables: Sequence[dict[str, tuple[Entry, DType]]]
 ) -> None:
     """Check that every checkpoint has the same tensors with the same shapes.
 
@@ -151,7 +151,7 @@ def _check_names(
 class _Averager:
     """The tensors of all sources, matched one by one."""
 
-    def __init__(self, sources: Sequence[Source], pool: SourceFiles, result: Averaged) -> None:
+    def __init__(self, sources: Sequence[Summand], pool: SourceFiles, result: Averaged) -> None:
         self._sources = sources
         self._pool = pool
         self._result = result
@@ -260,7 +260,7 @@ class _Averager:
 
 
 def _note_copies(
-    sources: Sequence[Source], tables: Sequence[dict[str, tuple[Entry, DType]]], pool: SourceFiles
+    sources: Sequence[Summand], tables: Sequence[dict[str, tuple[Entry, DType]]], pool: SourceFiles
 ) -> Iterator[str]:
     """Yield a note for each checkpoint that seems to be a copy of an earlier one."""
     samples: dict[tuple[bytes, ...], str] = {}

@@ -11,7 +11,16 @@ from math import prod
 from typing import overload
 
 from reshard.box import Index, run_boxes
-from reshard.chunks import Chunk, ChunkIndex, FileSizes, Part, Partition, Regular, Run, contiguous
+from reshard.chunks import (
+    Chunk,
+    ChunkIndex,
+    ChunkPart,
+    FileSizes,
+    Partition,
+    Regular,
+    Run,
+    contiguous,
+)
 from reshard.dtypes import DType
 from reshard.layout.partition import equal_piece
 
@@ -84,7 +93,7 @@ class EqualRuns(Partition):
         """The file of every rank; all tensors of the flat tensor have the same table."""
         return id(self.offsets), self.offsets.files
 
-    def part(self, position: int) -> Part | None:
+    def part(self, position: int) -> ChunkPart | None:
         """Return the run of a rank, or None if it is empty."""
         start = position * self.step
         if start >= self.numel:

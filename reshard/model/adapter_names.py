@@ -27,7 +27,7 @@ EMBEDDINGS = ("embed_tokens", "lm_head")  # utils/constants.py
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AdapterPart:
     """A tensor of an adapter.
 
     Args:
@@ -44,7 +44,7 @@ class Part:
     saved_as: str
 
 
-def parse_part(fqn: str) -> Part | None:
+def parse_part(fqn: str) -> AdapterPart | None:
     """Parse the name of an adapter's tensor; None if it is not a name that PEFT gives.
 
     >>> parse_part("h.q_proj.lora_A.default.weight").saved_as
@@ -59,7 +59,7 @@ def parse_part(fqn: str) -> Part | None:
             continue
         layer, rest = ".".join(path[:at]), path[at + 1 :]
         if role == SAVED_MODULE and len(rest) > 1:
-            return Part(fqn, layer, role, rest[0], ".".join([layer, *rest[1:]]))
+            return AdapterPart(fqn, layer, role, rest[0], ".".join([layer, *rest[1:]]))
         if role != SAVED_MODULE:
             leaf = rest.pop() if rest and rest[-1] in _LEAVES else ""
             if len(rest) > 1:
@@ -67,11 +67,11 @@ def parse_part(fqn: str) -> Part | None:
             # PEFT's files use the older name of a magnitude, from before it became a module.
             tail = [leaf] if leaf and role != MAGNITUDE else []
             saved_as = ".".join([layer, role, *tail])
-            return Part(fqn, layer, role, rest[0] if rest else "", saved_as)
+            return AdapterPart(fqn, layer, role, rest[0] if rest else "", saved_as)
     return None
 
 
-def find_parts(fqns: Iterable[str]) -> list[Part]:
+def find_parts(fqns: Iterable[str]) -> list[AdapterPart]:
     """Return the tensors that belong to adapters."""
     return [part for fqn in fqns if (part := parse_part(fqn))]
 
@@ -148,7 +148,7 @@ def strip_root(layer: str) -> str:
 
 
 def choose_saved(
-    fqns: Iterable[str], parts: Iterable[Part], name: str, config: Mapping[str, Any]
+    fqns: Iterable[str], parts: Iterable[AdapterPart], name: str, config: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return fqn -> name in PEFT's file, for every tensor that PEFT saves with an adapter.
 
@@ -170,7 +170,9 @@ def choose_saved(
     return chosen
 
 
-def _saved_of_base(parts: Iterable[Part], config: Mapping[str, Any]) -> Callable[[str], bool]:
+def _saved_of_base(
+    parts: Iterable[AdapterPart], config: Mapping[str, Any]
+) -> Callable[[str], bool]:
     """Return a test for the base model's tensors that are saved: biases, embeddings."""
     layers = {each.layer for each in parts if each.role in MATRICES}
     targets, bias = config.get("target_modules"), config.get("bias") or "none"

@@ -178,17 +178,17 @@ def _count_decoder(config: Config, family: _DecoderFamily, source: str) -> Model
     )
 
 
-Part = tuple[tuple[Parameter, ...], Saved]
+_ModelPart = tuple[tuple[Parameter, ...], Saved]
 
 
-def _join(parts: list[Part]) -> Part:
+def _join(parts: list[_ModelPart]) -> _ModelPart:
     saved = Saved()
     for _, each in parts:
         saved = saved + each
     return tuple(tensor for tensors, _ in parts for tensor in tensors), saved
 
 
-def _describe_norms(config: Config, family: _DecoderFamily) -> Iterator[Part]:
+def _describe_norms(config: Config, family: _DecoderFamily) -> Iterator[_ModelPart]:
     hidden = int(config["hidden_size"])
     for name in family.norms:
         tensor = Parameter(f"{name}.weight", (hidden,), is_cut=False)
@@ -208,7 +208,7 @@ def _read_heads(config: Config) -> tuple[int, int, int]:
     return heads, groups, int(size)
 
 
-def _describe_attention(config: Config, family: _DecoderFamily) -> Iterator[Part]:
+def _describe_attention(config: Config, family: _DecoderFamily) -> Iterator[_ModelPart]:
     hidden = int(config["hidden_size"])
     heads, groups, size = _read_heads(config)
     queries, keys = heads * size, groups * size
@@ -234,7 +234,7 @@ def _describe_attention(config: Config, family: _DecoderFamily) -> Iterator[Part
     yield (), saved
 
 
-def _describe_latent_attention(config: Config, _family: _DecoderFamily) -> Iterator[Part]:
+def _describe_latent_attention(config: Config, _family: _DecoderFamily) -> Iterator[_ModelPart]:
     """Yield DeepSeek's attention, whose queries, keys and values come from narrow vectors."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     rope, nope = int(config["qk_rope_head_dim"]), int(config["qk_nope_head_dim"])
@@ -280,7 +280,7 @@ def _count_experts(config: Config) -> int:
     raise KeyError("number of experts")
 
 
-def _describe_feed_forward(config: Config, family: _DecoderFamily) -> Iterator[Part]:
+def _describe_feed_forward(config: Config, family: _DecoderFamily) -> Iterator[_ModelPart]:
     hidden = int(config["hidden_size"])
     has_bias = bool(config.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias
     yield _describe_gated_mlp(
@@ -291,7 +291,7 @@ def _describe_feed_forward(config: Config, family: _DecoderFamily) -> Iterator[P
 
 def _describe_gated_mlp(
     name: str, hidden: int, inner: int, family: _DecoderFamily, *, bias: bool = False
-) -> Part:
+) -> _ModelPart:
     """Return a gated MLP; it saves gate, activated gate, up and their product."""
     down = _list_linear(f"{name}.down_proj", hidden, inner, bias=bias)
     if family.fused_gate:
@@ -302,7 +302,7 @@ def _describe_gated_mlp(
     return (*up, *down), Saved(narrow_cut=4 * inner)
 
 
-def _describe_experts(config: Config, family: _DecoderFamily) -> Iterator[Part]:
+def _describe_experts(config: Config, family: _DecoderFamily) -> Iterator[_ModelPart]:
     """Yield a mixture of experts: the router, the routed experts and the shared ones."""
     kind, hidden = config["model_type"], int(config["hidden_size"])
     experts, chosen = _count_experts(config), int(config["num_experts_per_tok"])
@@ -334,7 +334,7 @@ def _list_expert_biases(experts: int, inner: int, hidden: int) -> tuple[Paramete
     )
 
 
-def _describe_shared_experts(config: Config, family: _DecoderFamily) -> Iterator[Part]:
+def _describe_shared_experts(config: Config, family: _DecoderFamily) -> Iterator[_ModelPart]:
     """Yield the experts that every token uses."""
     hidden = int(config["hidden_size"])
     if config["model_type"] == "qwen2_moe":

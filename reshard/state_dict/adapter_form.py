@@ -17,7 +17,7 @@ from reshard.model.adapter_names import (
     DEFAULT,
     MAGNITUDE,
     MATRICES,
-    Part,
+    AdapterPart,
     find_parts,
     find_trained_names,
     strip_root,
@@ -59,7 +59,9 @@ def restore_adapter_form(
     return named, replace(model, parameters=parameters, buffers=buffers, tied={}, units=())
 
 
-def _order_by_base(parts: list[Part], model: ModelShapes) -> tuple[list[str], dict[str, str]]:
+def _order_by_base(
+    parts: list[AdapterPart], model: ModelShapes
+) -> tuple[list[str], dict[str, str]]:
     """Return the names in a model with adapters, in its order, and by name in PEFT's file.
 
     A module has ``lora_A`` before ``lora_B`` (PEFT 0.21 ``tuners/lora/layer.py``, ``LoraLayer``).
@@ -85,7 +87,7 @@ def _order_by_base(parts: list[Part], model: ModelShapes) -> tuple[list[str], di
     return list(names.values()), names
 
 
-def _name_in_model(part: Part) -> str:
+def _name_in_model(part: AdapterPart) -> str:
     """Return the name that a tensor of the default adapter has in the model.
 
     PEFT saves an adapter of another name into a folder of that name.

@@ -32,7 +32,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class GroupRule:
     """One group as the user describes it.
 
     Args:
@@ -56,11 +56,11 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class GroupRules:
     """The groups of a file."""
 
     path: Path
-    rules: tuple[Rule, ...]
+    rules: tuple[GroupRule, ...]
     live: tuple[ParamGroup, ...] = ()  # the groups of a live optimizer, which the rules repeat
 
     @property
@@ -70,13 +70,14 @@ class Rules:
 
 
 Made = tuple[WritableState, list[str]]  # a derived state, and notes about it for the user
-ONE = Rules(Path(), (Rule((), (), frozen=False, hyper={}),))  # one group of all parameters
+_ALL = GroupRule((), (), frozen=False, hyper={})
+ONE = GroupRules(Path(), (_ALL,))  # one group of all parameters
 
 
 # The file
 
 
-def read(path: Path) -> Rules:
+def read(path: Path) -> GroupRules:
     """Read the groups of a JSON file.
 
     Raises:
@@ -95,10 +96,10 @@ def read(path: Path) -> Rules:
             "has several groups without match or fqns",
             "only one group can take the remaining parameters",
         )
-    return Rules(path, rules)
+    return GroupRules(path, rules)
 
 
-def _parse_rule(path: Path, number: int, group: Any) -> Rule:
+def _parse_rule(path: Path, number: int, group: Any) -> GroupRule:
     where = f"{_format_option(path)}: group {number}"
     if not isinstance(group, dict):
         raise UsageError(where, "is not a JSON object")
@@ -118,7 +119,7 @@ def _parse_rule(path: Path, number: int, group: Any) -> Rule:
             if frozen is True
             else "has a value of 'frozen' that is neither true nor false",
         )
-    return Rule(
+    return GroupRule(
         tuple(compile_patterns(_parse_texts(where, "match", group.get("match", [])), where)),
         _parse_texts(where, "fqns", group.get("fqns", [])),
         frozen,
@@ -137,7 +138,7 @@ def _format_option(path: Path) -> str:
     return f"--param-groups {path}"
 
 
-def follow_live(state: WritableState, live: tuple[ParamGroup, ...]) -> Rules | None:
+def follow_live(state: WritableState, live: tuple[ParamGroup, ...]) -> GroupRules | None:
     """Return the groups of a live optimizer; None if those of the state have the same order.
 
     DeepSpeed's flat partitions and torch's numbers refer to parameters by their position in the
@@ -147,22 +148,22 @@ def follow_live(state: WritableState, live: tuple[ParamGroup, ...]) -> Rules | N
     wanted = [tuple(tied.get(fqn, fqn) for fqn in group.fqns) for group in live]
     if wanted == [tuple(member.fqn for member in group.members) for group in state.groups]:
         return None
-    rules = (Rule((), fqns, frozen=False, hyper={}) for fqns in wanted)
-    return Rules(Path(), tuple(rules), live)
+    rules = (GroupRule((), fqns, frozen=False, hyper={}) for fqns in wanted)
+    return GroupRules(Path(), tuple(rules), live)
 
 
 # New groups
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
+class _GroupMember:
     """A parameter, and the index of its group in the source."""
 
     member: TrainedParameter
     source: int | None
 
 
-def regroup(state: WritableState, given: Rules) -> Made:
+def regroup(state: WritableState, given: GroupRules) -> Made:
     """Return the state with the groups of a file, each in the order of the weights.
 
     A hyper-parameter that a group does not give is taken from its members' groups in the source.
@@ -234,24 +235,24 @@ def replace_groups(
     return replace(state, manifest=manifest, groups=tuple(groups), regrouped=True), notes
 
 
-def _collect_members(state: WritableState) -> dict[str, _Member]:
+def _collect_members(state: WritableState) -> dict[str, _GroupMember]:
     """Return the members of the source's groups; without groups, every unfrozen parameter."""
     if state.groups:
         return {
-            member.fqn: _Member(member, number)
+            member.fqn: _GroupMember(member, number)
             for number, group in enumerate(state.groups)
             for member in group.members
         }
     return {
-        weight.fqn: _Member(TrainedParameter(weight, {}, None), None)
+        weight.fqn: _GroupMember(TrainedParameter(weight, {}, None), None)
         for weight in state.weights
         if weight.is_float and weight.fqn not in state.manifest.frozen
     }
 
 
 def _follow_empty(
-    state: WritableState, trained: Mapping[str, _Member], given: Rules
-) -> dict[str, _Member]:
+    state: WritableState, trained: Mapping[str, _GroupMember], given: GroupRules
+) -> dict[str, _GroupMember]:
     """Return the members, with exactly those parameters without elements that the rules name.
 
     The optimizer decides whether a group contains them: ZeRO leaves them out (DeepSpeed 0.19.8
@@ -262,7 +263,7 @@ def _follow_empty(
     named = {tied.get(fqn, fqn) for rule in given.rules for fqn in rule.fqns}
     empty = [weight for weight in state.weights if weight.is_float and 0 in weight.shape]
     found = {
-        fqn: _Member(TrainedParameter(weight, {}, None), None)
+        fqn: _GroupMember(TrainedParameter(weight, {}, None), None)
         for weight in empty
         if (fqn := weight.fqn) in named
     }
@@ -271,7 +272,7 @@ def _follow_empty(
 
 
 def _assign(
-    given: Rules, trained: Mapping[str, _Member], tied: Mapping[str, str]
+    given: GroupRules, trained: Mapping[str, _GroupMember], tied: Mapping[str, str]
 ) -> list[list[str]]:
     """Return the names that each rule takes."""
     owners: dict[str, list[int]] = {fqn: [] for fqn in trained}
@@ -304,7 +305,7 @@ def _assign(
     return taken
 
 
-def _refuse_unassigned(given: Rules, owners: Mapping[str, Sequence[int]]) -> None:
+def _refuse_unassigned(given: GroupRules, owners: Mapping[str, Sequence[int]]) -> None:
     none = [fqn for fqn, numbers in owners.items() if not numbers]
     if none:
         raise UsageError(
@@ -322,7 +323,7 @@ def _refuse_unassigned(given: Rules, owners: Mapping[str, Sequence[int]]) -> Non
 
 
 def _merge_hyper(
-    where: str, rule: Rule, state: WritableState, sources: Sequence[int]
+    where: str, rule: GroupRule, state: WritableState, sources: Sequence[int]
 ) -> dict[str, Any]:
     """Return a rule's values, and the other values on which its source groups agree."""
     before = [state.groups[number].hyper for number in sources]
@@ -341,7 +342,9 @@ def _merge_hyper(
     return {**agreed, **rule.hyper}
 
 
-def _decide(given: Rules, number: int, state: WritableState, sources: Sequence[int]) -> Rule:
+def _decide(
+    given: GroupRules, number: int, state: WritableState, sources: Sequence[int]
+) -> GroupRule:
     """Return a rule; with the live optimizer's values, if any, where source groups disagree."""
     rule = given.rules[number]
     if not given.live:

@@ -14,7 +14,7 @@ from reshard.errors import ReshardError, UnsupportedError, UsageError
 from reshard.files import SourceFiles, read_small_file
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, OutputFile, Skeleton
 from reshard.model import adapter_names as names
-from reshard.model.adapter_names import Part
+from reshard.model.adapter_names import AdapterPart
 from reshard.tensors import is_zero
 from reshard.training import companion_files as companions
 from reshard.units import counted, some
@@ -101,13 +101,13 @@ def select_adapter(merge: Merge) -> Merge:
     return replace(merge, manifest=keys.select(manifest, saved), adapter=adapter, tied="keep")
 
 
-def find_only_name(parts: Sequence[Part]) -> str:
+def find_only_name(parts: Sequence[AdapterPart]) -> str:
     """Return the name of the adapter that the tensors belong to; the usual one if not stated."""
     present = {each.adapter for each in parts}
     return present.pop() or names.DEFAULT if len(present) == 1 else names.DEFAULT
 
 
-def _find_name_in_tensors(where: str, name: str, parts: Sequence[Part]) -> str:
+def _find_name_in_tensors(where: str, name: str, parts: Sequence[AdapterPart]) -> str:
     """Return the adapter's name in the names of its tensors; empty if PEFT itself saved them.
 
     Raises:
@@ -128,7 +128,7 @@ def _find_name_in_tensors(where: str, name: str, parts: Sequence[Part]) -> str:
 
 
 def _note_trained_base(
-    manifest: Manifest, saved: Mapping[str, str], parts: Sequence[Part]
+    manifest: Manifest, saved: Mapping[str, str], parts: Sequence[AdapterPart]
 ) -> list[str]:
     """Return a note on trained weights of the base model, which PEFT's file does not contain."""
     apart = {*saved, *manifest.frozen, *(each.fqn for each in parts)}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-Part = Literal["codes", "scales"]
+BlockPart = Literal["codes", "scales"]
 
 _TILE = 6 << 20  # values of a tile, if a block has one stored row: 3 MiB of MXFP4 codes
 _BYTES = 4  # for each value of a tile: codes before and after they are packed, and the release's
@@ -52,7 +52,7 @@ def quantise(values: Entry, pair: QuantisedPair, kept: KeptScales) -> tuple[Entr
     return _build_entry(matrices, "codes"), _build_entry(matrices, "scales")
 
 
-def _build_entry(matrices: Sequence[Matrix], part: Part) -> Entry:
+def _build_entry(matrices: Sequence[Matrix], part: BlockPart) -> Entry:
     entry = matrices[0].find_stored(part)
     chunks = tuple(_build_chunk(matrix, part) for matrix in matrices)
     return Entry(entry.fqn, PARAM, entry.dtype, entry.shape, chunks)
@@ -73,7 +73,7 @@ def _count_tile_rows(pair: QuantisedPair) -> int:
     return min(max(_TILE // weight.columns, 1), weight.rows)
 
 
-def _build_chunk(matrix: Matrix, part: Part) -> Chunk:
+def _build_chunk(matrix: Matrix, part: BlockPart) -> Chunk:
     box, dtype = matrix.find_box(part, 0, matrix.pair.weight.rows), matrix.find_stored(part).dtype
     strides = row_major(box.shape, dtype.itemsize)
     return Chunk(box, Computed(matrix, part).name, 0, strides, dtype)
@@ -134,11 +134,11 @@ class Matrix:
         """The number of stored rows in a tile."""
         return _count_tile_rows(self.pair)
 
-    def find_stored(self, part: Part) -> Entry:
+    def find_stored(self, part: BlockPart) -> Entry:
         """Return the release's codes or scales."""
         return self.pair.codes if part == "codes" else self.pair.scales
 
-    def find_box(self, part: Part | Literal["values"], first: int, count: int) -> Box:
+    def find_box(self, part: BlockPart | Literal["values"], first: int, count: int) -> Box:
         """Return the box of some stored rows of this matrix in the weight, or in a stored part."""
         pair, weight = self.pair, self.pair.weight
         leading, rows = len(pair.shape) - 2, weight.rows
@@ -157,7 +157,7 @@ class Matrix:
         origin[dim], extents[dim] = self.number % cuts * rows + first, count
         return Box(tuple(origin), tuple(extents))
 
-    def compute(self, part: Part, first: int, reader: TileReader) -> Array:
+    def compute(self, part: BlockPart, first: int, reader: TileReader) -> Array:
         """Return the codes or scales of the tile from a stored row on, as they are stored.
 
         Raises:
@@ -178,12 +178,12 @@ class Matrix:
         return self._replace(codes, self._expand(is_same), part, tile, first, reader)
 
     @property
-    def _leading(self) -> Part:
+    def _leading(self) -> BlockPart:
         """The part that a file has first: safetensors sorts by dtype, then by name."""
         return "codes" if self.pair.scales.dtype == self.pair.codes.dtype else "scales"
 
     def _compute_tile(
-        self, part: Part, tile: Box, first: int, reader: TileReader
+        self, part: BlockPart, tile: Box, first: int, reader: TileReader
     ) -> tuple[Array, Array, Array]:
         """Return codes and scales of a tile, and which blocks have the release's values.
 
@@ -210,7 +210,7 @@ class Matrix:
         self,
         computed: Array,
         is_same: Array,
-        part: Part,
+        part: BlockPart,
         tile: Box,
         first: int,
         reader: TileReader,
@@ -224,7 +224,9 @@ class Matrix:
         stored = self._read_stored(part, first, count, reader)
         return stored if is_same.all() else np.where(is_same, stored, computed)
 
-    def _compute_band(self, part: Part, box: Box, reader: TileReader) -> tuple[Array, Array, Array]:
+    def _compute_band(
+        self, part: BlockPart, box: Box, reader: TileReader
+    ) -> tuple[Array, Array, Array]:
         """Return codes and scales of rows of blocks, and whether each has the release's values.
 
         Codes and scales that are not needed are zero: if all blocks have the release's values, and
@@ -289,7 +291,7 @@ class Matrix:
         released = self._read_values(reader, self.released, "released", box)
         return _compare(values, released, weight)
 
-    def _read_stored(self, part: Part, first: int, count: int, reader: TileReader) -> Array:
+    def _read_stored(self, part: BlockPart, first: int, count: int, reader: TileReader) -> Array:
         """Return the release's codes or scales of some rows: a line for each row of blocks."""
         import numpy as np
 
@@ -334,7 +336,7 @@ class Computed:
     """The codes or the scales of a matrix; it implements `derived.Computation`."""
 
     matrix: Matrix
-    part: Part
+    part: BlockPart
 
     @property
     def nbytes(self) -> int:

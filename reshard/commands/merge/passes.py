@@ -29,7 +29,7 @@ from reshard.training.companion_files import Companions, matched_config
 from reshard.weights import Tied, Weights
 
 if TYPE_CHECKING:
-    from reshard.adapters.config import Config
+    from reshard.adapters.config import AdapterConfig
 
 _NO_CONFIG = (
     "there is no config.json beside the checkpoint, and transformers cannot load the output without"
@@ -42,7 +42,7 @@ class Adapter:
     """An adapter: its name, its configuration, the files beside its weights, and notes on it."""
 
     name: str
-    config: Config
+    config: AdapterConfig
     texts: dict[str, bytes]
     notes: list[str]
 
