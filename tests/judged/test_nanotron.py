@@ -199,7 +199,7 @@ def test_a_rank_s_weight_of_another_shape_or_dtype_is_refused(made, says, copied
         ("local_global_slices_pairs", "0,6,None|0,6,None#0,99,None|0,6,None", "is not a slice"),
         ("local_global_slices_pairs", "0,6,None|0,6,None#0,5,None|0,6,None", "differ in size"),
         ("local_global_slices_pairs", "0,5,None|0,6,None#0,5,None|0,6,None", "do not cover"),
-        ("local_global_slices_pairs", "0,6,None|0,6,None#6,12,None|0,6,None", "hold 36 of 72"),
+        ("local_global_slices_pairs", "0,6,None|0,6,None#6,12,None|0,6,None", "contain 36 of 72"),
     ],
 )
 def test_a_header_that_is_wrong_is_refused(copied, key, value, says):
