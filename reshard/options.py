@@ -9,7 +9,7 @@ docs/options.md. The type of a field decides what the command line accepts: a `b
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -257,9 +257,21 @@ class Options:
         Raises:
             UsageError: one of them is given; the message names it.
         """
+        self.refuse_given(names, f"has no effect with {flag}", "leave it out")
+
+    def refuse_given(self, names: Collection[str], problem: str, remedy: str) -> None:
+        """Refuse options that differ from their defaults.
+
+        Args:
+            names: the fields of the options to refuse.
+            problem, remedy: of the error.
+
+        Raises:
+            UsageError: one of them is given; the message names it.
+        """
         for each, value in self._values():
             if each.name in names and _as_json(value) != _as_json(each.default):
-                raise UsageError(each.flags[0], f"has no effect with {flag}", "leave it out")
+                raise UsageError(each.flags[0], problem, remedy)
 
     def shaping_output(self) -> dict[str, Any]:
         """Return the fields on which the bytes of the output depend, name -> value."""

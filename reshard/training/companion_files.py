@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.box import Index
 from reshard.containers.json_files import format_json, read_json_object
@@ -19,6 +19,9 @@ from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, most_common_
 from reshard.quantised.statement import CONFIG, OTHERS, remove_statement
 from reshard.training.batch import BATCH_BEFORE
 from reshard.training.state import WritableState
+
+if TYPE_CHECKING:
+    from reshard.model import ModelShapes
 
 _COMPANIONS = re.compile(
     r"(config|generation_config|hf_quant_config|quantize_config|quant_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
@@ -212,6 +215,22 @@ def config_beside(manifest: Manifest) -> Path | None:
     directory = directory_of(manifest.origin.path)
     folder = companions(None, [directory, directory.resolve().parent]).directory
     return folder / "config.json" if folder else None
+
+
+def describe_beside(manifest: Manifest, wrap: str | None = None) -> ModelShapes | None:
+    """Return the model of the config that `config_beside` finds; None without one.
+
+    Args:
+        wrap: how FSDP 1 wrapped the model, see `ModelHint`.
+
+    Raises:
+        CorruptError: the file is not JSON.
+        UsageError, UnsupportedError: as `ModelHint.shapes`.
+    """
+    from reshard.model import ModelHint  # a merge does not need it
+
+    config = config_beside(manifest)
+    return ModelHint(str(config), wrap).shapes() if config else None
 
 
 def _progress(path: Path, manifest: Manifest) -> bytes:

@@ -45,7 +45,7 @@ _FEWEST = 2  # checkpoints that have an average
 
 
 @dataclass(frozen=True, slots=True)
-class _Weighed:
+class _WeightedCheckpoint:
     """One of the checkpoints: as the user named it, as it was read, and its factor."""
 
     path: Path
@@ -113,7 +113,7 @@ def list_sources(paths: Sequence[Path], options: AverageOptions) -> list[Path]:
     if len(paths) != 1:
         raise UsageError(
             f"--last {options.last}",
-            f"--last takes the checkpoints of one run, but {len(paths)} paths were given",
+            f"takes the checkpoints of one run, but {len(paths)} paths were given",
             "pass the directory of one run",
         )
     return _list_newest(paths[0], options.last)
@@ -158,7 +158,7 @@ def _open(path: Path, options: AverageOptions) -> Manifest:
 
 def _weigh(
     paths: Sequence[Path], manifests: Sequence[Manifest], options: AverageOptions
-) -> list[_Weighed]:
+) -> list[_WeightedCheckpoint]:
     """Return the checkpoints with their factors, in the order of the sum.
 
     Raises:
@@ -175,7 +175,7 @@ def _weigh(
     elif options.weights is not None:
         weights = parse_weights(options.weights, len(ranks))
     given: Sequence[Fraction | None] = weights or [None] * len(ranks)
-    members = [_Weighed(*each) for each in zip(paths, manifests, given, strict=True)]
+    members = [_WeightedCheckpoint(*each) for each in zip(paths, manifests, given, strict=True)]
     return [members[number] for number in find_order(ranks)]
 
 
@@ -214,7 +214,9 @@ def _check_steps(ranks: Sequence[Rank]) -> None:
             )
 
 
-def _plan(members: Sequence[_Weighed], output: Path, options: AverageOptions) -> Job[AverageReport]:
+def _plan(
+    members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions
+) -> Job[AverageReport]:
     """Plan the files of the means as `merge` lays them out.
 
     Raises:
@@ -232,7 +234,7 @@ def _plan(members: Sequence[_Weighed], output: Path, options: AverageOptions) ->
 
 
 def _plan_layout(
-    members: Sequence[_Weighed], output: Path, options: AverageOptions, report_as: str
+    members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions, report_as: str
 ) -> Job[AverageReport]:
     """Plan the files of the means in a layout of `split`, as those of a model of its own.
 
@@ -280,7 +282,7 @@ class _Means:
     averaged: matching.Averaged
     merges: Sequence[Merge]
 
-    def describe(self, members: Sequence[_Weighed]) -> dict[str, Any]:
+    def describe(self, members: Sequence[_WeightedCheckpoint]) -> dict[str, Any]:
         """Return the fields of a report that do not depend on the layout of the output."""
         is_equal = members[0].weight is None
         what = (
@@ -305,7 +307,9 @@ class _Means:
         }
 
 
-def _average(members: Sequence[_Weighed], output: Path, options: AverageOptions) -> _Means:
+def _average(
+    members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions
+) -> _Means:
     """Choose the weights of all checkpoints, and compute which means are written.
 
     Raises:
@@ -329,7 +333,9 @@ def _average(members: Sequence[_Weighed], output: Path, options: AverageOptions)
     return _Means(result, averaged, merges)
 
 
-def _join_warnings(members: Sequence[_Weighed], merges: Sequence[Merge]) -> Iterator[str]:
+def _join_warnings(
+    members: Sequence[_WeightedCheckpoint], merges: Sequence[Merge]
+) -> Iterator[str]:
     """Yield the warnings of all checkpoints; one that not all have names its checkpoints."""
     paths: dict[str, list[str]] = defaultdict(list)
     for member, merge in zip(members, merges, strict=True):
@@ -345,7 +351,7 @@ def _as_float(weight: Fraction | None) -> float | None:
 
 
 def _choose_weights(
-    members: Sequence[_Weighed], output: Path, options: AverageOptions
+    members: Sequence[_WeightedCheckpoint], output: Path, options: AverageOptions
 ) -> Iterator[Merge]:
     """Yield the merge of each checkpoint with its weights chosen, in the same order.
 
@@ -378,7 +384,7 @@ def _count_weights(last: Weights, every: Sequence[Weights], averaged: matching.A
     )
 
 
-def _describe_member(member: _Weighed, count: int) -> dict[str, object]:
+def _describe_member(member: _WeightedCheckpoint, count: int) -> dict[str, object]:
     return {
         "path": str(member.path),
         "format": member.manifest.origin.description,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from reshard.averages.coefficients import EMA, WEIGHTS
@@ -74,22 +74,11 @@ class AverageOptions(
                 "merge each checkpoint with --replicas mean first, or pass --replicas first",
             )
         if self.to is None:
-            self._refuse(
+            self.refuse_given(
                 _OF_LAYOUTS, "has no effect without --to", "name a layout, or leave it out"
             )
         else:
-            self._refuse(_OF_MODELS, f"has no effect with --to {self.to}", "leave it out")
-
-    def _refuse(self, names: Iterable[str], problem: str, remedy: str) -> None:
-        """Refuse options that the chosen output does not use.
-
-        Raises:
-            UsageError: the first one that was given.
-        """
-        given = self.given()
-        for each in options_of(type(self)):
-            if each.name in names and each.name in given:
-                raise UsageError(each.flags[0], problem, remedy)
+            self.refuse_beside(f"--to {self.to}", *_OF_MODELS)
 
     def for_merge(self) -> MergeOptions:
         """Return the options with which `merge` would write one of the checkpoints."""

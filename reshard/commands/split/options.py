@@ -62,7 +62,7 @@ class NewOptimizerOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions(NewOptimizerOptions, TargetOptions, NamingOptions):
-    """What is written of a training state, and how it is laid out."""
+    """Options that choose the part of a training state to write, and its layout."""
 
     dtype: str | None = option(
         None,

@@ -15,13 +15,13 @@ from reshard.layout import mesh, tensor_parallel
 from reshard.layout.mesh import MeshGrid
 from reshard.layout.tensor_parallel import TensorPlan
 from reshard.manifest import Manifest
-from reshard.model import ModelHint, ModelShapes
+from reshard.model import ModelShapes
 from reshard.model_parallel import sizes
 from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.options import options_of
 from reshard.paths import as_path
 from reshard.training import trainer_run
-from reshard.training.companion_files import config_beside
+from reshard.training.companion_files import describe_beside
 
 
 def choose_writer(manifest: Manifest, options: SplitOptions) -> Writer:
@@ -144,8 +144,7 @@ def _choose_tensor_plan(
     if options.tp_plan is not None:
         return tensor_parallel.read(as_path(options.tp_plan), model)
     if model is None:
-        config = config_beside(manifest)
-        model = ModelHint(str(config)).shapes() if config else None
+        model = describe_beside(manifest)
     return tensor_parallel.of_model(model) if model else None
 
 

@@ -190,7 +190,7 @@ class OurTrainer(_StateDicts):
 
     def resolve(self, request: Request, source: Manifest, options: TargetOptions) -> Request:
         """Return the request with the run's files per rank, and with its flat parameters."""
-        from reshard.training.companion_files import config_beside
+        from reshard.training.companion_files import describe_beside
 
         run = request.run
         if run is None:
@@ -199,11 +199,7 @@ class OurTrainer(_StateDicts):
             request = replace(request, rank_files=True)
         # Flat parameters can only be cut with the model's units; the run states how it was wrapped.
         if request.model is None and run.is_flat:
-            config = config_beside(source)
-            if config is not None:
-                from reshard.model import ModelHint
-
-                request = replace(request, model=ModelHint(str(config), run.wrap).shapes())
+            request = replace(request, model=describe_beside(source, run.wrap))
         return request
 
     def settings_of_run(self, request: Request) -> Mapping[str, str]:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.manifest import Manifest
-from reshard.model import ModelHint, ModelShapes, library
+from reshard.model import ModelShapes, library
 from reshard.model.adapter_names import MATRICES, parse_part
-from reshard.training.companion_files import config_beside
+from reshard.training.companion_files import describe_beside
 from reshard.training.param_groups import replace_groups
 from reshard.training.state import TrainedGroup, WritableState
 
@@ -34,9 +34,11 @@ def adapt_groups(
         model: the model, if the user described it; otherwise a config beside the source is used.
     """
     notes: list[str] = []
-    config = state.manifest.train.config
-    if len(state.groups) == 1 and isinstance(config, dict) and "optimizer" in config:
-        decays = find_decays(state.groups[0].fqns, model or _find_model(state.manifest))
+    if len(state.groups) == 1 and _has_deepspeeds_optimizer(state.manifest):
+        fqns = state.groups[0].fqns
+        decays = find_decays(fqns, model)
+        if decays is None and model is None and library.is_installed():
+            decays = find_decays(fqns, describe_beside(state.manifest))
         if decays is not None:
             state, notes = _divide(state, decays)
     # Its scheduler adds this key, and DCP loads no group without it. The value is not used again.
@@ -49,10 +51,15 @@ def adapt_groups(
     return replace(state, groups=tuple(groups)), notes
 
 
-def may_be_refused(state: WritableState) -> bool:
+def may_differ_in_deepspeed(state: WritableState) -> bool:
     """Return whether a DeepSpeed engine has other groups if it makes the optimizer itself."""
-    config = state.manifest.train.config
-    return len(state.groups) > 1 and not (isinstance(config, dict) and "optimizer" in config)
+    return len(state.groups) > 1 and not _has_deepspeeds_optimizer(state.manifest)
+
+
+def _has_deepspeeds_optimizer(manifest: Manifest) -> bool:
+    """Return whether DeepSpeed made the optimizer of the source, as its configuration states."""
+    config = manifest.train.config
+    return isinstance(config, dict) and "optimizer" in config
 
 
 def find_decays(fqns: Sequence[str], model: ModelShapes | None) -> list[bool] | None:
@@ -72,14 +79,9 @@ def _decays(fqn: str, model: ModelShapes | None) -> bool | None:
     part = parse_part(fqn)
     if part is not None and part.role in MATRICES:
         return True
-    known = model is not None and fqn in model.parameters
-    return fqn not in model.layer_norms if model is not None and known else None
-
-
-def _find_model(manifest: Manifest) -> ModelShapes | None:
-    """Return the model of the config beside the source."""
-    config = config_beside(manifest)
-    return ModelHint(str(config)).shapes() if config and library.is_installed() else None
+    if model is None or fqn not in model.parameters:
+        return None
+    return fqn not in model.layer_norms
 
 
 def _divide(state: WritableState, decays: Sequence[bool]) -> tuple[WritableState, list[str]]:

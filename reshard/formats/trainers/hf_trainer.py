@@ -171,11 +171,11 @@ def describe_derived(state: WritableState, *, deepspeed: bool, weights_only: boo
     if weights_only:
         return
     found = _get_scheduler(state)
-    if deepspeed and hf_param_groups.may_be_refused(state):
+    if deepspeed and hf_param_groups.may_differ_in_deepspeed(state):
         yield (
-            f"has {len(state.groups)} param groups, and DeepSpeed makes one if its configuration"
-            " names the optimizer: leave optimizer and scheduler out of the configuration of the"
-            " new run, or write one group with --param-groups"
+            f"the optimizer has {len(state.groups)} param groups, and DeepSpeed makes one if its"
+            " configuration names the optimizer: leave optimizer and scheduler out of the"
+            " configuration of the new run, or write one group with --param-groups"
         )
     if not deepspeed and len(state.groups) != hf_param_groups.COUNT:
         yield (
