@@ -47,10 +47,14 @@ SWAPPED = (  # engines whose optimizer, and in one case whose weights, are in fi
 FROM_DCP = Resumed("z3_bf16", "z2_bf16", 3, 2)
 
 
+def resume_live(runs, made, place, **how):
+    """Return for each run what real engines have after a load without files."""
+    return resume_all({run: made / run.source / "run" for run in runs}, place, live=True, **how)
+
+
 @pytest.fixture(scope="module")
 def resumed(made, tmp_path_factory):
-    directories = {run: made / run.source / "run" for run in RUNS}
-    return resume_all(directories, tmp_path_factory.mktemp("live"), live=True)
+    return resume_live(RUNS, made, tmp_path_factory.mktemp("live"))
 
 
 def test_an_engine_continues_from_another_framework(made, tmp_path):
@@ -68,8 +72,7 @@ def test_an_engine_continues_from_any_layout(run, resumed, made):
 
 @pytest.fixture(scope="module")
 def offloaded(made, tmp_path_factory):
-    directories = {run: made / run.source / "run" for run in OFFLOADED}
-    return resume_all(directories, tmp_path_factory.mktemp("offloaded"), live=True)
+    return resume_live(OFFLOADED, made, tmp_path_factory.mktemp("offloaded"))
 
 
 @pytest.mark.parametrize("run", OFFLOADED, ids=str)
@@ -81,8 +84,7 @@ def test_offloaded_parameters_and_optimizers_are_loaded(run, offloaded, made):
 def swapped(request, made, tmp_path_factory):
     if not request.config.getoption("--nvme"):
         pytest.skip("needs DeepSpeed's aio op (libaio-dev, minutes of compiling): give --nvme")
-    directories = {run: made / run.source / "run" for run in SWAPPED}
-    return resume_all(directories, tmp_path_factory.mktemp("swapped"), live=True)
+    return resume_live(SWAPPED, made, tmp_path_factory.mktemp("swapped"))
 
 
 @pytest.mark.parametrize("run", SWAPPED, ids=str)
@@ -98,8 +100,7 @@ def test_weights_are_loaded_into_an_engine_with_nvme(how, swapped, made, tmp_pat
 
 @pytest.fixture(scope="module")
 def regrouped(made, tmp_path_factory):
-    directories = {run: made / run.source / "run" for run in OTHER_GROUPS}
-    return resume_all(directories, tmp_path_factory.mktemp("groups"), live=True)
+    return resume_live(OTHER_GROUPS, made, tmp_path_factory.mktemp("groups"))
 
 
 @pytest.mark.parametrize("run", OTHER_GROUPS, ids=str)
@@ -124,8 +125,7 @@ def test_weights_are_loaded_without_the_optimizer(how, made, tmp_path):
 
 
 def assert_weights_alone(made, place, runs, how):
-    directories = {run: made / run.source / "run" for run in runs}
-    got = resume_all(directories, place, live=True, **how)
+    got = resume_live(runs, made, place, **how)
     for run in runs:
         assert isinstance(got[run], dict), got[run]
         loaded, wanted = got[run]["loaded"], find_reference(made, run.source)
