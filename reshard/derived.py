@@ -74,7 +74,7 @@ class Derived(str):
 
     @property
     def detail(self) -> str:
-        """What distinguishes the bytes from others that are computed from the same file."""
+        """The text that distinguishes the bytes from others of the same file."""
         return self.partition("\0")[2]
 
     def __getnewargs__(self) -> tuple[str, str, Computation]:  # type: ignore[override]

@@ -8,7 +8,7 @@ from reshard.attributes import replace_attributes
 
 
 class Library:
-    """What another library defines."""
+    """Stands for a class of another library."""
 
     def __init__(self):
         self.own = 1

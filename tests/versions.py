@@ -35,7 +35,7 @@ SHOWN = ("torch", "transformers", "numpy", "safetensors", "click")
 
 @dataclass(frozen=True)
 class Row:
-    """One environment: the versions that pip must choose; of other packages it takes the newest.
+    """An environment: the versions that pip must choose. It takes the newest of other packages.
 
     Args:
         extra: the extra of reshard that is installed; without ``test``, only the commands run.

@@ -337,7 +337,7 @@ def _resolve_fairscale(
             continue
         if not isinstance(value, LocalTensors):
             raise CorruptError(
-                where, f"shard_metadata lists {key!r} as a flat parameter, but it is none"
+                where, f"shard_metadata lists {key!r} as a flat parameter, but it is not one"
             )
         pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
         tensors.update(unit.tensors(flat_params.locate_pieces(pieces, unit.numel)))

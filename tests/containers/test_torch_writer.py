@@ -1,4 +1,4 @@
-"""What we lay out and fill is, byte for byte, what ``torch.save`` writes of the same object.
+"""Compare the files that we lay out and fill with those of ``torch.save``, byte for byte.
 
 torch 2.6 writes the same records but two (`tests.support.installed`): with it, the records are
 compared, and torch 2.6 must load our files.

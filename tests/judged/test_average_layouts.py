@@ -27,13 +27,13 @@ OF_A_RUN = ("trainer",)  # python -m trainer needs the settings of a run of its 
 
 @pytest.fixture
 def mixed(tag):  # noqa: F811
-    """One checkpoint of a run of every framework."""
+    """Return a checkpoint of one run of each framework."""
     return [tag(*each) for each in MIXED.items()]
 
 
 @pytest.fixture
 def mean(truth):  # noqa: F811
-    """The mean of these checkpoints, as torch computes it in the stated arithmetic."""
+    """Return the mean of these checkpoints, as torch computes it in the stated arithmetic."""
     weights = [truth(*each) for each in MIXED.items()]
     return {name: mean_of(weights, name) for name in weights[0]}
 
@@ -51,7 +51,7 @@ def names_of(reader):
 
 @pytest.mark.parametrize("to", sorted(list_built_in_writers().keys() - {*OF_A_RUN}))
 def test_every_layout_has_the_values_of_the_safetensors(mixed, tmp_path, groups, to):
-    """The same tensors as in two steps, through a model's directory."""
+    """Compare with two steps: average to a model's directory, then split it."""
     options = {"init_optimizer": "none"}
     if to == "ds-universal":
         options = {"init_optimizer": "zeros", "param_groups": groups}

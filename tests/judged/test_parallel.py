@@ -243,7 +243,7 @@ ONLY_WEIGHTS = [  # layers that share a module: only the list of parameters has 
 
 @pytest.fixture(scope="module")
 def weights_loaded(made, tmp_path_factory):
-    """What real DeepSpeed loads from each, and the directories."""
+    """Return the directories, and the values that real DeepSpeed loads from each."""
     from tests.judges import parallel_judge
 
     runs = []

@@ -103,7 +103,7 @@ def test_an_adapter_is_resumed_with_every_bit_and_the_losses_of_split(name, save
 
 
 def test_the_base_model_tells_the_order_of_an_adapter(saved, tmp_path):
-    """It is passed, or ``adapter_config.json`` names its directory."""
+    """Pass it, or let ``adapter_config.json`` name its directory."""
     source, truth = saved["ddp"]
     copy = Path(shutil.copytree(source, tmp_path / "checkpoint-3"))
     base = save_base(tmp_path / "base")

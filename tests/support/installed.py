@@ -1,4 +1,4 @@
-"""What the installed torch and safetensors write, for tests that compare our files with theirs.
+"""Tell what the installed torch and safetensors write, to compare our files with theirs.
 
 reshard writes the archive of torch 2.7 and later, and every dtype of safetensors 0.8. The oldest
 versions that `tests/versions.py` installs, torch 2.6 and safetensors 0.4.3, lack a part of both.

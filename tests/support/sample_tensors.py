@@ -1,4 +1,4 @@
-"""One tensor for every shape, stride and dtype that a checkpoint can contain.
+"""Make a tensor for every shape, stride and dtype that a checkpoint can contain.
 
 All code that reads, plans, casts or writes tensors is tested with all of them.
 """
