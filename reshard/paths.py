@@ -1,4 +1,4 @@
-"""Conversion of text to paths: local paths, or paths in an object store for URLs."""
+"""Paths: local ones, those in an object store for URLs, and the rank that a file name states."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 # pathlib collapses two slashes into one, so a URL that has been a Path has only one left.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(?://|/(?=[^/]))(.+)", re.DOTALL)
+# In DeepSpeed's names, mp_rank and expp_rank are the tensor-parallel and the expert-parallel rank,
+# whose files several ranks share. ``__0_1.distcp`` and ``shard-0-model-...`` are files of DCP.
+_RANK = re.compile(r"(?:(?<!mp_)(?<!expp_)(?<![a-z])rank[-_]?|(?:^|/)(?:__|shard-))(\d+)")
 
 
 def as_path(where: str | os.PathLike[str]) -> Path:
@@ -30,3 +33,15 @@ def is_remote(where: str) -> bool:
     The name of an escaped text inside a remote file (`reshard.escaped`) is not a URL.
     """
     return "://" in where and "\0" not in where
+
+
+def find_rank(name: str) -> int | None:
+    """Return the rank that a file name states; None if it states none.
+
+    >>> find_rank("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), find_rank("__12_0.distcp")
+    (3, 12)
+    >>> find_rank("expp_rank_1_mp_rank_00_optim_states.pt") is None
+    True
+    """
+    match = _RANK.search(name)
+    return int(match[1]) if match else None

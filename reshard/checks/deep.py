@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,12 +28,10 @@ from reshard.files import SourceFiles
 from reshard.identity.crosscheck import are_comparable
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.model import ModelShapes
-from reshard.paths import as_path
+from reshard.paths import as_path, find_rank
 from reshard.training.optimizers import NEVER_NEGATIVE
 from reshard.units import counted, some
 
-# In DeepSpeed's names, mp_rank and expp_rank are the tensor-parallel and the expert-parallel rank.
-_RANK = re.compile(r"(?<!mp_)(?<!expp_)rank[-_]?(\d+)|^__(\d+)_\d+\.distcp$|^shard-(\d+)-")
 # torch 2.13 ``distributed/fsdp/_flat_param.py`` (``_FLAT_PARAM_PADDING_VALUE``) fills the padding
 # between parameters with this number. The padding of shards, also of FSDP 2's rows, is zero.
 _FSDP_PADDING = 42.0
@@ -235,9 +232,10 @@ def _describe_mismatch(each: Mismatch, what: str) -> str:
 def _describe_location(entry: Entry, flat: int) -> str:
     """Return the file, and the rank if its name has one, that store an element."""
     path = as_path(list_files(find_chunk(entry, index_of(flat, entry.shape)).file)[0])
-    match = _RANK.search(path.name) or _RANK.search(path.parent.name)
-    rank = next((number for number in match.groups() if number), "") if match else ""
-    return f"in {path}" + (f" (rank {int(rank)})" if rank else "")
+    rank = find_rank(path.name)
+    if rank is None:
+        rank = find_rank(path.parent.name)
+    return f"in {path}" + ("" if rank is None else f" (rank {rank})")
 
 
 def check_padding(manifest: Manifest, block_bytes: int) -> Check:

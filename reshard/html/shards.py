@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 from reshard.box import Index, row_major
 from reshard.manifest import Entry, Manifest, Skeleton
+from reshard.paths import find_rank
 
 MOST_PIECES = 100_000  # per map; about 5 MB before compression
-# ``mp_rank`` is a tensor-parallel rank: all data-parallel ranks of DeepSpeed share that file.
-_RANK = re.compile(r"(?:(?<!mp_)(?<![a-z])rank[-_]?|^__|/__)(\d+)")
 
 
 class MapPiece(NamedTuple):
@@ -157,18 +156,6 @@ def _sum_kinds(rows: Iterable[MapRow], tensors: Sequence[Entry]) -> dict[str, in
             kind = tensors[piece.tensor].kind
             sizes[kind] = sizes.get(kind, 0) + piece.nbytes
     return sizes
-
-
-def find_rank(name: str) -> int | None:
-    """Return the rank that a file name states; None if it states none.
-
-    >>> find_rank("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), find_rank("__12_0.distcp")
-    (3, 12)
-    >>> find_rank("mp_rank_00_model_states.pt") is None
-    True
-    """
-    match = _RANK.search(name)
-    return int(match[1]) if match else None
 
 
 def _make_natural_key(name: str) -> list[tuple[bool, int, str]]:
