@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.keys import Edits
@@ -140,3 +141,74 @@ def test_a_fused_optimizer_in_another_order_is_not_guessed(tmp_path):
     assert report.from_master == 0
     with pytest.raises(reshard.errors.IncompleteError, match="no file states which parameters"):
         reshard.split(run, tmp_path / "s", world_size=3)
+
+
+def test_states_of_data_efficiency_are_written_as_they_are(tmp_path):
+    """DeepSpeed's curriculum sampler keeps a numpy random state and numpy integers."""
+    random = np.random.RandomState(3).get_state()
+    sampler = {"batch": [4, 2], "data_cluster_current_position": [np.int64(36)]}
+    sampler |= {"current_difficulties": {"seqlen": 7}, "np_rng_state": random}
+    ltd = {"consumed_layer_tokens": 1752, "current_value": 18}
+    run = shutil.copytree(FUSED, tmp_path / "run")
+    edit_file(
+        next(run.rglob("mp_rank_00_model_states.pt")),
+        lambda root: root.update(data_sampler=sampler, random_ltd=ltd),
+    )
+    report = reshard.split(run, tmp_path / "s", world_size=3)
+    assert not any("not copied" in note for note in report.notes)
+    (path,) = (tmp_path / "s").rglob("mp_rank_00_model_states.pt")
+    found = torch.load(path, weights_only=False)
+    assert found["random_ltd"] == ltd
+    kept = found["data_sampler"]
+    assert kept["np_rng_state"][0] == "MT19937"
+    assert np.array_equal(kept["np_rng_state"][1], random[1])
+    assert kept["np_rng_state"][2:] == random[2:]
+    assert {**kept, "np_rng_state": random} == sampler
+
+
+def test_buffers_inside_random_ltd_are_found(tmp_path):
+    """DeepSpeed 0.19.8 hides the wrapper in the module's names, but not in ``buffer_names``."""
+    case = KEPT / "deepspeed_0.19.8" / "z3_nvme_sub"
+    run = shutil.copytree(case / "run", tmp_path / "run")
+    for path in run.rglob("*model_states.pt"):
+        edit_file(path, wrap_buffers)
+    truth = torch.load(case / "truth.pt", weights_only=False)
+    reshard.merge(run, tmp_path / "m.safetensors", dtype="bf16")
+    merged = load_file(tmp_path / "m.safetensors")
+    for name, buffer in truth["buffers"].items():
+        assert merged[name].dtype == buffer.dtype
+        assert torch.equal(merged[name], buffer)
+
+
+def wrap_buffers(root):
+    names = [name.rpartition(".") for name in root["buffer_names"]]
+    root["buffer_names"] = [
+        f"{layer}.random_ltd_layer.{name}" if layer else f"random_ltd_layer.{name}"
+        for layer, _, name in names
+    ]
+
+
+def test_a_shard_of_a_base_weight_is_not_the_weight(tmp_path):
+    """DeepSpeed 0.19.8 saves the first rank's shard alone of an OptimizedLinear's weight."""
+    whole = torch.randn(24, 16).bfloat16()
+    run = shutil.copytree(FUSED, tmp_path / "run")
+    layer = {
+        "q.weight": whole.flatten()[:192].clone(),
+        "q.lora_weight_1.weight": torch.ones(4, 16).bfloat16(),
+        "q.lora_weight_2.weight": torch.ones(24, 4).bfloat16(),
+    }
+    edit_file(
+        next(run.rglob("mp_rank_00_model_states.pt")), lambda root: root["module"].update(layer)
+    )
+    with pytest.raises(reshard.errors.IncompleteError, match=r"lists 'q\.weight', but no rank"):
+        reshard.merge(run, tmp_path / "m.safetensors")
+    with pytest.raises(reshard.errors.IncompleteError, match=r"lists 'q\.weight', but no rank"):
+        reshard.split(run, tmp_path / "s", world_size=3)
+    with reshard.open(FUSED) as checkpoint:
+        norm = checkpoint["norm.bias"][...].clone()
+    save_file({"q.weight": whole, "norm.bias": norm}, tmp_path / "base.safetensors")
+    report = reshard.merge(
+        run, tmp_path / "m.safetensors", fill_missing_from=tmp_path / "base.safetensors"
+    )
+    assert any("base_weight_sharding" in text for text in report.warnings)
+    assert torch.equal(load_file(tmp_path / "m.safetensors")["q.weight"], whole)

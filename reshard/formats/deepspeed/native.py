@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from reshard import counts
@@ -48,6 +49,9 @@ from reshard.manifest import (
     most_common_dtype,
 )
 from reshard.pickles import trust
+from reshard.units import some
+
+_LISTED = 4
 
 # What DeepSpeed leaves in padding, as every real checkpoint that was tried shows. Stages 1 and 2
 # (0.19.8 ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned``) fill it with zeros; its gradient
@@ -197,6 +201,7 @@ def _assemble(
     order = {name: index for index, name in enumerate(first.module)}
     # sorted() is stable: of one parameter, the module's copy precedes its master and its slots.
     entries = sorted([*module, *kept], key=lambda entry: order.get(entry.fqn, len(order)))
+    entries = _drop_base_shards(entries, warnings)
     opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
     without_frozen = _excludes_frozen(first, stage)
     return Manifest(
@@ -337,6 +342,31 @@ def _drop_older_masters(optimizer: OptimizerContent, module: Collection[str]) ->
             " at each selection of columns"
         )
     return kept
+
+
+def _drop_base_shards(entries: Sequence[Entry], warnings: list[str]) -> list[Entry]:
+    """Return the entries without base weights of which the files hold one rank's shard.
+
+    DeepSpeed 0.19.8 ``linear/optimized_linear.py``: with ``base_weight_sharding``, each rank has a
+    1-d part of a layer's ``weight``. The engine saves that of the first rank alone.
+    """
+    shapes = {entry.fqn: entry.shape for entry in entries}
+    shards = []
+    for fqn, shape in shapes.items():
+        layer = fqn.removesuffix("weight")
+        first, second = (shapes.get(f"{layer}lora_weight_{n}.weight", ()) for n in (1, 2))
+        if (
+            len(shape) == 1
+            and len(first) == len(second) == 2
+            and prod(shape) < second[0] * first[1]
+        ):
+            shards.append(fqn)
+    if shards:
+        warnings.append(
+            "DeepSpeed's base_weight_sharding (OptimizedLinear) shards frozen weights over the"
+            f" ranks and saves the first rank's shard alone: {some(shards, _LISTED)}"
+        )
+    return [entry for entry in entries if entry.fqn not in shards]
 
 
 def _find_frozen(

@@ -23,7 +23,10 @@ from reshard.state_dict.plain_values import to_plain
 # An enum is pickled as a call of its class with the value, which alone is kept.
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
-_CHECKPOINTED = "_checkpoint_wrapped_module"
+# Wrappers whose names are missing in the saved module and present in lists beside it: torch's
+# ``checkpoint_wrapper`` in all of them, DeepSpeed's random-LTD in those made at the save (0.19.8
+# ``data_routing/helper.py``, ``remove_random_ltd_state_dict``).
+_HIDDEN = frozenset({"_checkpoint_wrapped_module", "random_ltd_layer"})
 _FRAGMENTS = "frozen_param_fragments"
 
 Shapes = list[dict[str, Index]]  # one dict for each flat tensor: fqn -> shape, in flat order
@@ -266,15 +269,18 @@ def open_model(path: Path, cache: PickleCache | None = None) -> ModelStates:
 
 
 def unwrap_name(listed: str, module: Container[str]) -> str:
-    """Return the name that the module has for a parameter inside torch's ``checkpoint_wrapper``.
+    """Return the name that the module has for a tensor inside a wrapper that hides itself.
 
-    The wrapper hides itself from ``state_dict``, but not from ``named_parameters``, from which
-    DeepSpeed takes the names that it lists.
+    DeepSpeed takes the names that it lists from ``named_parameters``, which shows the wrapper.
     """
-    if _CHECKPOINTED not in listed or listed in module:
+    if not _is_wrapped(listed) or listed in module:
         return listed
-    bare = ".".join(part for part in listed.split(".") if part != _CHECKPOINTED)
+    bare = ".".join(part for part in listed.split(".") if part not in _HIDDEN)
     return bare if bare in module else listed
+
+
+def _is_wrapped(name: str) -> bool:
+    return not _HIDDEN.isdisjoint(name.split("."))
 
 
 def unwrap_names(models: Sequence[ModelStates]) -> list[ModelStates]:
@@ -283,7 +289,7 @@ def unwrap_names(models: Sequence[ModelStates]) -> list[ModelStates]:
     Of the ranks after the first, only the fragments of frozen parameters are used.
     """
     first = models[0]
-    if not any(_CHECKPOINTED in name for name in first.declared_names):
+    if not any(map(_is_wrapped, first.declared_names)):
         return list(models)
     module, root = first.module, first.root
 

@@ -32,7 +32,8 @@ ENGINE_KEYS = frozenset(
     universal_checkpoint_info
     """.split()
 )
-_OPAQUE_KEYS = ("data_sampler", "random_ltd", "universal_checkpoint_info")
+_DATA_KEYS = ("data_sampler", "random_ltd")  # states of data efficiency, written as they are
+_OPAQUE_KEYS = (*_DATA_KEYS, "universal_checkpoint_info")
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
@@ -85,6 +86,8 @@ def read_train_state(
     root = model.root
     own = {key: root[key] for key in root if key not in ENGINE_KEYS}
     client = {str(key): to_plain(value) for key, value in own.items()}
+    opaque = {key: root[key] for key in _OPAQUE_KEYS if root.get(key) is not None}
+    own |= {key: opaque[key] for key in _DATA_KEYS if key in opaque}
     own[SCHEDULER] = root.get("lr_scheduler")
     clip = optimizer_root.get("clip_grad")  # absent at stage 3
     return TrainState(
@@ -98,7 +101,7 @@ def read_train_state(
         clip=clip if isinstance(clip, (int, float)) else None,
         client=client,
         config=to_plain(root.get("ds_config")),
-        opaque={key: to_plain(root[key]) for key in _OPAQUE_KEYS if root.get(key) is not None},
+        opaque={key: to_plain(value) for key, value in opaque.items()},
         objects=keep_own_values(own, own),
     )
 
