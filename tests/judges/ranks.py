@@ -8,6 +8,7 @@ part; the ``server`` side starts it as ``python -m <module> JOBS`` and reads a l
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import TCPStore
 
 RANKS_AT_ONCE = 4
 POLL_SECONDS = 0.01
@@ -104,13 +106,46 @@ def join_group(job: Job, rank: int) -> None:
         "LOCAL_WORLD_SIZE": str(job.world),
     }
     torch.set_num_threads(1)
+    timeout = timedelta(seconds=job.limit_s)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{job.out / '.rendezvous'}",
+        store=dist.PrefixStore(str(job.out), _open_store(timeout)),
         rank=rank,
         world_size=job.world,
-        timeout=timedelta(seconds=job.limit_s),
+        timeout=timeout,
     )
+
+
+@functools.cache
+def _serve_store() -> int:
+    """Start the store in which all ranks of this process meet, and return its port.
+
+    Megatron and DeepSpeed make a dozen groups, each of which costs 30 ms with a store in a file.
+    The store has a process of its own, because it has a thread, and a fork of a process with
+    threads may wait forever for a lock. It ends with this process and its ranks.
+    """
+    from torch.distributed import TCPStore
+
+    port, send = os.pipe()
+    alive, _held_open = os.pipe()
+    if os.fork() == 0:
+        os.close(_held_open)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(send, str(store.port).encode())
+        os.close(send)
+        os.read(alive, 1)  # returns when no process is left that has the other end
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(port) as answer:
+        return int(answer.read())
+
+
+def _open_store(timeout: timedelta) -> TCPStore:
+    """Connect to the store of the process from which this rank was forked."""
+    from torch.distributed import TCPStore
+
+    port = _serve_store()
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def import_all(modules: Iterable[str]) -> None:
@@ -176,6 +211,7 @@ def serve(
     os.dup2(2, 1)  # compilers and frameworks print: stdout is kept apart for the reports
     missing = prepare(jobs)
     _vary_runs()
+    _serve_store()
     gc.freeze()
     for job in jobs:
         if job.case in missing:
