@@ -10,17 +10,20 @@ import json
 import pickle
 import re
 import shutil
+import tarfile
 import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
 from reshard import formats
 from reshard.box import row_major, whole
 from reshard.chunks import Chunk
+from reshard.containers import torch_reader
 from reshard.dtypes import FLOAT32
 from reshard.errors import (
     CorruptError,
@@ -46,6 +49,7 @@ DIST = DATA / "llama_buckets_dp2" / "torch_dist"  # dp_reshardable, several buck
 RANGES = (
     DATA.parent / "megatron_core_0.15.3" / "llama_dp2" / "torch_dist"
 )  # fully_sharded_model_space
+PACKED = DATA.parent / "megatron_core_0.9.0" / "mixtral_ep2.tar.xz"
 STEP = "iter_0000003"
 
 
@@ -60,12 +64,30 @@ def dist(tmp_path):
     return shutil.copytree(DIST, tmp_path / "run")
 
 
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+    """Two forms of a run of core 0.9.0."""
+    folder = tmp_path_factory.mktemp("old")
+    with tarfile.open(PACKED) as packed:
+        packed.extractall(folder, filter="data")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("place", "layers"),
     [(RANKS, 4), (DIST, 4), (RANGES, 2)],
     ids=["torch", "torch_dist", "flat_ranges"],
 )
 def test_every_tensor_has_the_bytes_that_megatron_holds(place, layers):
+    _check_bytes(place, layers)
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch_dist_bucket"])
+def test_buckets_and_ranges_of_core_0_9_hold_the_same_bytes(old, form):
+    _check_bytes(old / form, 2)
+
+
+def _check_bytes(place, layers):
     truth = json.loads((place.parent / "truth.json").read_text())
     with reshard.open(place) as checkpoint:
         manifest = checkpoint.manifest
@@ -78,6 +100,43 @@ def test_every_tensor_has_the_bytes_that_megatron_holds(place, layers):
     assert set(manifest.train.optimizer_step.values()) == {truth["steps"]}
     assert manifest.train.step == 3
     assert manifest.train.config["num_layers"] == layers
+
+
+def test_the_form_of_core_0_9_is_in_the_optimizer_s_state(old):
+    origin = formats.read(old / "torch_dist_bucket").origin
+    assert origin.detail == "torch_dist, distributed optimizer (fully_sharded_bucket_space)"
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch_dist_bucket"])
+def test_core_0_9_gets_the_only_form_that_it_loads_on_any_grid(old, tmp_path, form):
+    out = tmp_path / "out"
+    reshard.split(old / form, out, to="megatron", dp=2, ep=2)
+    keys, wanted = (
+        {
+            key: tuple(stored.size)
+            for key, stored in DcpReader(place / STEP).read_metadata().state_dict_metadata.items()
+            if ".state." in key
+        }
+        for place in (out, old / "torch_dist")
+    )
+    assert keys == wanted
+    assert keys["chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight"] == (8,)
+    assert reshard.diff(old / form, out, kinds=["weight", "optimizer"]).same
+
+
+def test_param_groups_of_old_cores_are_in_each_rank_s_own_order(tmp_path):
+    """Before 0.16 a rank's first group is that of its first parameter, and position loads it."""
+    reshard.split(RANGES, tmp_path / "out", to="megatron", ckpt_format="torch", pp=2, dp=1)
+    orders = []
+    for stage in range(2):
+        state = torch_reader.read(
+            tmp_path / "out" / STEP / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
+        ).root
+        orders.append(
+            [group["wd_mult"] for group in state["optimizer"]["optimizer"]["param_groups"]]
+        )
+    assert orders == [[1.0, 0.0], [0.0, 1.0]]
+    assert reshard.diff(RANGES, tmp_path / "out", kinds=["weight", "optimizer"]).same
 
 
 def test_the_grid_the_form_and_the_tied_name_are_told():

@@ -51,6 +51,7 @@ _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
+_FORM = "param_state_sharding_type"
 _DECODER = "decoder.layers."
 _NEMO = "module."
 _STEPS = frozenset(("iteration", "global_step"))
@@ -199,7 +200,7 @@ def _read_common(
         root = tree.convert_file(file)
         if not isinstance(root, dict):
             raise CorruptError(path, "is not a dict")
-        return _convert_nemo(root), {file.path: file.source()}, file.globals
+        return _state_sharding(_convert_nemo(root)), {file.path: file.source()}, file.globals
     common = _get_first(objects, _COMMON)
     if not isinstance(common, dict):
         raise IncompleteError(
@@ -225,6 +226,19 @@ def _convert_nemo(root: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _state_sharding(root: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the form of a distributed optimizer where core 0.13 and later have it.
+
+    The optimizer's own state has it in every version, ``content_metadata`` since 0.13
+    (``core/optimizer/distrib_optimizer.py``, ``training/checkpointing.py``).
+    """
+    states = optimizer.list_states(root.get("optimizer"))
+    forms = [state[_FORM] for state in states if isinstance(state, dict) and _FORM in state]
+    if root.get("content_metadata") is not None or not forms:
+        return root
+    return {**root, "content_metadata": {train.SHARDING: forms[0]}}
+
+
 def _get_first(objects: Mapping[str, list[Any]], key: str) -> Any:
     return next(iter(objects.get(key, ())), None)
 
@@ -232,7 +246,7 @@ def _get_first(objects: Mapping[str, list[Any]], key: str) -> Any:
 def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entry]) -> str:
     """Return the description of the format: how a distributed optimizer is saved."""
     metadata = common.get("content_metadata")
-    sharding = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, dict) else None
+    sharding = metadata.get(train.SHARDING) if isinstance(metadata, dict) else None
     if sharding is None and flat:
         sharding = "flat"
     if sharding and (flat or slots):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from operator import le
 from typing import Any
 
 from reshard.chunks import Chunk
@@ -20,6 +21,7 @@ from reshard.formats.megatron.optimizer import RankParam
 from reshard.layout.partition import Member
 from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.model_parallel.rules import Table
+from reshard.schema import COUNT, expect, sequence
 from reshard.state_dict.tree import GlobalTensor
 
 CHAIN = re.compile(r"(?:chained_(\d{1,9})\.)?(optimizer\..+)")
@@ -27,6 +29,7 @@ _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.gbuf_idx_(\d{1,9})\.dtype_(.+)\.bucket_idx_(\d{1,9})"
     r"\.(\w+)"
 )
+_UNPADDED = "per_bucket_numel_unpadded"
 _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 
 
@@ -64,6 +67,7 @@ class FlatBuffers:
         # states instead.
         self._buckets: dict[tuple[int, int], dict[int, dict[str, dict[int, GlobalTensor]]]] = {}
         self._states: dict[tuple[int, int], Any] = {}
+        self._unpadded: dict[tuple[int, int], Any] = {}
         for key, tensor in stored.items():
             chain = CHAIN.fullmatch(key)
             match = _BUCKET.fullmatch(chain[2]) if chain else None
@@ -74,8 +78,13 @@ class FlatBuffers:
         for key, values in objects.items():
             chain = CHAIN.fullmatch(key)
             match = _GROUP.fullmatch(chain[2]) if chain else None
-            if chain and match and match[2] == "param_state":
-                self._states[int(chain[1] or 0), int(match[1])] = values[0]
+            if not chain or not match:
+                continue
+            group = int(chain[1] or 0), int(match[1])
+            if match[2] == "param_state":
+                self._states[group] = values[0]
+            elif match[2] == _UNPADDED:
+                self._unpadded[group] = values[0]
 
     def read_entries(self) -> list[Entry]:
         """Return every slot of the whole model.
@@ -149,7 +158,8 @@ class FlatBuffers:
                 )
             for slot, tensors in stored[number].items():
                 ordered = [tensors[index] for index in sorted(tensors)]
-                numels = [prod(tensor.shape) for tensor in ordered]
+                stored_numels = [prod(tensor.shape) for tensor in ordered]
+                numels = self._get_unpadded(group, number, stored_numels)
                 fitted = buckets.fit_buckets(members, numels)
                 what = f"buffer {number} of group {group[1]}"
                 if fitted is None:
@@ -159,6 +169,22 @@ class FlatBuffers:
                     if not _are_on_edges(bucket.members, pieces):
                         raise optimizer.make_layout_error(self._path, what, members, sum(numels))
                     yield from optimizer.split_flat(slot, bucket.members, pieces)
+
+    def _get_unpadded(
+        self, group: tuple[int, int], number: int, stored: Sequence[int]
+    ) -> Sequence[int]:
+        """Return the elements of a buffer's buckets without the padding at their ends.
+
+        The form of core up to 0.14, ``fully_sharded_bucket_space``, stores the padding too; what
+        the buckets hold without it is beside them.
+        """
+        try:
+            (numels,) = self._unpadded[group][number].values()
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            return stored
+        expect(self._path, numels, sequence(COUNT), _UNPADDED)
+        fits = len(numels) == len(stored) and all(map(le, numels, stored))
+        return numels if fits else stored
 
 
 def _are_on_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:

@@ -13,6 +13,7 @@ from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 
+SHARDING = "distrib_optim_sharding_type"  # in ``content_metadata``
 _READ = frozenset(
     """
     args iteration model optimizer opt_param_scheduler lr_scheduler rng_state checkpoint_version

@@ -16,14 +16,15 @@ State = dict[str, Any]
 Inner = Callable[[Sequence[MegatronGroup]], tuple[State, State]]
 
 
-def make_states(choice: Resolved, inner: Inner) -> list[State]:
+def make_states(choice: Resolved, inner: Inner, fqns: Sequence[str]) -> list[State]:
     """Return the state of each optimizer.
 
     Args:
         inner: make the state of an optimizer that is not distributed, and what is stored beside it
             if there are masters in fp32.
+        fqns: the parameters of the rank that saves, in its order; all for a file of all ranks.
     """
-    groups = choice.groups.groups
+    groups = choice.groups.list_for_rank(fqns)
     chain = [
         [group for group in groups if group.is_expert == of_experts] for of_experts in (False, True)
     ]

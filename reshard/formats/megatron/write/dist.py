@@ -29,7 +29,9 @@ from reshard.containers.torch_writer import Slot
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp import writer as dcp
+from reshard.formats.megatron.dist_flat import CHAIN
 from reshard.formats.megatron.own import RNG
+from reshard.formats.megatron.train import SHARDING
 from reshard.formats.megatron.write import chain
 from reshard.formats.megatron.write.carried import KIND
 from reshard.formats.megatron.write.choice import Resolved
@@ -50,7 +52,9 @@ _LINEAR = re.compile(
 _MIXER = "mixer."  # of MambaModel's layers
 _INPUT = re.compile(r"\.self_attention\.(?:linear_qkv|linear_kv_up_proj)$")
 _RENAMED = re.compile(r"\.(?:input|pre_mlp)_layernorm\.")
+_AVOIDS_PREFIX = "chained_optim_avoid_prefix"
 RANGES = "fully_sharded_model_space"
+_SINCE_015 = ("dp_reshardable", "fully_reshardable")
 _METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -84,14 +88,15 @@ def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
 
 
 def writes_ranges(choice: Resolved) -> bool:
-    """Return whether the distributed optimizer is written as flat ranges, as the source has it.
+    """Return whether the distributed optimizer is written as flat ranges.
 
-    Megatron-core up to 0.14 loads no other form on any grid, and 0.16 none of it.
+    Megatron-core up to 0.14 loads no other form on any grid, 0.15 both and 0.16 none of it.
     """
     metadata = choice.state.manifest.train.opaque.get("content_metadata")
-    saved = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, Mapping) else None
+    saved = metadata.get(SHARDING) if isinstance(metadata, Mapping) else None
     has_segments = any(known.found.rule.segments for known in choice.weights)
-    return choice.wanted.distributed and saved == RANGES and not has_segments
+    is_old = saved == RANGES or (choice.groups.before_016 and saved not in _SINCE_015)
+    return choice.wanted.distributed and is_old and not has_segments
 
 
 def _name_sharding(choice: Resolved) -> str:
@@ -116,11 +121,22 @@ def _add_optimizer(choice: Resolved, stacks: _Stacks) -> None:
         member = choice.groups.members.get(known.weight.fqn)
         if member is None:
             continue
+        prefix = f"{_name_chain(choice, known)}optimizer.state"
         for slot, entry in member.slots.items():
-            stacks.add(f"optimizer.state.{slot}.", known, entry, entry.dtype, in_ranges=in_ranges)
+            stacks.add(f"{prefix}.{slot}.", known, entry, entry.dtype, in_ranges=in_ranges)
         if choice.wanted.distributed or choice.stored(known.weight)[1] != FLOAT32:
             value = known.weight.value
-            stacks.add(f"optimizer.state.{master}.", known, value, FLOAT32, in_ranges=in_ranges)
+            stacks.add(f"{prefix}.{master}.", known, value, FLOAT32, in_ranges=in_ranges)
+
+
+def _name_chain(choice: Resolved, known: KnownWeight) -> str:
+    """Return the beginning of the keys of a parameter's optimizer, if it is one of two.
+
+    Megatron-core before 0.14 expects it, and later versions without ``chained_optim_avoid_prefix``.
+    """
+    if not choice.groups.before_016 or not choice.groups.experts:
+        return ""
+    return f"chained_{int(known.weight.fqn in choice.groups.experts)}."
 
 
 # Tensors
@@ -211,7 +227,10 @@ class _Stacks:
         in_ranges: bool = False,
     ) -> None:
         """Add a tensor, or each of its segments, at its position in its stack."""
-        ranges = max(1, len(known.split.parts)) if in_ranges and known.shape else 0
+        # A tensor of one dim keeps its shape: core 0.9 has it so, and later versions load it too
+        # (``load_legacy_1d_flatten_tensors``).
+        has_parts = len(known.shape) + len(self._place(known)) > 1
+        ranges = max(1, len(known.split.parts)) if in_ranges and has_parts else 0
         key = prefix + self.key(known)
         for ending, row, rows in _list_segments(known):
             shape = known.shape if rows is None else (rows, *known.shape[1:])
@@ -277,7 +296,7 @@ class _Stacks:
         done = set()
         for key, stack in self._stacks.items():
             match = _LINEAR.fullmatch(key)
-            if key.startswith("optimizer.") or match is None or f"{match[1]}.weight" not in key:
+            if CHAIN.fullmatch(key) or match is None or f"{match[1]}.weight" not in key:
                 continue
             if match[1] in done:  # by another segment
                 continue
@@ -364,11 +383,10 @@ def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
 def _make_common(choice: Resolved) -> dict[str, Any]:
     """Return the contents of ``common.pt``."""
     wanted = choice.wanted
-    # Without the second setting, Megatron expects ``chained_N.`` before keys of a chained
-    # optimizer.
-    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    avoids = not choice.groups.before_016  # see `_name_chain`
+    metadata: dict[str, Any] = {"singleton_local_shards": False, _AVOIDS_PREFIX: avoids}
     if wanted.distributed:
-        metadata["distrib_optim_sharding_type"] = _name_sharding(choice)
+        metadata[SHARDING] = _name_sharding(choice)
         if not writes_ranges(choice):
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     # Megatron requires random states and an optimizer of the directory unless these are set.
@@ -391,7 +409,8 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
 
 
 def _make_optimizers(choice: Resolved) -> dict[Any, Any]:
-    chained = chain.make_states(choice, lambda groups: (_make_optimizer(choice, groups), {}))
+    fqns = [known.weight.fqn for known in choice.weights]
+    chained = chain.make_states(choice, lambda groups: (_make_optimizer(choice, groups), {}), fqns)
     if choice.wanted.distributed:
         sharding = _name_sharding(choice)
         chained = [{**state, "param_state_sharding_type": sharding} for state in chained]

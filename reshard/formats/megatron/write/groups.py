@@ -2,7 +2,8 @@
 
 Source: Megatron-LM core_v0.16.1 ``core/optimizer/__init__.py`` (``_get_param_groups``: parameters
 of one dim, and biases, are not decayed), ``core/optimizer/optimizer.py``
-(``_filter_and_reorder_param_groups``: by which keys a group is found again).
+(``_filter_and_reorder_param_groups``: by which keys a group is found again). Before 0.16 groups
+have no ``default_config``, and each rank orders them by their first members.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import some
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_SINCE_016 = "default_config"
 _TORCH_ONLY = ("foreach", "capturable", "differentiable", "fused", "maximize", "amsgrad")
 _SHOWN = 3
 
@@ -36,12 +38,32 @@ class Groups:
 
     Args:
         experts: the parameters whose groups have a separate optimizer.
+        before_016: whether Megatron-core before 0.16 saved the source.
     """
 
     groups: tuple[MegatronGroup, ...]
     members: Mapping[str, TrainedParameter]
     experts: frozenset[str]
     notes: tuple[str, ...] = ()
+    before_016: bool = False
+
+    def list_for_rank(self, fqns: Sequence[str]) -> list[MegatronGroup]:
+        """Return the groups in the order that a rank has them.
+
+        Before 0.16 a rank loads groups by position (``load_state_dict`` of torch's optimizers), and
+        a later pipeline stage, which begins with a norm, has other first members than the first.
+
+        Args:
+            fqns: the rank's parameters in the order of ``named_parameters``.
+        """
+        if not self.before_016:
+            return list(self.groups)
+        last = len(fqns)
+
+        def find_first(group: MegatronGroup) -> int:
+            return next((at for at, fqn in enumerate(fqns) if fqn in group.fqns), last)
+
+        return sorted(self.groups, key=find_first)
 
 
 def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None) -> Groups:
@@ -93,7 +115,8 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
         if fqns or not hyper["is_expert_parallel"]
     )
     apart = frozenset(fqn for group in groups if group.is_expert for fqn in group.fqns)
-    return Groups(groups, members, apart, tuple(notes))
+    before_016 = is_megatron and not any(_SINCE_016 in g.hyper for g in state.groups)
+    return Groups(groups, members, apart, tuple(notes), before_016)
 
 
 def _get_setting(hyper: Mapping[str, Any], key: str, state: WritableState) -> Any:
@@ -165,7 +188,7 @@ def _complete_hyper(
         "lr_mult": 1.0,
         "is_expert_parallel": False,
         "is_decoupled_lr": False,
-        "default_config": True,
+        _SINCE_016: True,
         **{key: value for key, value in hyper.items() if key != "param_names"},
     }
     if not fused:

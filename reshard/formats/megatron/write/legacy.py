@@ -174,7 +174,8 @@ class _LegacyRank:
         ]
 
     def _optimizer(self) -> Any:
-        chained = chain.make_states(self._choice, self._of)
+        fqns = [local.known.weight.fqn for local in self._trained()]
+        chained = chain.make_states(self._choice, self._of, fqns)
         return chained[0] if len(chained) == 1 else chained
 
     def _of(self, groups: Sequence[MegatronGroup]) -> tuple[chain.State, chain.State]:
