@@ -13,10 +13,16 @@ from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
 
 
 class LaidOut(NamedTuple):
-    """The files of a target, and notes for the user about derived and dropped state."""
+    """The files of a target, and notes for the user about derived and dropped state.
+
+    Args:
+        copied: entries of the source, beside those of its manifest, that fill copies of stored
+            values; a layout that has them leaves nothing out.
+    """
 
     skeleton: Skeleton
     notes: tuple[str, ...]
+    copied: tuple[Entry, ...] = ()
 
 
 def join(parts: Iterable[Skeleton]) -> Skeleton:

@@ -207,6 +207,10 @@ class Writer(ABC):
         """
         return False
 
+    def copies_values(self, _conversion: StateConversion) -> bool:
+        """Return whether all values beside the tensors, random states too, are copied unchanged."""
+        return False
+
     def list_own_entries(self, _request: Request) -> Sequence[Entry]:
         """Return entries of the output that the training state does not contain."""
         return ()

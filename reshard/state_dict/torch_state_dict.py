@@ -282,7 +282,7 @@ def _build_slots(
 ) -> dict[str, Value | int]:
     """Build the step and slots of one parameter; nothing if it was never stepped."""
     slots: dict[str, Value | int] = {
-        n: _build_slot(member, entry) for n, entry in member.slots.items()
+        n: build_slot(member, entry) for n, entry in member.slots.items()
     }
     step = member.step
     if member.slots:
@@ -295,7 +295,8 @@ def _build_slots(
     return slots if step is None else {"step": build_counter(step, slots), **slots}
 
 
-def _build_slot(member: TrainedParameter, entry: Entry) -> Value:
+def build_slot(member: TrainedParameter, entry: Entry) -> Value:
+    """Build a slot of a parameter, cut like the parameter if it has its shape."""
     cut = entry.shape == member.weight.shape and not member.weight.is_buffer
     cut = cut and bool(entry.shape)
     return Value(entry.dtype, entry.shape, entry, divided=cut, owner=member.fqn)

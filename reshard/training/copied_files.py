@@ -25,6 +25,7 @@ from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, TrainState
 from reshard.pickles.objects import parts_of
 
 KIND = "file"  # kind of an entry whose elements are the bytes of a whole file
+ITEM = "item"  # kind of an entry whose elements are the bytes of a range of a file
 TENSOR = "client tensor"  # kind of an entry for a tensor in one of a script's own values
 SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 _OWN = re.compile(r"custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)?\.bin")

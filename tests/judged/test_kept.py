@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import reshard
 from reshard.errors import UnsupportedError
@@ -42,9 +46,70 @@ def test_the_optimizer_is_split_for_other_ranks(library, tmp_path):
         assert steps == {name: float(state["step"]) for name, state in want.items()}
 
 
+DCP_KEPT = ["composer_fsdp2/ckpt/ep0-ba3", "torchtitan/titan_sample/ckpt/checkpoint/step-3"]
+
+
+def test_composers_sharded_save_is_read_from_the_run(tmp_path):
+    want = truth("composer_fsdp2")
+    with reshard.open(DATA / "composer_fsdp2" / "ckpt") as checkpoint:
+        assert checkpoint.keys() == want["model"].keys()
+        assert checkpoint.manifest.train.step == 3
+        for name, state in want["state"].items():
+            assert torch.equal(checkpoint[name][...], want["model"][name])
+            assert torch.equal(checkpoint.optimizer("exp_avg_sq")[name][...], state["exp_avg_sq"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+@pytest.mark.parametrize("path", DCP_KEPT)
+def test_a_split_of_dcp_has_the_keys_and_objects_of_its_program(path, tmp_path):
+    """The program's own loader looks for its keys, and reads objects that reshard does not know."""
+    report = reshard.split(DATA / path, tmp_path / "out", world_size=3)
+    assert not report.dropped
+    assert not [note for note in report.notes if note.startswith("not copied")]
+    before, after = (FileSystemReader(at).read_metadata() for at in (DATA / path, tmp_path / "out"))
+    assert after.planner_data == before.planner_data
+    assert list(after.planner_data) == list(before.planner_data)
+    was, is_now = (
+        _load_state_dict_from_keys(checkpoint_id=at) for at in (DATA / path, tmp_path / "out")
+    )
+    assert_equal_trees(is_now, was)
+    cut = {
+        len(about.chunks)
+        for about in after.state_dict_metadata.values()
+        if isinstance(about, TensorStorageMetadata) and about.size and about.size[0] == 3
+    }
+    assert cut == {3}
+
+
+def test_a_split_to_dcp_by_name_has_documented_keys(tmp_path):
+    reshard.split(DATA / DCP_KEPT[0], tmp_path / "out", to="dcp", world_size=3)
+    keys = FileSystemReader(tmp_path / "out").read_metadata().planner_data
+    assert {path[0] for path in keys.values()} >= {"model", "optim"}
+
+
+def assert_equal_trees(got, want):
+    assert type(got) is type(want)
+    if isinstance(want, dict):
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            assert_equal_trees(got[key], value)
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            assert_equal_trees(one, other)
+    elif isinstance(want, torch.Tensor):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+    elif isinstance(want, np.ndarray):
+        assert np.array_equal(got, want)
+    else:
+        assert got == want
+
+
 def test_composer_links_to_the_last_of_a_run():
     with reshard.open(DATA / "composer" / "ckpt") as checkpoint:
         warnings = checkpoint.manifest.warnings
+        assert checkpoint.manifest.train.step == 3  # the batches in its timestamp
     assert [note.split()[0] for note in warnings] == ["ep0-ba2", "ep0-ba3"]
 
 

@@ -134,13 +134,17 @@ def _plan(
         skeleton = _add_config(conversion, state, skeleton, beside)
         skeleton = writer.place(skeleton, state, destination.name)
     check_overlaps(skeleton)
-    added = [*writer.list_own_entries(request), *copied_files.select_entries(manifest, skeleton)]
+    added = [
+        *writer.list_own_entries(request),
+        *copied_files.select_entries(manifest, skeleton),
+        *layout.copied,
+    ]
     if added:
         manifest = manifest.with_entries([*manifest.entries.values(), *added])
     filled = passes.leave_out_zeros(skeleton, state)
     plan = Plan(manifest.entries, filled, options.budget()[1])
     report = describe_split(conversion, state, skeleton, plan)
-    report.notes = [*layout.notes, *report.notes]
+    report.notes = [*layout.notes, *([] if layout.copied else report.notes)]
     names = [file.name for file in skeleton.files]
     report.warnings += engines.describe_defects(
         engines.LoadedForm(writer.name, names, bool(state.groups), request.live_fsdp)

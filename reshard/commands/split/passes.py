@@ -285,13 +285,16 @@ def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateC
     """
     manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
     files, policy = manifest.train.rng_files, request.rng
-    if conversion.writer.random_states == "own":
-        return conversion  # the writer has handled them in `adapt`
-    if manifest.train.rng is None and not files and not policy:
+    has_none = manifest.train.rng is None and not files
+    # A writer with random states of its own has handled them in `adapt`.
+    if conversion.writer.random_states == "own" or (has_none and not policy):
         return conversion
     if policy == "drop" or request.weights_only:
         reason = "--rng drop" if policy == "drop" else "--weights-only"
         notes.dropped.append(f"random states ({reason})")
+        return conversion
+    if policy != "derive" and conversion.writer.copies_values(conversion):
+        notes.kept.append("random states as the source has them")
         return conversion
     obstacle = _find_obstacle_to_random_states(conversion)
     if obstacle is not None:

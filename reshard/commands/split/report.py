@@ -71,7 +71,7 @@ def describe_split(
     manifest, request = state.manifest, conversion.request
     notes, writer = conversion.notes, conversion.writer
     has_stage = request.separate_masters and request.parallel.is_one
-    no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.TENSOR)
+    no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.ITEM, copied_files.TENSOR)
     out = {e.key for e in skeleton.entries if e.kind not in no_slots}
     before = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(

@@ -7,6 +7,7 @@
     reader      metadata and items as one tree
     flattened   tensors that Megatron-core saved as flat ranges, in their own shape
     writer      a ``.metadata`` and its shards
+    saved_keys  the keys of a source, and its items that are copied as they are
     hf_shards   HuggingFaceStorageWriter's files before consolidation, without ``.metadata``
 
 Sources: torch 2.13 ``distributed/checkpoint/{metadata,filesystem,default_planner,hf_storage}.py``.

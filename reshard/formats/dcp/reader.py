@@ -51,7 +51,7 @@ def read_flat(location: Location) -> ParsedTree:
 
 
 def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
-    about = metadata.read(_find_metadata_files(location))
+    about = metadata.read(find_metadata_files(location))
     objects = {key: block for key, block in about.objects.items() if block is not None}
     with SourceFiles() as pool:
         items = Items(pool)
@@ -98,7 +98,12 @@ def _describe_stale(location: Location, used: set[str]) -> list[str]:
     return [f"this directory also contains files of another save: {shown}"] if rest else []
 
 
-def _find_metadata_files(location: Location) -> list[Path]:
+def find_metadata_files(location: Location) -> list[Path]:
+    """Return ``.metadata``, or the metadata file of every rank.
+
+    Raises:
+        IncompleteError: there is none, or a rank's is missing.
+    """
     if METADATA in location.files:
         return [location.files[METADATA]]
     ranks = {
@@ -141,7 +146,7 @@ def _find_data_file(location: Location, name: str) -> Path:
 def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the state dict in its order: joined keys can collide, but their paths cannot."""
     root: dict[Any, Any] = {}
-    paths = _parse_flat_paths(about.paths) or about.paths
+    paths = parse_flat_paths(about.paths) or about.paths
     for key in sorted(leaves, key=_find_positions(about, leaves).__getitem__):
         if paths and key not in paths:
             raise CorruptError(
@@ -164,7 +169,7 @@ def _find_positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int
     return {key: n for n, key in enumerate(dict.fromkeys([*about.paths, *leaves]))}
 
 
-def _parse_flat_paths(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]] | None:
+def parse_flat_paths(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]] | None:
     """Return the paths of a state dict that its program flattened; None if it did not.
 
     Otherwise the moments, ``optimizer.state.<fqn>.<slot>``, would look like weights.

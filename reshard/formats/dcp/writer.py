@@ -10,12 +10,12 @@ Sources: torch 2.13 ``distributed/checkpoint/{metadata,filesystem,default_planne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box, Index, whole
-from reshard.chunks import Chunk
+from reshard.chunks import Chunk, contiguous
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.containers.zip_writer import ALIGNMENT
@@ -117,6 +117,19 @@ def lay_out_accelerate(
 
 
 @dataclass(frozen=True, slots=True)
+class CopiedTensor:
+    """A tensor of the source whose items are copied as they are.
+
+    Args:
+        blocks: each block, and the entry of the bytes of its item in the source.
+    """
+
+    dtype: DType
+    shape: Index
+    blocks: tuple[tuple[Box, Entry], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredObject:
     """An object that is stored as one item; its tensors are `Slot`."""
 
@@ -138,11 +151,27 @@ def lay_out_state(
     Raises:
         UnsupportedError: two of its keys are the same once joined.
     """
+    leaves = flatten(Canonicalizer().of(root))
+    return lay_out_leaves(leaves, shards=shards, directory=directory, attributes=attributes)
+
+
+def lay_out_leaves(
+    leaves: Iterable[tuple[_Path, Any]],
+    *,
+    shards: int,
+    directory: str = "",
+    attributes: Mapping[str, Any] | None = None,
+) -> Skeleton:
+    """Lay out the directory of a state dict that is flattened into leaves, each with its path.
+
+    Raises:
+        UnsupportedError: two paths are the same once joined.
+    """
     prefix = f"{directory}/" if directory else ""
     forms = _TemplateCache()
     files = [_DataFile(prefix, f"__{rank}_0.distcp", forms) for rank in range(shards)]
     about = _MetadataBuilder(attributes or {})
-    for path, value in flatten(Canonicalizer().of(root)):
+    for path, value in leaves:
         key = ".".join(map(str, path))
         if key in about.paths:
             raise UnsupportedError(
@@ -151,6 +180,10 @@ def lay_out_state(
         about.paths[key] = path
         if isinstance(value, Value):
             _add_tensor(about, files, key, value)
+        elif isinstance(value, CopiedTensor):
+            _add_copy(about, files, key, value)
+        elif isinstance(value, Entry):
+            about.add_object(key, files[0], files[0].add_copy(value))
         else:
             item = value.value if isinstance(value, StoredObject) else value
             about.add_object(key, files[0], files[0].add_object(item))
@@ -205,6 +238,16 @@ def _add_tensor(
 ) -> None:
     placed = [(rank, box, files[rank].add(value, box)) for rank, box in divide(value, len(files))]
     about.add_tensor(key, value, [(files[rank], box, place) for rank, box, place in placed])
+
+
+def _add_copy(
+    about: _MetadataBuilder, files: Sequence[_DataFile], key: str, value: CopiedTensor
+) -> None:
+    placed = []
+    for number, (box, item) in enumerate(value.blocks):
+        file = files[number % len(files)]
+        placed.append((file, box, file.add_copy(item)))
+    about.add_tensor(key, Value(value.dtype, value.shape), placed)
 
 
 # The data files
@@ -275,6 +318,15 @@ class _DataFile:
             self.entries.setdefault(entry.key, replace(entry, chunks=()))
             self.chunks.setdefault(entry.key, []).extend(moved)
         return start, nbytes
+
+    def add_copy(self, item: Entry) -> _Place:
+        """Add the bytes of an item of the source."""
+        start = self.at + -self.at % ALIGNMENT
+        chunk = contiguous(self.path, start, item.dtype, whole(item.shape), item.shape)
+        self.entries[item.key] = replace(item, chunks=())
+        self.chunks[item.key] = [chunk]
+        self.at = start + item.nbytes
+        return start, item.nbytes
 
     def finished(self) -> Skeleton:
         """Return the file."""

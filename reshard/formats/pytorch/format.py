@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import UsageError
 from reshard.formats import registry
-from reshard.formats.base import Format, ReadHints, Source, Writer
+from reshard.formats.base import Format, ReadHints, Source, StateConversion, Writer
 from reshard.formats.pytorch.directory import NAME, detect, detect_loosely
 from reshard.location import Location
 from reshard.manifest import Manifest, Skeleton
@@ -85,6 +85,14 @@ class Dcp(_TorchWriter):
     def keeps_value(self, _name: str, _request: Request) -> bool:
         """Return True: values of any name are items of the directory."""
         return True
+
+    def copies_values(self, conversion: StateConversion) -> bool:
+        """Return whether the output has the keys and the values of a DCP source."""
+        from reshard.formats.dcp import saved_keys
+
+        given = conversion.options.given()
+        is_new = "param_groups" in given or given.get("init_optimizer") == "zeros"
+        return not is_new and saved_keys.find(conversion.manifest, conversion.request) is not None
 
 
 class Accelerate(_StateDicts):

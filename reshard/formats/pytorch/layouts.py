@@ -10,6 +10,7 @@ from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
 from reshard.errors import UsageError
 from reshard.formats import registry
+from reshard.formats.dcp import saved_keys
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files
 from reshard.formats.fsdp import rank_files as state_dict
@@ -32,9 +33,17 @@ _BY_ACCELERATE = ("step", "scheduler", "scaler")  # parts that its directory can
 def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     """Lay out a DCP directory, which any number of ranks reads.
 
+    Without ``--to``, a DCP source keeps its keys, so that the program that saved it loads the
+    output. Otherwise the directory has ``model`` and ``optim``.
+
     Raises:
         ReshardError: as `dcp.writer.lay_out`.
     """
+    same = not state.regrouped and not state.zero_slots
+    saved = saved_keys.find(state.manifest, request) if same else None
+    if saved is not None:
+        leaves, copied = saved_keys.build_leaves(state, saved, dtype=request.dtype)
+        return LaidOut(dcp.lay_out_leaves(leaves, shards=request.world_size), (), copied)
     skeleton = dcp.lay_out(
         state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
     )
@@ -101,7 +110,7 @@ def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
     if not deepspeed and not request.weights_only:
         state, adapted = hf_param_groups.adapt_groups(state, request.model)
     if deepspeed:
-        files, notes = registry.find_writer("deepspeed").lay_out(state, request)
+        files, notes, _ = registry.find_writer("deepspeed").lay_out(state, request)
     else:
         files = _lay_out_state_dicts(state, request)
         notes = _notes(state, request, "scheduler", "step")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from reshard.formats.beside import TRAINER_STATE
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.pytorch import directory
 from reshard.formats.pytorch.directory import NAME
 from reshard.location import Location
+from reshard.manifest import TrainState
 from reshard.state_dict.tree import ParsedTree
 from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun
@@ -22,6 +24,17 @@ def parse_step(location: Location) -> int | None:
     near = (folder.name for folder in (location, location.above()))
     found = map(_STEP.fullmatch, near)
     return next((int(match[1]) for match in found if match), None)
+
+
+def read_batches(train: TrainState) -> int | None:
+    """Return the number of batches in Composer's timestamp, each of which is one update.
+
+    Source: Composer 0.32 ``core/time.py`` (``Timestamp.state_dict``).
+    """
+    stated = train.client.get("state.timestamp")
+    counts = stated.get("Timestamp") if isinstance(stated, Mapping) else None
+    batches = counts.get("batch") if isinstance(counts, Mapping) else None
+    return batches if type(batches) is int else None
 
 
 def detect_framework(location: Location, found: ParsedTree, run: TrainerRun | None) -> str:

@@ -92,7 +92,9 @@ def read(
         train = run_of_trainer.counted(train)
     # The name of a directory is the weakest evidence of a step, so it comes last.
     if train.step is None:
-        train = replace(train, step=provenance.parse_step(location))
+        batches = provenance.read_batches(train)
+        step = provenance.parse_step(location) if batches is None else batches
+        train = replace(train, step=step)
     if location.chosen:
         return replace(manifest, train=train)
     manifest = replace(manifest, train=replace(train, rng_files=beside.random_files(location)))
