@@ -25,6 +25,7 @@ from reshard.training.batch import BATCH, BATCH_BEFORE, WORLD
 from reshard.training.companion_files import is_model_config
 
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
+_EPOCH = re.compile(r"epoch_\d+")
 TRAINER_STATE = "trainer_state.json"
 _COMPANIONS = {
     "scheduler.pt": "scheduler",
@@ -69,6 +70,23 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
         )
         return with_kept_files(extended, near)
     return manifest
+
+
+def describe_recipe(location: Location) -> list[str]:
+    """Return a note if torchtune stores the optimizer in a directory beside that of the epoch.
+
+    Source: torchtune 0.6.1 ``training/checkpointing/_checkpointer.py`` (``RECIPE_STATE_DIRNAME``).
+    """
+    if not _EPOCH.fullmatch(location.name) or len(location.directories) > 1:
+        return []
+    recipe = location.directories[0].parent / "recipe_state" / "recipe_state.pt"
+    if not recipe.is_file():
+        return []
+    note = (
+        f"{recipe} contains the optimizer of torchtune's last epoch under torchtune's names, and"
+        " was not read; if the weights have the same names, pass its directory as a second source"
+    )
+    return [note]
 
 
 def with_kept_files(manifest: Manifest, location: Location) -> Manifest:

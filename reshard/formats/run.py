@@ -4,7 +4,8 @@ Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.t
 ``checkpoint-N``, Accelerate ``checkpoints/checkpoint_N``, torchtitan ``step-N``, verl
 ``global_step_N``; nanotron ``latest.txt`` and ``N``; Composer ``epE-baN``; Lightning
 ``epoch=E-step=N.ckpt``; NeMo 2 ``...-step=N-...`` with a folder ``weights``; OLMo-core ``stepN``
-with one ``model_and_optim``; torchtune ``dist_epoch_N``. Without a pointer the highest number is
+with one ``model_and_optim``; torchtune ``dist_epoch_N``; litgpt ``step-N/lit_model.pth``; NeMo
+Automodel ``epoch_E_step_N``. Without a pointer the highest number is
 taken, as their own resuming does.
 """
 
@@ -19,13 +20,14 @@ from reshard.location import Location
 from reshard.units import some
 
 _NUMBERED = re.compile(
-    r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|ep\d+-ba)?(\d{1,19})"
+    r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|ep\d+-ba|epoch_\d+_step_)?"
+    r"(\d{1,19})"
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest.txt")
-_FOLDERS = (  # the last three are verl's, NeMo's and OLMo-core's
+_FOLDERS = (  # the second line is verl's, NeMo's, OLMo-core's and, if it is DCP, litgpt's
     *("checkpoints", "checkpoint", "ckpt"),
-    *("actor", "critic", "weights", "model_and_optim"),
+    *("actor", "critic", "weights", "model_and_optim", "lit_model.pth"),
 )
 _DEPTH = 3
 _LISTED = 6

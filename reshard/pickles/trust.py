@@ -51,6 +51,7 @@ _EXPECTED = {
         | torch_version\.TorchVersion
         | distributed\.([\w.]+\.)?_?[A-Z]\w*
         | distributed\.remote_device\._remote_device
+        | utils\.data\.([\w.]+\.)?([A-Z]\w*|default_collate)
         """,
     "collections": "OrderedDict|defaultdict|Counter|deque",
     "builtins": """
@@ -80,7 +81,7 @@ _EXPECTED = {
     **dict.fromkeys(
         """
         transformers accelerate megatron lightning pytorch_lightning trl peft composer olmo
-        olmo_core torchao torchtune
+        olmo_core torchao torchtune torchdata litgpt litdata llmfoundry streaming
         """.split(),
         _FRAMEWORK,
     ),

@@ -59,6 +59,8 @@ def assert_is_of(step, source, **options):
         (("dist_epoch_2", "dist_epoch_4"), "."),  # torchtune
         (("epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt"), "."),  # Lightning
         (("m--val_loss=1.0-step=2-last", "m--val_loss=0.5-step=4"), "weights"),  # NeMo 2
+        (("step-00000002", "step-00000004"), "lit_model.pth"),  # litgpt
+        (("epoch_0_step_2", "epoch_1_step_4"), "."),  # NeMo Automodel
     ],
 )
 def test_the_last_of_a_run_is_taken_or_the_one_that_is_named(names, inside, tmp_path):
@@ -69,6 +71,54 @@ def test_the_last_of_a_run_is_taken_or_the_one_that_is_named(names, inside, tmp_
     assert_is_of(2, tmp_path, tag="2")
     assert_is_of(2, tmp_path, tag=names[0])
     assert_is_of(2, tmp_path / names[0])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_nemo_automodel_saves_the_model_for_hugging_face_and_the_optimizer_as_items(tmp_path):
+    """Its names and writers; the optimizer is flattened inside ``optim``."""
+    weight, place = torch.arange(6.0).view(2, 3), tmp_path / "epoch_0_step_4"
+    writer = dcp.HuggingFaceStorageWriter(str(place / "model"), save_distributed=True)
+    dcp.save({"weight": weight}, storage_writer=writer)
+    moments = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
+    flattened = {f"state.weight.{slot}": value for slot, value in moments.items()}
+    optimizer = {**flattened, "param_groups.weight.lr": 0.1}
+    dcp.save({"optim": optimizer, "sched": {"last_epoch": 4}}, checkpoint_id=place / "optim")
+    with reshard.open(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint["weight"][...], weight)
+        assert torch.equal(checkpoint.optimizer("exp_avg")["weight"][...], weight + 10)
+        assert checkpoint.manifest.train.step == 4
+        assert checkpoint.manifest.train.scheduler == {"last_epoch": 4}
+
+
+def test_torchtune_names_a_whole_model_like_a_shard(tmp_path):
+    """FullModelTorchTuneCheckpointer of 0.6.1: no index; one recipe state for all epochs."""
+    weight = torch.arange(6.0).view(2, 3)
+    (tmp_path / "epoch_0").mkdir()
+    torch.save({"norm.weight": weight}, tmp_path / "epoch_0" / "model-00001-of-00001.bin")
+    (tmp_path / "recipe_state").mkdir()
+    moments = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
+    groups = [{"lr": 0.1, "params": ["norm.weight"]}]
+    recipe = {"optimizer": {"state": {"norm.weight": moments}, "param_groups": groups}, "seed": 1}
+    torch.save(recipe, tmp_path / "recipe_state" / "recipe_state.pt")
+    with reshard.open(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint["norm.weight"][...], weight)
+        (warning,) = checkpoint.manifest.warnings
+        assert "recipe_state.pt contains the optimizer" in warning
+    with reshard.open([tmp_path / "epoch_0", tmp_path / "recipe_state"]) as checkpoint:
+        assert torch.equal(checkpoint.optimizer("exp_avg")["norm.weight"][...], weight + 10)
+        assert not checkpoint.manifest.warnings
+    shard = tmp_path / "epoch_0" / "model-00001-of-00002.bin"
+    (tmp_path / "epoch_0" / "model-00001-of-00001.bin").rename(shard)
+    with pytest.raises(IncompleteError, match="shard 1 of 2"):
+        reshard.inspect(tmp_path / "epoch_0")
+
+
+def test_a_data_loader_of_torch_is_no_unknown_class(tmp_path):
+    """litgpt saves its data loader whole unless that has a state dict."""
+    loader = torch.utils.data.DataLoader([1, 2])
+    path = tmp_path / "lit_model.pth"
+    torch.save({"model": {"weight": torch.ones(2)}, "train_dataloader": loader}, path)
+    assert not reshard.inspect(path).manifest.unknown_globals
 
 
 def test_files_of_several_checkpoints_in_one_directory(tmp_path):

@@ -16,6 +16,7 @@ from reshard.errors import (
     UnsafeError,
 )
 from reshard.files import read_small_file
+from reshard.formats.beside import describe_recipe
 from reshard.formats.huggingface.directory import (
     NAME,
     find_index,
@@ -48,6 +49,8 @@ def read(location: Location) -> Manifest:
         UnrecognisedError: there are several files and no index.
     """
     manifest = replace(_read(location), quantisation=find_statement(location.files))
+    notes = [] if location.chosen else describe_recipe(location)
+    manifest = replace(manifest, warnings=(*manifest.warnings, *notes))
     others = list_other_weights(location, {Path(path).name for path in manifest.files})
     if others and not location.chosen:
         text = f"also contains other weights, which were not read: {some(others)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reshard.containers.torch_detect import SUFFIXES, is_torch_file
 from reshard.errors import CorruptError
+from reshard.formats import huggingface
 from reshard.formats.dcp import directory as dcp
 from reshard.location import Location
 
@@ -24,7 +25,7 @@ _STRONG = re.compile(  # beside a model, these make a directory a training check
     r"optim(izer)?(_\d+)?\.(bin|pt|pth)|scheduler(_\d+)?\.(bin|pt)|trainer_state\.json"
     r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"
 )
-_HF_SHARD = re.compile(r"-\d+-of-\d+\.bin$")
+_HF_SHARD = re.compile(r"-\d+-of-(\d+)\.bin$")
 _ARGUMENTS = "training_args"
 
 
@@ -57,8 +58,10 @@ def is_rank_file(name: str) -> bool:
 
 
 def is_dcp_part(name: str, folder: Location) -> bool:
-    """Return whether DCP wrote a folder's content."""
-    return _FOLDER.fullmatch(name) is not None and dcp.detect(folder)
+    """Return whether DCP wrote a folder's content, as items or as shards for Hugging Face."""
+    return _FOLDER.fullmatch(name) is not None and (
+        dcp.detect(folder) or any(map(dcp.is_hf_shard, folder.files))
+    )
 
 
 def is_of_rank(name: str) -> bool:
@@ -78,8 +81,13 @@ def find_torch_files(location: Location) -> dict[str, Path]:
         CorruptError: a file has the name of a part of the checkpoint but is not one.
     """
     torch_files = {}
+    indexed = huggingface.find_index(location) is not None
     for name, path in location.files.items():
-        if path.suffix not in SUFFIXES or _HF_SHARD.search(name) or path.stem == _ARGUMENTS:
+        if path.suffix not in SUFFIXES or path.stem == _ARGUMENTS:
+            continue
+        shard = _HF_SHARD.search(name)
+        # torchtune 0.4 to 0.6 names a whole model like a shard: ``model-00001-of-00001.bin``.
+        if shard and (indexed or int(shard[1]) != 1):
             continue
         if is_torch_file(path):
             torch_files[name] = path

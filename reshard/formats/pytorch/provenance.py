@@ -16,7 +16,7 @@ from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun
 
 _RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole files too
-_STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")
+_STEP = re.compile(r"(?:global_|epoch_\d+_)?step[-_]?(\d+)")
 
 
 def parse_step(location: Location) -> int | None:

@@ -97,7 +97,9 @@ def read(
         train = replace(train, step=step)
     if location.chosen:
         return replace(manifest, train=train)
-    manifest = replace(manifest, train=replace(train, rng_files=beside.random_files(location)))
+    train = replace(train, rng_files=beside.random_files(location))
+    notes = beside.describe_recipe(location)
+    manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
     return beside.with_kept_files(manifest, location)
 
 
@@ -230,7 +232,9 @@ def _collect_parts(
         _add_part(whole, None, hf_shards.read(location))
     for name, folder in location.folders.items():
         if is_dcp_part(name, folder):
-            _add_part(whole, name, reader.read(folder))
+            # NeMo Automodel 0.7 saves ``model`` as shards for Hugging Face, and ``optim`` as items.
+            part = reader.read(folder) if dcp.detect(folder) else hf_shards.read(folder)
+            _add_part(whole, name, part)
     weights = _find_safetensors(location)
     # Of two copies of a model, one is read: otherwise a key would have to choose.
     if "model" in weights and "pytorch_model" in families:
