@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
+
+from tests.support import combinations
 
 # pytest would import them for doctests: megatron-core warns, and DeepSpeed may be missing.
 collect_ignore_glob = ["reshard/testing/megatron/*.py", "tests/trainer/bare_*.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where real frameworks' checkpoints are kept, and whether to make the slow ones."""
+    """Where real frameworks' checkpoints are kept, and whether to run what is slow."""
     parser.addoption(
         "--checkpoints",
         metavar="DIR",
@@ -22,6 +25,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also make the runs that offload to disk (libaio-dev, minutes of compiling)",
     )
+    parser.addoption(
+        "--every-combination",
+        action="store_true",
+        help="run whole matrices of settings; otherwise any two values occur together in a case",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell the modules of tests, which choose their cases when they are imported."""
+    if config.getoption("--every-combination"):
+        os.environ[combinations.EVERY] = "1"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

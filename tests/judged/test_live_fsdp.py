@@ -18,6 +18,7 @@ from tests.judges import deepspeed_judge
 from tests.judges import split_worker as worker
 from tests.judges.deepspeed_cases import Case, ds_config
 from tests.judges.ranks import run_in_turn
+from tests.support.combinations import choose_combinations
 from tests.trainer import worlds
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,11 @@ KINDS = {  # the wrapper and its model -> numbers of ranks
     # Without a mesh torch neither saves nor loads a parameter of which a rank has no row.
     "fsdp1": ("menagerie_tied", SIZES[:3]),
 }
-PAIRS = [(kind, n, m) for kind, (_, sizes) in KINDS.items() for n in sizes for m in sizes]
+LOADS = choose_combinations(
+    (kind, n, m, form)
+    for kind, (_, sizes) in KINDS.items()
+    for n, m, form in itertools.product(sizes, sizes, FORMS)
+)
 ZERO3 = Case("z3_fp32", 3, ds_config(3, "fp32"), model="llama_tied")
 FROM_ZERO3 = list(itertools.product(("fsdp2", "fsdp1"), SIZES))
 
@@ -87,12 +92,12 @@ def loaded(saved, zero3, tmp_path_factory):
 
 
 def _list_fsdp_jobs(saved, m, place):
-    for kind, n, ranks in PAIRS:
-        if ranks != m:
-            continue
+    loads = [(kind, n, form) for kind, n, ranks, form in LOADS if ranks == m]
+    for kind, n, form in loads:
         run, (build, _) = saved.find(kind, n), KINDS[kind]
-        for form in FORMS:
-            yield (kind, n, form), worker.resumed, kind, build, "live", run / form, run
+        yield (kind, n, form), worker.resumed, kind, build, "live", run / form, run
+    for kind, n in dict.fromkeys((kind, n) for kind, n, _ in loads):
+        run, (build, _) = saved.find(kind, n), KINDS[kind]
         copy = place / f"{kind}-{n}-{m}"
         reshard.split(run / "dcp", copy, to="dcp", world_size=m)
         yield (kind, n, "split"), worker.resumed, kind, build, "dcp", copy, run
@@ -108,8 +113,7 @@ def _list_zero3_jobs(zero3, m, place):
             yield name, worker.from_deepspeed, source, run, step, 2, kind, form
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("kind", "n", "m"), PAIRS)
+@pytest.mark.parametrize(("kind", "n", "m", "form"), LOADS)
 def test_the_state_has_the_same_bits_and_losses_are_as_after_split(kind, n, m, form, loaded, saved):
     live, split = loaded[kind, n, form, m], loaded[kind, n, "split", m]
     assert_alike(live, split)
