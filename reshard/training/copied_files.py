@@ -56,7 +56,7 @@ def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
     """Return the entries of the source that fill copies of files, and of a script's tensors."""
     names = {entry.fqn for entry in skeleton.entries if entry.kind == KIND}
     kept = manifest.train.kept_files
-    files = [_build_entry(name, kept[name], size_of(kept[name])) for name in kept if name in names]
+    files = [build_file(name, kept[name], size_of(kept[name])) for name in kept if name in names]
     names = {entry.fqn for entry in skeleton.entries if entry.kind == TENSOR}
     tensors = own_tensors(manifest.train).items() if names else ()
     return [*files, *(entry for name, entry in tensors if name in names)]
@@ -71,7 +71,7 @@ def own_tensors(train: TrainState) -> dict[str, Entry]:
 def lay_out(name: str, path: str) -> Skeleton:
     """Lay out a copy of a source file under the same name."""
     size = size_of(path)
-    return Skeleton((OutputFile(name, size),), (_build_entry(name, name, size),))
+    return Skeleton((OutputFile(name, size),), (build_file(name, name, size),))
 
 
 def describe_lost(kept: Mapping[str, str]) -> list[str]:
@@ -92,6 +92,7 @@ def _get_stem(name: str) -> str:
     return re.sub(r"_\d+$", "", Path(name).stem)
 
 
-def _build_entry(name: str, file: str, size: int) -> Entry:
+def build_file(name: str, file: str, size: int) -> Entry:
+    """Return the entry of a whole file, whose elements are its bytes."""
     chunk = contiguous(file, 0, UINT8, whole((size,)), (size,))
     return Entry(name, KIND, UINT8, (size,), (chunk,))

@@ -90,6 +90,32 @@ def test_nemo_automodel_saves_the_model_for_hugging_face_and_the_optimizer_as_it
         assert checkpoint.manifest.train.scheduler == {"last_epoch": 4}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_veomni_saves_the_scheduler_in_files_of_ranks_below_dcp(tmp_path):
+    """Its keys and names: ``split`` keeps both, and copies the files of the ranks."""
+    weight, run = torch.arange(12.0).view(6, 2), tmp_path / "run"
+    moments = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
+    groups = [{"lr": 0.1, "params": ["weight"]}]
+    optimizer = {"state": {"weight": moments}, "param_groups": groups}
+    dcp.save({"model": {"weight": weight}, "optimizer": optimizer}, checkpoint_id=run)
+    (run / "extra_state").mkdir()
+    for rank in range(2):
+        extra = {"global_step": 4, "lr_scheduler": {"last_epoch": 4}, "train_dataloader": {}}
+        extra["torch_rng_state"] = torch.full((3,), rank, dtype=torch.uint8)
+        torch.save(extra, run / "extra_state" / f"extra_state_rank_{rank}.pt")
+    report = reshard.split(run, tmp_path / "out", world_size=3)
+    assert any("belong to one rank each" in note for note in report.notes)
+    for place in (run, tmp_path / "out"):
+        with reshard.open(place) as checkpoint:
+            train = checkpoint.manifest.train
+            assert (train.step, train.scheduler) == (4, {"last_epoch": 4})
+            assert torch.equal(checkpoint.optimizer("exp_avg")["weight"][...], weight + 10)
+    keys = [dcp.FileSystemReader(at).read_metadata().planner_data for at in (run, tmp_path / "out")]
+    assert keys[0] == keys[1]
+    for file in (run / "extra_state").iterdir():
+        assert (tmp_path / "out" / "extra_state" / file.name).read_bytes() == file.read_bytes()
+
+
 def test_torchtune_names_a_whole_model_like_a_shard(tmp_path):
     """FullModelTorchTuneCheckpointer of 0.6.1: no index; one recipe state for all epochs."""
     weight = torch.arange(6.0).view(2, 3)

@@ -11,25 +11,29 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from reshard.box import whole
 from reshard.chunks import Chunk, contiguous
+from reshard.containers import skeletons
+from reshard.containers.skeletons import LaidOut
 from reshard.dtypes import UINT8, DType
 from reshard.files import SourceFiles
-from reshard.formats.dcp import metadata, reader
+from reshard.formats.dcp import metadata, reader, writer
 from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
 from reshard.formats.request import Request
 from reshard.location import Location
-from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest
-from reshard.paths import as_path
+from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, OutputFile, Skeleton
+from reshard.paths import as_path, find_rank
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
+from reshard.training import copied_files
 from reshard.training.copied_files import ITEM
 from reshard.training.state import WritableState
+from reshard.units import some
 
 _ZIP = b"PK"
 
@@ -42,11 +46,13 @@ class SavedKeys:
         about: its metadata.
         directory: where its files are.
         owners: key in ``.metadata`` -> the entry of the manifest that has the tensor.
+        beside: the source's files that are not DCP's, name below the directory -> size.
     """
 
     about: Metadata
     directory: str
     owners: Mapping[str, Key]
+    beside: Mapping[str, int] = field(default_factory=dict)
 
 
 def find(manifest: Manifest, request: Request) -> SavedKeys | None:
@@ -61,17 +67,26 @@ def find(manifest: Manifest, request: Request) -> SavedKeys | None:
     is_partial = request.weights_only and manifest.has_optimizer
     if not request.keeps_layout or is_partial or request.rng in ("derive", "drop"):
         return None
-    directories = {str(PurePosixPath(path).parent) for path in manifest.files}
+    paths = {PurePosixPath(path) for path in manifest.files}
+    directories = {path.parent for path in paths if path.suffix == ".distcp"}
     if len(directories) != 1:
         return None
-    location = Location([as_path(directories.pop())])
+    top = directories.pop()
+    location = Location([as_path(str(top))])
     if not any(name.endswith(".metadata") for name in location.files):
         return None
+    if not all(path.is_relative_to(top) for path in paths):
+        return None
+    prefix = f"{location}/"
+    beside = {
+        path.removeprefix(prefix): file.nbytes
+        for path, file in manifest.files.items()
+        if not path.endswith(".distcp")
+    }
     about = metadata.read(reader.find_metadata_files(location))
-    saved = SavedKeys(about, str(location), owners={})
-    owners = _find_owners(manifest, saved)
-    found = SavedKeys(about, str(location), owners)
-    return found if owners and _can_copy(found, manifest) else None
+    saved = SavedKeys(about, str(location), owners={}, beside=beside)
+    found = replace(saved, owners=_find_owners(manifest, saved))
+    return found if found.owners and _can_copy(found, manifest) else None
 
 
 def _find_owners(manifest: Manifest, saved: SavedKeys) -> dict[str, Key]:
@@ -140,7 +155,31 @@ def _list_other_blocks(saved: SavedKeys) -> Iterable[Block]:
             yield from tensor.blocks
 
 
-def build_leaves(
+def lay_out(state: WritableState, saved: SavedKeys, request: Request) -> LaidOut:
+    """Lay out the items under their keys, and copies of the files beside them.
+
+    Raises:
+        ReshardError: as `writer.lay_out_leaves`.
+    """
+    ranks = request.world_size
+    leaves, items = _build_leaves(state, saved, dtype=request.dtype)
+    parts = [writer.lay_out_leaves(leaves, shards=ranks)]
+    files = []
+    for name, size in saved.beside.items():
+        copy = copied_files.build_file(name, name, size)
+        parts.append(Skeleton((OutputFile(name, size),), (copy,)))
+        files.append(copied_files.build_file(name, f"{saved.directory}/{name}", size))
+    notes = []
+    per_rank = [name for name in saved.beside if find_rank(name) is not None]
+    if per_rank and ranks != len(per_rank):
+        notes.append(
+            f"{some(per_rank, 1)} belong to one rank each: the program that saved them may need"
+            f" such a file for each of the {ranks} ranks"
+        )
+    return LaidOut(skeletons.join(parts), tuple(notes), (*items, *files))
+
+
+def _build_leaves(
     state: WritableState, saved: SavedKeys, *, dtype: DType | None
 ) -> tuple[list[tuple[tuple[Any, ...], Any]], tuple[Entry, ...]]:
     """Build the state dict of the output as leaves with their paths.

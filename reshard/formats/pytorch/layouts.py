@@ -42,8 +42,7 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     same = not state.regrouped and not state.zero_slots
     saved = saved_keys.find(state.manifest, request) if same else None
     if saved is not None:
-        leaves, copied = saved_keys.build_leaves(state, saved, dtype=request.dtype)
-        return LaidOut(dcp.lay_out_leaves(leaves, shards=request.world_size), (), copied)
+        return saved_keys.lay_out(state, saved, request)
     skeleton = dcp.lay_out(
         state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
     )

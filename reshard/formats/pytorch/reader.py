@@ -26,6 +26,7 @@ from reshard.training import copied_files, trainer_run
 from reshard.training.batch import BATCH_BEFORE
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
+_EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
 _LATEST, _SEVERAL = "latest", 2  # Composer's symlink; how many checkpoints make several
 _COPY = "{} is assumed to be the same model as {}, which is not read"
 
@@ -235,6 +236,8 @@ def _collect_parts(
             # NeMo Automodel 0.7 saves ``model`` as shards for Hugging Face, and ``optim`` as items.
             part = reader.read(folder) if dcp.detect(folder) else hf_shards.read(folder)
             _add_part(whole, name, part)
+    if _EXTRA_STATE in location.folders and dcp.detect(location):
+        _add_extra_state(whole, location.folders[_EXTRA_STATE])
     weights = _find_safetensors(location)
     # Of two copies of a model, one is read: otherwise a key would have to choose.
     if "model" in weights and "pytorch_model" in families:
@@ -250,6 +253,12 @@ def _collect_parts(
         else:
             _add_part(whole, stem, _read_safetensors(location, path))
     return whole, warnings
+
+
+def _add_extra_state(whole: ParsedTree, folder: Location) -> None:
+    """Add the scheduler, counters and random states that VeOmni saves beside DCP's files."""
+    for stem, files in group_by_family(directory.find_torch_files(folder)).items():
+        _add_part(whole, stem, OpenedRanks.open(files).joined(folder))
 
 
 def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:
