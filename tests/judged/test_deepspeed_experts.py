@@ -168,3 +168,57 @@ def test_what_all_ranks_hold_is_compared_between_their_optimizers(copied, tmp_pa
     torch.save(held, path)
     with pytest.raises(DifferentError, match=r"embed\.weight"):
         split(run, tmp_path / "out", SplitOptions(to="dcp"))
+
+
+LISTS = "param_shapes buffer_names frozen_param_shapes frozen_param_fragments shared_params"
+OF_LATER_VERSIONS = f"{LISTS} optimizer ds_config ds_version ds_autoep_layers".split()
+
+
+def make_older(run):
+    """Leave a run as DeepSpeed before 0.19 does: few lists, and files of no further optimizer.
+
+    Source: DeepSpeed 0.16.9 and 0.18.9 ``runtime/engine.py``, ``_save_moe_checkpoint``.
+    """
+    path = next(run.rglob("mp_rank_00_model_states.pt"))
+    held = torch.load(path, weights_only=False)
+    kept = {key: value for key, value in held.items() if key not in OF_LATER_VERSIONS}
+    torch.save(kept, path)
+    for zero in [*path.parent.glob("*zero_pp_rank_0_*"), *path.parent.glob("*zero_pp_rank_1_*")]:
+        states = torch.load(zero, weights_only=False)["optimizer_state_dict"]
+        is_bf16_optimizer = "zero_stage" not in states
+        name = "expp_rank_" + zero.name.partition("_pp_rank_")[2]
+        torch.save({"optimizer": states if is_bf16_optimizer else None}, zero.with_name(name))
+    return path
+
+
+@pytest.mark.parametrize(
+    "case", ["moe_z1_ws4", "moe_z1_sizes", "moe_z2", "moe_z2_turns", "moe_bf16opt"]
+)
+def test_a_run_of_an_older_version_has_the_same_state(case, made, copied, tmp_path):
+    run = copied(case)
+    make_older(run)
+    assert reshard.diff(run, made / case / "run").same
+    if case != "moe_z1_sizes":  # its layers have no common number of expert-parallel ranks
+        reshard.split(run, tmp_path / "there", world_size=6)
+        reshard.split(made / case / "run", tmp_path / "wanted", world_size=6)
+        assert reshard.diff(tmp_path / "there", tmp_path / "wanted").same
+
+
+def test_an_older_run_with_a_parameter_that_its_module_lacks_is_detected(copied, tmp_path):
+    run = copied("moe_z2")
+    path = make_older(run)
+    held = torch.load(path, weights_only=False)
+    del held["module"]["norm.bias"]
+    torch.save(held, path)
+    with pytest.raises(CorruptError, match=r"holds elements of 'norm\.bias', but"):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
+def test_an_older_run_says_that_its_buffers_are_not_listed(copied):
+    run = copied("moe_z2")
+    path = make_older(run)
+    held = torch.load(path, weights_only=False)
+    held["module"]["scale"] = torch.ones(2)
+    torch.save(held, path)
+    with reshard.open(run) as checkpoint:
+        assert any("list the buffers" in text for text in checkpoint.manifest.warnings)

@@ -16,6 +16,7 @@
     dialects    whose naming scheme a pipeline has; neox: GPT-NeoX's settings
     experts     join the ranks of a mixture of experts
     expert_files    open the files of experts
+    expert_lists    what DeepSpeed before 0.19 leaves out of their model states
     expert_optimizers   optimizers of expert-parallel ranks without ZeRO
     expert_layout   names of experts, and the ranks that hold them
     universal   one directory for each parameter

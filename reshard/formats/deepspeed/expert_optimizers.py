@@ -21,6 +21,21 @@ from reshard.model_parallel import combine
 from reshard.schema import expect, fields, maybe
 
 
+def leave_out_repeated(files: TagFiles) -> TagFiles:
+    """Return the files of a run without ``expp_rank_*`` that add nothing to ``zero_pp_rank_*``.
+
+    DeepSpeed before 0.19 writes both: beside ZeRO the former hold None, and beside BF16_Optimizer
+    at stage 0 (before 0.17) once more what the latter hold (0.16.9 ``runtime/engine.py``,
+    ``_save_moe_checkpoint``).
+    """
+    if not files.ranks[0].optim:
+        return files
+    optimizers = [_optimizer(_open(files, rank)) for rank, _ in files.expert_optim]
+    if all(not optimizer or "base_optimizer_state" in optimizer for optimizer in optimizers):
+        return replace(files, expert_optim={})
+    return files
+
+
 def read(
     files: TagFiles, first: ModelStates, experts: Sequence[Expert], position: Mapping[str, int]
 ) -> tuple[Manifest, Mapping[str, int]]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from reshard import dtypes
 from reshard.errors import MIXED, CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats.deepspeed import expert_optimizers, native, order
+from reshard.formats.deepspeed import expert_lists, expert_optimizers, native, order
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_files import (
     Expert,
@@ -25,6 +25,13 @@ from reshard.formats.deepspeed.expert_files import (
 from reshard.formats.deepspeed.expert_layout import expert_parallel_size, parse_expert_name
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.manifest import Manifest, ParamGroup
+from reshard.units import some
+
+_LISTED = 4
+_NO_BUFFERS = (
+    "DeepSpeed before 0.19 does not list the buffers of a run with experts: what the optimizer does"
+    " not have is taken for frozen parameters"
+)
 
 
 def read(files: TagFiles) -> Manifest:
@@ -37,9 +44,14 @@ def read(files: TagFiles) -> Manifest:
             another class than DeepSpeed's MoE layer.
     """
     first = native.open_first(files.ranks[0])
+    files = expert_optimizers.leave_out_repeated(files)
     _refuse(files, first)
     experts = open_experts(files, first)
-    position = {name: at for at, name in enumerate(insert_experts(first, experts))}
+    module = insert_experts(first, experts)
+    position = {name: at for at, name in enumerate(module)}
+    lacks_lists = bool(files.ranks[0].optim) and "param_shapes" not in first.root
+    if lacks_lists:
+        first = expert_lists.complete(first, files.ranks[0], module)
     if files.expert_optim:
         manifest, sizes = expert_optimizers.read(files, first, experts, position)
     else:
@@ -51,7 +63,11 @@ def read(files: TagFiles) -> Manifest:
     groups = [
         _sort_group(manifest, group, position, local) for group in manifest.train.param_groups
     ]
-    return replace(manifest, train=replace(manifest.train, param_groups=tuple(groups)))
+    manifest = replace(manifest, train=replace(manifest.train, param_groups=tuple(groups)))
+    if lacks_lists and manifest.frozen:
+        text = f"{_NO_BUFFERS}: {some(sorted(manifest.frozen), _LISTED)}"
+        manifest = replace(manifest, warnings=(*manifest.warnings, text))
+    return manifest
 
 
 def _sort_group(
@@ -108,7 +124,7 @@ def _refuse(files: TagFiles, first: ModelStates) -> None:
         raise UnsupportedError(
             where, "contains experts of ZeRO stage 3, which reshard does not read yet"
         )
-    if not (files.expert_optim or first.shapes):
+    if not (files.expert_optim or files.ranks[0].optim or first.shapes):
         raise IncompleteError(
             where,
             "contains experts of a run without ZeRO, but no expp_rank_*_optim_states.pt",
