@@ -13,9 +13,13 @@
 #endif
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
+#include <cpuid.h>
+#include <immintrin.h>
 #define VECTORIZED __attribute__((target_clones("avx2", "default")))
+#define HAS_F16C_LOOP 1
 #else
 #define VECTORIZED
+#define HAS_F16C_LOOP 0
 #endif
 
 /* Elements in one call of a loop, so that its counters need only 32 bits, like the elements. */
@@ -93,11 +97,68 @@ static inline uint32_t from_float16(uint16_t bits) {
 
 /* clang-format off */
 LOOP(float32_to_bfloat16, uint32_t, AS_IS, uint16_t, to_bfloat16, 0x7F80, 0)
-LOOP(float32_to_float16, uint32_t, AS_IS, uint16_t, to_float16, 0x7C00, 1)
+LOOP(float32_to_float16_by_bits, uint32_t, AS_IS, uint16_t, to_float16, 0x7C00, 1)
 LOOP(bfloat16_to_float16, uint16_t, from_bfloat16, uint16_t, to_float16, 0x7C00, 1)
 LOOP(float16_to_bfloat16, uint16_t, from_float16, uint16_t, to_bfloat16, 0, 0)
 LOOP(float16_to_float32, uint16_t, from_float16, uint32_t, AS_IS, 0, 0)
 LOOP(bfloat16_to_float32, uint16_t, from_bfloat16, uint32_t, AS_IS, 0, 0)
+/* clang-format on */
+
+#if HAS_F16C_LOOP
+/* Elements between two looks for infinities and NaNs. */
+enum { STRETCH = 1 << 10 };
+
+/* The processor's own conversion, four times as fast. It makes signalling NaNs quiet, so a stretch
+   with a NaN is converted by bits, and so is one with an infinity, whose causes must be counted. */
+__attribute__((target("avx2,f16c"))) static Counts float32_to_float16_by_f16c(
+    const char *source, char *target, Py_ssize_t count) {
+    const __m256i magnitude_bits = _mm256_set1_epi32(0x7FFFFFFF);
+    const __m128i size_bits = _mm_set1_epi16(0x7FFF), largest = _mm_set1_epi16(0x7BFF);
+    Counts counts = {0, 0};
+    for (Py_ssize_t start = 0; start < count; start += STRETCH) {
+        Py_ssize_t length = count - start < STRETCH ? count - start : STRETCH, i = 0;
+        const char *from = source + start * 4;
+        char *to = target + start * 2;
+        uint32_t zeros_before = 0, zeros_after = 0; /* twice the zeros: a bit for each byte */
+        __m128i special = _mm_setzero_si128();
+        for (; i + 8 <= length; i += 8) {
+            __m256i bits = _mm256_loadu_si256((const __m256i *)(from + i * 4));
+            __m128i made = _mm256_cvtps_ph(_mm256_castsi256_ps(bits), _MM_FROUND_TO_NEAREST_INT);
+            _mm_storeu_si128((__m128i *)(to + i * 2), made);
+            __m128i size = _mm_and_si128(made, size_bits);
+            special = _mm_or_si128(special, _mm_cmpgt_epi16(size, largest));
+            __m256i magnitude = _mm256_and_si256(bits, magnitude_bits);
+            __m256i was_zero = _mm256_cmpeq_epi32(magnitude, _mm256_setzero_si256());
+            __m128i is_zero = _mm_cmpeq_epi16(size, _mm_setzero_si128());
+            zeros_before += __builtin_popcount(_mm256_movemask_ps(_mm256_castsi256_ps(was_zero)));
+            zeros_after += __builtin_popcount(_mm_movemask_epi8(is_zero));
+        }
+        if (!_mm_testz_si128(special, special)) i = 0;
+        Counts rest = float32_to_float16_by_bits(from + i * 4, to + i * 2, length - i);
+        counts.overflowed += rest.overflowed;
+        counts.flushed += rest.flushed + (i ? zeros_after / 2 - zeros_before : 0);
+    }
+    return counts;
+}
+
+#endif
+
+static int has_f16c = 0; /* whether the processor converts; asked once, as the question is slow */
+
+static void find_f16c(void) {
+#if HAS_F16C_LOOP
+    unsigned int eax, ebx, ecx, edx;
+    int f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+    has_f16c = f16c && __builtin_cpu_supports("avx2");
+#endif
+}
+
+static Counts float32_to_float16(const char *source, char *target, Py_ssize_t count) {
+#if HAS_F16C_LOOP
+    if (has_f16c) return float32_to_float16_by_f16c(source, target, count);
+#endif
+    return float32_to_float16_by_bits(source, target, count);
+}
 
 static const struct {
     const char *source, *target;
@@ -111,7 +172,6 @@ static const struct {
     {"float16", "float32", 2, 4, float16_to_float32},
     {"bfloat16", "float32", 2, 4, bfloat16_to_float32},
 };
-/* clang-format on */
 
 /* cast(source_dtype, target_dtype, source, target) -> (overflowed, flushed) */
 static PyObject *cast(PyObject *module, PyObject *args) {
@@ -155,4 +215,7 @@ static PyMethodDef methods[] = {{"cast", cast, METH_VARARGS, NULL}, {NULL, NULL,
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "reshard.move._cast", NULL, 0, methods,
                                         NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__cast(void) { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit__cast(void) {
+    find_f16c();
+    return PyModuleDef_Init(&definition);
+}

@@ -277,6 +277,23 @@ def test_the_module_and_numpy_give_the_same_bits_and_counts(
         assert (ours == wanted).all()
 
 
+@pytest.mark.parametrize("special", [None, np.inf, -np.inf, np.nan, 1e6])
+def test_finite_values_are_cast_alike_beside_a_special_one(special, built, monkeypatch):
+    """The processor's own conversion casts stretches without infinities and NaNs."""
+    random = np.random.default_rng(5)
+    for count in (1, 8, 1023, 1024, 1025, 5000, 70_003):
+        magnitudes = np.exp2(random.uniform(-28, 15.9, count))
+        values = (magnitudes * random.choice([-1, 0, 1], count, p=[0.45, 0.1, 0.45])).astype("<f4")
+        if special is not None:
+            values[random.integers(count)] = special
+        ours, counts = our_cast(values.view("<u4"), FLOAT32, FLOAT16)
+        with monkeypatch.context() as patched:
+            patched.setattr(compiled, "_cast", None)
+            wanted, wanted_counts = our_cast(values.view("<u4"), FLOAT32, FLOAT16)
+        assert counts == wanted_counts
+        assert (ours == wanted).all()
+
+
 def test_the_module_takes_any_length_and_address(built):
     if built is None:
         pytest.skip("this machine has no C compiler")
