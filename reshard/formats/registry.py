@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -173,7 +174,10 @@ def describe_source(manifest: Manifest) -> Source:
     """Return what is known about checkpoints of a manifest's format."""
     name = manifest.origin.format
     sources = (each.sources for each in _iterate_formats())
-    return next((known[name] for known in sources if name in known), _UNKNOWN)
+    source = next((known[name] for known in sources if name in known), _UNKNOWN)
+    if source.choose_writer is None:
+        return source
+    return replace(source, writer=source.choose_writer(manifest))
 
 
 def detects(name: str, location: Location) -> bool:

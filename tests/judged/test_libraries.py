@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
 from tests.judges.library_cases import CASES
@@ -156,6 +157,24 @@ def test_refused_checkpoints_leave_no_output(case, folder, truth, tmp_path):
     with pytest.raises(reshard.ReshardError):
         reshard.merge(source(case, folder), tmp_path / "x.safetensors", **options(case))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "case", ["lit_fsdp_sharded", "lit_fsdp2_sharded", "lit_fabric_fsdp_sharded", "titan_sample"]
+)
+def test_a_split_keeps_the_keys_of_dcp_and_the_files_beside(case, folder, truth, tmp_path):
+    reference, place = truth(case), source(case, folder)
+    report = reshard.split(place, tmp_path / "out", world_size=3)
+    assert not report.dropped
+    keys = [FileSystemReader(at).read_metadata().planner_data for at in (place, tmp_path / "out")]
+    assert keys[0] == keys[1]
+    if case.startswith("lit"):
+        assert (tmp_path / "out/meta.pt").read_bytes() == (place / "meta.pt").read_bytes()
+    with reshard.open(tmp_path / "out") as checkpoint:
+        check_weights(checkpoint, reference)
+        assert (
+            checkpoint.manifest.train.scheduler == reshard.inspect(place).manifest.train.scheduler
+        )
 
 
 def test_a_note_states_that_adapters_are_not_merged(library_case, tmp_path):

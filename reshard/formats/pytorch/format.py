@@ -32,6 +32,11 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     return reader.read(location, key=hints.key, model=hints.model, wrap=hints.wrap, live=hints.live)
 
 
+def _choose_for_lightning(manifest: Manifest) -> str | None:
+    """Return the writer that keeps Lightning's DCP directories; a file has no ranks to change."""
+    return "dcp" if any(path.endswith(".distcp") for path in manifest.files) else None
+
+
 class _TorchWriter(Writer):
     """A writer whose files `layouts` lays out; it is imported when the first one is written."""
 
@@ -237,7 +242,8 @@ FORMAT = Format(
         "hf-trainer": Source(writer="hf-trainer"),
         "fsdp": Source(writer="fsdp2"),
         trainer_run.NAME: Source(writer=trainer_run.NAME),
-        **dict.fromkeys(("lightning", "fairscale", NAME), Source()),
+        "lightning": Source(choose_writer=_choose_for_lightning),
+        **dict.fromkeys(("fairscale", NAME), Source()),
     },
     writers=(*(Dcp(), Accelerate(), HFTrainer(), Fsdp2(), Verl(), Fsdp(), OurTrainer(), Torch()),),
     detect_loosely=detect_loosely,
