@@ -9,6 +9,6 @@ out before the elements are read, so that `move` can copy them to their final of
     torch_detect   which files ``torch.save`` wrote
     zip_reader     the zip archives in which torch stores them; zip_writer
     safetensors    safetensors files, in both directions; safetensors_shards: several under an index
-    json_files     small JSON files
+    json_files     small JSON files; yaml_files: YAML of plain values
     skeletons      several laid-out files joined into one output
 """

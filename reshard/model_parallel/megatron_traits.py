@@ -12,6 +12,7 @@ from reshard.schema import NUMBER, TEXT, expect, fields, maybe
 
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "yarn": "rope"}
 _ENUMERATED = {1: "rope", 2: "learned", 3: "alibi"}  # bigscience's enums.py, PositionEmbeddingType
+OWN_BUILDER = "model_builder_class"  # of our own: what builds layers that args do not describe
 _FAST_GELU = "fast_gelu"  # core/activations.py: the tanh approximation
 _ARGUMENTS = fields(
     **dict.fromkeys(("rotary_base", "rope_theta", "rotary_percent"), maybe(NUMBER)),
@@ -316,7 +317,13 @@ def _get_aux_loss(args: Mapping[str, Any]) -> float:
 
 def _list_unsupported(args: Mapping[str, Any]) -> list[str]:
     """Describe settings that no model has: those that are incomplete."""
+    odd = []
     is_yarn = args.get("position_embedding_type") == yarn.KIND
     if is_yarn and yarn.parse_args(args) is None:
-        return ["positions by YaRN that args do not state (yarn_rotary_scaling_factor)"]
-    return []
+        odd.append("positions by YaRN that args do not state (yarn_rotary_scaling_factor)")
+    activation = args.get("activation_func")  # of Megatron-Bridge; Megatron-LM has switches
+    if activation not in (None, _FAST_GELU) or (activation and not args.get("gated_linear_unit")):
+        odd.append(f"the activation {activation}, for which Megatron-LM has no argument")
+    if args.get(OWN_BUILDER):
+        odd.append(f"layers that {args[OWN_BUILDER]} of Megatron-Bridge builds")
+    return odd

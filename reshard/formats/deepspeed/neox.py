@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard.containers.yaml_files import parse_yaml
 from reshard.errors import CorruptError
 from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
@@ -24,7 +25,6 @@ _KINDS = fields(
     **dict.fromkeys(("activation", "pos_emb", "norm"), maybe(TEXT)),
 )
 _MAX_BYTES = 1 << 17
-_MAX_VALUES = 1 << 17
 
 
 def read_settings(checkpoint: str) -> dict[str, Any] | None:
@@ -35,42 +35,10 @@ def read_settings(checkpoint: str) -> dict[str, Any] | None:
     """
     settings: dict[str, Any] = {}
     for path, data in read_files(checkpoint).items():
-        root = _load_yaml(path, data.decode(errors="replace"))
+        root = parse_yaml(path, data.decode(errors="replace"))
         if isinstance(root, dict):
             settings |= {str(key).replace("-", "_"): value for key, value in root.items()}
     return settings or None
-
-
-def _load_yaml(path: Path, text: str) -> Any:
-    """Load a document, but not one whose aliases expand to too many values.
-
-    Raises:
-        CorruptError: it is not YAML, or has such aliases.
-    """
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if _count_values(node, {}) > _MAX_VALUES:
-            raise CorruptError(
-                path, f"has more than {_MAX_VALUES} values after its aliases are expanded"
-            )
-        return loader.construct_document(node) if node else None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date, a number
-        raise CorruptError(path, f"is not YAML: {(str(error).splitlines() or [''])[0]}") from error
-
-
-def _count_values(node: Any, counted: dict[int, int]) -> int:
-    """Return how many values a YAML node expands to; too many if it contains itself."""
-    inside = getattr(node, "value", None)
-    if not isinstance(inside, list):
-        return 1
-    if id(node) not in counted:
-        counted[id(node)] = _MAX_VALUES  # what a node counts that is inside itself
-        parts = (part for item in inside for part in (item if isinstance(item, tuple) else [item]))
-        counted[id(node)] = 1 + sum(_count_values(part, counted) for part in parts)
-    return counted[id(node)]
 
 
 def read_files(checkpoint: str) -> dict[Path, bytes]:

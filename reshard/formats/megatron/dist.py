@@ -34,6 +34,7 @@ from reshard.formats.megatron import (
     names,
     optimizer,
     own,
+    run_config,
     train,
 )
 from reshard.formats.megatron.arguments import Arguments
@@ -70,6 +71,11 @@ def read(location: Location, table: Table) -> Manifest:
     tensors, objects = _separate(_strip_prefix(loaded.root))
     stored = _join_segments(_join_gated(tensors), table)
     common, files, seen = _read_common(location, objects)
+    if common.get("args") is None and run_config.NAME in location.files:
+        values, others = run_config.read(location)
+        common = {**common, "args": values}
+        files |= {file.path: file.source() for file in others}
+        seen = seen.union(*(file.globals for file in others))
     args = arguments.parse(common.get("args"), str(location))
     keys = _KeyReader(table, args)
     weights = [

@@ -1,0 +1,156 @@
+"""A real checkpoint of Megatron-Bridge: its configuration stands for the arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import reshard
+from reshard import formats
+from reshard.errors import CorruptError, UnsupportedError
+from reshard.formats.megatron import run_config
+from reshard.location import Location
+from reshard.model_parallel.megatron_traits import parse_args
+from reshard.tensors import LazyTensor
+
+PACKED = Path(__file__).parents[1] / "data" / "megatron_bridge_0.3.1" / "llama_tp2.tar.xz"
+STEP = "iter_0000003"
+
+
+@pytest.fixture
+def run(tmp_path):
+    with tarfile.open(PACKED) as packed:
+        packed.extractall(tmp_path, filter="data")
+    return tmp_path / "bridge"
+
+
+def edit(run, change):
+    """Change the configuration."""
+    path = run / STEP / run_config.NAME
+    config = yaml.safe_load(path.read_text())
+    change(config)
+    path.write_text(yaml.safe_dump(config))
+
+
+def read_args(run):
+    return run_config.read(Location.of([run / STEP]))[0]
+
+
+def test_every_tensor_has_the_bytes_that_megatron_holds(run):
+    truth = json.loads((run.parent / "truth.json").read_text())
+    found: dict[str, dict[str, str]] = {}
+    with reshard.open(run) as checkpoint:
+        manifest = checkpoint.manifest
+        for (kind, fqn), entry in manifest.entries.items():
+            tensor = LazyTensor(entry, checkpoint._pool)[...].contiguous()
+            raw = tensor.view(torch.uint8).numpy().tobytes()
+            found.setdefault(fqn, {})[kind] = hashlib.sha256(raw).hexdigest()[:16]
+    assert found == truth["tensors"]
+    assert (manifest.train.step, manifest.train.samples) == (3, 24)
+    assert manifest.origin.mesh["tp"] == 2
+
+
+def test_the_model_has_hugging_face_s_names(run, tmp_path):
+    reshard.merge(run, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    wanted = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 12,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+    assert {key: config[key] for key in wanted} == wanted
+    with reshard.open(tmp_path / "model") as model:
+        assert model["model.layers.1.self_attn.k_proj.weight"].shape == (8, 16)
+        assert model["model.embed_tokens.weight"].shape[0] == 30
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_another_grid_holds_the_same_and_has_arguments(run, tmp_path, form):
+    out = tmp_path / "out"
+    reshard.split(run, out, to="megatron", pp=2, tp=1, dp=1, ckpt_format=form)
+    assert reshard.diff(run, out, kinds=["weight", "optimizer"]).same
+    train = formats.read(out).train
+    assert train.samples == 24
+    stated = {"pipeline_model_parallel_size": 2, "swiglu": True, "consumed_train_samples": 24}
+    assert {name: train.config[name] for name in stated} == stated
+
+
+def test_a_run_of_an_adapter_is_refused(run):
+    edit(run, lambda config: config.update(peft={"_target_": "megatron.bridge.peft.lora.LoRA"}))
+    with pytest.raises(UnsupportedError, match=r"PEFT \(LoRA\)"):
+        formats.read(run)
+
+
+def test_a_layout_that_is_not_stated_is_refused(run):
+    layout = {"_target_": "megatron.core.PipelineParallelLayerLayout", "_call_": True}
+    edit(run, lambda config: config["model"].update(pipeline_model_parallel_layout=layout))
+    with pytest.raises(UnsupportedError, match="does not state the pipeline layout"):
+        formats.read(run)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"_target_": "megatron.bridge.models.olmoe.OlMoEModelProvider"}, "OlMoEModelProvider"),
+        ({"activation_func": {"_target_": "torch.nn.functional.relu"}}, "the activation relu"),
+    ],
+)
+def test_a_model_that_the_fields_do_not_describe_gets_no_names(run, tmp_path, change, message):
+    edit(run, lambda config: config["model"].update(change))
+    with pytest.raises(UnsupportedError, match=message):
+        reshard.merge(run, tmp_path / "model", names="hf")
+    reshard.split(run, tmp_path / "out", to="megatron", tp=1, dp=1)
+    assert reshard.diff(run, tmp_path / "out", kinds=["weight", "optimizer"]).same
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"num_moe_experts": 8}, {"experts": 8}),
+        ({"share_embeddings_and_output_weights": True}, {"tied": True}),
+        ({"num_query_groups": 2}, {"groups": 2}),
+        ({"rope_scaling": True, "rope_scaling_factor": 32.0}, {"rope_theta": 10000.0}),
+        (
+            {"gated_linear_unit": False, "activation_func": {"_target_": "a.squared_relu"}},
+            {"activation": "relu2", "gated": False},
+        ),
+        (
+            {"transformer_layer_spec": {"_target_": "a.gemma2_layer_spec"}},
+            {"odd": ("layers that gemma2_layer_spec of Megatron-Bridge builds",)},
+        ),
+        (
+            {"activation_func": {"_target_": "megatron.core.activations.fast_gelu"}},
+            {"activation": "gelu_pytorch_tanh", "odd": ()},
+        ),
+    ],
+)
+def test_fields_of_the_model_become_traits(run, change, wanted):
+    edit(run, lambda config: config["model"].update(change))
+    traits = parse_args(read_args(run), "run")
+    assert {name: getattr(traits, name) for name in wanted} == wanted
+
+
+def test_padding_follows_the_size_that_divides_it(run):
+    assert read_args(run)["padded_vocab_size"] == 32
+    edit(run, lambda config: config["model"].update(should_pad_vocab=False))
+    assert read_args(run)["padded_vocab_size"] == 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["!!python/object/apply:os.system ['true']", "- 1", "model: 3", "model: {num_layers: many}"],
+)
+def test_a_document_of_another_kind_is_refused(run, text):
+    (run / STEP / run_config.NAME).write_text(text)
+    with pytest.raises(CorruptError, match=run_config.NAME):
+        formats.read(run)
