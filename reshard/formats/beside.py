@@ -22,7 +22,7 @@ from reshard.state_dict import tree
 from reshard.state_dict.plain_values import to_plain
 from reshard.training import copied_files, trainer_run
 from reshard.training.batch import BATCH, BATCH_BEFORE, WORLD
-from reshard.training.companion_files import is_model_config
+from reshard.training.companion_files import CONFIG_FOLDERS, is_model_config
 
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 _EPOCH = re.compile(r"epoch_\d+")
@@ -132,8 +132,8 @@ def nearby(location: Location, wrap: str | None) -> ModelHint | None:
     Beside an adapter this is the config of its base model, if that is in a directory of this
     machine.
     """
-    for near in (location, location.folders.get("huggingface") if not location.chosen else None):
-        config = near.files.get("config.json") if near else None
+    for folder in (".", *(CONFIG_FOLDERS if not location.chosen else ())):
+        config = location.nested(f"{folder}/config.json")
         # The config only helps where the files are ambiguous, so a broken one is no reason to fail.
         with contextlib.suppress(CorruptError):
             if config and is_model_config(config):

@@ -2,11 +2,11 @@
 
 Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.txt``; HF Trainer
 ``checkpoint-N``, Accelerate ``checkpoints/checkpoint_N``, torchtitan ``step-N``, verl
-``global_step_N``; nanotron ``latest.txt`` and ``N``; Composer ``epE-baN``; Lightning
-``epoch=E-step=N.ckpt``; NeMo 2 ``...-step=N-...`` with a folder ``weights``; OLMo-core ``stepN``
-with one ``model_and_optim``; torchtune ``dist_epoch_N``; litgpt ``step-N/lit_model.pth``; NeMo
-Automodel ``epoch_E_step_N``. Without a pointer the highest number is
-taken, as their own resuming does.
+``global_step_N``; nanotron ``latest.txt`` and ``N``; Composer ``epE-baN``, llm-foundry ``baN``;
+Lightning ``epoch=E-step=N.ckpt``; NeMo 2 ``...-step=N-...`` with a folder ``weights``; OLMo-core
+``stepN`` with one ``model_and_optim``; torchtune ``dist_epoch_N``; litgpt ``step-N/lit_model.pth``;
+NeMo Automodel ``epoch_E_step_N``. Without a pointer the highest number is taken, as their own
+resuming does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.location import Location
 from reshard.units import some
 
 _NUMBERED = re.compile(
-    r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|ep\d+-ba|epoch_\d+_step_)?"
+    r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|(?:ep\d+-)?ba|epoch_\d+_step_)?"
     r"(\d{1,19})"
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )

@@ -37,6 +37,9 @@ _EMBEDDING = re.compile(
 QUANTISED = "quantization_config"
 
 
+CONFIG_FOLDERS = ("huggingface", "model/.hf_metadata")  # verl's, NeMo Automodel's
+
+
 @dataclass(frozen=True, slots=True)
 class Companions:
     """The files that complete a model directory; ``config`` is parsed, the rest is copied."""
@@ -53,7 +56,8 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
         UsageError: ``hf_dir`` was given and has no config.json.
         CorruptError: config.json is not JSON.
     """
-    candidates = [hf_dir] if hf_dir else [*near, *(path / "huggingface" for path in near)]
+    inner = (path / folder for folder in CONFIG_FOLDERS for path in near)
+    candidates = [hf_dir] if hf_dir else [*near, *inner]
     for directory in candidates:
         config = directory / "config.json"
         if config.is_file():

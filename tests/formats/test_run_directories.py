@@ -56,6 +56,7 @@ def assert_is_of(step, source, **options):
     ("names", "inside"),
     [
         (("ep0-ba2", "ep0-ba4"), "."),  # Composer
+        (("ba2", "ba4"), "."),  # llm-foundry's HuggingFaceCheckpointer
         (("dist_epoch_2", "dist_epoch_4"), "."),  # torchtune
         (("epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt"), "."),  # Lightning
         (("m--val_loss=1.0-step=2-last", "m--val_loss=0.5-step=4"), "weights"),  # NeMo 2
@@ -76,18 +77,22 @@ def test_the_last_of_a_run_is_taken_or_the_one_that_is_named(names, inside, tmp_
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_nemo_automodel_saves_the_model_for_hugging_face_and_the_optimizer_as_items(tmp_path):
     """Its names and writers; the optimizer is flattened inside ``optim``."""
-    weight, place = torch.arange(6.0).view(2, 3), tmp_path / "epoch_0_step_4"
+    weight, place = torch.arange(6.0).view(2, 3), tmp_path / "run" / "epoch_0_step_4"
     writer = dcp.HuggingFaceStorageWriter(str(place / "model"), save_distributed=True)
     dcp.save({"weight": weight}, storage_writer=writer)
     moments = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
     flattened = {f"state.weight.{slot}": value for slot, value in moments.items()}
     optimizer = {**flattened, "param_groups.weight.lr": 0.1}
     dcp.save({"optim": optimizer, "sched": {"last_epoch": 4}}, checkpoint_id=place / "optim")
-    with reshard.open(tmp_path) as checkpoint:
+    with reshard.open(tmp_path / "run") as checkpoint:
         assert torch.equal(checkpoint["weight"][...], weight)
         assert torch.equal(checkpoint.optimizer("exp_avg")["weight"][...], weight + 10)
         assert checkpoint.manifest.train.step == 4
         assert checkpoint.manifest.train.scheduler == {"last_epoch": 4}
+    (place / "model" / ".hf_metadata").mkdir()
+    (place / "model" / ".hf_metadata" / "config.json").write_text('{"model_type": "own"}')
+    reshard.merge(tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "own"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
