@@ -216,6 +216,15 @@ def test_a_head_that_save_pretrained_leaves_out_is_left_out(name, config, asked,
     assert got.keys() == want.keys()
 
 
+def test_every_model_that_transformers_converts_is_found_in_its_source():
+    mapping = pytest.importorskip("transformers.conversion_mapping")
+    named = {*mapping._MODEL_TO_CONVERSION_PATTERN, *mapping._build_checkpoint_conversion_mapping()}
+    assert named
+    # `legacy` stands for models of every type; classes are found by their own names.
+    assert [n for n in named - {"legacy"} if not library.may_be_converted({"model_type": n})] == []
+    assert not library.may_be_converted({"model_type": "llama", "architectures": ["Mine"]})
+
+
 @pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "ViTForImageClassification"])
 def test_a_config_without_a_class_is_that_of_the_class_with_these_names(name, tmp_path):
     model_type, config = MODELS[name]
