@@ -77,6 +77,20 @@ def test_a_split_for_other_ranks_holds_the_same(case, truth, tmp_path):
         assert_state(tmp_path / "s", truth)
 
 
+@pytest.mark.parametrize(
+    ("case", "is_noted"),
+    [
+        ("deepspeed_0.14.5/z3_mics_ws4", True),
+        ("deepspeed_0.8.3/z2_apexadam", False),
+        ("deepspeed_0.19.8/z3_nvme_sub", False),
+    ],
+)
+def test_older_versions_cannot_load_a_universal_checkpoint_at_stage_3(case, is_noted, tmp_path):
+    """DeepSpeed 0.18.9 ``stage3.py``, ``load_hp_checkpoint_state``: it expects a bare tensor."""
+    report = reshard.split(KEPT / case / "run", tmp_path / "u", to="ds-universal")
+    assert any("before 0.19" in note for note in report.notes) == is_noted
+
+
 def test_all_names_without_a_value_are_listed_in_one_error(tmp_path):
     run = KEPT / "deepspeed_0.9.1/z3_sub" / "run"
     with pytest.raises(reshard.errors.IncompleteError) as refusal:

@@ -181,7 +181,15 @@ def possible_initial_updates(version: str, stage: int, *, in_16_bit: bool) -> tu
     """
     if stage == 0:
         return (int(in_16_bit),)
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    numbers = tuple(map(int, match.groups())) if match else ()
-    older = bool(numbers) and numbers < ((0, 15, 1) if stage == 1 else (0, 13, 2))
+    older = is_older(version, (0, 15, 1) if stage == 1 else (0, 13, 2))
     return (0, 1) if older else (0,)
+
+
+def is_older(version: str, than: tuple[int, int, int]) -> bool:
+    """Return whether a version of DeepSpeed is older than another; False if it has no numbers.
+
+    >>> is_older("0.18.9+abc", (0, 19, 0)), is_older("unknown", (0, 19, 0))
+    (True, False)
+    """
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return match is not None and tuple(map(int, match.groups())) < than

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from reshard.dtypes import FLOAT16, FLOAT32
 from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed.train_state import is_older
 from reshard.formats.deepspeed.write.objects import is_deepspeed_optimizer
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import NOT_DESCRIBED
@@ -64,6 +65,12 @@ def notes_universal(spec: OutputSpec, *, described: bool = False) -> Iterator[st
         f'for {grid}, with "checkpoint": {{"load_universal": true}}: --world-size and'
         " --zero-stage only set values in the stored configuration"
     )
+    if spec.stage == 3 and is_older(_find_version(spec), (0, 19, 0)):
+        yield (
+            "DeepSpeed before 0.19, which saved the source, cannot load it at stage 3 (\"'dict'"
+            " object has no attribute 'view'\"): load it with a later version, or write --to"
+            " deepspeed"
+        )
     yield from _note_lost(spec)
     yield from _note_not_restored(spec)
     yield from _note_scaler(spec, "the run that loads it starts its own")
@@ -94,6 +101,10 @@ def notes_universal(spec: OutputSpec, *, described: bool = False) -> Iterator[st
 
 def _is_from_deepspeed(spec: OutputSpec) -> bool:
     return spec.state.manifest.origin.format.startswith("deepspeed")
+
+
+def _find_version(spec: OutputSpec) -> str:
+    return spec.state.manifest.origin.versions.get("deepspeed", "")
 
 
 def _uses_deepspeed_optimizer(spec: OutputSpec) -> bool:
