@@ -226,3 +226,25 @@ def test_a_shard_of_a_base_weight_is_not_the_weight(tmp_path):
     )
     assert any("base_weight_sharding" in text for text in report.warnings)
     assert torch.equal(load_file(tmp_path / "m.safetensors")["q.weight"], whole)
+
+
+def test_codes_without_scales_are_not_weights(tmp_path):
+    """DeepSpeed 0.19.8, ``zero_quantized_nontrainable_weights``, whose quantizer needs CUDA."""
+    run = shutil.copytree(KEPT / "deepspeed_0.19.8" / "z3_nvme_sub" / "run", tmp_path / "run")
+    for path in run.rglob("*model_states.pt"):
+        edit_file(path, quantise_frozen)
+    with pytest.raises(
+        reshard.errors.IncompleteError, match=r"lists 'frozen\.weight', but no rank"
+    ):
+        reshard.merge(run, tmp_path / "m.safetensors")
+    with pytest.raises(
+        reshard.errors.IncompleteError, match=r"lists 'frozen\.weight', but no rank"
+    ):
+        reshard.split(run, tmp_path / "s", world_size=3)
+    with reshard.open(run) as checkpoint:
+        assert any("without their scales" in text for text in checkpoint.manifest.warnings)
+
+
+def quantise_frozen(root):
+    fragments = root["frozen_param_fragments"]
+    fragments["frozen.weight"] = (fragments["frozen.weight"] * 100).to(torch.int8)

@@ -202,6 +202,8 @@ def _assemble(
     # sorted() is stable: of one parameter, the module's copy precedes its master and its slots.
     entries = sorted([*module, *kept], key=lambda entry: order.get(entry.fqn, len(order)))
     entries = _drop_base_shards(entries, warnings)
+    if stage == 3:
+        warnings += _warn_of_quantised(first)
     opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
     without_frozen = _excludes_frozen(first, stage)
     return Manifest(
@@ -367,6 +369,17 @@ def _drop_base_shards(entries: Sequence[Entry], warnings: list[str]) -> list[Ent
             f" ranks and saves the first rank's shard alone: {some(shards, _LISTED)}"
         )
     return [entry for entry in entries if entry.fqn not in shards]
+
+
+def _warn_of_quantised(first: ModelStates) -> list[str]:
+    """Return a warning if frozen weights are saved as codes that nothing decodes."""
+    names = [fqn for fqn in first.mapping("frozen_param_shapes") if stage3.is_quantised(first, fqn)]
+    if not names:
+        return []
+    return [
+        "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights as integers without"
+        f" their scales, so they are missing: {some(names, _LISTED)}"
+    ]
 
 
 def _find_frozen(

@@ -93,6 +93,21 @@ def _split(kind: str, members: Mapping[str, Index], pieces: Sequence[FlatPiece])
         skipped += count_piece_elements({fqn: shape}, ranks) * dtype.itemsize
 
 
+def is_quantised(model: ModelStates, fqn: str) -> bool:
+    """Return whether the fragments of a frozen parameter are integers, which have no scales.
+
+    DeepSpeed with ``zero_quantized_nontrainable_weights`` (0.19.8 ``partition_parameters.py``,
+    ``ds_quant_scale``) saves the codes alone (``engine.py``, ``_get_param_fragment_func``).
+    """
+    fragment, placeholder = model.mapping("frozen_param_fragments").get(fqn), model.module.get(fqn)
+    return (
+        isinstance(fragment, Tensor)
+        and placeholder is not None
+        and placeholder.dtype.family == "float"
+        and fragment.dtype.family != "float"
+    )
+
+
 def read_frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:
     """Yield the frozen parameters: the ranks' fragments one after the other, cut to numel.
 
@@ -106,8 +121,8 @@ def read_frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:
             for model, fragment in zip(models, fragments, strict=True)
             if isinstance(fragment, Tensor)
         ]
-        if len(pieces) < len(models):
-            continue  # saved with exclude_frozen_parameters: its values are not in the checkpoint
+        if len(pieces) < len(models) or is_quantised(models[0], fqn):
+            continue  # the checkpoint does not have its values
         if prod(shape):
             yield from _split(PARAM, {fqn: tuple(shape)}, pieces)
         else:
