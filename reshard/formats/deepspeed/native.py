@@ -374,12 +374,11 @@ def _drop_base_shards(entries: Sequence[Entry], warnings: list[str]) -> list[Ent
 def _warn_of_quantised(first: ModelStates) -> list[str]:
     """Return a warning if frozen weights are saved as codes that nothing decodes."""
     names = [fqn for fqn in first.mapping("frozen_param_shapes") if stage3.is_quantised(first, fqn)]
-    if not names:
-        return []
-    return [
+    text = (
         "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights as integers without"
         f" their scales, so they are missing: {some(names, _LISTED)}"
-    ]
+    )
+    return [text] if names else []
 
 
 def _find_frozen(
