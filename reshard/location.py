@@ -9,9 +9,10 @@ from itertools import islice
 from pathlib import Path
 
 from reshard.errors import CorruptError, ReshardError, UnrecognisedError, UsageError
-from reshard.paths import as_path
+from reshard.paths import as_path, explain_tilde, is_remote
 
 _LISTED = 8
+_SUGGESTED = 3  # names
 _PARTS = (  # endings of checkpoint files; logs and configs may differ between nodes
     *(".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar", ".distcp", ".metadata", ".safetensors"),
     *(".swp", ".index.json", "latest", "latest_universal"),
@@ -50,7 +51,7 @@ class Location:
         """
         for path in paths:
             if not path.exists():
-                raise UnrecognisedError(path, "does not exist")
+                raise UnrecognisedError(path, "does not exist", _suggest_path(path))
         files = [path for path in paths if not path.is_dir()]
         for path in files:
             if not path.is_file():  # opening a pipe would wait for its writer
@@ -132,6 +133,27 @@ class Location:
         with contextlib.suppress(OSError):  # a name from a document can be too long for a file
             return next((d / name for d in self.directories if (d / name).is_file()), None)
         return None
+
+
+def _suggest_path(missing: Path) -> str:
+    """Return what to do about a path that does not exist, from the names beside it."""
+    if is_remote(str(missing)):
+        return ""
+    if advice := explain_tilde(missing):
+        return advice
+    from difflib import get_close_matches  # only an error needs it
+
+    # The first part of the path that does not exist, and the directory that should contain it.
+    chain = [missing, *missing.parents]
+    wrong = next(each for each in chain if each.parent.exists())
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # the parent can be a file, or not readable
+        names = [child.name for child in wrong.parent.iterdir()]
+    if close := get_close_matches(wrong.name, names, _SUGGESTED):
+        return f"did you mean {', '.join(str(wrong.parent / name) for name in close)}?"
+    if missing.is_absolute():
+        return f"{wrong.parent} contains no {wrong.name}"
+    return f"the path is relative to {Path.cwd()}; pass an absolute path or change the directory"
 
 
 def missing_ranks(present: Container[int], world: int) -> list[int]:

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from reshard.errors import UsageError
+
 # pathlib collapses two slashes into one, so a URL that has been a Path has only one left.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(?://|/(?=[^/]))(.+)", re.DOTALL)
 # In DeepSpeed's names, mp_rank and expp_rank are the tensor-parallel and the expert-parallel rank,
@@ -14,8 +16,19 @@ _RANK = re.compile(r"(?:(?<!mp_)(?<!expp_)(?<![a-z])rank[-_]?|(?:^|/)(?:__|shard
 
 
 def as_path(where: str | os.PathLike[str]) -> Path:
-    """Return the path for ``s3://bucket/key``, ``file:///dir`` or a local name."""
+    """Return the path for ``s3://bucket/key``, ``file:///dir`` or a local name.
+
+    Raises:
+        UsageError: the text is empty. pathlib would read it as the working directory, and a script
+            with an unset variable would convert whatever is there.
+    """
     text = str(where)
+    if not text:
+        raise UsageError(
+            "''",
+            "the path is empty",
+            "set the variable that should contain it, or pass . for the working directory",
+        )
     match = _URL.match(text)
     if match is None:
         return where if isinstance(where, Path) else Path(text)
@@ -33,6 +46,19 @@ def is_remote(where: str) -> bool:
     The name of an escaped text inside a remote file (`reshard.escaped`) is not a URL.
     """
     return "://" in where and "\0" not in where
+
+
+def explain_tilde(path: Path) -> str:
+    """Return what to do about a path that begins with ``~``, which only a shell expands; or ""."""
+    here = Path.cwd()
+    given = path.relative_to(here) if path.is_relative_to(here) else path
+    try:
+        expanded = given.expanduser()
+    except RuntimeError:  # there is no such user
+        return ""
+    if expanded == given:
+        return ""
+    return f"pass {expanded}; a shell expands ~ only outside quotes, and Python does not"
 
 
 def find_rank(name: str) -> int | None:

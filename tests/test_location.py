@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -112,3 +114,25 @@ def test_a_missing_rank_of_a_stated_world(tmp_path):
         save(tmp_path / f"model_world_size_4_rank_{rank}.pt")
     with pytest.raises(IncompleteError, match="rank 2, 3"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        ("global_step10", "did you mean {0}/global_step100?"),
+        ("global_step10/deeper", "did you mean {0}/global_step100?"),
+        ("other", "{0} contains no other"),
+    ],
+)
+def test_a_path_that_does_not_exist_gets_advice(tmp_path, asked, remedy):
+    (tmp_path / "global_step100").mkdir()
+    with pytest.raises(UnrecognisedError) as caught:
+        Location.of([tmp_path / asked])
+    assert caught.value.remedy == remedy.format(tmp_path)
+
+
+def test_a_relative_path_that_does_not_exist_is_told_to_what(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnrecognisedError) as caught:
+        Location.of([Path("run")])
+    assert str(tmp_path) in caught.value.remedy

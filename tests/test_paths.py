@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import UsageError
@@ -37,3 +39,25 @@ def test_a_url_joined_to_an_absolute_path_is_refused():
 def test_an_unknown_scheme_is_refused():
     with pytest.raises(UsageError, match="nosuch://"):
         reshard.inspect("nosuch://a/b")
+
+
+@pytest.mark.parametrize("call", [reshard.inspect, lambda path: reshard.merge("run", path)])
+def test_an_empty_path_is_not_the_working_directory(call, tmp_path, monkeypatch):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="the path is empty"):
+        call("")
+
+
+def test_a_tilde_in_a_source_or_destination_is_explained(tmp_path, monkeypatch):
+    run = tmp_path / "x.safetensors"
+    save_file({"w": torch.ones(2)}, run)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir("/")
+    with pytest.raises(UsageError) as source:
+        reshard.inspect("~/x.safetensors")
+    assert source.value.remedy.startswith(f"pass {run};")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as destination:
+        reshard.merge(run, "~/out.safetensors")
+    assert destination.value.remedy.startswith(f"pass {tmp_path / 'out.safetensors'};")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from reshard.errors import ExistsError, ResourceError, UsageError
-from reshard.paths import is_remote
+from reshard.paths import explain_tilde, is_remote
 
 if TYPE_CHECKING:
     from reshard.remote.path import RemotePath
@@ -83,7 +83,11 @@ def check_destination(
             return
     elif not destination.parent.is_dir():
         parent = destination.parent.resolve()
-        raise UsageError(destination, f"there is no directory {parent}", "create it first")
+        raise UsageError(
+            destination,
+            f"there is no directory {parent}",
+            explain_tilde(destination) or "create it first",
+        )
     elif is_directory and os.path.ismount(real):
         raise ExistsError(
             destination,
