@@ -31,6 +31,7 @@ from reshard.errors import (
     IncompleteError,
     StaleError,
     UnrecognisedError,
+    UnsupportedError,
     UsageError,
 )
 from reshard.formats.megatron import buckets, grouped, names
@@ -100,6 +101,19 @@ def _check_bytes(place, layers):
     assert set(manifest.train.optimizer_step.values()) == {truth["steps"]}
     assert manifest.train.step == 3
     assert manifest.train.config["num_layers"] == layers
+
+
+def test_zarr_is_refused_by_name(old, tmp_path):
+    run = tmp_path / "run"
+    (run / STEP / "decoder.final_layernorm.weight").mkdir(parents=True)
+    (run / STEP / "metadata.json").write_text(
+        '{"sharded_backend": "zarr", "sharded_backend_version": 1, "common_backend": "torch"}'
+    )
+    shutil.copy(old / "torch_dist" / STEP / "common.pt", run / STEP)
+    (run / "latest_checkpointed_iteration.txt").write_text("3")
+    for place in (run, run / STEP):
+        with pytest.raises(UnsupportedError, match="is in the zarr format"):
+            formats.read(place)
 
 
 def test_the_form_of_core_0_9_is_in_the_optimizer_s_state(old):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import IncompleteError, StaleError, UsageError
+from reshard.files import MAX_POINTER, read_small_file
 from reshard.location import Location
 from reshard.units import some
 
@@ -57,7 +58,8 @@ def detect(location: Location) -> bool:
     if location.chosen:
         folder = Location(location.directories)
         return _is_rank_folder(folder) or (_is_part(location.chosen) and is_dist(folder))
-    return is_dist(location) or bool(list_rank_folders(location)) or _is_rank_folder(location)
+    is_recognized = is_dist(location) or is_zarr(location) or _is_rank_folder(location)
+    return is_recognized or bool(list_rank_folders(location))
 
 
 def holds(location: Location) -> bool:
@@ -69,6 +71,18 @@ def is_dist(location: Location) -> bool:
     """Return whether a directory has the torch_dist format."""
     # Any DCP directory has .metadata; only Megatron's has one of the others beside it.
     return _METADATA in location.files and (BACKEND in location.files or COMMON in location.files)
+
+
+def is_zarr(location: Location) -> bool:
+    """Return whether a directory has the format before torch_dist, a zarr array for each tensor.
+
+    Source: Megatron-LM core_v0.9.0 ``core/dist_checkpointing/strategies/zarr.py``.
+    """
+    files = location.files
+    if _METADATA in files or COMMON not in files or BACKEND not in files:
+        return False
+    # Only the content tells it from torch_dist without .metadata, which is an interrupted save.
+    return b'"zarr"' in read_small_file(files[BACKEND], MAX_POINTER)
 
 
 def _is_part(name: str) -> bool:

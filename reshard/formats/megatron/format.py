@@ -6,9 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
-from reshard.formats.megatron.directory import NAME, detect, find_checkpoint, holds, is_dist
+from reshard.formats.megatron.directory import (
+    NAME,
+    detect,
+    find_checkpoint,
+    holds,
+    is_dist,
+    is_zarr,
+)
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
@@ -25,7 +32,11 @@ _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
-    """Read the directory of one iteration, or of the one that a run directory points to."""
+    """Read the directory of one iteration, or of the one that a run directory points to.
+
+    Raises:
+        UnsupportedError: it is in the zarr format.
+    """
     # Imports are inside functions, because every format is loaded to detect a directory, and only
     # one of them reads it.
     from reshard.formats import beside
@@ -33,6 +44,14 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.model_parallel.rules import add_user_rules, load_whole_table
 
     found = find_checkpoint(location)
+    if is_zarr(found):
+        raise UnsupportedError(
+            found,
+            "is in the zarr format, which Megatron-core 0.16 no longer has and reshard does not"
+            " read",
+            "load it with the version that saved it, and save it with --ckpt-format torch_dist"
+            " (older: --dist-ckpt-format torch_dist)",
+        )
     read = dist.read if is_dist(found) else legacy.read
     table = add_user_rules(load_whole_table(NAME), hints.rules)
     return beside.with_run(read(found, table), location)
