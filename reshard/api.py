@@ -22,6 +22,7 @@ from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.verify.options import VerifyOptions
 from reshard.formats import Paths
+from reshard.options import options_of
 
 if TYPE_CHECKING:
     from reshard.commands.average.report import AverageReport
@@ -91,17 +92,42 @@ class _OfTwo(Protocol[_P, _Report_co]):
 def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -> Any:
     """Return the function with the fields of its last argument's dataclass as keywords."""
     own = introspection.signature(function)
-    keywords = introspection.signature(kind).parameters.values()
+    known = introspection.signature(kind).parameters
+    keywords = known.values()
     *paths, _ = own.parameters.values()
 
     @functools.wraps(function)
     def call(*args: Any, **values: Any) -> _Result:
         # Paths can be passed by keyword as well; all other keywords are options.
         given = {each.name: values.pop(each.name) for each in paths if each.name in values}
+        for name in values:
+            if name not in known:
+                raise TypeError(_explain_keyword(function.__name__, name, kind))
         return function(*args, **given, options=kind(**values))
 
     call.__signature__ = own.replace(parameters=[*paths, *keywords])  # type: ignore[attr-defined]
     return call
+
+
+def _explain_keyword(function: str, name: str, kind: Any) -> str:
+    """Return the message for a keyword that a function does not have, with the right spelling."""
+    from difflib import get_close_matches  # only an error needs it
+
+    flag = f"--{name.replace('_', '-')}"
+    named = [each for each in options_of(kind) if flag in each.flags]
+    # An option can be named by its flag, or be a field of a nested dataclass.
+    right = [
+        f"{each.within}=reshard.{_class_name(kind, each.within)}({each.name}=...)"
+        if each.within
+        else each.name
+        for each in named
+    ] or get_close_matches(name, [each.name for each in options_of(kind) if not each.within], 1)
+    advice = f"did you mean {right[0]}?" if right else f"help(reshard.{function}) lists them"
+    return f"reshard.{function}() got an unexpected keyword argument {name!r}; {advice}"
+
+
+def _class_name(kind: Any, field: str) -> str:
+    return str(introspection.signature(kind).parameters[field].annotation)
 
 
 def _of_path(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_DOCUMENT = 256 << 20  # bytes; the index of a million tensors has a third of that
 MAX_POINTER = 4096  # bytes; for a file that names a directory
+_LFS_POINTER = b"version https://"  # the first line goes on with git-lfs.github.com/spec/v1
 _MAX_OPEN = 512  # descriptors in a pool
 
 
@@ -290,6 +291,25 @@ def size_of(path: str | Path) -> int:
         raise IncompleteError(path, "does not exist") from error
     except OSError as error:
         raise ReshardError(path, f"cannot be read: {error.strerror}") from error
+
+
+def refuse_lfs_pointer(path: str | Path, head: bytes) -> None:
+    """Refuse a file that `git clone` without Git LFS leaves in place of a large file.
+
+    Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md ("The Pointer").
+
+    Args:
+        head: the first 16 bytes of the file or more.
+
+    Raises:
+        IncompleteError: the file is such a pointer.
+    """
+    if head.startswith(_LFS_POINTER):
+        raise IncompleteError(
+            path,
+            "is a pointer of Git LFS, not the file itself",
+            "run `git lfs pull` in its repository, or download the file again",
+        )
 
 
 def read_small_file(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:

@@ -47,8 +47,10 @@ class Location:
 
         Raises:
             UnrecognisedError: nothing is there.
-            UsageError: files and directories together, or several files.
+            UsageError: files and directories together, several files, or no path.
         """
+        if not paths:
+            raise UsageError("source", "the list of paths is empty", "pass at least one")
         for path in paths:
             if not path.exists():
                 raise UnrecognisedError(path, "does not exist", _suggest_path(path))

@@ -16,11 +16,19 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from reshard import units
 from reshard.errors import UsageError
+from reshard.paths import as_path
 
 _O = TypeVar("_O", bound="Options")
 _KEY = "option"
 _NESTED = "options"
 _UNIONS = (Union, types.UnionType)
+_TYPE_NAMES = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+}
 _known: dict[type[Any], tuple[Option, ...]] = {}
 
 
@@ -138,15 +146,19 @@ class Option:
         """Refuse a value that the option does not allow.
 
         Raises:
-            UsageError: the value is not among the choices, or out of range.
+            UsageError: the value has another type, is not among the choices, or is out of range.
         """
         if self.is_multiple:
+            if isinstance(value, (str, bytes)):  # its letters would be taken as the values
+                raise UsageError(f"{self.name}={value!r}", "must be a list", f"pass [{value!r}]")
             for each in value:
                 self._check_one(each)
         elif value is not None or not self.is_optional:
             self._check_one(value)
 
     def _check_one(self, value: Any) -> None:
+        if not self.choices and not self._is_of_type(value):
+            raise UsageError(f"{self.name}={value!r}", f"must be {_TYPE_NAMES[self.type]}")
         least, most = self.declared.minimum, self.declared.maximum
         if self.choices and value not in self.choices:
             # Only now, because this imports the extensions.
@@ -159,6 +171,19 @@ class Option:
             raise UsageError(f"{self.name}={value!r}", f"must be at least {least}")
         if most is not None and value > most:
             raise UsageError(f"{self.name}={value!r}", f"must be at most {most}")
+
+    def _is_of_type(self, value: Any) -> bool:
+        """Return whether a value has the option's type; only mistakes that Python would accept.
+
+        A text option also takes objects, such as a ``torch.dtype``, that its user converts.
+        """
+        if self.type is bool:  # "no" is true in Python
+            return isinstance(value, bool)
+        if self.type is str:
+            return not isinstance(value, (bool, int, float, bytes))
+        if self.type in (int, float) and isinstance(value, (str, bytes, bool)):
+            return False
+        return self.type is not int or not isinstance(value, float)
 
 
 def options_of(kind: type[Any]) -> tuple[Option, ...]:
@@ -233,11 +258,15 @@ class Options:
     """Base of all dataclasses of options; their values are checked when one is created."""
 
     def __post_init__(self) -> None:
-        """Refuse the first value that its option does not allow.
+        """Convert strings to paths, and refuse the first value that its option does not allow.
 
         Raises:
             UsageError: a value is not allowed; the message names the option and what it allows.
         """
+        for each in options_of(type(self)):
+            value = None if each.within else getattr(self, each.name)
+            if each.type is Path and isinstance(value, str):
+                object.__setattr__(self, each.name, as_path(value))  # the class is frozen
         for each, value in self._values():
             each.check(value)
 

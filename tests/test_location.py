@@ -136,3 +136,8 @@ def test_a_relative_path_that_does_not_exist_is_told_to_what(tmp_path, monkeypat
     with pytest.raises(UnrecognisedError) as caught:
         Location.of([Path("run")])
     assert str(tmp_path) in caught.value.remedy
+
+
+def test_no_path_at_all():
+    with pytest.raises(UsageError, match="the list of paths is empty"):
+        Location.of([])

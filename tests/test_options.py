@@ -164,3 +164,42 @@ def test_reports_list_the_options_that_were_given(tmp_path):
     ):
         done = CliRunner().invoke(cli, [*map(str, arguments), "--json"])
         assert json.loads(done.stdout)["options"] == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: reshard.SplitOptions(world_size="2"), "world_size='2': must be an integer"),
+        (lambda: reshard.SplitOptions(world_size=True), "world_size=True: must be an integer"),
+        (lambda: reshard.SplitOptions(world_size=2.0), "world_size=2.0: must be an integer"),
+        (lambda: reshard.InspectOptions(tag=4), "tag=4: must be a string"),
+        (lambda: reshard.MergeOptions(overwrite="no"), "overwrite='no': must be True or False"),
+        (
+            lambda: reshard.DiffOptions(ignore="rng"),
+            "ignore='rng': must be a list",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_refused(call, message):
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def test_a_path_can_be_a_string():
+    assert reshard.MergeOptions(hf_dir="base").hf_dir == Path("base")
+    assert reshard.SplitOptions(rules="s3://bucket/rules.yaml").rules != Path("s3:/bucket")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_shard_size", "did you mean max_shard_bytes?"),
+        ("exclude", "did you mean edits=reshard.keys.Edits(exclude=...)?"),
+        ("dtyp", "did you mean dtype?"),
+        ("qqqqqqq", "help(reshard.merge) lists them"),
+    ],
+)
+def test_an_unknown_keyword_gets_the_right_one(name, advice):
+    with pytest.raises(TypeError) as caught:
+        reshard.merge("run", "model", **{name: 1})
+    assert advice in str(caught.value)

@@ -20,7 +20,7 @@ from reshard.box import Index, whole
 from reshard.chunks import Chunk, contiguous
 from reshard.dtypes import DType
 from reshard.errors import DAMAGED, CorruptError, UnsupportedError
-from reshard.files import Section, SourceFiles, size_of
+from reshard.files import Section, SourceFiles, refuse_lfs_pointer, size_of
 from reshard.manifest import Entry, SourceFile
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
@@ -58,6 +58,7 @@ def read_section(section: Section) -> SafetensorsFile:
     # A file without room for the length of its header fails the next check.
     length = struct.unpack("<Q", section.read(0, 8))[0] if size >= 8 else size + 1
     if length > min(size - 8, _MAX_HEADER):
+        refuse_lfs_pointer(path, section.read(0, min(size, 16)))
         raise CorruptError(
             path, f"its header states a size of {length} bytes, but the file has {size}", DAMAGED
         )

@@ -28,7 +28,7 @@ from reshard.containers.torch_objects import (
 )
 from reshard.containers.zip_reader import ZipMember, read_directory
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.files import Section, SourceFiles, size_of
+from reshard.files import Section, SourceFiles, refuse_lfs_pointer, size_of
 from reshard.manifest import Record
 from reshard.pickles.unpickle import Unpickled, loads
 from reshard.pickles.values import Builder
@@ -59,6 +59,7 @@ def read(
             return read_archive(archive, builders=builders, cache=cache)
         if head.startswith(LEGACY):
             return _read_stream(path, size, files, builders or {})
+    refuse_lfs_pointer(path, head)
     raise CorruptError(
         path,
         f"is not a torch.save file: it starts with {head[:8]!r}"

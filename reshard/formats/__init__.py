@@ -23,6 +23,7 @@ from reshard.containers import safetensors
 from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import PLAIN_SUFFIXES, SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, understood
+from reshard.files import SourceFiles, refuse_lfs_pointer
 from reshard.formats import placeholders, registry, run, unclear
 from reshard.formats.base import ReadHints
 from reshard.location import Location
@@ -35,6 +36,7 @@ __all__ = ["PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_ou
 
 Paths = str | Path | Sequence[str | Path]
 _LISTED = 6
+_LFS_HEAD = 16  # bytes that show whether a file is a pointer of Git LFS
 
 
 def read(  # noqa: PLR0913 - a keyword an option
@@ -120,7 +122,17 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
                 f"there is no checkpoint {hints.tag!r}",
                 f"pass another --tag; there are {some(tags, _LISTED)}",
             )
+    _refuse_lfs_pointers(location)
     raise UnrecognisedError(location, "not a recognized checkpoint", unclear.suggest(location))
+
+
+def _refuse_lfs_pointers(location: Location) -> None:
+    """Refuse a location whose weights are pointers of Git LFS, which no format detects."""
+    paths = [location.path] if location.chosen else location.files.values()
+    with SourceFiles() as files:
+        for path in paths:
+            if path.suffix in {".safetensors", *SUFFIXES} and path.stat().st_size >= _LFS_HEAD:
+                refuse_lfs_pointer(path, files.read(str(path), 0, _LFS_HEAD))
 
 
 def open_alone(path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 import reshard
 from reshard import keys
 from reshard.cli import main
-from reshard.errors import UnrecognisedError, UnsupportedError
+from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 
 ODD = {
     "float4_e2m1fn_x2": torch.uint8,
@@ -143,3 +143,13 @@ def test_a_working_directory_that_was_deleted_is_told_of(plain, tmp_path):
     assert done.returncode == 2
     assert "working directory does not exist" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "x.pt"])
+@pytest.mark.parametrize("of_directory", [True, False])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name, of_directory):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+    (tmp_path / name).write_text(text)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(IncompleteError, match=f"{name}: is a pointer of Git LFS"):
+        reshard.inspect(tmp_path if of_directory else tmp_path / name)
