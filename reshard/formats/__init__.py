@@ -29,6 +29,7 @@ from reshard.formats.base import ReadHints
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, check
 from reshard.model import ModelShapes
+from reshard.model.build import refuse_missing
 from reshard.paths import as_path
 from reshard.units import some
 
@@ -69,9 +70,12 @@ def read(  # noqa: PLR0913 - a keyword an option
 
     Raises:
         UnrecognisedError: no format recognizes the path.
+        UsageError: ``model`` does not exist.
         ReshardError: the format cannot read the checkpoint.
     """
     location = Location.of(as_paths(paths))
+    if model is not None:  # also where the files need no model: a typing error is not ignored
+        refuse_missing(model)
     with understood(location):
         manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules, live))
     if prove:

@@ -33,15 +33,24 @@ def build(model: str) -> nn.Module:
     Raises:
         UsageError: the model does not exist, or its construction fails.
     """
+    refuse_missing(model)
     if as_path(model).exists():
         return _from_config(as_path(model))
-    if _FACTORY.fullmatch(model):
-        return _from_factory(model)
-    raise UsageError(
-        f"--model {model}",
-        "is not a file, a directory or module:factory",
-        "pass a config.json, its directory, or a function such as train:make_model",
-    )
+    return _from_factory(model)
+
+
+def refuse_missing(model: str) -> None:
+    """Refuse a name that is neither a path that exists nor spelled as a function.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if not as_path(model).exists() and not _FACTORY.fullmatch(str(model)):
+        raise UsageError(
+            f"--model {model}",
+            "is not a file, a directory or module:factory",
+            "pass a config.json, its directory, or a function such as train:make_model",
+        )
 
 
 def build_configured(config: Mapping[str, Any], source: str) -> nn.Module:

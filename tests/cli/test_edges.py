@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 import reshard
 from reshard import keys
 from reshard.cli import main
-from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
+from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError, UsageError
 
 ODD = {
     "float4_e2m1fn_x2": torch.uint8,
@@ -153,3 +153,9 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path, name, of_directory):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(IncompleteError, match=f"{name}: is a pointer of Git LFS"):
         reshard.inspect(tmp_path if of_directory else tmp_path / name)
+
+
+def test_a_model_that_does_not_exist_is_refused_also_where_none_is_needed(plain, tmp_path):
+    with pytest.raises(UsageError, match="is not a file, a directory or module"):
+        reshard.merge(plain, tmp_path / "out", model="nope.json")
+    assert not (tmp_path / "out").exists()

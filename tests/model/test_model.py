@@ -594,7 +594,7 @@ def test_first_values_are_not_drawn(tmp_path):
         ("make_it:broken", "no data here"),
         ("make_it:Block.forward", "raised TypeError"),
         ("meta-llama/Llama-2-7b", "is not a file, a directory"),
-        ("", "contains no config.json"),
+        ("", "the path is empty"),
         (".", "contains no config.json"),
         ("make_it.py", "cannot read it"),
     ],
