@@ -156,7 +156,7 @@ def _find_base_config(location: Location) -> Path | None:
     """
     path = location.files.get("adapter_config.json")
     base = read_json_object(path).get("base_model_name_or_path") if path else None
-    if not isinstance(base, str) or not as_path(base).is_absolute():
+    if not isinstance(base, str) or not base or not as_path(base).is_absolute():
         return None
     config = as_path(base) / "config.json"
     return config if config.is_file() else None
