@@ -9,7 +9,7 @@ import torch
 
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, UsageError
-from reshard.formats import read
+from reshard.formats import beside, read
 from reshard.location import Location
 
 
@@ -141,3 +141,8 @@ def test_a_relative_path_that_does_not_exist_is_told_to_what(tmp_path, monkeypat
 def test_no_path_at_all():
     with pytest.raises(UsageError, match="the list of paths is empty"):
         Location.of([])
+
+
+def test_an_empty_name_of_a_base_model_is_no_path(tmp_path):
+    write(tmp_path / "adapter_config.json", b'{"base_model_name_or_path": ""}')
+    assert beside.nearby(Location.of([tmp_path]), None) is None
