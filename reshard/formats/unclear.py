@@ -17,6 +17,7 @@ _TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; w
 _MODEL_PARALLEL = re.compile(  # Meta, Megatron and others; up to the rank's number
     r"^((?:consolidated\.|.*(?:tp|pp|mp|ep)[-_]rank[-_])\d+)"
 )
+_KINDS = "pass a run directory, a checkpoint directory, or a weights file"
 _MODEL = re.compile(
     r"(pytorch_|adapter_)?model(_\d+)?\.(bin|pt|pth)"
 )  # beside runs, the model itself
@@ -131,7 +132,8 @@ def suggest(location: Location) -> str:
             " that it was made from"
         )
     if location.chosen:
-        return f"pass the checkpoint's directory, e.g. {location.path.parent}"
+        above = Location([location.path.parent])
+        return f"pass the checkpoint's directory, {above}" if _is_run(above) else _KINDS
     folders = location.folders
     if "snapshots" in folders:  # of a model in Hugging Face's cache
         folders = folders["snapshots"].folders
@@ -141,4 +143,4 @@ def suggest(location: Location) -> str:
     found = found or [str(folder) for folder in beneath if registry.detect(folder)]
     if found:
         return f"did you mean {some(found)}?"
-    return "pass a run directory, a checkpoint directory, or a weights file"
+    return _KINDS

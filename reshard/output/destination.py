@@ -134,7 +134,7 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
         raise ExistsError(
             destination,
             f"exists and is not empty ({children[0].name}, ...)",
-            "remove it, or choose another name" if foreign else "remove it, or pass --overwrite",
+            "choose another name" if foreign else "remove it, or pass --overwrite",
         )
     if foreign:
         raise ExistsError(

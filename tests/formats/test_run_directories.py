@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -215,6 +216,18 @@ def test_other_weights_beside_are_named(tmp_path):
         assert "which were not read: pytorch_model.bin" in checkpoint.manifest.warnings[0]
     with reshard.open(tmp_path / "model.safetensors") as checkpoint:
         assert not checkpoint.manifest.warnings
+
+
+def test_the_directory_of_a_file_is_advised_only_if_it_has_a_checkpoint(tmp_path):
+    shutil.copytree(ROOT / "examples" / "llama-zero3-4ranks", tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    for place, advice in (
+        ("run", f"pass the checkpoint's directory, {tmp_path / 'run'}"),
+        ("other", "pass a run directory, a checkpoint directory, or a weights"),
+    ):
+        (tmp_path / place / "notes.bin").write_bytes(bytes(range(200)))
+        with pytest.raises(UnrecognisedError, match=re.escape(advice)):
+            reshard.open(tmp_path / place / "notes.bin")
 
 
 @pytest.mark.parametrize("chosen", [".", "model.gguf"])
