@@ -1,6 +1,6 @@
 """`reshard.torchtitan.CheckpointManager`: torchtitan's components go on from any checkpoint.
 
-torchtitan is found where RESHARD_TORCHTITAN says: ``pip install --no-deps --target``.
+torchtitan is found where RESHARD_TORCHTITAN says; `./dev test` installs it there.
 """
 
 from __future__ import annotations
