@@ -14,7 +14,7 @@ collect_ignore_glob = ["reshard/testing/megatron/*.py", "tests/trainer/bare_*.py
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where real frameworks' checkpoints are kept, and whether to run what is slow."""
+    """Add the options that keep the checkpoints of real frameworks and that run slow tests."""
     parser.addoption(
         "--checkpoints",
         metavar="DIR",

@@ -293,7 +293,8 @@ class Options:
 
         Args:
             names: the fields of the options to refuse.
-            problem, remedy: of the error.
+            problem: what the error says is wrong.
+            remedy: what the error advises.
 
         Raises:
             UsageError: one of them is given; the message names it.

@@ -29,7 +29,6 @@ from reshard.formats.base import ReadHints
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, check
 from reshard.model import ModelShapes
-from reshard.model.build import refuse_missing
 from reshard.paths import as_path
 from reshard.units import some
 
@@ -75,6 +74,8 @@ def read(  # noqa: PLR0913 - a keyword an option
     """
     location = Location.of(as_paths(paths))
     if model is not None:  # also where the files need no model: a typing error is not ignored
+        from reshard.model.build import refuse_missing
+
         refuse_missing(model)
     with understood(location):
         manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules, live))

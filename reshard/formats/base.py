@@ -210,7 +210,10 @@ class Writer(ABC):
         return False
 
     def copies_values(self, _conversion: StateConversion) -> bool:
-        """Return whether all values beside the tensors, random states too, are copied unchanged."""
+        """Return whether all values beside the tensors are copied unchanged.
+
+        Random states are among them, so it is false if the user asks for others.
+        """
         return False
 
     def list_own_entries(self, _request: Request) -> Sequence[Entry]:

@@ -35,8 +35,6 @@ _EMBEDDING = re.compile(
 
 # A quantised model's weights are codes with scales; the config's dtype is that of the computation.
 QUANTISED = "quantization_config"
-
-
 CONFIG_FOLDERS = ("huggingface", "model/.hf_metadata")  # verl's, NeMo Automodel's
 
 

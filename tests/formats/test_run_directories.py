@@ -77,7 +77,7 @@ def test_the_last_of_a_run_is_taken_or_the_one_that_is_named(names, inside, tmp_
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_nemo_automodel_saves_the_model_for_hugging_face_and_the_optimizer_as_items(tmp_path):
-    """Its names and writers; the optimizer is flattened inside ``optim``."""
+    """Automodel has names and writers of its own, and flattens the optimizer inside ``optim``."""
     weight, place = torch.arange(6.0).view(2, 3), tmp_path / "run" / "epoch_0_step_4"
     writer = dcp.HuggingFaceStorageWriter(str(place / "model"), save_distributed=True)
     dcp.save({"weight": weight}, storage_writer=writer)
@@ -98,7 +98,7 @@ def test_nemo_automodel_saves_the_model_for_hugging_face_and_the_optimizer_as_it
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_veomni_saves_the_scheduler_in_files_of_ranks_below_dcp(tmp_path):
-    """Its keys and names: ``split`` keeps both, and copies the files of the ranks."""
+    """VeOmni has keys and names of its own: `split` keeps them, and copies files of ranks."""
     weight, run = torch.arange(12.0).view(6, 2), tmp_path / "run"
     moments = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
     groups = [{"lr": 0.1, "params": ["weight"]}]

@@ -293,7 +293,7 @@ def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateC
         reason = "--rng drop" if policy == "drop" else "--weights-only"
         notes.dropped.append(f"random states ({reason})")
         return conversion
-    if policy != "derive" and conversion.writer.copies_values(conversion):
+    if conversion.writer.copies_values(conversion):
         notes.kept.append("random states as the source has them")
         return conversion
     obstacle = _find_obstacle_to_random_states(conversion)

@@ -26,7 +26,7 @@ from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
 from reshard.formats.request import Request
 from reshard.location import Location
-from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, OutputFile, Skeleton
+from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.paths import as_path, find_rank
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
@@ -138,10 +138,9 @@ def _can_copy(saved: SavedKeys, manifest: Manifest) -> bool:
     about = saved.about
     if about.shapes or about.paths.keys() != about.tensors.keys() | about.objects.keys():
         return False
-    sizes = {path: file.nbytes for path, file in manifest.files.items()}
     with SourceFiles() as pool:
         return all(
-            (path := f"{saved.directory}/{block.file}") in sizes
+            (path := f"{saved.directory}/{block.file}") in manifest.files
             and pool.read(path, block.byte_offset, len(_ZIP)) == _ZIP
             for block in _list_other_blocks(saved)
         )
@@ -166,9 +165,9 @@ def lay_out(state: WritableState, saved: SavedKeys, request: Request) -> LaidOut
     parts = [writer.lay_out_leaves(leaves, shards=ranks)]
     files = []
     for name, size in saved.beside.items():
-        copy = copied_files.build_file(name, name, size)
-        parts.append(Skeleton((OutputFile(name, size),), (copy,)))
-        files.append(copied_files.build_file(name, f"{saved.directory}/{name}", size))
+        path = f"{saved.directory}/{name}"
+        parts.append(copied_files.lay_out(name, path))
+        files.append(copied_files.build_file(name, path, size))
     notes = []
     per_rank = [name for name in saved.beside if find_rank(name) is not None]
     if per_rank and ranks != len(per_rank):

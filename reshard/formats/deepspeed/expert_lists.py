@@ -39,10 +39,10 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
     for index, group in enumerate(groups):
         size = expert_parallel_size(group) or 1
         sharing = [ranks[rank] for rank in expert_data_ranks(len(ranks), size, config)[0]]
-        names = list(dict.fromkeys(name for rank in sharing for name in _names(rank, index)))
+        names = list(dict.fromkeys(name for rank in sharing for name in _list_names(rank, index)))
         if order.requests_round_robin(config):  # the lists are made before the new order
             names = order.to_round_robin(names, len(sharing))
-        shapes.append({name: _find(module, name, ranks[0]).shape for name in names})
+        shapes.append({name: _find_tensor(module, name, ranks[0]).shape for name in names})
     lists = {
         "param_shapes": shapes,
         "frozen_param_shapes": {},  # absent, not left out on request (None)
@@ -52,7 +52,7 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
     return replace(first, root={**first.root, **lists})
 
 
-def _names(rank: OptimizerStates, index: int) -> Sequence[str]:
+def _list_names(rank: OptimizerStates, index: int) -> Sequence[str]:
     """Return the parameters of which a rank's partition of a flat tensor holds elements."""
     mappings = rank.root.get(_MAPPINGS)
     if not isinstance(mappings, list) or index >= len(mappings):
@@ -64,7 +64,7 @@ def _names(rank: OptimizerStates, index: int) -> Sequence[str]:
     return [str(name) for name in mappings[index]]
 
 
-def _find(module: Mapping[str, Any], name: str, rank: OptimizerStates) -> Tensor:
+def _find_tensor(module: Mapping[str, Any], name: str, rank: OptimizerStates) -> Tensor:
     tensor = module.get(name)
     if not isinstance(tensor, Tensor):
         raise CorruptError(

@@ -3,7 +3,7 @@
     format      the format as one object: how it is found, read and written
     directory   where checkpoints are, and which rank each folder is of
     arguments   the run's command line: sizes, the pipeline's layout
-    run_config  the same of a run of Megatron-Bridge
+    run_config  the arguments of a run of Megatron-Bridge
     names       local, global and stacked names
     order       the order of a model's parameters
     grouped     tensors that hold several parameters, or one in an old order

@@ -52,7 +52,6 @@ _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
-_FORM = "param_state_sharding_type"
 _DECODER = "decoder.layers."
 _NEMO = "module."
 _STEPS = frozenset(("iteration", "global_step"))
@@ -206,7 +205,7 @@ def _read_common(
         root = tree.convert_file(file)
         if not isinstance(root, dict):
             raise CorruptError(path, "is not a dict")
-        return _state_sharding(_convert_nemo(root)), {file.path: file.source()}, file.globals
+        return _add_sharding_type(_convert_nemo(root)), {file.path: file.source()}, file.globals
     common = _get_first(objects, _COMMON)
     if not isinstance(common, dict):
         raise IncompleteError(
@@ -232,14 +231,15 @@ def _convert_nemo(root: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _state_sharding(root: dict[str, Any]) -> dict[str, Any]:
+def _add_sharding_type(root: dict[str, Any]) -> dict[str, Any]:
     """Return the values with the form of a distributed optimizer where core 0.13 and later have it.
 
     The optimizer's own state has it in every version, ``content_metadata`` since 0.13
     (``core/optimizer/distrib_optimizer.py``, ``training/checkpointing.py``).
     """
     states = optimizer.list_states(root.get("optimizer"))
-    forms = [state[_FORM] for state in states if isinstance(state, dict) and _FORM in state]
+    key = train.STATE_SHARDING
+    forms = [state[key] for state in states if isinstance(state, dict) and key in state]
     if root.get("content_metadata") is not None or not forms:
         return root
     return {**root, "content_metadata": {train.SHARDING: forms[0]}}

@@ -200,10 +200,8 @@ def _derive_activation(model: Mapping[str, Any]) -> dict[str, Any]:
     Source: Megatron-LM core_v0.16.1 ``training/arguments.py``
     (``core_transformer_config_from_args``), ``core/transformer/mlp.py``.
     """
-    name, gated = (
-        _get_target(model.get("activation_func")) or "gelu",
-        model.get("gated_linear_unit"),
-    )
+    name = _get_target(model.get("activation_func")) or "gelu"
+    gated = model.get("gated_linear_unit")
     if gated and name in ("silu", "swish"):
         return {"swiglu": True}
     if gated and name == _QUICK_GELU:

@@ -14,6 +14,7 @@ from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 
 SHARDING = "distrib_optim_sharding_type"  # in ``content_metadata``
+STATE_SHARDING = "param_state_sharding_type"  # the same in the state of an optimizer
 _READ = frozenset(
     """
     args iteration model optimizer opt_param_scheduler lr_scheduler rng_state checkpoint_version

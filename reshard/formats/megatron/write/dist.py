@@ -31,7 +31,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.megatron.dist_flat import CHAIN
 from reshard.formats.megatron.own import RNG
-from reshard.formats.megatron.train import SHARDING
+from reshard.formats.megatron.train import SHARDING, STATE_SHARDING
 from reshard.formats.megatron.write import chain
 from reshard.formats.megatron.write.carried import KIND
 from reshard.formats.megatron.write.choice import Resolved
@@ -413,7 +413,7 @@ def _make_optimizers(choice: Resolved) -> dict[Any, Any]:
     chained = chain.make_states(choice, lambda groups: (_make_optimizer(choice, groups), {}), fqns)
     if choice.wanted.distributed:
         sharding = _name_sharding(choice)
-        chained = [{**state, "param_state_sharding_type": sharding} for state in chained]
+        chained = [{**state, STATE_SHARDING: sharding} for state in chained]
     return chained[0] if len(chained) == 1 else dict(enumerate(chained))
 
 
