@@ -21,6 +21,7 @@ from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
 from reshard.dtypes import UINT8, DType
 from reshard.files import SourceFiles
+from reshard.formats.base import StateConversion
 from reshard.formats.dcp import metadata, reader, writer
 from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
@@ -55,17 +56,23 @@ class SavedKeys:
     beside: Mapping[str, int] = field(default_factory=dict)
 
 
-def find(manifest: Manifest, request: Request) -> SavedKeys | None:
+def find(conversion: StateConversion) -> SavedKeys | None:
     """Return the items of the source, if the output can have the same keys.
 
-    That is so if the user chose neither another layout nor a part of the state, and if all of the
-    source is one DCP directory whose names and tensors no pass has changed.
+    That is so if the user chose neither another layout, nor a part of the state, nor new param
+    groups, and if all of the source is one DCP directory whose names and tensors no pass has
+    changed.
 
     Raises:
         ReshardError: as `metadata.read`.
     """
+    manifest, request = conversion.manifest, conversion.request
+    given = conversion.options.given()
+    is_new = "param_groups" in given or given.get("init_optimizer") == "zeros"
     is_partial = request.weights_only and manifest.has_optimizer
-    if not request.keeps_layout or is_partial or request.rng in ("derive", "drop"):
+    if not request.keeps_layout or is_partial or is_new or request.live_groups:
+        return None
+    if request.rng in ("derive", "drop"):
         return None
     paths = {PurePosixPath(path) for path in manifest.files}
     directories = {path.parent for path in paths if path.suffix == ".distcp"}

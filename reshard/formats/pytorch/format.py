@@ -91,13 +91,20 @@ class Dcp(_TorchWriter):
         """Return True: values of any name are items of the directory."""
         return True
 
-    def copies_values(self, conversion: StateConversion) -> bool:
-        """Return whether the output has the keys and the values of a DCP source."""
+    def adapt(self, conversion: StateConversion) -> StateConversion:
+        """Return the conversion with the keys of a DCP source, if the output can have them.
+
+        Raises:
+            ReshardError: as `saved_keys.find`.
+        """
         from reshard.formats.dcp import saved_keys
 
-        given = conversion.options.given()
-        is_new = "param_groups" in given or given.get("init_optimizer") == "zeros"
-        return not is_new and saved_keys.find(conversion.manifest, conversion.request) is not None
+        saved = saved_keys.find(conversion)
+        return replace(conversion, request=replace(conversion.request, own=saved))
+
+    def copies_values(self, conversion: StateConversion) -> bool:
+        """Return whether the output has the keys and the values of a DCP source."""
+        return conversion.request.own is not None
 
 
 class Accelerate(_StateDicts):

@@ -39,10 +39,8 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     Raises:
         ReshardError: as `dcp.writer.lay_out`.
     """
-    same = not state.regrouped and not state.zero_slots
-    saved = saved_keys.find(state.manifest, request) if same else None
-    if saved is not None:
-        return saved_keys.lay_out(state, saved, request)
+    if request.own is not None:
+        return saved_keys.lay_out(state, request.own, request)
     skeleton = dcp.lay_out(
         state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
     )
