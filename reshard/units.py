@@ -70,15 +70,15 @@ def either(items: Sequence[object]) -> str:
     return " or ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
 
 
-def nearest_divisors(number: int, near: int, most: int = 4) -> list[int]:
-    """Return the divisors of a number that are nearest to another one, in ascending order.
+def nearest_divisors(number: int, near: int) -> list[int]:
+    """Return the four divisors of a number that are nearest to another one, in ascending order.
 
     >>> nearest_divisors(12, 5), nearest_divisors(7, 5)
     ([2, 3, 4, 6], [1, 7])
     """
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     divisors = {divisor for n in small for divisor in (n, number // n)}
-    return sorted(sorted(divisors, key=lambda each: abs(each - near))[:most])
+    return sorted(sorted(divisors, key=lambda each: abs(each - near))[:4])
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -75,24 +75,24 @@ def compute_scale(config: AdapterConfig, key: str, rank: int) -> float:
         UnsupportedError: a pattern is not one that reshard runs.
     """
     values = config.values
-    alpha = find_by_pattern(config, "alpha_pattern", key, values["lora_alpha"])
+    alpha = _find_alpha(config, key)
     return float(alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank)
 
 
-def find_by_pattern(config: AdapterConfig, setting: str, key: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a name, as PEFT's get_pattern_key does.
+def _find_alpha(config: AdapterConfig, key: str) -> Any:
+    """Return the alpha of a layer: that of the first pattern, as PEFT's get_pattern_key does.
 
     Raises:
         UnsupportedError: a pattern is not one that reshard runs.
     """
-    patterns: Mapping[str, Any] = config.values.get(setting) or {}
+    patterns: Mapping[str, Any] = config.values.get("alpha_pattern") or {}
     for pattern, value in patterns.items():
-        if _compile(config, setting, pattern).match(key):
+        if _compile(config, pattern).match(key):
             return value
-    return default
+    return config.values["lora_alpha"]
 
 
-def _compile(config: AdapterConfig, setting: str, pattern: str) -> re.Pattern[str]:
+def _compile(config: AdapterConfig, pattern: str) -> re.Pattern[str]:
     repeats = sum(pattern.count(mark) for mark in "*+?")
     safe = "".join(match[0] for match in _SAFE.finditer(pattern)) == pattern
     if safe and repeats <= _MOST_REPEATS and not re.search(r"\)[*+?]", pattern):
@@ -102,7 +102,7 @@ def _compile(config: AdapterConfig, setting: str, pattern: str) -> re.Pattern[st
             pass
     raise UnsupportedError(
         config.path,
-        f"has {setting} {pattern!r}, a regular expression that reshard does not run",
+        f"has alpha_pattern {pattern!r}, a regular expression that reshard does not run",
         "copy the file, write one pattern for each layer name, and pass its directory as --hf-dir",
     )
 

@@ -11,8 +11,6 @@ from reshard.training import loss_scale
 from reshard.training.trainer_run import TrainerRun, is_document
 from reshard.units import some
 
-_MISSING = object()
-
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:

@@ -108,7 +108,7 @@ class Inspection(Report):
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
         yield self.manifest.origin.path
-        yield from align(list(self._list_rows()), "  ")
+        yield from align(list(self._list_rows()))
         if self.with_tensors:
             yield ""
             yield from list_tensors(self.manifest)

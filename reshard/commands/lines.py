@@ -77,11 +77,11 @@ def format_row(label: str, text: str) -> LabelledLine:
     return LabelledLine(label, text)
 
 
-def align(rows: Sequence[LabelledLine], indent: str) -> Iterator[LabelledLine]:
+def align(rows: Sequence[LabelledLine]) -> Iterator[LabelledLine]:
     """Yield the rows with the first column as wide as their longest label, within limits."""
     longest = max((len(row.label) for row in rows), default=0)
     width = min(max(longest, _LABEL), _WIDEST)
-    return (LabelledLine(row.label, row.text, indent, width) for row in rows)
+    return (LabelledLine(row.label, row.text, "  ", width) for row in rows)
 
 
 def format_list(label: str, items: Sequence[str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, Skeleton
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from reshard.training.state import WritableState
     from reshard.training.trainer_run import TrainerRun
 
-C = TypeVar("C", bound="Conversion")
 RandomStates = Literal["none", "per rank", "own"]
 
 

@@ -117,10 +117,10 @@ def shorten_names(paths: Iterable[str]) -> dict[str, str]:
     return {path: os.path.relpath(path, root).replace(os.sep, "/") for path in listed}
 
 
-def map_skeleton(title: str, skeleton: Skeleton, most: int = MOST_PIECES) -> Shards:
+def map_skeleton(title: str, skeleton: Skeleton) -> Shards:
     """Build the map of a checkpoint that will be written."""
     files = {file.name: file.nbytes for file in skeleton.files}
-    return _build(title, skeleton.entries, files, {name: name for name in files}, most)
+    return _build(title, skeleton.entries, files, {name: name for name in files}, MOST_PIECES)
 
 
 def _build(

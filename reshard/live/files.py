@@ -69,7 +69,6 @@ def open_live_files(
     target: LiveTarget | None = None,
     *,
     workers: int | None = None,
-    has_checksums: bool = False,
 ) -> Iterator[LiveFiles]:
     """Open the files that `split` would write for these options; every rank must call it.
 
@@ -78,7 +77,6 @@ def open_live_files(
         options: those of `split`.
         target: the program that loads the files.
         workers: threads of one long read; by default the cores of the node, divided by its ranks.
-        has_checksums: see `OnDemandFiles`.
 
     Raises:
         ReshardError: on every rank, if the source cannot be read, trusted or written so.
@@ -93,7 +91,7 @@ def open_live_files(
             pool,
             workers=workers or count_cores(ranks),
             on_overflow=options.on_overflow,
-            has_checksums=has_checksums,
+            has_checksums=False,
         )
         yield LiveFiles(files, planned.report, planned.counters)
 

@@ -17,7 +17,6 @@ from reshard.state_dict.tree import GlobalTensor, LocalTensors, is_tensor
 from reshard.units import counted, some
 
 _CONTAINERS = (dict, list, tuple)
-_LISTED = 4
 
 
 def find_opaque(

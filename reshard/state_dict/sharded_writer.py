@@ -55,7 +55,7 @@ class DTensorBuilder:
             "_hash": None,
         }
         state = (None, {"_local_tensor": local, "_spec": Call(f"{_SPEC}.DTensorSpec", (), spec)})
-        return Call(_DTENSOR, _list_wrapper_args(_DTENSOR, dtype, shape, "cpu", grad=False), state)
+        return Call(_DTENSOR, _list_wrapper_args(_DTENSOR, dtype, shape, grad=False), state)
 
     def _mesh(self, axes: Index) -> Call:
         """Return the mesh of these axes: the root mesh, a slice of it, or joined slices."""
@@ -150,11 +150,9 @@ def _build_placement(cut: Cut | None) -> Call:
     return Call(f"{_PLACEMENTS}.Shard", (), {"dim": cut.dim})
 
 
-def _list_wrapper_args(
-    kind: str, dtype: DType, shape: Index, device: str, *, grad: bool
-) -> tuple[object, ...]:
+def _list_wrapper_args(kind: str, dtype: DType, shape: Index, *, grad: bool) -> tuple[object, ...]:
     """Return the arguments of ``_rebuild_wrapper_subclass``."""
-    layout = (_build_strided_layout(), Call("torch.device", (device,)))
+    layout = (_build_strided_layout(), Call("torch.device", ("cpu",)))
     return (Global(kind), Global(f"torch.{dtype.name}"), shape, row_major(shape), 0, *layout, grad)
 
 
@@ -201,7 +199,7 @@ def build_sharded_tensor(
         Call(sharding, (), spec),
         False,
     )
-    args = _list_wrapper_args(_SHARDED_TENSOR, dtype, (numel,), "cpu", grad=True)
+    args = _list_wrapper_args(_SHARDED_TENSOR, dtype, (numel,), grad=True)
     return Call(_SHARDED_TENSOR, args, state)
 
 

@@ -15,6 +15,7 @@ import reshard
 from reshard.box import whole
 from reshard.chunks import Chunk
 from reshard.commands.split.options import SplitOptions
+from reshard.commands.unwritten_files import FilesOptions, open_files
 from reshard.derived import Derived
 from reshard.dtypes import UINT8
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
@@ -61,10 +62,9 @@ def saved(tmp_path):
 
 def test_checksums_of_records_are_those_of_the_written_file(saved, tmp_path):
     reshard.split(saved, tmp_path / "out", to="dcp", world_size=2)
-    options = SplitOptions(to="dcp", world_size=2)
-    with open_live_files(saved, options, has_checksums=True) as live:
+    with open_files(saved, FilesOptions(to="dcp", world_size=2)) as files:
         for path in (tmp_path / "out").iterdir():
-            assert live.files.open(path.name).read() == path.read_bytes()
+            assert files.open(path.name).read() == path.read_bytes()
 
 
 def test_torch_loads_a_file_that_is_nowhere(saved):

@@ -40,12 +40,12 @@ def make_tag(step: int) -> str:
     return f"global_step{step}"
 
 
-def choose_run_directory(stem: str = "run") -> Path:
+def choose_run_directory() -> Path:
     """Return ``run-1``, or the first ``run-N`` that does not exist."""
     number = 1
-    while Path(f"{stem}-{number}").exists():
+    while Path(f"run-{number}").exists():
         number += 1
-    return Path(f"{stem}-{number}")
+    return Path(f"run-{number}")
 
 
 def has_checkpoint(path: Path) -> bool:

@@ -74,7 +74,6 @@ class FileNames:
 
 
 PAIR = FileNames("model_rank{rank}.pt", "optim_rank{rank}.pt", train_state=f"{TRAIN_STATE}.pt")
-ONE = FileNames("rank{rank}.pt", "rank{rank}.pt", train_state=f"{TRAIN_STATE}.pt")
 VERL = FileNames(
     "model_world_size_{world}_rank_{rank}.pt",
     "optim_world_size_{world}_rank_{rank}.pt",

@@ -14,7 +14,6 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 SEED = 11
-_OUTSIDE = ("enorm.", "hnorm.", "eh_proj.")
 
 
 def build(model: Any, spread: float) -> MtpModel | None:
