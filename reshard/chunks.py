@@ -59,6 +59,15 @@ def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Inde
     return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
 
 
+def group_by_box(chunks: Iterable[Chunk]) -> dict[Box, list[Chunk]]:
+    """Return box -> the chunks that store it, without chunks that have no elements."""
+    copies: dict[Box, list[Chunk]] = {}
+    for chunk in chunks:
+        if chunk.box.volume:
+            copies.setdefault(chunk.box, []).append(chunk)
+    return copies
+
+
 ChunkPart = tuple[int, int, int, Box | None, DType]
 """A part of a tensor in one contiguous range of a file: byte offset, start and stop of the smallest
 flat run that contains the part, the part's box (None if the part is the whole run), dtype.

@@ -8,15 +8,14 @@ biases; bigscience's Megatron-DeepSpeed averages them in ``ds_to_universal``
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from reshard.box import Box, contiguous_cuts, row_major, whole
-from reshard.chunks import Chunk
+from reshard.box import contiguous_cuts, row_major, whole
+from reshard.chunks import Chunk, group_by_box
 from reshard.dtypes import DType
 from reshard.errors import DifferentError, UnsupportedError
 from reshard.files import SourceFiles
@@ -77,7 +76,7 @@ def _find_difference(
     """Return two chunks of one box that differ, and the first different element, or None."""
     if entry.layout.is_partition:  # it stores every element once
         return None
-    for box, (first, *others) in _group_by_box(entry).items():
+    for box, (first, *others) in group_by_box(entry.chunks).items():
         block = replace(entry, shape=box.shape, chunks=(_rebase(first),))
         checksum = _read_checksum(first, files) if others else None
         for other in others:
@@ -87,14 +86,6 @@ def _find_difference(
             if at is not None:
                 return first, other, at
     return None
-
-
-def _group_by_box(entry: Entry) -> dict[Box, list[Chunk]]:
-    chunks: dict[Box, list[Chunk]] = defaultdict(list)
-    for chunk in entry.chunks:
-        if chunk.box.volume:
-            chunks[chunk.box].append(chunk)
-    return chunks
 
 
 def _read_checksum(chunk: Chunk, files: Mapping[str, SourceFile]) -> tuple[object, ...] | None:
@@ -165,7 +156,7 @@ def _write_means(entry: Entry, path: str, out: BinaryIO, pool: SourceFiles) -> I
         raise UnsupportedError(
             entry.fqn, f"differs between ranks, and {entry.dtype.name} cannot be averaged"
         )
-    for box, copies in _group_by_box(entry).items():
+    for box, copies in group_by_box(entry.chunks).items():
         strides = row_major(box.shape, entry.dtype.itemsize)
         chunk = Chunk(box, path, out.tell(), strides, entry.dtype)
         blocks = [replace(entry, shape=box.shape, chunks=(_rebase(copy),)) for copy in copies]

@@ -14,7 +14,6 @@ import resource
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -120,12 +119,7 @@ class StepLog:
     def __enter__(self) -> StepLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._bar is not None:
             self._bar.close()
         if self._file:

@@ -9,7 +9,6 @@ then combined from those of their blocks; only bytes that no tensor covers are r
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +18,7 @@ from reshard.checks.compare import TensorDifference, Tolerance, compare_blocks
 from reshard.checks.digests import Digest
 from reshard.checks.digests import start as start_hash
 from reshard.checks.values import ElementFacts, examine
-from reshard.chunks import Chunk
+from reshard.chunks import Chunk, group_by_box
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry, Key, Record, SourceFile
@@ -95,10 +94,7 @@ class ScanResult:
 
 def split_replicas(entry: Entry) -> Iterator[Entry]:
     """Yield the tensor as each further rank stores it, if blocks are stored more than once."""
-    copies: dict[Box, list[Chunk]] = defaultdict(list)
-    for chunk in entry.chunks:
-        if chunk.box.volume:
-            copies[chunk.box].append(chunk)
+    copies = group_by_box(entry.chunks)
     for number in range(1, max(map(len, copies.values()), default=0)):
         chunks = (
             chunks[number] if number < len(chunks) else chunks[0] for chunks in copies.values()

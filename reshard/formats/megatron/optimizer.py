@@ -30,7 +30,7 @@ from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
 from reshard.state_dict.optimizer_state import ParsedOptimizer
-from reshard.state_dict.tree import GlobalTensor, as_global
+from reshard.state_dict.tree import GlobalTensor, as_global, as_list
 
 _STATE = fields(
     state=maybe(mapping()), param_groups=sequence(fields(params=maybe(sequence(COUNT))))
@@ -124,9 +124,8 @@ def _read_scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
 
 def list_states(value: Any) -> list[Any]:
     """Return the states of a chain of optimizers, or of the only one."""
-    if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
-        return [value[key] for key in sorted(value)]
-    return value if isinstance(value, list) else [value]
+    states = as_list(value)
+    return [value] if states is None else states
 
 
 def _read_groups(

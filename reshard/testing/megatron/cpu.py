@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 FACTORIES = (
     "arange as_tensor empty empty_like full full_like ones ones_like rand randn tensor zeros "
@@ -92,6 +92,14 @@ def _stand_in_for_streams() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda._lazy_call = lambda call, **_kwargs: call()
     cuda.default_generators = {torch.device("cpu"): torch.default_generator}
+
+
+def add_modules(modules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let modules that are not installed be imported: name -> their functions and values."""
+    for name, values in modules.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(values)
+        sys.modules[name] = module
 
 
 def _grouped_gemm() -> types.ModuleType:

@@ -6,11 +6,11 @@ layers, of which these models alone are made, as those of `fused`.
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
 
 import torch
+
+from reshard.testing.megatron import cpu
 
 
 def stand_in_for_kernels() -> None:
@@ -34,10 +34,7 @@ def stand_in_for_kernels() -> None:
         "fla.modules.l2norm": {"l2norm": normalize},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": compute},
     }
-    for name, values in functions.items():
-        module = types.ModuleType(name)
-        module.__dict__.update(values)
-        sys.modules[name] = module
+    cpu.add_modules(functions)
 
 
 def make_layer_spec(config: Any) -> Any:

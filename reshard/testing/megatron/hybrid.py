@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
+from reshard.testing.megatron import cpu
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -69,10 +71,7 @@ def stand_in_for_kernels() -> None:
     modules["megatron.core.inference.contexts.attention_context.triton.tensor_ops"] = dict.fromkeys(
         ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
     )
-    for name, values in modules.items():
-        module = types.ModuleType(name)
-        module.__dict__.update(values)
-        sys.modules[name] = module
+    cpu.add_modules(modules)
 
 
 def build(args: Namespace, config: Any, **told: Any) -> Any:
