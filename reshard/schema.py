@@ -69,9 +69,14 @@ def _is_shape(value: Any) -> bool:
     return True
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
 ANY = a("anything", lambda _value: True)
 TEXT = a("a string", lambda value: isinstance(value, str))
 INTEGER = a("an integer", lambda value: type(value) is int)
+WHOLE = a("an integer", lambda value: type(value) is int or _is_whole(value))
 COUNT = a("a number of at least 0", lambda value: type(value) is int and value >= 0)
 NUMBER = a("a number", lambda value: isinstance(value, (int, float)))
 SHAPE = a("a shape", _is_shape)

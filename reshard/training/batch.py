@@ -19,6 +19,7 @@ WORLD = "world_size"
 _TOTAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
+_DATA_PARALLEL = "data_parallel_size"  # beside sequence_parallel_size, if DeepSpeed makes the mesh
 
 
 class Rebalanced(NamedTuple):
@@ -44,7 +45,7 @@ def rebalance_batch(manifest: Manifest, world_size: int) -> Rebalanced:
     if before == world_size:
         return Rebalanced(manifest, [], [])
     if isinstance(config, dict) and isinstance(config.get(_MICRO), int):
-        return _rebalance_deepspeed(manifest, config, before, world_size)
+        return _rebalance_sequences(manifest, config, before, world_size)
     if run is not None:
         return Rebalanced(manifest, [], [])
     progress = manifest.train.trainer_state
@@ -90,6 +91,41 @@ def _find_problem_of_our_trainer(run: TrainerRun, ranks: int) -> str:
     return advice(total, micro, ranks) if micro and total % (micro * ranks) else ""
 
 
+def _rebalance_sequences(
+    manifest: Manifest, config: dict[str, Any], before: int, world_size: int
+) -> Rebalanced:
+    """Return the run with DeepSpeed's configuration for the ranks that have sequences of their own.
+
+    Sequence-parallel ranks (Ulysses) share their sequences. ZeRO partitions the optimizer over them
+    too, but the global batch does not count them (DeepSpeed 0.19.8, runtime/config.py: world_size).
+    """
+    size = _find_sequence_parallel_size(config, before)
+    if world_size % size:
+        text = (
+            f"ds_config: {_TOTAL} {config[_TOTAL]} of {counted(before, 'rank')} means that {size}"
+        )
+        text += (
+            f" ranks share each sequence, and {counted(world_size, 'rank')} cannot be divided by"
+        )
+        return Rebalanced(
+            manifest, [], [f"{text} {size}; set the batch and the sequence parallelism"]
+        )
+    return _rebalance_deepspeed(manifest, config, before // size, world_size // size)
+
+
+def _find_sequence_parallel_size(config: dict[str, Any], ranks: int) -> int:
+    """Return how many ranks share a sequence, from the global batch that the configuration states.
+
+    >>> _find_sequence_parallel_size({_TOTAL: 8, _MICRO: 2, _STEPS: 2}, 4)
+    2
+    """
+    total = config.get(_TOTAL)
+    if type(total) is not int or total < 1:
+        return 1
+    size, rest = divmod(config[_MICRO] * int(config.get(_STEPS, 1)) * ranks, total)
+    return 1 if rest or size < 1 or ranks % size else size
+
+
 def _rebalance_deepspeed(
     manifest: Manifest, config: dict[str, Any], before: int, world_size: int
 ) -> Rebalanced:
@@ -108,6 +144,8 @@ def _rebalance_deepspeed(
     else:
         new, reached = total // (chosen * world_size), total
     changed = {**config, _MICRO: chosen, _STEPS: new, _TOTAL: reached}
+    if _DATA_PARALLEL in config:
+        changed[_DATA_PARALLEL] = world_size
     pairs = ((_MICRO, micro, chosen), (_STEPS, steps, new))
     changes = ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
     ending = "" if warnings else f": the global batch stays {total}"

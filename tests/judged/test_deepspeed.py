@@ -107,6 +107,7 @@ def test_train_state_is_the_engines(case, made):
         state = checkpoint.manifest.train
     assert state.step == reference["step"]
     assert state.skipped_steps == reference["skipped"]
+    assert state.samples == reference["samples"]
     assert state.scheduler == reference["scheduler"]
     for key, value in reference["client_state"].items():
         assert state.client[key] == value

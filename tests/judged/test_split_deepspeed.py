@@ -235,6 +235,8 @@ RUNS = (
     Resumed("z0_fp16_overflow", "z2_fp16", 2, 2),
     Resumed("z3_groups_tiny", "z2_groups_tiny", 4, 2),
     Resumed("hf_z3_tied", "hf_z0_tied", 2, 0),
+    Resumed("z3_ulysses_ws4", "z1_bf16", 2, 1),
+    Resumed("z2_bf16", "z3_ulysses_ws4", 4, 3),
     Resumed("z3_checkpointed", "z2_checkpointed", 3, 2),
     Resumed("z2_checkpointed", "z3_checkpointed", 2, 3),
 )

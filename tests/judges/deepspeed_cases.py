@@ -50,6 +50,7 @@ class Case:
     zero_init: bool = False
     exclude_frozen: bool = False
     universal: bool = False
+    sequence: int = 1  # ranks that share a sequence (Ulysses)
     overflow_at: int | None = None
     nvme: bool = False
     client_state: Config = field(default_factory=dict)
@@ -177,6 +178,7 @@ def _stage_3() -> list[Case]:
             model="menagerie_tied",
             zero_init=True,
         ),
+        Case("z3_ulysses_ws4", 4, ds_config(3, "bf16"), sequence=2),
         Case(
             "z3_persist_none",
             2,

@@ -160,9 +160,14 @@ def start(
         optimizer = torch.optim.AdamW(groups, lr=1e-3)
     elif case.client_optimizer == "counted":
         optimizer = Counted(groups, lr=1e-3)
+    mpu = None
+    if case.sequence > 1:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
+
+        mpu.initialize_sequence_parallel(case.sequence)
     with scalars_broadcast():
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, model_parameters=groups, config=config
+            model=model, optimizer=optimizer, model_parameters=groups, config=config, mpu=mpu
         )
     return Run(case, engine, members)
 
@@ -356,6 +361,7 @@ def describe(
         "train": {
             "step": engine.global_steps,
             "skipped": engine.skipped_steps,
+            "samples": engine.global_samples,
             "lr": engine.get_lr(),
             "param_groups": groups,
             "loss_scale": getattr(engine.optimizer, "loss_scale", None),

@@ -46,6 +46,26 @@ def test_deepspeeds_configuration_keeps_the_batch_or_takes_the_nearest():
     assert "has a global batch of 10" in warning
 
 
+def test_ranks_that_share_a_sequence_count_once():
+    """A batch of 8 on 4 ranks of 2 x 2: a pair of ranks has a sequence (Ulysses)."""
+    source = configured(4, 2, 2)
+    config = {**source.train.config, "train_batch_size": 8}
+    source = replace(source, train=replace(source.train, config=config))
+    halved = rebalance_batch(source, 2)
+    assert halved.manifest.train.config["train_batch_size"] == 8
+    assert halved.manifest.train.config["gradient_accumulation_steps"] == 4
+    assert halved.derived == ["gradient_accumulation_steps 2 -> 4: the global batch stays 8"]
+    (warning,) = rebalance_batch(source, 3).warnings
+    assert "2 ranks share each sequence, and 3 ranks cannot be divided by 2" in warning
+
+
+def test_the_size_of_deepspeeds_mesh_follows_the_ranks():
+    source = configured(2, 2, 2)
+    config = {**source.train.config, "data_parallel_size": 2, "sequence_parallel_size": 2}
+    source = replace(source, train=replace(source.train, config=config))
+    assert rebalance_batch(source, 4).manifest.train.config["data_parallel_size"] == 4
+
+
 def test_hf_trainer_under_deepspeed_gets_its_own_batch_back():
     """Six of a rank at 2 ranks are four at 3, and six again at 2."""
     source = configured(2, 6, 1)

@@ -14,6 +14,7 @@ from reshard.schema import (
     INTEGER,
     SHAPE,
     TEXT,
+    WHOLE,
     a,
     either,
     fields,
@@ -80,7 +81,7 @@ MODEL_STATES = fields(
     num_experts=maybe(either(COUNT, sequence(COUNT))),  # one number before 0.6
     global_steps=maybe(INTEGER),
     skipped_steps=maybe(INTEGER),
-    global_samples=maybe(INTEGER),
+    global_samples=maybe(WHOLE),  # a float if the program's mpu has sequence-parallel ranks
 )
 OTHER_MODEL_STATES = fields(  # ranks after the first: only what is used of them
     module=maybe(mapping()), frozen_param_fragments=maybe(mapping())

@@ -93,17 +93,33 @@ def read_train_state(
     return TrainState(
         step=root.get("global_steps"),
         skipped_steps=root.get("skipped_steps"),
-        samples=root.get("global_samples"),
+        samples=None if root.get("global_samples") is None else int(root["global_samples"]),
         optimizer_step=dict(steps),
         param_groups=tuple(groups),
         scheduler=to_plain(root.get("lr_scheduler")),
         scaler=read_scaler(optimizer_root),
         clip=clip if isinstance(clip, (int, float)) else None,
         client=client,
-        config=to_plain(root.get("ds_config")),
+        config=_read_config(root),
         opaque={key: to_plain(value) for key, value in opaque.items()},
         objects=keep_own_values(own, own),
     )
+
+
+def _read_config(root: Mapping[str, Any]) -> Any:
+    """Read the configuration, with the global batch if sequence-parallel ranks change it.
+
+    If the program's ``mpu`` has only sequence-parallel ranks, DeepSpeed divides the number of ranks
+    by theirs, so its counter of samples is a float, and no key of the configuration may state their
+    number (0.19.8, runtime/config.py and runtime/engine.py). The counter then gives the batch.
+    """
+    config, samples, steps = (
+        root.get(key) for key in ("ds_config", "global_samples", "global_steps")
+    )
+    config = to_plain(config)
+    if isinstance(config, dict) and isinstance(samples, float) and steps and not samples % steps:
+        return {"train_batch_size": int(samples // steps)} | config
+    return config
 
 
 def read_param_groups(ranks: Sequence[OptimizerStates], shapes: Shapes) -> list[ParamGroup]:
