@@ -22,6 +22,7 @@ from reshard.planning.copies import Copy, CopyPlanner, Window, dot
 from reshard.planning.extents import Extent, FileIndex, Placement
 
 WINDOW_BYTES = 4 << 20
+_LARGEST_TILE = 16 << 20  # bytes; of larger ones, a window has a part
 _KNOWN = 64  # files whose windows are kept; equal parts need a few
 _SMALL = 256 << 10  # bytes; a tensor up to this size is cheap enough to read again for every rank
 
@@ -312,8 +313,12 @@ def _cut_extent(
     """Yield parts of at most `limit` elements: runs where possible, otherwise boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
-    # Windows of whole tiles: a tile that two windows share would be computed twice.
-    limit -= limit % planner.step if planner.step < limit else 0
+    # Windows of whole tiles: a tile that two windows share would be computed twice. A run passes
+    # through a block of memory, so a window of one large tile does not need more.
+    if planner.step < limit:
+        limit -= limit % planner.step
+    elif planner.step * planner.widest <= _LARGEST_TILE and extent.is_run:
+        limit = planner.step
     # A run of flat chunks can be cut at any element, and without the geometry of boxes.
     if box is None or (planner.is_flat and extent.is_run):
         for start in range(extent.start, extent.stop, limit):

@@ -99,6 +99,40 @@ VECTORIZED static void compare_row(const char *values, const char *others, char 
     }
 }
 
+/* out[2 * i] = in[i], out[2 * i + 1] = in[128 + i]: rotates the bits of the index by one. */
+static inline void shuffle(const uint8_t *in, uint8_t *out) {
+    for (int i = 0; i < 128; i++) {
+        out[2 * i] = in[i];
+        out[2 * i + 1] = in[128 + i];
+    }
+}
+
+/* Four shuffles swap the row and the column in the index of a matrix of 16 x 16. */
+VECTORIZED static void transpose_blocks(const uint8_t *in, Py_ssize_t columns, uint8_t *out,
+                                        Py_ssize_t width) {
+    uint8_t block[256], other[256];
+    for (Py_ssize_t column = 0; column + 16 <= columns; column += 16) {
+        for (int i = 0; i < 16; i++) memcpy(block + 16 * i, in + i * columns + column, 16);
+        shuffle(block, other);
+        shuffle(other, block);
+        shuffle(block, other);
+        shuffle(other, block);
+        for (int i = 0; i < 16; i++) memcpy(out + (column + i) * width, block + 16 * i, 16);
+    }
+}
+
+static void transpose_bytes(const uint8_t *in, Py_ssize_t rows, Py_ssize_t columns, uint8_t *out,
+                            Py_ssize_t width) {
+    Py_ssize_t row = 0;
+    for (; row + 16 <= rows; row += 16) {
+        transpose_blocks(in + row * columns, columns, out + row, width);
+        for (Py_ssize_t column = columns - columns % 16; column < columns; column++)
+            for (int i = 0; i < 16; i++) out[column * width + row + i] = in[(row + i) * columns + column];
+    }
+    for (; row < rows; row++)
+        for (Py_ssize_t column = 0; column < columns; column++) out[column * width + row] = in[row * columns + column];
+}
+
 /* The products of one column of codes of 4 bits, in one half of each byte, and their scales. */
 VECTORIZED static void decode_column(const uint8_t *codes, const uint8_t *scales, const char *table,
                                      char *out, Py_ssize_t rows, int shift) {
@@ -211,6 +245,24 @@ static PyObject *compare(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* transpose(matrix, out, columns, at): element `at` + i of each row of `out` is of row i of the matrix */
+static PyObject *transpose(PyObject *module, PyObject *args) {
+    Py_buffer matrix, out;
+    Py_ssize_t columns, at;
+    if (!PyArg_ParseTuple(args, "y*w*nn", &matrix, &out, &columns, &at)) return NULL;
+    int is_right = check(columns > 0 && matrix.len % columns == 0 && out.len % columns == 0 && at >= 0 &&
+                         at <= out.len / columns && matrix.len / columns <= out.len / columns - at);
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        transpose_bytes(matrix.buf, matrix.len / columns, columns, (uint8_t *)out.buf + at, out.len / columns);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&matrix);
+    PyBuffer_Release(&out);
+    if (!is_right) return NULL;
+    Py_RETURN_NONE;
+}
+
 /* decode_columns(codes, scales, table, out, height, first_row, first_column, columns, at, group)
 
    Fill part of `columns` rows of `out` from element `at` of each on, as far as the codes reach: its
@@ -248,6 +300,7 @@ static PyMethodDef methods[] = {{"decode", decode, METH_VARARGS, NULL},
                                 {"encode", encode, METH_VARARGS, NULL},
                                 {"find_largest", find_largest, METH_VARARGS, NULL},
                                 {"compare", compare, METH_VARARGS, NULL},
+                                {"transpose", transpose, METH_VARARGS, NULL},
                                 {"decode_columns", decode_columns, METH_VARARGS, NULL},
                                 {NULL, NULL, 0, NULL}};
 

@@ -280,9 +280,9 @@ def _transpose_bytes(
     scales = np.empty((weight.grid[1], rows), np.uint8)
     step = max(_BLOCK // width, 1)
     for start in range(0, rows, step):
-        part = slice(start, start + step)
         count = min(step, rows - start)
         raw = _read(pool, weight.codes, (matrix * weight.rows + row + start) * width, count * width)
-        codes[:, part] = np.frombuffer(raw, np.uint8).reshape(count, width).T
-        scales[:, part] = _read_exponents(pool, weight, matrix, row + start, count).T
+        loops.transpose_into(np.frombuffer(raw, np.uint8).reshape(count, width), codes, start)
+        exponents = _read_exponents(pool, weight, matrix, row + start, count)
+        loops.transpose_into(exponents, scales, start)
     return codes, scales

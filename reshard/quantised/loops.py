@@ -102,6 +102,21 @@ def compare(values: Array, others: Array, high: int) -> Array:
     return lines
 
 
+def transpose(matrix: Array) -> Array:
+    """Return the transposed matrix of a matrix of bytes."""
+    out = np.empty(matrix.shape[::-1], np.uint8)
+    transpose_into(matrix, out, 0)
+    return out
+
+
+def transpose_into(matrix: Array, out: Array, at: int) -> None:
+    """Write the transposed matrix of a matrix of bytes into ``out``, from a column on."""
+    if _compiled is not None and matrix.size:
+        _compiled.transpose(matrix, out, matrix.shape[1], at)
+    else:
+        out[:, at : at + len(matrix)] = matrix.T
+
+
 def decode_columns(
     codes: Array, scales: Array, table: Array, origin: tuple[int, int], at: int, out: Array
 ) -> None:

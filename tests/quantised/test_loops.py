@@ -115,6 +115,20 @@ def test_maxima_and_comparisons(both, rows, high):
         assert set(np.unique(ours)) >= {0, 1, 2}
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (16, 16), (15, 33), (48, 17), (35, 64)])
+def test_transposed_bytes(both, shape):
+    matrix = np.random.default_rng(7).integers(0, 256, shape, np.uint8)
+
+    def put():
+        out = np.zeros((shape[1], shape[0] + 5), np.uint8)
+        loops.transpose_into(matrix, out, 3)
+        return out
+
+    for made in both(put):
+        assert (made == np.pad(matrix.T, ((0, 0), (3, 2)))).all()
+    assert all((made == matrix.T).all() for made in both(lambda: loops.transpose(matrix)))
+
+
 def test_any_part_of_transposed_codes(both):
     draw = np.random.default_rng(6)
     codes = draw.integers(0, 256, (32, 77), np.uint8)
@@ -146,6 +160,10 @@ def test_the_module_refuses_other_sizes(built):
         built.find_largest(bytes(32), bytearray(16), 0, 2)
     with pytest.raises(ValueError, match="size of the matrix"):
         built.compare(bytes(32), bytes(28), bytearray(16), 4, 2)
+    with pytest.raises(ValueError, match="size of the matrix"):
+        built.transpose(eight, bytearray(12), 4, 2)
+    with pytest.raises(ValueError, match="size of the matrix"):
+        built.transpose(eight, bytearray(8), 4, -1)
     with pytest.raises(ValueError, match="size of the matrix"):
         built.decode_columns(eight, eight, bytes(8192), bytearray(16), 8, 0, 2, 1, 0, 32)
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
+from reshard.commands.merge.blocks import Matrix
 from reshard.errors import CorruptError, UnsupportedError, UsageError
 from tests.quantised.models import (
     FP8,
@@ -198,6 +199,27 @@ def test_any_window_and_any_number_of_workers_write_the_same_bytes(trained, tmp_
         reshard.merge(run, out, quantise_like=source, **options)
         written.add((out / "model.safetensors").read_bytes())
     assert len(written) == 1
+
+
+def test_windows_of_an_expert_read_its_values_once(tmp_path, monkeypatch):
+    """A window has at least a whole tile, so no tile is computed by two workers."""
+    blocks, scales = mxfp4_experts(2, 700, 16)
+    stored = {"e.down_proj_blocks": blocks, "e.down_proj_scales": scales}
+    source = write_model(tmp_path / "m", stored, MXFP4)
+    reshard.merge(source, tmp_path / "values", dtype="bf16")
+    computed = []
+    original = Matrix._compute_tile
+
+    def counted(self, part, first, *rest):
+        if part == "codes":  # a worker can need scales before another one has computed the codes
+            computed.append((self.number, first))
+        return original(self, part, first, *rest)
+
+    monkeypatch.setattr(Matrix, "_compute_tile", counted)
+    options = {"workers": 3, "max_memory_bytes": 768 << 10}  # 128 KiB a window, 175 an expert
+    reshard.merge(tmp_path / "values", tmp_path / "codes", quantise_like=source, **options)
+    assert sorted(computed) == [(0, 0), (1, 0)]
+    assert list_differing(read_tensors(tmp_path / "codes"), stored) == []
 
 
 def test_a_release_of_another_model_is_refused(trained, tmp_path):

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 BlockPart = Literal["codes", "scales"]
 
-_TILE = 6 << 20  # values of a tile, if a block has one stored row: 3 MiB of MXFP4 codes
+# Values of a tile, if a block has one stored row. A tile of transposed weights is best a whole
+# expert (GPT-OSS: 16.6 million), because its values are then contiguous in their file.
+_TILE = 20 << 20
+_BAND = 1 << 18  # values that are computed at a time, so that they stay in the cache
 _BYTES = 4  # for each value of a tile: codes before and after they are packed, and the release's
 _KEPT_BYTES = 32 << 20  # all experts of a layer of GPT-OSS have 16 MiB of scales
 _BAND_BYTES = 32  # for each value of a row of blocks: values in float32 and what is computed
@@ -61,7 +64,8 @@ def _build_entry(matrices: Sequence[Matrix], part: BlockPart) -> Entry:
 def count_worker_nbytes(pair: QuantisedPair) -> int:
     """Return the memory that a thread needs to compute a tile, in bytes."""
     weight, rows = pair.weight, _count_tile_rows(pair)
-    band = weight.block[1] * rows if weight.transposed else rows * weight.columns
+    width = rows if weight.transposed else weight.columns
+    band = max(_BAND, weight.value_block[0] * width)
     return _BYTES * rows * weight.columns + _BAND_BYTES * band
 
 
@@ -164,18 +168,18 @@ class Matrix:
             CorruptError: a value is infinite or not a number.
         """
         weight, key = self.pair.weight, (self.values.fqn, self.number, first)
-        tile = self.find_box("values", first, min(self.tile_rows, weight.rows - first))
+        count = min(self.tile_rows, weight.rows - first)
         kept = self.kept.take(key) if part != self._leading else None
+        if kept is not None and part == "scales":
+            return kept[0]
+        codes, scales, is_same = self._compute_tile(part, first, count, kept, reader)
         if kept is None:
-            codes, scales, is_same = self._compute_tile(part, tile, first, reader)
-            if part == self._leading:
-                self.kept.put(key, scales, is_same)
-        else:
-            scales, is_same = kept
-            codes = self._encode(tile, scales, is_same, reader) if part == "codes" else scales
+            scales = self._replace(scales, is_same, "scales", first, count, reader)
+        if part == self._leading:
+            self.kept.put(key, scales, is_same)
         if part == "scales":
             return scales
-        return self._replace(codes, self._expand(is_same), part, tile, first, reader)
+        return self._replace(codes, is_same, part, first, count, reader)
 
     @property
     def _leading(self) -> BlockPart:
@@ -183,54 +187,57 @@ class Matrix:
         return "codes" if self.pair.scales.dtype == self.pair.codes.dtype else "scales"
 
     def _compute_tile(
-        self, part: BlockPart, tile: Box, first: int, reader: TileReader
+        self,
+        part: BlockPart,
+        first: int,
+        count: int,
+        kept: tuple[Array, Array] | None,
+        reader: TileReader,
     ) -> tuple[Array, Array, Array]:
         """Return codes and scales of a tile, and which blocks have the release's values.
 
-        The scales are as they are stored, the codes are not those of the release yet.
+        They are computed and not those of the release, and have a line for each stored row or row
+        of blocks. What is not needed is zero: codes and scales where all blocks of a band have the
+        release's values, and codes where only the scales are asked for.
+
+        Args:
+            kept: the scales and which blocks have the release's values, if they are known; a weight
+                that is transposed has codes before scales, so they are not.
         """
         import numpy as np
 
-        bands = [self._compute_band(part, band, reader) for band in _cut(tile, self.pair.weight)]
-        codes, scales, is_same = (np.concatenate(parts) for parts in zip(*bands, strict=True))
-        if self.pair.weight.transposed:
-            codes, scales, is_same = codes.T, scales.T, is_same.T
-        return codes, self._replace(scales, is_same, "scales", tile, first, reader), is_same
+        from reshard.quantised import encode, loops
 
-    def _encode(self, tile: Box, scales: Array, is_same: Array, reader: TileReader) -> Array:
-        """Return the codes of a tile whose scales are known; it is not transposed."""
-        from reshard.quantised import encode
+        weight, tile = self.pair.weight, self.find_box("values", first, count)
+        (high, wide), (rows, columns) = weight.value_block, tile.shape[-2:]
+        grid = -(-rows // high), -(-columns // wide)
+        codes = self._make_codes((rows, columns))
+        scales = np.zeros(grid, f"<u{self.pair.scales.dtype.itemsize}")
+        is_same = np.zeros(grid, np.bool_)
+        if kept is not None:
+            scales, is_same = kept
+        for start, stop in _cut(rows, columns, high):
+            lines = slice(start // high, -(-stop // high))
+            if kept is not None and is_same[lines].all():
+                continue
+            box = _take_rows(tile, start, stop)
+            values = self._read_values(reader, self.values, "values", box)
+            if kept is None:
+                is_same[lines] = self._find_same(reader, values, box)
+                if is_same[lines].all():
+                    continue
+                scales[lines] = self._choose_scales(values, is_same[lines]).view(scales.dtype)
+            if part == "codes":
+                each = 2 if weight.packed and weight.transposed else 1  # rows in a byte
+                codes[start // each : stop // each] = encode.encode(values, scales[lines], weight)
+        if weight.transposed and not is_same.all():
+            codes, scales = loops.transpose(codes), loops.transpose(scales)
+        if weight.transposed:
+            is_same = loops.transpose(is_same.view(np.uint8)).view(np.bool_)
+        return codes, scales, is_same
 
-        if is_same.all():
-            return self._make_codes(tile.shape[-2:])
-        values = self._read_values(reader, self.values, "values", tile)
-        return encode.encode(values, scales, self.pair.weight)
-
-    def _replace(
-        self,
-        computed: Array,
-        is_same: Array,
-        part: BlockPart,
-        tile: Box,
-        first: int,
-        reader: TileReader,
-    ) -> Array:
-        """Return codes or scales with those of the release in blocks that have its values."""
-        import numpy as np
-
-        if not is_same.any():
-            return computed
-        count = tile.shape[-1 if self.pair.weight.transposed else -2]
-        stored = self._read_stored(part, first, count, reader)
-        return stored if is_same.all() else np.where(is_same, stored, computed)
-
-    def _compute_band(
-        self, part: BlockPart, box: Box, reader: TileReader
-    ) -> tuple[Array, Array, Array]:
-        """Return codes and scales of rows of blocks, and whether each has the release's values.
-
-        Codes and scales that are not needed are zero: if all blocks have the release's values, and
-        codes where only the scales are asked for.
+    def _choose_scales(self, values: Array, is_same: Array) -> Array:
+        """Return the scales of rows of blocks, as they are stored.
 
         Raises:
             CorruptError: a value is infinite or not a number.
@@ -239,23 +246,34 @@ class Matrix:
 
         from reshard.quantised import encode
 
-        weight = self.pair.weight
-        values = self._read_values(reader, self.values, "values", box)
-        is_same = self._find_same(reader, values, box)
-        scales = np.zeros(is_same.shape, f"<u{self.pair.scales.dtype.itemsize}")
-        if is_same.all():
-            return self._make_codes(values.shape), scales, is_same
-        amax = encode.find_largest(values, weight)
+        amax = encode.find_largest(values, self.pair.weight)
         if not (is_same | np.isfinite(amax)).all():
             raise CorruptError(
                 self.values.chunks[0].file,
                 f"{self.values.fqn!r} has infinite values or NaN, which have no scale",
                 "the run has diverged or is damaged: use an earlier checkpoint of it",
             )
-        chosen = encode.choose_scales(values, amax, weight)
-        if part == "scales":
-            return self._make_codes(values.shape), chosen.view(scales.dtype), is_same
-        return encode.encode(values, chosen, weight), chosen.view(scales.dtype), is_same
+        return encode.choose_scales(values, amax, self.pair.weight)
+
+    def _replace(
+        self,
+        computed: Array,
+        is_same: Array,
+        part: BlockPart,
+        first: int,
+        count: int,
+        reader: TileReader,
+    ) -> Array:
+        """Return codes or scales with those of the release in blocks that have its values."""
+        import numpy as np
+
+        if not is_same.any():
+            return computed
+        stored = self._read_stored(part, first, count, reader)
+        if not is_same.all():
+            expanded = self._expand(is_same) if part == "codes" else is_same
+            np.copyto(stored, computed, where=~expanded)
+        return stored
 
     def _make_codes(self, shape: Index) -> Array:
         """Return zero codes, packed like those of a matrix of values."""
@@ -279,10 +297,11 @@ class Matrix:
     def _find_same(self, reader: TileReader, values: Array, box: Box) -> Array:
         """Return for each block whether it has the release's values, perhaps rounded to bfloat16.
 
-        The first row is compared before the others: after a training, no block passes.
+        The first row is compared before the others: after a training, no block passes. A band of
+        several rows of blocks is decoded in less time than the first row of each is read.
         """
-        weight = self.pair.weight
-        if weight.value_block[0] > 1:
+        weight, high = self.pair.weight, self.pair.weight.value_block[0]
+        if 1 < high >= len(values):
             shape = (*box.shape[:-2], 1, box.shape[-1])
             row = self._read_values(reader, self.released, "row", Box(box.origin, shape))
             is_same = _compare(values[:1], row, weight)
@@ -313,14 +332,17 @@ class Matrix:
         return expanded
 
 
-def _cut(tile: Box, weight: Scaled) -> Iterator[Box]:
-    """Yield the rows of blocks of a tile, several together if a block has one row."""
-    (*lead, first, left), (*ones, rows, columns) = tile.origin, tile.shape
-    high = weight.value_block[0]
-    step = high if high > 1 else rows
-    for row in range(0, rows, step):
-        shape = (*ones, min(step, rows - row), columns)
-        yield Box((*lead, first + row, left), shape)
+def _cut(rows: int, columns: int, high: int) -> Iterator[tuple[int, int]]:
+    """Yield bands of whole rows of blocks: the first row of each, and the row after its last."""
+    step = max(_BAND // columns // high, 1) * high
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _take_rows(tile: Box, start: int, stop: int) -> Box:
+    """Return some rows of a tile."""
+    (*lead, first, left), (*ones, _, columns) = tile.origin, tile.shape
+    return Box((*lead, first + start, left), (*ones, stop - start, columns))
 
 
 def _compare(values: Array, released: Array, weight: Scaled) -> Array:
