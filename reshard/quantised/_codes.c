@@ -133,11 +133,21 @@ static void transpose_bytes(const uint8_t *in, Py_ssize_t rows, Py_ssize_t colum
         for (Py_ssize_t column = 0; column < columns; column++) out[column * width + row] = in[row * columns + column];
 }
 
-/* The products of one column of codes of 4 bits, in one half of each byte, and their scales. */
-VECTORIZED static void decode_column(const uint8_t *codes, const uint8_t *scales, const char *table,
-                                     char *out, Py_ssize_t rows, int shift) {
-    for (Py_ssize_t i = 0; i < rows; i++)
-        memcpy(out + 2 * i, table + 2 * (scales[i] << 4 | (codes[i] >> shift & 15)), 2);
+/* The bits as float32 of an e2m1 code without its sign: 0, 0.5, 1, 1.5, 2, 3, 4, 6. */
+static inline uint32_t magnitude_of(uint32_t code) {
+    return code > 1 ? (code + 252) << 22 : -(code & 1) & 0x3F000000;
+}
+
+/* The products of one column of codes of 4 bits, in one half of each byte, and their scales, which are
+   exponents of two. A product is exact as bfloat16, the upper half of a float32. */
+VECTORIZED static void decode_column(const uint8_t *codes, const uint8_t *scales, char *out,
+                                     Py_ssize_t rows, int shift) {
+    for (Py_ssize_t i = 0; i < rows; i++) {
+        uint32_t code = codes[i] >> shift, scale = scales[i] ? (uint32_t)scales[i] << 23 : 1 << 22;
+        float product = float_of(magnitude_of(code & 7)) * float_of(scale);
+        uint16_t half = bits_of(product) >> 16 | (code & 8) << 12;
+        memcpy(out + 2 * i, &half, 2);
+    }
 }
 
 /* Return whether buffers have the sizes of `rows` rows of `columns` elements, and their lines. */
@@ -263,34 +273,33 @@ static PyObject *transpose(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* decode_columns(codes, scales, table, out, height, first_row, first_column, columns, at, group)
+/* decode_columns(codes, scales, out, height, first_row, first_column, columns, at, group)
 
    Fill part of `columns` rows of `out` from element `at` of each on, as far as the codes reach: its
    row is a column of the stored matrix. `codes` and `scales` have a row of `height` bytes for each
    two columns and for each `group` of columns of the stored matrix. */
 static PyObject *decode_columns(PyObject *module, PyObject *args) {
-    Py_buffer codes, scales, table, out;
+    Py_buffer codes, scales, out;
     Py_ssize_t height, row, column, columns, at, group;
-    if (!PyArg_ParseTuple(args, "y*y*y*w*nnnnnn", &codes, &scales, &table, &out, &height, &row, &column,
-                          &columns, &at, &group))
+    if (!PyArg_ParseTuple(args, "y*y*w*nnnnnn", &codes, &scales, &out, &height, &row, &column, &columns,
+                          &at, &group))
         return NULL;
     Py_ssize_t last = column + columns - 1;
     Py_ssize_t width = columns > 0 ? out.len / 2 / columns : 0;
     int is_right = check(height > 0 && row >= 0 && row <= height && column >= 0 && columns > 0 && at >= 0 &&
-                         group > 0 && at <= width && out.len == 2 * width * columns && table.len == 8192 &&
+                         group > 0 && at <= width && out.len == 2 * width * columns &&
                          last / 2 < codes.len / height && last / group < scales.len / height);
     if (is_right) {
         Py_ssize_t count = height - row < width - at ? height - row : width - at;
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < columns; i++)
             decode_column((uint8_t *)codes.buf + (column + i) / 2 * height + row,
-                          (uint8_t *)scales.buf + (column + i) / group * height + row, table.buf,
+                          (uint8_t *)scales.buf + (column + i) / group * height + row,
                           (char *)out.buf + 2 * (i * width + at), count, (column + i) % 2 * 4);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&codes);
     PyBuffer_Release(&scales);
-    PyBuffer_Release(&table);
     PyBuffer_Release(&out);
     if (!is_right) return NULL;
     Py_RETURN_NONE;

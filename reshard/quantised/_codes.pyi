@@ -12,7 +12,6 @@ def transpose(matrix: Buffer, out: Buffer, columns: int, at: int, /) -> None: ..
 def decode_columns(
     codes: Buffer,
     scales: Buffer,
-    table: Buffer,
     out: Buffer,
     height: int,
     first_row: int,

@@ -133,7 +133,7 @@ def decode_columns(
     (row, column), (columns, width), height = origin, out.shape, codes.shape[1]
     group = 2 * len(codes) // len(scales)
     if _compiled is not None:
-        _compiled.decode_columns(codes, scales, table, out, height, row, column, columns, at, group)
+        _compiled.decode_columns(codes, scales, out, height, row, column, columns, at, group)
         return
     count = min(height - row, width - at)
     inside, into = slice(row, row + count), slice(at, at + count)

@@ -165,7 +165,7 @@ def test_the_module_refuses_other_sizes(built):
     with pytest.raises(ValueError, match="size of the matrix"):
         built.transpose(eight, bytearray(8), 4, -1)
     with pytest.raises(ValueError, match="size of the matrix"):
-        built.decode_columns(eight, eight, bytes(8192), bytearray(16), 8, 0, 2, 1, 0, 32)
+        built.decode_columns(eight, eight, bytearray(16), 8, 0, 2, 1, 0, 32)
 
 
 def test_merges_write_the_same_files(both, tmp_path):
