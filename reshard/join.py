@@ -170,6 +170,7 @@ MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "trained_dtypes": _united,
     "wrapped_names": _united,
     "unnamed_optimizers": _each_once,
+    "unnamed": _first_given,
     "absent": _each_once,
     "warnings": _each_once,
     "unknown_globals": _sorted,

@@ -228,6 +228,18 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class UnnamedOptimizer:
+    """Why the numbered parameters of an optimizer have no names.
+
+    Args:
+        model: the description of the model that was tried; empty if there was none.
+    """
+
+    reason: str
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """One training state, and where the files store each part of it.
 
@@ -239,6 +251,7 @@ class Manifest:
         wrapped_names: fqn -> name with wrapper prefixes that the optimizer lists, where the two
             differ.
         unnamed_optimizers: paths of optimizer states that no parameter name belongs to.
+        unnamed: why the model's own optimizer has no names; None if it has, or there is none.
         absent: fqns that the checkpoint lists without storing a value.
         unknown_globals: names in pickles that no known framework writes.
         unread: values that this manifest does not represent.
@@ -260,6 +273,7 @@ class Manifest:
     trained_dtypes: Mapping[str, DType] = field(default_factory=dict)
     wrapped_names: Mapping[str, str] = field(default_factory=dict)
     unnamed_optimizers: tuple[str, ...] = ()
+    unnamed: UnnamedOptimizer | None = None
     absent: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()

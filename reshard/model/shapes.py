@@ -56,6 +56,7 @@ class ModelShapes:
         tensor_plan: tensor-parallel plans of the transformers models in it: pattern -> style.
         embeddings: every name of the weights of ``nn.Embedding``.
         layer_norms: every name of the parameters of ``nn.LayerNorm``.
+        frozen: the parameters that need no gradient.
         find_published: returns the published form of the model, which other tools read; None if
             it is certainly the form in memory.
     """
@@ -68,6 +69,7 @@ class ModelShapes:
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     embeddings: frozenset[str] = frozenset()
     layer_norms: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
     find_published: Callable[[], Published | None] = field(
         default=_find_nothing, compare=False, repr=False
     )
@@ -134,6 +136,7 @@ def of_module(
         _collect_tensor_plans(root),
         _collect_parameters_of(nn.Embedding, root),
         _collect_parameters_of(nn.LayerNorm, root),
+        frozenset(fqn for (_, each), fqn in firsts.items() if not each.requires_grad),
         _plan_trace(root, source),
     )
 

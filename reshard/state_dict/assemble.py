@@ -97,7 +97,7 @@ def build_manifest(
     entries = _mark_buffers(entries, state, parts, parsed, model)
     with SourceFiles() as pool:
         read, entries = model_optimizers.select_optimizers(
-            parts, entries, units, model, parsed, pool
+            parts, entries, units, model, parsed, pool, by_trainer=origin.format == "hf-trainer"
         )
     trained = _name_as_trained(entries, read)
     entries = trained or entries
@@ -123,6 +123,7 @@ def build_manifest(
         trained_dtypes={fqn: entry.dtype for fqn, entry in entries.items()},
         warnings=tuple(all_warnings),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
+        unnamed=next((one.nameless for one in read if one.nameless), None),
         unread=_describe_unread(parts, train.objects),
         unknown_globals=trust.unknown(parsed.globals),
         ordered=ordered or model is not None or bool(trained),

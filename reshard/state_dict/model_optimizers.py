@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from reshard.box import Index
 from reshard.files import SourceFiles
 from reshard.manifest import PARAM, Entry
 from reshard.model import ModelShapes
+from reshard.model.weight_decay import divide_parameters
 from reshard.state_dict import flat_params, optimizer_state, sections
 from reshard.state_dict.optimizer_layouts import KnownParameters
 from reshard.state_dict.optimizer_state import ParsedOptimizer
@@ -22,35 +24,54 @@ def select_optimizers(
     model: ModelShapes | None,
     parsed: ParsedTree,
     pool: SourceFiles,
+    *,
+    by_trainer: bool = False,
 ) -> tuple[list[ParsedOptimizer], dict[str, Entry]]:
     """Return the model's optimizers, and the weights with trained ones marked as parameters.
 
     Args:
         weights: entries by fqn, with their kinds as known so far.
         units: the model's flat parameters, including those that were already resolved.
+        by_trainer: whether HF Trainer saved the checkpoint.
 
     Raises:
         ReshardError: as `optimizer_state.read`.
     """
     read: dict[sections.Path, ParsedOptimizer] = {}
-    known = KnownParameters({}, units, parsed.world, ordered=parsed.ordered or model is not None)
-    every = {fqn: entry.shape for fqn, entry in weights.items()}
+    known = KnownParameters({}, units, parsed.world, ordered=parsed.ordered)
+    if model is not None:
+        divisions = divide_parameters(model) if by_trainer else ()
+        known = replace(known, ordered=True, model=model.source, divisions=divisions)
     for path, value in parts.optimizers.items():
-        shapes = {fqn: entry.shape for fqn, entry in weights.items() if entry.kind == PARAM}
-        shapes = dict(model.parameters) if model else shapes
-        optimizer = optimizer_state.read(value, replace(known, shapes=shapes), pool)
-        if not optimizer.entries and model is None and len(shapes) < len(every):
-            # Plain tensors beside sharded ones were taken for buffers. Where only some modules are
-            # sharded, they are parameters, and the optimizer has a state for each of them.
-            retry = optimizer_state.read(value, replace(known, shapes=every), pool)
-            optimizer = retry if retry.entries else optimizer
+        optimizer = ParsedOptimizer()
+        for shapes in _list_candidates(weights, model):
+            optimizer = optimizer_state.read(value, replace(known, shapes=shapes), pool)
+            if optimizer.entries or any(group.fqns for group in optimizer.groups):
+                break
         read[path] = optimizer
-    kept = _select_own(parts, read, set(every))
+    kept = _select_own(parts, read, set(weights))
     trained = {entry.fqn for optimizer in kept for entry in optimizer.entries}
     return kept, {
         fqn: replace(entry, kind=PARAM) if fqn in trained else entry
         for fqn, entry in weights.items()
     }
+
+
+def _list_candidates(
+    weights: Mapping[str, Entry], model: ModelShapes | None
+) -> Iterator[dict[str, Index]]:
+    """Yield the sets of parameters that an optimizer may have, the most likely one first."""
+    if model is not None:
+        if model.frozen:
+            yield {f: shape for f, shape in model.parameters.items() if f not in model.frozen}
+        yield dict(model.parameters)
+        return
+    parameters = {fqn: entry.shape for fqn, entry in weights.items() if entry.kind == PARAM}
+    yield parameters
+    if len(parameters) < len(weights):
+        # Plain tensors beside sharded ones were taken for buffers. Where only some modules are
+        # sharded, they are parameters, and the optimizer has a state for each of them.
+        yield {fqn: entry.shape for fqn, entry in weights.items()}
 
 
 def _select_own(

@@ -19,7 +19,12 @@ from reshard.errors import CorruptError
 from reshard.manifest import Entry
 from reshard.state_dict import flat_params, nested_slots
 from reshard.state_dict.flat_params import FlatUnit
-from reshard.state_dict.optimizer_names import AmbiguousError, Signature, name_groups
+from reshard.state_dict.optimizer_names import (
+    AmbiguousError,
+    Signature,
+    name_divided,
+    name_groups,
+)
 from reshard.state_dict.tree import LocalTensors, as_global, is_tensor
 
 Slots = dict[str, Any]  # slot name -> leaf
@@ -28,12 +33,20 @@ Owner = Any  # what a state belongs to: an fqn, or a unit
 
 @dataclass(frozen=True, slots=True)
 class KnownParameters:
-    """What is known of the model whose parameters an optimizer numbers or names."""
+    """What is known of the model whose parameters an optimizer numbers or names.
 
-    shapes: Mapping[str, Index]  # in model order; buffers may be among them
+    Args:
+        shapes: in model order; buffers may be among them.
+        divisions: ways in which the training program may have divided the parameters into groups.
+        model: the description of the model that the shapes are from; empty if a file has them.
+    """
+
+    shapes: Mapping[str, Index]
     units: Sequence[FlatUnit] = ()
     world: int = 1
     ordered: bool = True
+    divisions: Sequence[Sequence[Sequence[str]]] = ()
+    model: str = ""
 
 
 def infer_shape(slots: Slots) -> Index | None:
@@ -234,11 +247,22 @@ def identify_layout(
         except AmbiguousError as error:
             reason = reason or error
             continue
-        pairs = zip(members, named, strict=True)
-        return layout, {
-            key: fqn for keys, fqns in pairs for key, fqn in zip(keys, fqns, strict=True)
-        }
+        if any(None in fqns for fqns in named):
+            named = name_divided(candidates, signs, known.divisions) or named
+        return layout, _pair(members, named)
+    signs = [[layouts[0].sign(state.get(key, {})) for key in keys] for keys in members]
+    divided = name_divided(layouts[0].candidates(), signs, known.divisions)
+    if divided is not None:
+        return layouts[0], _pair(members, divided)
     raise reason or AmbiguousError(list(known.shapes))
+
+
+def _pair(
+    members: Sequence[Sequence[Any]], named: Sequence[Sequence[Owner | None]]
+) -> dict[Any, Owner]:
+    """Return the owner of each number."""
+    pairs = zip(members, named, strict=True)
+    return {key: fqn for keys, fqns in pairs for key, fqn in zip(keys, fqns, strict=True)}
 
 
 def _check_stored_names(

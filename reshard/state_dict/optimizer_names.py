@@ -8,7 +8,7 @@ each state. If more than one assignment fits, none is used.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,14 +55,33 @@ def name_groups(
     if not ordered:
         _refuse_alike(candidates, groups)
     elif len(groups) == 1 and not by_shape:
-        if len(groups[0]) == len(candidates):
-            pairs = zip(groups[0], candidates.values(), strict=True)
-            if all(sign in (None, expected) for sign, expected in pairs):
-                return [list(candidates)]
-        names = _match_subsequence(candidates, groups[0])
+        names = _match_in_order(candidates, groups[0])
         if names:
             return [[*names]]
     return _match_by_signature(candidates, groups, by_shape)
+
+
+def name_divided(
+    candidates: Mapping[str, Signature],
+    groups: SignatureGroups,
+    divisions: Iterable[Sequence[Sequence[str]]],
+) -> NameGroups | None:
+    """Return the fqn of each member if exactly one known division of the parameters fits.
+
+    Args:
+        divisions: ways in which the training program divides the parameters into groups, each group
+            in the model's order. Frozen parameters may be among them.
+    """
+    fitting: list[NameGroups] = []
+    for division in divisions:
+        parts = [{fqn: candidates[fqn] for fqn in fqns if fqn in candidates} for fqns in division]
+        if len(parts) == len(groups):
+            pairs = zip(parts, groups, strict=True)
+            found = [[] if not group else _match_in_order(part, group) for part, group in pairs]
+            named: NameGroups = [[*names] for names in found if names is not None]
+            if len(named) == len(groups) and named not in fitting:
+                fitting.append(named)
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def can_name_groups(
@@ -88,6 +107,17 @@ def _refuse_alike(candidates: Mapping[str, Signature], groups: SignatureGroups) 
     alike = [fqn for fqn, sign in candidates.items() if sign in stated and counts[sign] > 1]
     if alike:
         raise AmbiguousError(alike, "have the same shape, and no file states the model's order")
+
+
+def _match_in_order(
+    candidates: Mapping[str, Signature], group: Sequence[Signature]
+) -> list[str] | None:
+    """Return the names if the group is all candidates, or fits into their order in one way."""
+    if len(group) == len(candidates):
+        pairs = zip(group, candidates.values(), strict=True)
+        if all(sign in (None, expected) for sign, expected in pairs):
+            return list(candidates)
+    return _match_subsequence(candidates, group)
 
 
 def _match_subsequence(

@@ -16,7 +16,7 @@ from reshard.box import Index
 from reshard.containers.torch_objects import read_number
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.files import SourceFiles
-from reshard.manifest import Entry, Keyed, ParamGroup
+from reshard.manifest import Entry, Keyed, ParamGroup, UnnamedOptimizer
 from reshard.state_dict import nested_slots
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_layouts import (
@@ -32,6 +32,7 @@ from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import GlobalTensor, LocalTensors, as_list, is_tensor
 
 _STATE, _GROUPS = "state", "param_groups"
+_ASK = " (pass --model config.json|DIR|module:factory to name its parameters)"
 _FAIRSCALE = "param_id_map"  # FairScale's consolidated form numbers parameters by unit
 
 
@@ -46,6 +47,7 @@ class ParsedOptimizer:
     other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is not a tensor
     notes: list[str] = field(default_factory=list)
     unnamed_optimizers: tuple[str, ...] = ()  # other optimizers whose states nothing names
+    nameless: UnnamedOptimizer | None = None  # why its numbered parameters have no names
     scaler: Any = None  # the loss scaler, if the optimizer saves it
 
 
@@ -289,6 +291,8 @@ def _add_numbered(
 ) -> dict[Any, tuple[str, ...]]:
     """Add the states of an optimizer that numbers its parameters; return those of each index."""
     stored = _read_stored_names(groups)
+    if not _may_be_divided_by_decay(groups):
+        known = replace(known, divisions=())
     if stored:
         known = replace(
             known, shapes={n: s for n, s in known.shapes.items() if n in stored.values()}
@@ -297,12 +301,19 @@ def _add_numbered(
         members = [_list_members(group) for group in groups] or [list(state)]
         layout, names = identify_layout(state, members, known, stored)
     except AmbiguousError as reason:
+        parsed.nameless = UnnamedOptimizer(str(reason), known.model)
+        advice = "" if known.model else _ASK
         parsed.notes.append(
-            f"the optimizer is stored by index, and {reason}; it is left out (pass --model"
-            " config.json|DIR|module:factory to name its parameters)"
+            f"the optimizer is stored by index, and {reason}; it is left out{advice}"
         )
         return {}
     return _add_states(parsed, state, names, layout, pool)
+
+
+def _may_be_divided_by_decay(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether there are two groups, the second without weight decay, as HF Trainer's are."""
+    decays = [group.get("weight_decay") for group in groups]
+    return len(decays) == 2 and isinstance(decays[0], (int, float)) and decays[1] == 0
 
 
 def _read_stored_names(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:

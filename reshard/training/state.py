@@ -255,6 +255,18 @@ def find_most_common_dtype(weights: Iterable[Weight]) -> DType:
     return max(sizes, key=lambda dtype: sizes[dtype], default=dtypes.FLOAT32)
 
 
+_NAME_MODEL = (
+    "pass the model with --model config.json|DIR|module:factory, or leave out the optimizer:"
+    " --init-optimizer none"
+)
+_TRY_ANOTHER = (
+    "if the run froze some parameters, pass a function that returns the model with these frozen:"
+    " --model module:factory. Otherwise save again from the training script with an optimizer that"
+    " stores names, Optimizer(model.named_parameters()), or leave out the optimizer:"
+    " --init-optimizer none"
+)
+
+
 def refuse_without_optimizer(state: WritableState) -> None:
     """Refuse to drop an optimizer silently.
 
@@ -270,11 +282,12 @@ def refuse_without_optimizer(state: WritableState) -> None:
             if unnamed_optimizers
             else "an optimizer"
         )
+        unnamed = state.manifest.unnamed
         raise IncompleteError(
             state.manifest.origin.path,
-            f"contains {which}, but no file states which parameters its states belong to",
-            "pass the model with --model config.json|DIR|module:factory, or leave out the"
-            " optimizer: --init-optimizer none",
+            f"contains {which}, but no file states which parameters its states belong to"
+            + (f": {unnamed.reason}" if unnamed else ""),
+            _TRY_ANOTHER if unnamed and unnamed.model else _NAME_MODEL,
         )
     raise IncompleteError(
         state.manifest.origin.path,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import (
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -150,9 +152,32 @@ def _lora(**settings: Any) -> Any:
     return adapted
 
 
+def mamba() -> PreTrainedModel:
+    """Build a model whose decayed vectors (``D``) have the shape of its biases."""
+    config = MambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        state_size=4,
+        time_step_rank=4,
+        use_cache=False,
+    )
+    return MambaForCausalLM(config)
+
+
+def frozen_mamba() -> PreTrainedModel:
+    """Build a model whose first block is frozen."""
+    model = mamba()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = ".layers.0." not in name
+    return model
+
+
 FAMILIES = {
+    "frozen mamba": frozen_mamba,
     "llama": _llama,
     "lora": _lora,
+    "mamba": mamba,
     "lora and embeddings": lambda: _lora(modules_to_save=["embed_tokens", "lm_head"]),
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
@@ -213,6 +238,7 @@ def work(job: ranks.Job, rank: int) -> None:
         weight_decay=0.1,
         warmup_steps=2,
         per_device_train_batch_size=BATCH // job.world,
+        optim=job.told.get("optim", "adamw_torch"),
         **settings(job),
     )
     chance = torch.Generator().manual_seed(11)

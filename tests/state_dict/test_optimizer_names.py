@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
+from reshard.state_dict.optimizer_names import AmbiguousError, name_divided, name_groups
 
 MODEL = {"embed": (9, 4), "q": (4, 4), "o": (4, 4), "norm": (4,), "head": (9, 4)}
 
@@ -90,3 +90,21 @@ def test_groups_that_muon_sorted_by_shape():
         named([muon, adam], model)
     with pytest.raises(AmbiguousError, match="not sorted by shape"):
         named([muon[::-1], adam], model, by_shape={0})
+
+
+DECAYED = (("embed", "q", "o", "head"), ("norm",))
+
+
+def test_a_known_division_names_what_shapes_do_not():
+    nothing = [[None] * 4, [None]]
+    assert name_divided(MODEL, nothing, [DECAYED]) == [["embed", "q", "o", "head"], ["norm"]]
+    assert name_divided(MODEL, [[(9, 4)], [(4,)]], [DECAYED]) is None  # embed or head?
+    trained = {"head": (9, 4), "norm": (4,)}
+    assert name_divided(trained, [[(9, 4)], [(4,)]], [DECAYED]) == [["head"], ["norm"]]
+
+
+def test_divisions_that_both_fit_name_nothing():
+    other = (("embed", "q", "norm", "head"), ("o",))
+    assert name_divided(MODEL, [[None] * 4, [None]], [DECAYED, other]) is None
+    shapes = [[(9, 4), (4, 4), (4, 4), (9, 4)], [(4,)]]
+    assert name_divided(MODEL, shapes, [other, DECAYED]) == [["embed", "q", "o", "head"], ["norm"]]

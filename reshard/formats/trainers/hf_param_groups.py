@@ -1,24 +1,18 @@
-"""The param groups of the optimizer that HF Trainer creates: with weight decay and without.
-
-Source: transformers 5.23 ``trainer.py`` (``create_optimizer``, ``get_decay_parameter_names``) and
-``trainer_pt_utils.py`` (``get_parameter_names``).
-"""
+"""The param groups of the optimizer that HF Trainer creates: with weight decay and without."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes, library
-from reshard.model.adapter_names import MATRICES, parse_part
+from reshard.model.weight_decay import find_decays
 from reshard.training.companion_files import describe_beside
 from reshard.training.param_groups import replace_groups
 from reshard.training.state import TrainedGroup, WritableState
 
 COUNT = 2
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def adapt_groups(
@@ -60,28 +54,6 @@ def _has_deepspeeds_optimizer(manifest: Manifest) -> bool:
     """Return whether DeepSpeed made the optimizer of the source, as its configuration states."""
     config = manifest.train.config
     return isinstance(config, dict) and "optimizer" in config
-
-
-def find_decays(fqns: Sequence[str], model: ModelShapes | None) -> list[bool] | None:
-    """Return for each parameter whether the Trainer decays it; None if the model must be known.
-
-    >>> find_decays(["base_model.model.q.lora_A.default.weight", "norm.weight"], None)
-    [True, False]
-    >>> find_decays(["transformer.ln_f.weight"], None)  # whether it is an nn.LayerNorm is unknown
-    """
-    found = [_decays(fqn, model) for fqn in fqns]
-    return None if None in found else [bool(each) for each in found]
-
-
-def _decays(fqn: str, model: ModelShapes | None) -> bool | None:
-    if _NO_DECAY.search(fqn.lower()):
-        return False
-    part = parse_part(fqn)
-    if part is not None and part.role in MATRICES:
-        return True
-    if model is None or fqn not in model.parameters:
-        return None
-    return fqn not in model.layer_norms
 
 
 def _divide(state: WritableState, decays: Sequence[bool]) -> tuple[WritableState, list[str]]:

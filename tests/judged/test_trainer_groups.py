@@ -1,0 +1,77 @@
+"""Numbered optimizers of the real Trainer whose shapes alone do not name the parameters.
+
+A Mamba has vectors of one shape in both param groups, and a plain SGD has no state with a shape.
+The rule by which the Trainer makes its groups decides.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import reshard
+from reshard.errors import IncompleteError
+from tests.judged.alike import assert_resumed_state
+from tests.judged.trained import JUDGE, SAVED, train
+
+pytestmark = pytest.mark.slow
+
+MAMBA = {"kind": "ddp", "family": "mamba"}
+RUNS = {
+    "adam": MAMBA,
+    "sgd": {**MAMBA, "optim": "sgd"},
+    "frozen": {**MAMBA, "family": "frozen mamba"},
+}
+MODELS = {"frozen": {"model": "tests.judges.resume_worker:frozen_mamba"}}
+WORLDS = (2, 1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Train the real runs; return name -> the checkpoint, and the run's state and losses."""
+    return train(tmp_path_factory.mktemp("saved"), RUNS)
+
+
+@pytest.fixture(scope="module")
+def resumed(saved, tmp_path_factory):
+    """Resume each output; return the state of the real Trainer then, and its next losses."""
+    place, jobs = tmp_path_factory.mktemp("written"), {}
+    for name, told in RUNS.items():
+        for world in WORLDS:
+            out = place / f"{name} {world}"
+            reshard.split(saved[name][0], out, world_size=world, **MODELS.get(name, {}))
+            jobs[name, world] = world, {**told, "resume": out / f"checkpoint-{SAVED}"}
+    found = JUDGE.run(
+        tmp_path_factory.mktemp("resumed"), {" ".join(map(str, k)): v for k, v in jobs.items()}
+    )
+    return {key: found[" ".join(map(str, key))] for key in jobs}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", RUNS)
+def test_the_rule_of_the_trainer_names_the_parameters(name, world, saved, resumed):
+    seen, truth = resumed[name, world], saved[name][1]
+    assert_resumed_state(seen, truth, SAVED)
+    for group, wanted in zip(seen["groups"], truth["groups"], strict=True):
+        assert group["params"] == wanted["params"]
+        assert group["weight_decay"] == wanted["weight_decay"]
+    if world == 2:
+        assert seen["losses"] == truth["losses"]
+
+
+def test_a_model_whose_frozen_parameters_are_unknown_is_refused(saved, tmp_path):
+    """The advice asks for it, and ends."""
+    source = saved["frozen"][0]
+    with pytest.raises(IncompleteError, match="some of them are frozen") as caught:
+        reshard.split(source, tmp_path / "out", world_size=1)
+    assert "with these frozen" in caught.value.remedy
+
+
+def test_groups_that_are_not_the_trainers_are_refused(saved, tmp_path):
+    """Without the Trainer's own file, nothing says who made the groups."""
+    copy = tmp_path / "checkpoint-3"
+    copy.mkdir()
+    for path in saved["adam"][0].iterdir():
+        if path.name != "trainer_state.json":
+            (copy / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(IncompleteError, match="in several groups"):
+        reshard.split(copy, tmp_path / "out", world_size=1, to="accelerate")
