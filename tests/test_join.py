@@ -19,6 +19,7 @@ from reshard.manifest import (
     Quantisation,
     SourceFile,
     TrainState,
+    UnnamedOptimizer,
     index_entries,
 )
 
@@ -63,7 +64,7 @@ def test_every_field_has_a_rule():
 def test_what_either_part_holds_is_in_the_whole():
     whole = join([part("a"), part("b")])
     single = ("origin", "train", "ordered", "without_frozen", "keyed", "ordered_by_model")
-    single += ("quantisation",)
+    single += ("quantisation", "unnamed")
     for field in fields(Manifest):
         if field.name not in single:
             assert len(getattr(whole, field.name)) == 2, field.name
@@ -75,6 +76,8 @@ def test_what_either_part_holds_is_in_the_whole():
     assert join([by_index[0], part("b")]).keyed is None
     stated = Quantisation("fp8", {}, "config.json")
     assert join([part("a"), replace(part("b"), quantisation=stated)]).quantisation == stated
+    unnamed = UnnamedOptimizer("two fit")
+    assert join([part("a"), replace(part("b"), unnamed=unnamed)]).unnamed == unnamed
     train = whole.train
     assert (train.step, train.optimizer_step) == (3, {"a": 3.0, "b": 3.0})
     assert (train.non_tensor_state.keys(), train.rng_files) == ({"a", "b"}, ("a.rng", "b.rng"))
