@@ -25,18 +25,16 @@ from reshard.move.on_demand import OnDemandFiles
 from reshard.options import option
 from reshard.paths import as_path
 
-MODEL = "huggingface"
-
 
 @dataclass(frozen=True, kw_only=True)
 class FilesOptions(ValueOptions):
     """The options that determine files which are read without being written."""
 
     to: str = option(
-        MODEL,
-        "Layout of the files: huggingface, as merge writes it, or a layout of split.",
+        registry.MODEL,
+        f"Layout of the files: {registry.MODEL}, as merge writes it, or a layout of split.",
         group="Target",
-        choices=(MODEL, *registry.list_built_in_writers()),
+        choices=(registry.MODEL, *registry.list_built_in_writers()),
     )
     world_size: int | None = option(
         None, "Number of ranks of a layout of split.", group="Target", minimum=1, unset="as saved"
@@ -70,7 +68,7 @@ def _plan(manifest: Manifest, source: Path, options: FilesOptions) -> Job[Any]:
         for name in ValueOptions.__dataclass_fields__
         if name not in ("html", "overwrite")
     }
-    if options.to == MODEL:
+    if options.to == registry.MODEL:
         from reshard.commands.merge.command import plan_merge
 
         if options.world_size is not None:

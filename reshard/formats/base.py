@@ -120,10 +120,13 @@ class Writer(ABC):
             wrapper prefixes stay in the names.
         load_line: the line of a script or command that loads the files, for reports, with
             ``{path}`` for their directory; empty: there is no single one.
+        live_line: the line with which the same program loads any checkpoint, ``{path}``, as if it
+            were written in this layout; empty: there is none.
     """
 
     name: str
     load_line: str = ""
+    live_line: str = ""
     options: tuple[str, ...] = ()
     random_states: RandomStates = "none"
     weights_alone = False

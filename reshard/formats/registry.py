@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "reshard.formats"
+MODEL = "huggingface"  # the format of a model's files, which `merge` writes
 # More particular formats come first: the first one that detects a checkpoint reads it.
-_PACKAGES = (
-    *("deepspeed", "megatron", "meta", "nanotron", "colossalai", "pytorch", "huggingface"),
-)
+_PACKAGES = (*("deepspeed", "megatron", "meta", "nanotron", "colossalai", "pytorch", MODEL),)
 _UNKNOWN = Source()
 _ADDED: list[Format] = []
 

@@ -52,6 +52,11 @@ class Strategy:
     offload_param: bool = False
     within_node: bool = False
 
+    @property
+    def layout(self) -> str:
+        """The layout of `split` that the framework loads, whatever the number of ranks is."""
+        return "deepspeed" if self.framework == "deepspeed" else "dcp"
+
 
 STRATEGIES = (
     Strategy("ddp", "torch", 0),

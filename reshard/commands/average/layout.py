@@ -16,7 +16,6 @@ from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
 from reshard.errors import ReshardError
 from reshard.formats import registry
-from reshard.formats.huggingface import NAME
 from reshard.manifest import Manifest, Origin, index_entries, most_common_dtype
 from reshard.output.temporary import temporary
 from reshard.paths import as_path
@@ -67,7 +66,7 @@ def _describe_model(merge: Merge, folder: str) -> Manifest:
     dtypes = {entry.fqn: dtype for entry, dtype in weights.tensors}
     return Manifest(
         origin=Origin(
-            format=NAME,
+            format=registry.MODEL,
             path=folder,
             mesh={"world": 1},
             precision=most_common_dtype(dtypes.values()),

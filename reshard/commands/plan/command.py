@@ -14,6 +14,7 @@ from reshard.commands.page import check_page, write_page
 from reshard.commands.plan.options import DEFAULT_SEQ_LEN, PlanOptions
 from reshard.commands.plan.report import PlanReport
 from reshard.errors import ReshardError, UsageError
+from reshard.formats import registry
 from reshard.manifest import MASTER, PARAM, Manifest
 from reshard.model_parallel.sizes import parse_mesh
 from reshard.paths import as_path
@@ -241,19 +242,15 @@ def _continue_run(
         Lines for the report, and the forecast of the split.
     """
     strategy = choice.row.strategy
-    if strategy.framework == "deepspeed":
-        to: dict[str, Any] = {"to": "deepspeed", "zero_stage": strategy.stage}
-        live = f'reshard.deepspeed.load_checkpoint(engine, "{source}")'
-    else:
-        to = {"to": "dcp"}
-        reader = f'reshard.dcp.StorageReader("{source}")'
-        live = f"torch.distributed.checkpoint.load(state, storage_reader={reader})"
+    writer = registry.find_writer(strategy.layout)
+    to: dict[str, Any] = {"to": writer.name}
+    to |= {"zero_stage": strategy.stage} if "zero_stage" in writer.options else {}
     to |= {"world_size": cluster.world} if training.tp * training.pp * training.ep == 1 else {}
     to |= {axis: size for axis in ("tp", "pp", "ep") if (size := getattr(training, axis)) > 1}
     target = f"{source}-{strategy.name}-{cluster.world}"
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in to.items())
     line = f"reshard split {quote(str(source))} {quote(target)} {flags}"
-    steps = [f"or load it without writing: {live}"]
+    steps = [f"or load it without writing: {writer.live_line.format(path=source)}"]
     try:
         expected = _forecast_split(manifest, as_path(target), to)
     except ReshardError as error:

@@ -101,6 +101,7 @@ class Native(_DeepSpeedWriter):
 
     name = NAME
     load_line = 'engine.load_checkpoint("{path}")'
+    live_line = 'reshard.deepspeed.load_checkpoint(engine, "{path}")'
     options = (
         "zero_stage",
         *("tp", "pp", "ep", "dp"),

@@ -81,6 +81,10 @@ class Dcp(_TorchWriter):
 
     name = "dcp"
     load_line = 'torch.distributed.checkpoint.load(state, checkpoint_id="{path}")'
+    live_line = (
+        "torch.distributed.checkpoint.load(state,"
+        ' storage_reader=reshard.dcp.StorageReader("{path}"))'
+    )
     weights_alone = True
 
     def numbers_parameters(self, _request: Request) -> bool:
