@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from reshard import dtypes
 from reshard.adapters import base_names, layouts, settings
 from reshard.adapters.config import AdapterConfig
 from reshard.adapters.layouts import Fit
 from reshard.adapters.product import Order, Product, add_product
-from reshard.adapters.rows import replace_rows
+from reshard.box import Box
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError, UnsupportedError, UsageError
 from reshard.manifest import PARAM, Entry, Manifest, index_entries, most_common_dtype
 from reshard.model.adapter_names import IN, MAGNITUDE, OUT, TOKENS, parse_part
 from reshard.training.companion_files import is_embedding
+from reshard.views import Put, Take, apply_views
 from reshard.weights import find_head_name
 
 _TOKEN_ADAPTER = ".token_adapter"  # noqa: S105 - a module of PEFT
@@ -224,7 +227,7 @@ class _Merger:
                 f" {rows.shape[0]} rows",
                 "pass the directory of the adapter's own configuration as --hf-dir",
             )
-        self._entries[fqn] = replace_rows(base, rows, tokens)
+        self._entries[fqn] = _replace_rows(base, rows, tokens)
         self._merged.token_rows[fqn] = len(tokens)
 
     def add_products(self, pairs: Iterable[_Pair]) -> None:
@@ -344,3 +347,28 @@ class _Merger:
             f"has {found}, but the adapter has {entry.shape} values for it",
             "pass the base model that the adapter was trained on",
         )
+
+
+def _replace_rows(base: Entry, rows: Entry, numbers: Sequence[int]) -> Entry:
+    """Return ``base`` with some of its rows taken from another tensor.
+
+    Args:
+        rows: the new rows.
+        numbers: where they belong, in their order; all different.
+    """
+    taken = sorted(numbers)
+    chunks: list[Chunk] = []
+    for before, after in pairwise([-1, *taken, base.shape[0]]):
+        if after > before + 1:
+            kept = _select_rows(base, before + 1, after)
+            chunks += apply_views(base.chunks, [Take(base.shape, kept), Put(base.shape, kept)])
+    for at, number in enumerate(numbers):
+        taken_row, put_row = _select_rows(rows, at, at + 1), _select_rows(base, number, number + 1)
+        chunks += apply_views(rows.chunks, [Take(rows.shape, taken_row), Put(base.shape, put_row)])
+    return replace(base, chunks=tuple(chunks))
+
+
+def _select_rows(entry: Entry, start: int, stop: int) -> Box:
+    """Return the box of rows ``[start, stop)`` of a tensor."""
+    rest = entry.shape[1:]
+    return Box((start, *(0 for _ in rest)), (stop - start, *rest))

@@ -2,22 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from reshard.errors import UnsupportedError
 from reshard.formats import registry
-from reshard.manifest import Manifest
+from reshard.manifest import PARAM, Entry, Manifest, index_entries
+from reshard.units import some
 
 
 def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
-    """Return the manifest of a quantised model with dequantised weights, and notes.
+    """Return a model's manifest with dequantised weights in place of codes and scales, and notes.
 
-    Training checkpoints are returned unchanged: the program that saved quantised weights in them
-    expects them as they are.
+    The weights are computed as they are read. A model that is not quantised is returned unchanged.
+    So are training checkpoints: the program that saved quantised weights in them expects them as
+    they are.
 
     Raises:
         UnsupportedError: the method is not known, or nothing states it.
-        IncompleteError, CorruptError: codes and scales do not fit.
+        IncompleteError: codes without scales, or scales without codes.
+        CorruptError: the shapes of codes and scales do not fit.
     """
     if not registry.describe_source(manifest).weights_only:
         return manifest, []
-    from reshard.quantised import dequantise as quantised
+    from reshard.quantised.pairs import find_pairs, list_unused_scales
 
-    return quantised.dequantise(manifest)
+    stated = manifest.quantisation
+    if stated is None:
+        _refuse_unstated(manifest)
+        return manifest, []
+    if stated.decoded:
+        return manifest, []
+    pairs = find_pairs(manifest, stated)
+    unused = list_unused_scales(manifest) if pairs else []
+    values = {
+        pair.codes.fqn: Entry(pair.fqn, PARAM, stated.dtype, pair.shape, (pair.value_chunk,))
+        for pair in pairs
+    }
+    removed = {pair.scales.fqn for pair in pairs} | set(unused)
+    entries = [
+        values.get(entry.fqn, entry)
+        for entry in manifest.entries.values()
+        if entry.fqn not in removed
+    ]
+    text = f"{len(pairs)} weights dequantised from {stated.method} ({stated.stated_in}) in float32"
+    notes = [f"{text}, rounded once to the dtype that is written"]
+    if unused:
+        notes.append(f"scales of activations left out: {some(unused)}")
+    return (
+        replace(
+            manifest,
+            origin=replace(manifest.origin, precision=str(stated.dtype)),
+            entries=index_entries(entries),
+            trained_dtypes={entry.fqn: entry.dtype for entry in entries},
+            quantisation=replace(stated, decoded=True),
+        ),
+        notes if pairs else [],
+    )
+
+
+def _refuse_unstated(manifest: Manifest) -> None:
+    """Refuse weights that are quantised if no file states how.
+
+    Raises:
+        UnsupportedError: there are such weights.
+    """
+    from reshard.quantised.pairs import find_evidence
+
+    entry = find_evidence(manifest)
+    if entry is not None:
+        raise UnsupportedError(
+            manifest.origin.path,
+            f"{entry.fqn!r} ({entry.dtype}) is part of a quantised weight, but no config.json with"
+            " a quantization_config states how to read it",
+            "put the config.json of the model beside its weights",
+        )

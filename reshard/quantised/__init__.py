@@ -6,7 +6,6 @@ scaled       the geometry: where codes and scales are, and which belong together
 decode       the arithmetic of dequantisation, with numpy
 encode       the arithmetic of quantisation
 loops        the loops of both over the values, compiled or with numpy
-dequantise   a manifest of the dequantised weights
 
 Known methods are ``fp8`` (DeepSeek V3 and others: blocks of 128 x 128, or one scale for a tensor)
 and ``mxfp4`` (GPT-OSS). Others are refused by name. The values are those of transformers 5.23

@@ -17,7 +17,8 @@ from reshard import model as models
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files, rank_files
-from reshard.formats.pytorch import writer
+from reshard.formats.pytorch import layouts
+from reshard.formats.request import Request
 from reshard.layout.mesh import MeshGrid
 from reshard.manifest import Manifest, Origin, SourceFile, check, index_entries
 from reshard.move.execute import execute
@@ -49,9 +50,18 @@ def grid(world, *names):
     return MeshGrid((world,), names or None, "cpu")
 
 
+# One file per rank for model and optimizer, as scripts save it; no target writes it.
+ONE_FILE = rank_files.FileNames("rank{rank}.pt", "rank{rank}.pt", train_state="train_state.pt")
+
+
 def fix_ranks(lay_out, ranks):
     """Return a form for that many ranks."""
     return lambda state: lay_out(state, ranks)
+
+
+def lay_out_one_file(state, model=None):
+    """Lay out one file, as a script without sharding saves it."""
+    return layouts.lay_out_torch(state, Request(world_size=1, model=model)).skeleton
 
 
 def split(source, out, lay_out, *, weights_only=False, **told):
@@ -76,7 +86,7 @@ FORMS = {  # of a state under FSDP 2 -> how it is laid out for n ranks, the wrap
     "accelerate": (lambda s, n: dcp.lay_out_accelerate(s, shards=n), "fsdp2", "accelerate"),
     "pair": (lambda s, n: rank_files.lay_out_fsdp2(s, grid(n)), "fsdp2", "pair"),
     "one": (
-        lambda s, n: rank_files.lay_out_fsdp2(s, grid(n), naming=rank_files.ONE),
+        lambda s, n: rank_files.lay_out_fsdp2(s, grid(n), naming=ONE_FILE),
         "fsdp2",
         "one",
     ),
@@ -171,7 +181,7 @@ def loaded(trained, deepspeed, tmp_path_factory):
         for rank in worlds.run(world, run_in_turn, jobs):
             for name, result in rank.items():
                 found.setdefault((world, name), []).append(result)
-    made = split(place / "fsdp2" / "ranks", out / "plain", writer.lay_out)
+    made = split(place / "fsdp2" / "ranks", out / "plain", lay_out_one_file)
     jobs = [
         ("plain", resumed, "plain", TWO, "plain", made, place / "fsdp2"),
         ("converted", worker.as_one_file, out / "3-dcp", place / "fsdp2"),
@@ -315,7 +325,7 @@ def test_files_of_ranks_read_back_as_their_source(case, form, source, tmp_path):
             naming = {
                 "names": rank_files.ACCELERATE,
                 "verl": rank_files.VERL,
-                "one": rank_files.ONE,
+                "one": ONE_FILE,
             }
             return rank_files.lay_out_fsdp2(
                 state, grid(ranks), naming=naming.get(form, rank_files.PAIR), model=shapes
@@ -403,7 +413,7 @@ def test_missing_state_is_named(torch_made, made, trained):
     said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
     refused(
         torch_made / "fsdp1_full/ckpt",
-        writer.lay_out,
+        lay_out_one_file,
         IncompleteError,
         "order of FSDP's",
         "--model",
@@ -441,7 +451,7 @@ def test_numbers_follow_the_model_even_if_units_have_another_order(torch_made, t
     made = split(
         torch_made / "fsdp1_local_flat" / "ckpt",
         tmp_path / "out",
-        lambda s: writer.lay_out(s, model=model),
+        lambda s: lay_out_one_file(s, model),
         **said,
     )
     state = torch.load(made / "checkpoint.pt")

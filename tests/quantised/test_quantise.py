@@ -23,7 +23,7 @@ from tests.quantised.models import (
     unpack,
     write_model,
 )
-from tests.quantised.test_dequantise import CASES
+from tests.quantised.test_decode import CASES
 
 WHOLE = ("per tensor, 0-d", "vLLM's names")
 UE8M0 = torch.float8_e8m0fnu

@@ -1,8 +1,8 @@
 """Checkpoints that DeepSpeed wrote: ZeRO stages 0 to 3 as the ranks saved them, and universal.
 
-    format      the format as one object: how it is found, read and written
+    format      the format as one object: how it is found, read (by native, parallel, experts or
+                universal) and written
     directory   find the files and sort them by rank
-    reader      read any kind as one manifest, with one of native, parallel, experts and universal
     states      open the two kinds of rank file; schemas: the values that are taken from them
     native      one model-parallel rank: model states and optimizer states joined
     stage0      whole tensors under an index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import IncompleteError, UsageError
@@ -15,6 +16,7 @@ from reshard.formats.base import (
     describe_by_megatron_args,
     has_megatron_args,
 )
+from reshard.formats.deepspeed import directory
 from reshard.formats.deepspeed.directory import NAME, detect
 from reshard.location import Location, directory_of
 from reshard.manifest import Manifest
@@ -32,11 +34,43 @@ UNIVERSAL = "deepspeed-universal"
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats import beside
-    from reshard.formats.deepspeed import reader
 
-    manifest = reader.read(location, hints.tag, hints.rules)
+    manifest = _read_state(directory.locate(location, hints.tag), hints.rules)
     manifest = beside.with_companions(manifest, location)
     return beside.with_run(manifest, Location([directory_of(manifest.origin.path)]))
+
+
+def _read_state(location: Location, rules: Path | None) -> Manifest:
+    """Read the checkpoint at a location with the reader of its kind, which alone is imported.
+
+    Args:
+        rules: a user's table of how tensor-parallel ranks share parameters; see `cuts.Cuts`.
+
+    Raises:
+        ReshardError: as that reader.
+    """
+    if "zero" in location.folders:
+        from reshard.formats.deepspeed import universal
+
+        return universal.read(location, rules)
+    files = directory.list_files(location)
+    has_experts = bool(files.experts or files.expert_optim)
+    if files.is_parallel and not has_experts:
+        from reshard.formats.deepspeed import parallel
+
+        return parallel.read(files, rules)
+    if rules:
+        from reshard.model_parallel.rules import Table, add_user_rules
+
+        # No rank shares a parameter here, but a mistake in the user's file is still reported.
+        add_user_rules(Table("", ()), rules)
+    if has_experts:
+        from reshard.formats.deepspeed import experts
+
+        return experts.read(files)
+    from reshard.formats.deepspeed import native
+
+    return native.read(files.ranks[0])
 
 
 def _names_may_differ(manifest: Manifest) -> bool:

@@ -9,7 +9,6 @@ name these parts; their content is identified by its structure (`state_dict.sect
     reader      every part in a directory as one manifest
     provenance  the framework and the step that the parts' names state
     layouts     the layouts that PyTorch-native training loads
-    writer      one file, as a script without sharding saves it
 
 Names: Accelerate 1.15 ``utils/constants.py`` and ``fsdp_utils.py``; transformers 5 ``trainer.py``;
 Lightning 2.6 ``strategies/fsdp.py`` (``meta.pt``); verl 0.9 ``fsdp_checkpoint_manager.py``;

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from reshard.containers import skeletons
+from reshard.containers import skeletons, torch_writer
 from reshard.containers.skeletons import LaidOut
 from reshard.errors import UsageError
 from reshard.formats import registry
@@ -14,7 +16,6 @@ from reshard.formats.dcp import saved_keys
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files
 from reshard.formats.fsdp import rank_files as state_dict
-from reshard.formats.pytorch import writer
 from reshard.formats.pytorch.directory import NAME
 from reshard.formats.request import Request
 from reshard.formats.trainers import accelerate, hf_param_groups, hf_trainer
@@ -23,6 +24,7 @@ from reshard.layout.tensor_parallel import TensorPlan
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
+from reshard.state_dict.slots import WholeSlots
 from reshard.training import copied_files, schedules, trainer_run
 from reshard.training.state import WritableState, describe_lost_setup
 from reshard.training.trainer_run import TrainerRun
@@ -150,17 +152,22 @@ def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
 
 
 def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
-    """Lay out one file with torch.optim's own state.
+    """Lay out one file as a script without sharding saves it, with torch.optim's own state.
 
     Raises:
-        ReshardError: as `pytorch.writer.plain`.
+        ReshardError: as `torch_state_dict.build_optimizer`.
     """
-    skeleton = writer.lay_out(
-        state,
-        name=request.file,
-        model=request.model,
-        weights_only=request.weights_only,
-        dtype=request.dtype,
+    weights = torch_state_dict.build_weights(state, dtype=request.dtype)
+    root: dict[str, Any] = {"model": OrderedDict(weights)}
+    if not request.weights_only:
+        several = len(state.groups) > 1  # numbers of like parameters in two groups tell nothing
+        root["optimizer"] = torch_state_dict.build_optimizer(
+            state, "index", request.model, named=several
+        )
+        beside = torch_state_dict.collect_extra_state(state.manifest.train)
+        root.update((key, value) for key, value in beside.items() if key not in root)
+    skeleton = torch_writer.lay_out_object(
+        request.file, root, slot_of=WholeSlots(), stamp=state.stamp(request.file, 0, 1)
     )
     return LaidOut(skeleton, _notes(state, request))
 
