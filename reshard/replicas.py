@@ -62,8 +62,10 @@ def check(
             raise DifferentError(
                 f"{kind}{entry.fqn}",
                 text,
-                "the ranks have drifted apart, or the files belong to different runs; to use the"
-                " first rank's values, pass --replicas first; to use their mean, --replicas mean",
+                "the ranks have drifted apart, the files belong to different runs, or each file has"
+                " a shard in a layout that reshard does not know; only if the ranks have drifted"
+                " apart, use the first rank's values with --replicas first, or their mean with"
+                " --replicas mean",
             )
         what = "buffer" if entry.kind == BUFFER else "tensor"
         notes.append(f"{what} {kind}{entry.fqn!r} {text}: the first rank's is written")

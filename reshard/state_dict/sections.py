@@ -30,6 +30,8 @@ Path = tuple[Any, ...]
 # DeepSpeed module; Lightning state_dict; torchtitan, Accelerate, verl and most trainers model.
 MODEL_KEYS = re.compile(r"state_dict|model_state_dict|(pytorch_)?model(_fsdp)?(_\d+)?|module")
 _DEPTH = 3
+_LISTED = 8
+_DIGITS = re.compile(r"\d+")
 _TWO = 2  # one model, and the top level
 _NO_FLOATS = ("int", "bool")
 _MIN_RATIO = 100  # the model has at least so many times the elements of the top level
@@ -158,17 +160,32 @@ def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Pa
     largest = max(sizes, key=lambda path: sizes[path], default=())
     if not preferred and () in sizes and (not largest or _is_incidental(sizes, largest)):
         return largest
-    names = [format_path(path) or "the top level" for path in models]
-    if names:
-        key = next(format_path(path) for path in models if path)
-        raise UnrecognisedError(
-            where,
-            f"contains state dicts under {', '.join(names[:8])}"
-            + (" ..." if len(names) > 8 else ""),
-            f"choose one with --key {key}",
-        )
+    if models:
+        raise _build_choice_error(where, models)
     only = "an optimizer but no weights" if optimizers else "no state dict"
     raise UnrecognisedError(where, f"holds {only}")
+
+
+def _build_choice_error(where: str, models: Mapping[Path, Mapping[str, Any]]) -> UnrecognisedError:
+    """Return the error for several models, of which no name and no size selects one.
+
+    Models whose paths differ only in numbers may be the shards of one in an unknown layout, each of
+    which looks like a complete model.
+    """
+    named = [format_path(path) or "the top level" for path in models]
+    found = ", ".join(named[:_LISTED]) + (" ..." if len(named) > _LISTED else "")
+    key = next(format_path(path) for path in models if path)
+    if len({_DIGITS.sub("0", name) for name in named}) == 1:
+        return UnrecognisedError(
+            where,
+            f"contains state dicts under {found}: several models, or the shards of one in a layout"
+            " that reshard does not know",
+            f"if each is a complete model, choose one with --key {key}; if they are shards, save"
+            " the full model with the program that wrote them",
+        )
+    return UnrecognisedError(
+        where, f"contains state dicts under {found}", f"choose one with --key {key}"
+    )
 
 
 def _is_incidental(sizes: Mapping[Path, int], largest: Path) -> bool:

@@ -166,6 +166,17 @@ def test_files_of_several_checkpoints_in_one_directory(tmp_path):
         reshard.open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["weights_tp_rank_world_size={}_2_pp_rank_world_size=0_1.pth", "model_tp{}_pp0.pt"]
+)
+def test_files_of_an_unknown_layout_may_be_shards_of_one_model(tmp_path, name):
+    """Picotron and InternEvo cut tensors, so that each file looks like a complete model."""
+    for rank in range(2):
+        torch.save({"model": {"weight": torch.randn(4, 2)}}, tmp_path / name.format(rank))
+    with pytest.raises(UnrecognisedError, match="shards of one in a layout that reshard does not"):
+        reshard.open(tmp_path)
+
+
 @pytest.mark.parametrize("other", [7, [], torch.zeros(2)])
 def test_files_of_ranks_that_have_nothing_in_common(tmp_path, other):
     torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "model_rank_0.pt")
