@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -129,6 +129,10 @@ class Location:
                     raise ReshardError(
                         directory, "cannot be read", "request read permission, or copy it"
                     ) from error
+
+    def find_first(self, names: Iterable[str]) -> Path | None:
+        """Return the file with the first of several names that exists, or None."""
+        return next((self.files[name] for name in names if name in self.files), None)
 
     def nested(self, name: str) -> Path | None:
         """Return a file by a relative path of several parts."""

@@ -55,6 +55,11 @@ class Entry:
         return self.kind, self.fqn
 
     @property
+    def where(self) -> str:
+        """The file that stores its first chunk, for messages; its name if it has no chunks."""
+        return self.chunks[0].file if self.chunks else self.fqn
+
+    @property
     def numel(self) -> int:
         """The number of elements."""
         return prod(self.shape)
@@ -364,7 +369,7 @@ def index_entries(entries: Iterable[Entry]) -> dict[Key, Entry]:
     for entry in entries:
         if entry.key in table:
             raise CorruptError(
-                entry.chunks[0].file if entry.chunks else entry.fqn,
+                entry.where,
                 f"two tensors are called {entry.fqn!r} ({entry.kind})",
                 "rename one of them, e.g. with --rename, or exclude it with --exclude",
             )
@@ -434,7 +439,7 @@ def _check_coverage(entry: Entry) -> None:
     if len(distinct) == 1 and distinct[0] == whole(entry.shape):
         return
     stored = sum(box.volume for box in distinct)
-    where = entry.chunks[0].file if entry.chunks else entry.fqn
+    where = entry.where
     # More elements than the tensor has are found below: some of them overlap.
     if stored < entry.numel:
         raise CorruptError(

@@ -193,7 +193,7 @@ def _pointed(location: Location) -> Location | None:
     Raises:
         UnrecognisedError: the pointer names a checkpoint that does not exist.
     """
-    pointer = next((location.files[name] for name in _POINTERS if name in location.files), None)
+    pointer = location.find_first(_POINTERS)
     if pointer is None:
         return None
     named = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()

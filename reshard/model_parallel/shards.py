@@ -58,7 +58,7 @@ def gather(pieces: Sequence[Entry], split: Split) -> Entry:
         same_extents = _drop_dim(piece.shape, split.dim) == _drop_dim(first.shape, split.dim)
         if not (same_dims and same_extents) or piece.dtype != first.dtype:
             raise CorruptError(
-                piece.chunks[0].file if piece.chunks else piece.fqn,
+                piece.where,
                 f"{piece.fqn!r} ({piece.kind}) is {piece.dtype.name} {piece.shape} there, but"
                 f" {first.dtype.name} {first.shape} on the first tensor-parallel rank",
                 "the files belong to different runs, or a rule states the wrong cut: see --rules",

@@ -266,7 +266,7 @@ def _fit_grid(fqn: str, shape: Index, scales: Entry, block: tuple[int, int] | No
     expected = _count_blocks((rows, columns), block) if block else "one, or an even grid"
     size = f"blocks of {block[0]} x {block[1]}" if block else "no weight_block_size"
     raise CorruptError(
-        scales.chunks[0].file if scales.chunks else scales.fqn,
+        scales.where,
         f"{scales.fqn!r}: scales of shape {scales.shape} do not fit {fqn!r} of shape {shape} with"
         f" {size}: expected {expected}",
         "config.json is of another model, or the file is damaged: fetch both again",
@@ -328,7 +328,7 @@ def _pair_mxfp4(fqn: str, codes: Entry, scales: Entry) -> QuantisedPair:
 
 def _explain_mxfp4(codes: Entry, scales: Entry) -> CorruptError:
     return CorruptError(
-        codes.chunks[0].file if codes.chunks else codes.fqn,
+        codes.where,
         f"{codes.fqn!r} is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape}:"
         f" expected uint8 [experts, rows, groups, {_GROUP // 2}] and uint8 [experts, rows, groups]",
         "config.json is of another model, or the file is damaged: fetch both again",

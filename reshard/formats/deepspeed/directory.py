@@ -135,7 +135,7 @@ def detect(location: Location) -> bool:
         return True
     # A pointer to a missing directory is accepted, so that reading can report what is missing. One
     # that names another program's directory is not DeepSpeed's.
-    pointer = _pointer(location)
+    pointer = location.find_first(_POINTERS)
     return pointer is not None and _read_pointer(pointer) not in location.folders
 
 
@@ -163,10 +163,6 @@ def locate(location: Location, tag: str | None = None) -> Location:
     )
 
 
-def _pointer(location: Location) -> Path | None:
-    return next((location.files[name] for name in _POINTERS if name in location.files), None)
-
-
 def _read_pointer(pointer: Path) -> str:
     """Read the tag that a pointer file names.
 
@@ -181,7 +177,7 @@ def _read_pointer(pointer: Path) -> str:
 
 def _latest(location: Location, tags: list[str]) -> str:
     """Return the tag that the run's ``latest`` file names; never guess one."""
-    pointer = _pointer(location)
+    pointer = location.find_first(_POINTERS)
     if pointer:
         return _read_pointer(pointer)
     if not tags:

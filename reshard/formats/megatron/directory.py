@@ -130,7 +130,7 @@ def find_model_file(folder: Location) -> Path:
     Raises:
         IncompleteError: the file is missing.
     """
-    path = next((folder.files[name] for name in _MODELS if name in folder.files), None)
+    path = folder.find_first(_MODELS)
     if path is None:
         raise IncompleteError(folder, f"{MODEL} is missing", "copy it here from the rank's disk")
     return path

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import UnsupportedError, UsageError
+from reshard.errors import UnsupportedError
 from reshard.formats.nanotron import layout, stages
 from reshard.formats.nanotron.directory import METADATA, NAME
 from reshard.formats.nanotron.layout import ParameterCut, RunFacts
@@ -128,14 +128,7 @@ def add_layout(state: WritableState, described: Described, pipeline: int) -> Wri
     config, path = described.args["config"], state.manifest.origin.path
     weights = sorted(state.weights, key=lambda weight: _order(weight.fqn, config))
     held = stages.blocks(path, config, [weight.fqn for weight in weights]).stages(pipeline)
-    empty = next((stage for stage, fqns in enumerate(held) if not fqns), None)
-    if empty is not None:
-        raise UsageError(
-            f"--pp {pipeline}",
-            f"leaves stage {empty} without a parameter, because stages are balanced by the cost of"
-            " blocks",
-            "pass a smaller --pp",
-        )
+    stages.refuse_empty(held)
     # Reversed, so that the first of two stages wins: that one saves a tied parameter.
     first = {fqn: stage for stage, fqns in reversed([*enumerate(held)]) for fqn in fqns}
     cuts = dict(_make_cuts(weights, first, described))

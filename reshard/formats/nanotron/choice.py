@@ -113,14 +113,7 @@ def _change_stages(state: WritableState, stated: RunFacts, before: int, after: i
             f"weights are on other stages than nanotron derives from {MODEL_CONFIG}",
             f"keep the source's number of stages: --pp {before}",
         )
-    empty = next((stage for stage, stored in enumerate(others) if not stored), None)
-    if empty is not None:
-        raise UsageError(
-            f"--pp {after}",
-            f"leaves stage {empty} without a parameter, because nanotron balances stages by the"
-            " cost of blocks; nanotron cannot train such a model",
-            "pass a smaller --pp",
-        )
+    stages.refuse_empty(others)
     return stated.on(
         others, stages.redistribute(path, stated.stages, others) if stated.stages else ()
     )

@@ -40,6 +40,25 @@ def join_stages(stages: Sequence[Stage]) -> Stage:
     return Stage(tuple(groups), stages[0].scheduler if stages else None)
 
 
+def refuse_empty(stages: Sequence[Sequence[str]]) -> None:
+    """Refuse stages without a parameter.
+
+    Args:
+        stages: the names of each stage's parameters.
+
+    Raises:
+        UsageError: a stage has none.
+    """
+    empty = next((stage for stage, fqns in enumerate(stages) if not fqns), None)
+    if empty is not None:
+        raise UsageError(
+            f"--pp {len(stages)}",
+            f"leaves stage {empty} without a parameter, because nanotron balances stages by the"
+            " cost of blocks; nanotron cannot train such a model",
+            "pass a smaller --pp",
+        )
+
+
 def is_one_each(stages: Sequence[Stage]) -> bool:
     """Return whether every parameter is in a group of its own, as in nanotron's trainer."""
     return all(len(group.fqns) == 1 for stage in stages for group in stage.groups)
