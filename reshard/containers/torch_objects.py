@@ -128,6 +128,12 @@ def read_number(files: SourceFiles, chunk: Chunk) -> float | int:
     return _unpack(files, chunk, chunk.byte_offset)
 
 
+def pack_number(value: float, dtype: DType) -> bytes:
+    """Return the element of a tensor, as `read_number` read it."""
+    form = _NUMBERS[dtype.name]
+    return struct.pack(form, value if dtype.family == "float" else int(value))
+
+
 def read_weight(files: SourceFiles, chunk: Chunk, at: int) -> float:
     """Read the element at a row-major position of a chunk; NaN unless it is a plain float."""
     start = chunk.byte_offset

@@ -106,7 +106,7 @@ class Pickler:
             UnsupportedError: it contains a value of an unsupported type, or is nested too deeply.
         """
         kind = type(value)
-        plain = _PLAIN.get(kind)
+        plain = Pickler._float if isinstance(value, float) else _PLAIN.get(kind)
         if plain is not None:
             plain(self, value)
             return
@@ -325,8 +325,7 @@ _Writer = Callable[[Pickler, Any], None]
 _PLAIN: dict[type, _Writer] = {
     str: Pickler.write_text,
     int: Pickler.write_integer,
-    float: Pickler._float,  # noqa: SLF001 - one table of the class's own methods
-    bool: Pickler._bool,  # noqa: SLF001
+    bool: Pickler._bool,  # noqa: SLF001 - one table of the class's own methods
     type(None): Pickler._none,  # noqa: SLF001
     Global: Pickler._global,  # noqa: SLF001
 }

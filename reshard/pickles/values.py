@@ -63,10 +63,15 @@ class Call:
         return default
 
 
+_BY_IDENTITY: Any = object.__hash__
+_KEYS = (str, bytes, int, float, frozenset, type(None), Global, Call)
+
+
 def require_hashable(value: Any) -> Any:
     """Return a dict key or set element, unchanged, if it can be hashed in little time.
 
-    Python hashes a tuple again at each use, recursively; a frozenset stores its hash.
+    Python hashes a tuple again at each use, recursively; a frozenset stores its hash. A tensor is a
+    key by its identity: GrokAdamW 0.1.2 keeps its state so.
 
     Raises:
         TypeError, ValueError: the value cannot be a key, or is too expensive to hash.
@@ -82,7 +87,7 @@ def require_hashable(value: Any) -> Any:
             waiting += part
         elif isinstance(part, int) and not -_MAX_KEY_NUMBER < part < _MAX_KEY_NUMBER:
             raise ValueError("a huge number as a key")
-        elif not isinstance(part, (str, bytes, int, float, frozenset, type(None), Global, Call)):
+        elif not isinstance(part, _KEYS) and type(part).__hash__ is not _BY_IDENTITY:
             raise TypeError(f"a {type(part).__name__} as a key")
     raise ValueError("a key of too many parts")
 

@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
+from reshard.box import Index
 from reshard.containers.torch_objects import read_number
+from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
 from reshard.state_dict.plain_values import to_plain
@@ -15,6 +17,21 @@ from reshard.state_dict.tree import as_global, is_tensor
 
 _MEMBERS = ("params", "param_names")
 _LARGEST = 1e300  # of a counter: excludes inf, NaN and integers that no float holds
+
+
+class TensorNumber(float):
+    """The value of a hyper-parameter that the optimizer keeps as a tensor of one element."""
+
+    def __new__(cls, value: float, _dtype: DType, _shape: Index) -> TensorNumber:
+        """Return the number, which keeps the dtype and shape of its tensor."""
+        return super().__new__(cls, value)
+
+    def __init__(self, _value: float, dtype: DType, shape: Index) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Return the arguments for a copy."""
+        return float(self), self.dtype, self.shape
 
 
 def read_hyper(
@@ -29,9 +46,17 @@ def read_hyper(
     hyper = {}
     for name, value in group.items():
         if name not in (*_MEMBERS, *skip):
-            number = read_counter(value, pool) if pool and is_tensor(value) else None
+            number = _read_tensor(value, pool) if pool and is_tensor(value) else None
             hyper[str(name)] = to_plain(value) if number is None else number
     return hyper
+
+
+def _read_tensor(value: Any, pool: SourceFiles) -> TensorNumber | None:
+    """Return the number in a tensor of one element; None for other tensors."""
+    number, tensor = read_counter(value, pool), as_global(value)
+    if number is None or tensor is None:
+        return None
+    return TensorNumber(number, tensor.dtype, tensor.shape)
 
 
 def read_counter(value: Any, pool: SourceFiles) -> float | None:

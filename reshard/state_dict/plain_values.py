@@ -11,6 +11,7 @@ from reshard.state_dict.tree import GlobalTensor, LocalTensors
 _MAX_DEPTH = 100
 _LONG = 64  # characters
 _COUNTED = ("bytes", "str", "list", "tuple", "dict", "set", "frozenset")
+_KEYS = (str, int, float, bytes, tuple, frozenset, type(None), Global)  # texts identify them
 _MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many places
 
 
@@ -71,7 +72,9 @@ class _ValueConverter:
         if isinstance(value, Call):
             return self._call(value)
         if isinstance(value, dict):
-            return {_convert_key(key): self.of(item) for key, item in value.items()}
+            shown = {_convert_key(key): self.of(item) for key, item in value.items()}
+            by_object = not all(isinstance(key, _KEYS) for key in value)
+            return {"class": "dict", "items": shown} if by_object else shown
         items = [self.of(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
 

@@ -19,12 +19,14 @@ from typing import Any
 
 from reshard import dtypes
 from reshard.box import Index
+from reshard.containers.torch_objects import pack_number
 from reshard.containers.torch_writer import pack_fp32
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.manifest import Entry, Keyed, Manifest, TrainState
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, optimizer_names
+from reshard.state_dict.hyper_parameters import TensorNumber
 from reshard.state_dict.own_values import find_scheduler
 from reshard.training import loss_scale, optimizers
 from reshard.training.state import (
@@ -353,7 +355,31 @@ def build_hyper(state: WritableState, group: TrainedGroup) -> dict[str, Any]:
             hyper.setdefault("amsgrad", optimizers.AMSGRAD in slots)
             for name, value in _SWITCHES.items():
                 hyper.setdefault(name, value)
-    return hyper
+    return {name: _build_tensor(value) for name, value in hyper.items()}
+
+
+def _build_tensor(value: Any) -> Any:
+    """Return a tensor for a number that the optimizer keeps in one."""
+    if not isinstance(value, TensorNumber):
+        return value
+    return Value(value.dtype, value.shape, data=pack_number(value, value.dtype))
+
+
+def refuse_unwritable_hyper(state: WritableState) -> None:
+    """Refuse hyper-parameters that are known only by a description.
+
+    Raises:
+        UnsupportedError: a param group has an object, or a tensor of several elements.
+    """
+    for number, group in enumerate(state.groups):
+        for name, value in group.hyper.items():
+            if not is_restorable(value):
+                raise UnsupportedError(
+                    state.manifest.origin.path,
+                    f"stores {name!r} in param group {number} of the optimizer as an object, which"
+                    " cannot be written",
+                    "pass --weights-only",
+                )
 
 
 def collect_extra_state(train: TrainState) -> dict[str, Any]:

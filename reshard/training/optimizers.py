@@ -5,7 +5,8 @@ says, and an optimizer that is not here is read by its shapes. The table answers
 whether a missing counter is a loss, and what a 0-d value of a 0-d parameter is.
 
 Sources: torch 2.13 ``torch/optim``; lion-pytorch 0.2; DeepSpeed 0.19.8 ``runtime/zero/muon``;
-transformers 5 ``optimization.py`` (Adafactor); schedulefree 1.4; the authors' AdEMAMix and Shampoo.
+transformers 5 ``optimization.py`` (Adafactor); schedulefree 1.4; the authors' AdEMAMix and Shampoo;
+torch-optimi 0.3.3.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ ROWS = (
     OptimizerTraits(
         *("NAdam", MOMENTS),
         scalars=("mu_product",),
+        never_negative=("exp_avg_sq",),
+    ),
+    OptimizerTraits(
+        *("StableAdamW", MOMENTS, ("kahan_comp", "mean_square")),
+        scalars=("eps_sq",),
+        counter="group",
         never_negative=("exp_avg_sq",),
     ),
     OptimizerTraits("Adamax", ("exp_avg", "exp_inf"), never_negative=("exp_inf",)),
@@ -148,7 +155,8 @@ def find_missing_of_adam(
     if not half and not has_moments(slots):
         return None
     missing = (name for name in MOMENTS if name not in slots)
-    return next(missing, "step" if step is None else None)
+    is_counted = step is not None or "step" in hyper
+    return next(missing, None if is_counted else "step")
 
 
 def is_scalar(slot: str, shapes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

@@ -67,6 +67,46 @@ class EightBit(torch.optim.Optimizer):
                 param.sub_(param.grad, alpha=group["lr"] / state["step"])
 
 
+class StableAdamW(torch.optim.Optimizer):
+    """The state of torch-optimi 0.3.3: it counts in a tensor of the group."""
+
+    def __init__(self, params):
+        defaults = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
+        super().__init__(params, {**defaults, "foreach": None, "setup": False})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            if not group["setup"]:
+                group["setup"], group["step"] = True, torch.tensor(0, dtype=torch.int32)
+            group["step"].add_(1)
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("eps_sq", torch.tensor(group["eps"] ** 2))
+                state.setdefault("kahan_comp", None)
+                mean = state.setdefault("exp_avg", torch.zeros_like(param))
+                square = state.setdefault("exp_avg_sq", torch.zeros_like(param))
+                square.lerp_(param.grad.square(), 0.01).clamp_(min=state["eps_sq"])
+                mean.lerp_(param.grad, 0.1 ** group["step"])
+                param.addcdiv_(mean, square.sqrt(), value=-group["lr"])
+
+
+class KeyedByTensors(torch.optim.SGD):
+    """GrokAdamW 0.1.2 keeps its state in the param group, by parameter, and cannot load it."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1e-2)
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["state"] = {param: {"step": 1} for param in group["params"]}
+
+
+def with_a_rate_in_a_tensor(params):
+    return torch.optim.Adam(params, lr=torch.tensor(1e-2))
+
+
 def adafactor(params):
     from transformers import Adafactor
 
@@ -81,6 +121,8 @@ MADE = {
     "lion": Lion,
     "preconditioned": Preconditioned,
     "eight bits": EightBit,
+    "stable adamw": StableAdamW,
+    "a rate in a tensor": with_a_rate_in_a_tensor,
 }
 
 
@@ -197,6 +239,18 @@ def two_optimizers(first, second):
     for optimizer in made:
         optimizer.step()
     return {"model": model.state_dict(), "optimizers": [one.state_dict() for one in made]}
+
+
+def test_a_state_by_tensors_is_refused_and_the_weights_are_merged(tmp_path):
+    model, _ = fresh(Lion)
+    optimizer = KeyedByTensors(model.parameters())
+    train(model, optimizer)
+    source = tmp_path / "source.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    with pytest.raises(UnsupportedError, match="'state' in param group 0"):
+        split(source, tmp_path / "out", SplitOptions(to="dcp"))
+    split(source, tmp_path / "out", SplitOptions(to="dcp", weights_only=True))
+    reshard.merge(source, tmp_path / "model.safetensors")
 
 
 def test_of_two_optimizers_both_go_along(tmp_path):

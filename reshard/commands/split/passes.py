@@ -30,6 +30,7 @@ from reshard.naming.options import NameOptions, Naming
 from reshard.naming.published import ModelConfig, choose_form
 from reshard.paths import as_path
 from reshard.stamps import Save
+from reshard.state_dict.torch_state_dict import refuse_unwritable_hyper
 from reshard.training import batch as batches
 from reshard.training import fresh_adam, param_groups, rng
 from reshard.training.companion_files import config_beside, is_model_config
@@ -382,6 +383,8 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
     if is_new:
         state, derived = fresh_adam.start_adam(state, request.master_dtype)
         notes.derived += derived
+    if not request.weights_only:
+        refuse_unwritable_hyper(state)
     save = identify_save(state, request, conversion.writer)
     return replace(state, rng=conversion.rng, save=save)
 
