@@ -94,10 +94,18 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
     if force and not registry.detects(force, location):
         raise UnrecognisedError(location, f"is not a {force} checkpoint", "leave out --from")
     # A tag chooses inside a run, so a checkpoint directly at the path is not what is meant.
-    name = force or (registry.detect(location) if hints.tag is None else None)
-    if name and not force:
+    name = force
+    if not force and hints.tag is None and unclear.is_checkpoint(location):
+        name = registry.detect(location)
         unclear.refuse_beside_runs(location)
-    return registry.read(location, name, hints) if name else _read_run(location, hints)
+    return _read_at(location, name, hints) if name else _read_run(location, hints)
+
+
+def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:
+    """Read the checkpoint directly at a location, with notes on the files that are not read."""
+    manifest = registry.read(location, name, hints)
+    notes = unclear.describe_unread(location)
+    return replace(manifest, warnings=(*manifest.warnings, *notes))
 
 
 def _read_run(location: Location, hints: ReadHints) -> Manifest:
@@ -109,13 +117,11 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
     if location.chosen and location.path.stat().st_size == 0:
         raise IncompleteError(location, "is empty", "fetch it again")
     checkpoint = (
-        None
-        if location.chosen
-        else run.checkpoint(location, hints.tag, lambda p: bool(registry.detect(p)))
+        None if location.chosen else run.checkpoint(location, hints.tag, unclear.is_checkpoint)
     )
     name = registry.detect(checkpoint) if checkpoint else None
     if checkpoint and name:
-        return registry.read(checkpoint, name, replace(hints, tag=None))
+        return _read_at(checkpoint, name, replace(hints, tag=None))
     if hints.tag is not None:
         for each in registry.list_formats():
             if each.reads_tags and each.detect(location):

@@ -5,8 +5,8 @@ Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.t
 ``global_step_N``; nanotron ``latest.txt`` and ``N``; Composer ``epE-baN``, llm-foundry ``baN``;
 Lightning ``epoch=E-step=N.ckpt``; NeMo 2 ``...-step=N-...`` with a folder ``weights``; OLMo-core
 ``stepN`` with one ``model_and_optim``; torchtune ``dist_epoch_N``; litgpt ``step-N/lit_model.pth``;
-NeMo Automodel ``epoch_E_step_N``. Without a pointer the highest number is taken, as their own
-resuming does.
+NeMo Automodel ``epoch_E_step_N``; NeMo RL ``step_N/policy``; prime-rl ``step_N/trainer``. Without a
+pointer the highest number is taken, as their own resuming does.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ _NUMBERED = re.compile(
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest.txt")
-_FOLDERS = (  # the second line is verl's, NeMo's, OLMo-core's and, if it is DCP, litgpt's
-    *("checkpoints", "checkpoint", "ckpt"),
-    *("actor", "critic", "weights", "model_and_optim", "lit_model.pth"),
-)
+# Folders of a checkpoint: verl's, NeMo's, OLMo-core's, litgpt's if it is DCP, NeMo RL's, prime-rl's
+PARTS = ("actor", "critic", "weights", "model_and_optim", "lit_model.pth", "policy", "trainer")
+_FOLDERS = ("checkpoints", "checkpoint", "ckpt", *PARTS)
 _DEPTH = 3
 _LISTED = 6
 _LONGEST = 20  # digits of a step
@@ -67,8 +66,8 @@ def checkpoint(
         shown = ", ".join(map(str, several))
         raise UnrecognisedError(
             location,
-            f"holds several checkpoints: {shown}",
-            f"contains several checkpoints: {several[0]}",
+            f"contains several checkpoints: {shown}",
+            f"pass one of them, e.g. {several[0]}",
         )
     return several[0] if several else None
 

@@ -21,6 +21,7 @@ _KINDS = "pass a run directory, a checkpoint directory, or a weights file"
 _MODEL = re.compile(
     r"(pytorch_|adapter_)?model(_\d+)?\.(bin|pt|pth)"
 )  # beside runs, the model itself
+_LOADER = "dataloader"  # prime-rl's: a file of each rank
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
     ".onnx": "ONNX",
@@ -83,6 +84,43 @@ def refuse_one_of_many(location: Location) -> None:
             )
 
 
+def is_checkpoint(location: Location) -> bool:
+    """Return whether a checkpoint is directly at a location.
+
+    A loose file is none if a folder with a checkpoint is beside it: verl saves ``data.pt``, the
+    state of its data loader, beside the folder ``actor``.
+    """
+    return registry.detect(location) is not None and not _find_parts_beside(location)
+
+
+def _find_parts_beside(location: Location) -> list[str]:
+    """Return the loose files beside a folder that has the checkpoint, if there is such a folder."""
+    if location.chosen or not registry.is_loose(location):
+        return []
+    files = _find_loose_files(location)
+    folders = (location.folders[name] for name in run.PARTS if name in location.folders)
+    return files if files and any(map(_is_run, folders)) else []
+
+
+def _find_loose_files(location: Location) -> list[str]:
+    """Return the ``torch.save`` files whose names are not those of a model."""
+    return [name for name in find_torch_files(location) if not _MODEL.fullmatch(name)]
+
+
+def describe_unread(location: Location) -> list[str]:
+    """Return a note on the loose files beside the folder that a checkpoint is in, and in it."""
+    if location.chosen:
+        return []
+    paths = []
+    if location.name in run.PARTS:
+        above = location.above()
+        paths += [above.files[name] for name in _find_parts_beside(above)]
+    if _LOADER in location.folders:
+        paths += find_torch_files(location.folders[_LOADER]).values()
+    files = some([str(path) for path in paths])
+    return [f"{files}: not read, and not part of the output"] if paths else []
+
+
 def refuse_beside_runs(location: Location) -> None:
     """Refuse to take a loose file for the model if the folders beside it are runs.
 
@@ -92,7 +130,7 @@ def refuse_beside_runs(location: Location) -> None:
     if location.chosen or not registry.is_loose(location):
         return
     # Trainers save the final model beside the folders of its checkpoints: that is not refused.
-    files = [name for name in find_torch_files(location) if not _MODEL.fullmatch(name)]
+    files = _find_loose_files(location)
     runs = [str(folder) for folder in location.folders.values() if files and _is_run(folder)]
     if runs:
         raise UnrecognisedError(

@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = (2, 4)
 
 
+DATA = Path(__file__).parents[1] / "data"
+
+
 def state(step):
     """A model of the step, and its optimizer, as Composer nests them."""
     weight = torch.full((2, 3), float(step))
@@ -63,6 +66,7 @@ def assert_is_of(step, source, **options):
         (("m--val_loss=1.0-step=2-last", "m--val_loss=0.5-step=4"), "weights"),  # NeMo 2
         (("step-00000002", "step-00000004"), "lit_model.pth"),  # litgpt
         (("epoch_0_step_2", "epoch_1_step_4"), "."),  # NeMo Automodel
+        (("step_2", "step_4"), "trainer"),  # prime-rl
     ],
 )
 def test_the_last_of_a_run_is_taken_or_the_one_that_is_named(names, inside, tmp_path):
@@ -120,6 +124,48 @@ def test_veomni_saves_the_scheduler_in_files_of_ranks_below_dcp(tmp_path):
     assert keys[0] == keys[1]
     for file in (run / "extra_state").iterdir():
         assert (tmp_path / "out" / "extra_state" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_nemo_rl_saves_weights_and_optimizer_beside_each_other(tmp_path):
+    """They are two directories of DCP in ``policy``, and a data loader is beside that folder."""
+    weight, run = torch.arange(6.0).view(2, 3), tmp_path / "run"
+    moments = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
+    groups = [{"lr": 0.1, "params": ["weight"]}]
+    optimizer = {"state": {"weight": moments}, "param_groups": groups}
+    policy = run / "step_4" / "policy"
+    dcp.save({"model": {"weight": weight}}, checkpoint_id=policy / "weights")
+    saved = {"optim": optimizer, "sched": {"last_epoch": 4}}
+    dcp.save({"optim": saved}, checkpoint_id=policy / "optimizer")
+    torch.save({"epoch": 0}, run / "step_4" / "train_dataloader.pt")
+    for place in (run, run / "step_4", policy):
+        with reshard.open(place) as checkpoint:
+            assert torch.equal(checkpoint["weight"][...], weight)
+            assert torch.equal(checkpoint.optimizer("exp_avg")["weight"][...], weight + 10)
+            assert checkpoint.manifest.train.scheduler == {"last_epoch": 4}
+            (warning,) = checkpoint.manifest.warnings
+            assert "train_dataloader.pt: not read" in warning
+
+
+def test_verl_saves_the_state_of_its_data_loader_beside_the_actor(tmp_path):
+    """``data.pt`` of ``ray_trainer.py`` is a loose file, and the checkpoint is in the folder."""
+    run = tmp_path / "run"
+    shutil.copytree(DATA / "verl" / "verl_sample" / "ckpt", run)
+    torch.save({"_num_yielded": 3}, run / "global_step_3" / "data.pt")
+    for place in (run, run / "global_step_3", run / "global_step_3" / "actor"):
+        manifest = reshard.inspect(place).manifest
+        assert manifest.train.step == 3
+        assert any("data.pt: not read" in warning for warning in manifest.warnings)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_the_state_of_a_data_loader_in_a_folder_is_reported(tmp_path):
+    run = tmp_path / "run"
+    dcp.save({"app": state(2)}, checkpoint_id=run / "step_2" / "trainer")
+    (run / "step_2" / "trainer" / "dataloader").mkdir()
+    torch.save({"x": 1}, run / "step_2" / "trainer" / "dataloader" / "rank_0.pt")
+    warnings = reshard.inspect(run).manifest.warnings
+    assert any("rank_0.pt: not read" in warning for warning in warnings)
 
 
 def test_torchtune_names_a_whole_model_like_a_shard(tmp_path):

@@ -32,7 +32,7 @@ from reshard.commands.output_report import OutputReport
 from reshard.commands.reading import Meter, read_trusted
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import registry, run
+from reshard.formats import run, unclear
 from reshard.identity import check_identity
 from reshard.identity.counters import find_counter_conflicts
 from reshard.location import Location
@@ -126,7 +126,7 @@ def _list_newest(path: Path, count: int) -> list[Path]:
         UsageError: the run has fewer.
         IncompleteError: one of them is not complete.
     """
-    found = run.list_checkpoints(Location.of([path]), lambda place: bool(registry.detect(place)))
+    found = run.list_checkpoints(Location.of([path]), unclear.is_checkpoint)
     if len(found) < count:
         raise UsageError(
             f"--last {count}",

@@ -20,7 +20,7 @@ from reshard.commands.verify.options import VerifyOptions
 from reshard.commands.verify.report import VerifyReport
 from reshard.errors import UsageError
 from reshard.files import SourceFiles
-from reshard.formats import registry, run
+from reshard.formats import run, unclear
 from reshard.history.checks import History, check_history
 from reshard.history.movement import Movement, count_bytes, measure
 from reshard.history.tags import Tag
@@ -139,7 +139,7 @@ def _open(sources: Sequence[Path], options: VerifyOptions) -> dict[str, History]
     Raises:
         UsageError: there are fewer than two.
     """
-    runs = run.list_runs(Location.of(sources), lambda at: bool(registry.detect(at)))
+    runs = run.list_runs(Location.of(sources), unclear.is_checkpoint)
     count = min(map(len, runs.values()), default=0)
     if count < 2:
         raise UsageError(

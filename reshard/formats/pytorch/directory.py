@@ -16,6 +16,8 @@ from reshard.location import Location
 
 NAME = "torch"
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
+# NeMo RL 0.4 ``native_checkpoint.py``; elsewhere, a folder ``weights`` is a whole checkpoint.
+_WEIGHTS, _OPTIMIZER = "weights", "optimizer"
 # The rank is between one of these words and the suffix.
 _SUFFIX = "|".join(map(re.escape, SUFFIXES))
 RANK = re.compile(
@@ -37,7 +39,7 @@ def detect(location: Location) -> bool:
         dcp.detect(location)
         or any(map(dcp.is_hf_shard, location.files))
         or any(map(is_part, location.files))
-        or any(is_dcp_part(name, folder) for name, folder in location.folders.items())
+        or bool(find_dcp_parts(location))
     )
 
 
@@ -57,11 +59,21 @@ def is_rank_file(name: str) -> bool:
     return dcp.is_part(name) or dcp.is_hf_shard(name) or is_of_rank(name)
 
 
-def is_dcp_part(name: str, folder: Location) -> bool:
-    """Return whether DCP wrote a folder's content, as items or as shards for Hugging Face."""
-    return _FOLDER.fullmatch(name) is not None and (
-        dcp.detect(folder) or any(map(dcp.is_hf_shard, folder.files))
-    )
+def find_dcp_parts(location: Location) -> dict[str, Location]:
+    """Return the folders that DCP wrote, as items or as shards for Hugging Face."""
+    parts = {
+        name: folder
+        for name, folder in location.folders.items()
+        if _FOLDER.fullmatch(name) and _is_of_dcp(folder)
+    }
+    weights = location.folders.get(_WEIGHTS)
+    if weights and _OPTIMIZER in parts and _is_of_dcp(weights):
+        parts[_WEIGHTS] = weights
+    return parts
+
+
+def _is_of_dcp(folder: Location) -> bool:
+    return dcp.detect(folder) or any(map(dcp.is_hf_shard, folder.files))
 
 
 def is_of_rank(name: str) -> bool:

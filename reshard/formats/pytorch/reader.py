@@ -14,7 +14,7 @@ from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.huggingface import reader as of_huggingface
 from reshard.formats.pytorch import directory, provenance
-from reshard.formats.pytorch.directory import is_dcp_part, is_rank_file
+from reshard.formats.pytorch.directory import find_dcp_parts, is_rank_file
 from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family
 from reshard.join import join
 from reshard.location import Location
@@ -231,11 +231,10 @@ def _collect_parts(
         _add_part(whole, None, reader.read(location))
     if any(map(dcp.is_hf_shard, location.files)):
         _add_part(whole, None, hf_shards.read(location))
-    for name, folder in location.folders.items():
-        if is_dcp_part(name, folder):
-            # NeMo Automodel 0.7 saves ``model`` as shards for Hugging Face, and ``optim`` as items.
-            part = reader.read(folder) if dcp.detect(folder) else hf_shards.read(folder)
-            _add_part(whole, name, part)
+    for name, folder in find_dcp_parts(location).items():
+        # NeMo Automodel 0.7 saves ``model`` as shards for Hugging Face, and ``optim`` as items.
+        part = reader.read(folder) if dcp.detect(folder) else hf_shards.read(folder)
+        _add_part(whole, name, part)
     if _EXTRA_STATE in location.folders and dcp.detect(location):
         _add_extra_state(whole, location.folders[_EXTRA_STATE])
     weights = _find_safetensors(location)
