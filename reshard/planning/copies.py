@@ -78,9 +78,13 @@ class CopyPlanner:
 
     def plan_block(self, box: Box, dtype: DType) -> Window:
         """Return the copies that fill one contiguous buffer with `box`."""
-        strides = row_major(box.shape, dtype.itemsize)
-        copies = self.plan_box(box, dtype, strides, 0) if box.volume else ()
-        return Window("", 0, box.volume * dtype.itemsize, tuple(copies))
+        volume, (start, stop) = box.volume, flat_span(box, self.shape)
+        copies: Iterable[Copy] = ()
+        if volume and self.is_flat and stop - start == volume:  # without the geometry of boxes
+            copies = self._copy_runs(start, stop, dtype, 0)
+        elif volume:
+            copies = self.plan_box(box, dtype, row_major(box.shape, dtype.itemsize), 0)
+        return Window("", 0, volume * dtype.itemsize, tuple(copies))
 
     def plan_box(self, box: Box, dtype: DType, strides: Index, at: int) -> Iterable[Copy]:
         """Return copies of every stored block that overlaps `box`, in the order of the box.

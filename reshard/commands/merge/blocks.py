@@ -94,6 +94,8 @@ class KeptScales:
         self._lock = threading.Lock()
         self._scales: dict[tuple[str, int, int], tuple[Array, Array]] = {}
         self._nbytes = 0
+        # Whether the last band had the release's values in any block: a guess for the next one.
+        self.had_same = True
 
     def __reduce__(self) -> tuple[type[KeptScales], tuple[()]]:
         """Return an empty one, for another process."""
@@ -297,28 +299,31 @@ class Matrix:
     def _find_same(self, reader: TileReader, values: Array, box: Box) -> Array:
         """Return for each block whether it has the release's values, perhaps rounded to bfloat16.
 
-        The first row is compared before the others: after a training, no block passes. A band of
-        several rows of blocks is decoded in less time than the first row of each is read.
+        After a training, no block has. If that was so in the last band, the first row is compared
+        before the others.
         """
         weight, high = self.pair.weight, self.pair.weight.value_block[0]
-        if 1 < high >= len(values):
+        if not self.kept.had_same and 1 < high >= len(values):
             shape = (*box.shape[:-2], 1, box.shape[-1])
             row = self._read_values(reader, self.released, "row", Box(box.origin, shape))
             is_same = _compare(values[:1], row, weight)
             if not is_same.any():
                 return is_same
         released = self._read_values(reader, self.released, "released", box)
-        return _compare(values, released, weight)
+        is_same = _compare(values, released, weight)
+        self.kept.had_same = bool(is_same.any())
+        return is_same
 
     def _read_stored(self, part: BlockPart, first: int, count: int, reader: TileReader) -> Array:
         """Return the release's codes or scales of some rows: a line for each row of blocks."""
         import numpy as np
 
         entry, box = self.find_stored(part), self.find_box(part, first, count)
-        raw = bytearray(box.volume * entry.dtype.itemsize)
-        reader.read(entry, box, entry.dtype, memoryview(raw))
         lines = count if part == "codes" else -(-count // self.pair.weight.block[0])
-        return np.frombuffer(raw, f"<u{entry.dtype.itemsize}").reshape(lines, -1)
+        shape, dtype = (lines, box.volume // lines), f"<u{entry.dtype.itemsize}"
+        stored = reader.keep(part, (shape, dtype), lambda: np.empty(shape, dtype))
+        reader.read(entry, box, entry.dtype, stored.data.cast("B"))
+        return stored
 
     def _expand(self, is_same: Array) -> Array:
         """Return for each stored byte of codes what its block has, or for each byte of a row."""
