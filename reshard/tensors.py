@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import html
 import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -231,6 +229,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         try:
             entry = self._weights[self.manifest.tied.get(fqn, fqn)]
         except KeyError:
+            import difflib
+
             near = difflib.get_close_matches(str(fqn), list(self), n=3)
             hint = f"; near names: {', '.join(near)}" if near else ""
             raise KeyError(f"{fqn}{hint}") from None
@@ -251,6 +251,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def _repr_html_(self) -> str:
         """Return a table of the weights, for notebooks."""
+        import html
+
         rows = "".join(
             f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in cells)}</tr>"
             for cells in ((fqn, self[fqn].dtype, list(self[fqn].shape)) for fqn in self)

@@ -358,6 +358,25 @@ def test_a_command_without_a_page_imports_nothing_of_pages():
     run_python("-c", probe, check=True, cwd=ROOT)
 
 
+def test_a_merge_of_plain_files_imports_only_what_it_uses(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    probe = (
+        "import sys\n"
+        "from reshard.cli import cli\n"
+        f"cli(['merge', {str(tmp_path)!r}, {str(tmp_path / 'o')!r}], standalone_mode=False)\n"
+        "others = ('commands.forecast', 'commands.merge.upload', 'move.on_demand',"
+        " 'containers.torch_writer', 'training.state')\n"
+        "loaded = {'numpy', 'difflib', 'html', 'logging', 'tempfile'}\n"
+        "loaded |= {f'reshard.{name}' for name in others}\n"
+        "loaded &= set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    run_python("-c", probe, check=True, cwd=ROOT)
+
+
 def test_a_target_imports_only_what_lays_it_out(tmp_path):
     example = str(ROOT / "examples" / "llama-zero3-4ranks")
     probe = (

@@ -54,6 +54,9 @@ def write(
     """Run a command that writes, alone or in several processes, and show its report."""
     from reshard.ranks import torchrun
 
+    # Its threads would do nothing but wait, which takes time at the import of numpy: reshard has
+    # threads of its own, and its matrix products are too small for those of OpenBLAS.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         with torchrun.join_team() as team:
             if not team.first:

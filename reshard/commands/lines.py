@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Sequence
 
 from reshard import units
@@ -64,6 +63,8 @@ class Report:
 
 
 def _format_html_row(line: str) -> str:
+    import html
+
     cells = (line.label, line.text) if isinstance(line, LabelledLine) else (line,)
     style = ' style="text-align:left"'
     if len(cells) == 1:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard import units
 from reshard.commands.balance import count_leaves
-from reshard.commands.forecast import Forecast
 from reshard.commands.lines import Report, format_list, format_row, format_timing
 from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import Manifest, Skeleton
 from reshard.move.outcome import Outcome
 from reshard.planning.planner import Plan
+
+if TYPE_CHECKING:
+    from reshard.commands.forecast import Forecast
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from reshard.location import directory_of
 from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, most_common_dtype
 from reshard.quantised.statement import CONFIG, OTHERS, remove_statement
 from reshard.training.batch import BATCH_BEFORE
-from reshard.training.state import WritableState
 
 if TYPE_CHECKING:
     from reshard.model import ModelShapes
+    from reshard.training.state import WritableState
 
 _COMPANIONS = re.compile(
     r"(config|generation_config|hf_quant_config|quantize_config|quant_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"

@@ -174,7 +174,6 @@ def flip_bits(path):
 
 
 def test_names_of_repositories():
-    assert find_repository("out") is None
     named = find_repository("hf://org/name@branch")
     assert (named.name, named.revision) == ("org/name", "branch")
     for wrong in ("hf://name", "hf://org/name/file.safetensors"):

@@ -9,10 +9,9 @@ from typing import TypeVar
 
 from reshard import formats, keys
 from reshard.commands.merge import codes, passes
-from reshard.commands.merge.options import MergeOptions
+from reshard.commands.merge.options import HUB_PREFIX, MergeOptions
 from reshard.commands.merge.passes import Merge
 from reshard.commands.merge.report import MergeReport, describe_merge
-from reshard.commands.merge.upload import find_repository, upload
 from reshard.commands.output import Job, check_skeleton, convert, is_single_file
 from reshard.commands.output_report import OutputReport
 from reshard.commands.reading import Meter
@@ -57,9 +56,11 @@ def merge(
         ReshardError: see its subclasses; the destination is then unchanged.
     """
     options = options or MergeOptions()
-    repository = find_repository(destination)
-    if repository is not None:
-        return upload(source, repository, options, partial(plan_merge, options=options))
+    if str(destination).startswith(HUB_PREFIX):
+        from reshard.commands.merge import upload
+
+        repository = upload.find_repository(destination)
+        return upload.upload(source, repository, options, partial(plan_merge, options=options))
     sources = formats.as_paths(source)
     if options.writes_adapter and is_single_file(destination):
         raise UsageError(

@@ -12,6 +12,7 @@ from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.errors import UsageError
 from reshard.options import Options, nested_options, option, size_option
 
+HUB_PREFIX = "hf:/"  # pathlib collapses two slashes into one
 FILL = "--fill-missing-from"
 MERGE_LORA = "--merge-lora"
 QUANTISE_LIKE = "--quantise-like"

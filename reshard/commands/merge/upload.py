@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import formats
-from reshard.commands.merge.options import MergeOptions
+from reshard.commands.merge.options import HUB_PREFIX, MergeOptions
 from reshard.commands.merge.report import MergeReport
 from reshard.commands.unwritten import open_planned, plan_unwritten
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     Plan = Callable[[Manifest, Path, Path], Job[MergeReport]]
 
-# pathlib collapses two slashes into one.
-_REPOSITORY = re.compile(r"hf://?(?P<name>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/?")
+_REPOSITORY = re.compile(rf"{HUB_PREFIX}/?(?P<name>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +43,13 @@ class Repository:
     revision: str | None
 
 
-def find_repository(destination: str | Path) -> Repository | None:
-    """Return the repository that a destination names; None if it is none of the Hub.
+def find_repository(destination: str | Path) -> Repository:
+    """Return the repository of the Hub that a destination names.
 
     Raises:
-        UsageError: it begins like one, and is not ``hf://organization/name``.
+        UsageError: it is not ``hf://organization/name``.
     """
-    text = str(destination)
-    if not text.startswith("hf:/"):
-        return None
-    match = _REPOSITORY.fullmatch(text)
+    match = _REPOSITORY.fullmatch(str(destination))
     if match is None:
         raise UsageError(
             destination, "is not hf://organization/name or hf://organization/name@branch"
