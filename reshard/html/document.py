@@ -22,7 +22,6 @@ from reshard.html.curves import Curves
 from reshard.html.page import Maps, Page, PageTable
 from reshard.output import commit
 from reshard.output.destination import check_destination
-from reshard.output.local import disk_error
 from reshard.version import __version__
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -61,13 +60,9 @@ def write(page: Page, path: Path, *, overwrite: bool) -> None:
         ExistsError: the file exists, and ``overwrite`` is off.
         ReshardError: the file cannot be written.
     """
-    try:
-        text = render(page)
-        with commit.stage_output(path, is_directory=False, overwrite=overwrite) as staging:
-            # Bytes of a path that are not UTF-8 appear as \udcNN.
-            (staging / path.name).write_bytes(text.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise disk_error(path, error) from error
+    # Bytes of a path that are not UTF-8 appear as \udcNN.
+    data = render(page).encode("utf-8", "backslashreplace")
+    commit.write_file(path, data, overwrite=overwrite)
 
 
 def render(page: Page) -> str:

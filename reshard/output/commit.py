@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from reshard import signals, units
 from reshard.errors import ReshardError, ResourceError, UsageError, is_outside
-from reshard.output.local import LocalPartial
+from reshard.output.local import LocalPartial, disk_error
 from reshard.paths import is_remote
 from reshard.ranks.team import ALONE, Team
 
@@ -86,6 +86,20 @@ def stage_output(destination: Path, *, is_directory: bool, overwrite: bool) -> I
     with claim_output(destination, is_directory=is_directory, overwrite=overwrite) as partial:
         partial.clear()
         yield partial.output
+
+
+def write_file(path: Path, data: bytes, *, overwrite: bool) -> None:
+    """Write a small file, whole or not at all.
+
+    Raises:
+        ExistsError: the file exists, and ``overwrite`` is off.
+        ReshardError: the file cannot be written.
+    """
+    try:
+        with stage_output(path, is_directory=False, overwrite=overwrite) as staging:
+            (staging / path.name).write_bytes(data)
+    except OSError as error:
+        raise disk_error(path, error) from error
 
 
 @contextlib.contextmanager

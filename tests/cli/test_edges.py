@@ -118,12 +118,12 @@ def test_a_report_that_finds_no_place_says_that_the_output_is_whole(plain, tmp_p
 
 
 def test_a_page_that_cannot_be_written_says_that_the_output_is_whole(plain, tmp_path, monkeypatch):
-    from reshard.html import document
+    from reshard.output import commit
 
-    def full(_page):
+    def full(*_args, **_options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(document, "render", full)
+    monkeypatch.setattr(commit, "stage_output", full)
     out = tmp_path / "out.safetensors"
     with pytest.raises(reshard.ReshardError) as caught:
         reshard.merge(plain, out, html=tmp_path / "page.html")

@@ -279,7 +279,6 @@ def _write(report: PlanReport, options: PlanOptions, manifest: Manifest | None) 
         ReshardError: the file cannot be written, or its program does not support the strategy.
     """
     from reshard.output import commit
-    from reshard.output.local import disk_error
     from reshard.sizing.configs import format_config
 
     path = as_path(str(options.write))
@@ -295,11 +294,7 @@ def _write(report: PlanReport, options: PlanOptions, manifest: Manifest | None) 
         optimizer=hyper,
         resume=manifest.origin.path if manifest is not None else "",
     )
-    try:
-        with commit.stage_output(path, is_directory=False, overwrite=options.overwrite) as staging:
-            (staging / path.name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise disk_error(path, error) from error
+    commit.write_file(path, text.encode(), overwrite=options.overwrite)
     report.written = str(options.write)
 
 

@@ -223,8 +223,7 @@ def _write_manifest(
     with open_progress(meter, total) as progress:
         blocks = files.hash_files(manifest.files, workers=options.budget()[0], progress=progress)
     contents = hashes.build_contents(manifest, digests, blocks)
-    with commit.stage_output(path, is_directory=False, overwrite=options.overwrite) as staging:
-        (staging / path.name).write_bytes(hashes.to_bytes(contents))
+    commit.write_file(path, hashes.to_bytes(contents), overwrite=options.overwrite)
     if not has_blake3():
         report.notes.append(
             "the manifest has SHA-256 digests only; with BLAKE3 (pip install blake3), --against"
