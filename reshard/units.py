@@ -70,6 +70,15 @@ def either(items: Sequence[object]) -> str:
     return " or ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
 
 
+def round_up(number: int, multiple: int) -> int:
+    """Return the next multiple of a number: a size with its padding.
+
+    >>> round_up(101, 8), round_up(104, 8)
+    (104, 104)
+    """
+    return -(-number // multiple) * multiple
+
+
 def nearest_divisors(number: int, near: int) -> list[int]:
     """Return the four divisors of a number that are nearest to another one, in ascending order.
 

@@ -11,6 +11,7 @@ from math import prod
 
 from reshard.box import Index
 from reshard.dtypes import DType
+from reshard.units import round_up
 
 _ALIGNMENT = 16  # bytes; TorchInductor requires it of addresses
 
@@ -50,11 +51,7 @@ def place_members(
     starts: dict[str, int] = {}
     total = 0
     for fqn, shape in members:
-        starts[fqn] = _round_up(total, aligned_to)
+        starts[fqn] = round_up(total, aligned_to)
         total = starts[fqn] + prod(shape)
     # FSDP with aligned members pads to a multiple of the ranks, to spare the reduce-scatter a copy.
-    return starts, total if aligned_to == 1 else _round_up(total, ranks)
-
-
-def _round_up(numel: int, multiple: int) -> int:
-    return -(-numel // multiple) * multiple
+    return starts, total if aligned_to == 1 else round_up(total, ranks)

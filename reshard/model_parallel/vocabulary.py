@@ -10,15 +10,6 @@ from reshard.model_parallel import moves
 from reshard.model_parallel.rules import Table
 
 
-def pad_rows(entries: int, multiple: int) -> int:
-    """Return the number of rows with padding: the next multiple.
-
-    >>> pad_rows(101, 8)
-    104
-    """
-    return -(-entries // multiple) * multiple
-
-
 def take_first_rows(entry: Entry, rows: int) -> Entry:
     """Return a tensor's first rows."""
     kept = moves.make_row_moves(entry.shape, [(0, 0, rows)])

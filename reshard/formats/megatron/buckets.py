@@ -18,6 +18,7 @@ from math import prod
 
 from reshard.box import Index
 from reshard.layout.partition import Member
+from reshard.units import round_up
 
 ALIGNMENT = 64  # elements: 128 bytes of the smallest dtype, which has 16 bits
 
@@ -61,7 +62,7 @@ def make_buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
         end = 0
 
     for param in reversed(params):
-        start = _align(end)
+        start = round_up(end, ALIGNMENT)
         # Megatron aligns first and closes then, so the gap before a shared parameter counts as
         # elements of the bucket in front of it.
         if param.alone and members:
@@ -86,7 +87,7 @@ def fit_buckets(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] 
         # Taking as many as fit is exact: the order is fixed, and the next one would exceed the
         # bucket.
         while left:
-            start = _align(end)
+            start = round_up(end, ALIGNMENT)
             stop = start + prod(left[-1].shape)
             if stop > numel or (left[-1].alone and members):
                 break
@@ -96,7 +97,7 @@ def fit_buckets(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] 
             if param.alone:
                 break
         # A bucket that a shared parameter closes reaches to the aligned start of that parameter.
-        if numel not in (end, _align(end)):
+        if numel not in (end, round_up(end, ALIGNMENT)):
             return None
         fitted.append(Bucket(tuple(members), numel))
     return None if left else fitted
@@ -112,7 +113,3 @@ def concatenate(stored: Iterable[Bucket]) -> tuple[list[Member], int]:
         for member in bucket.members
     ]
     return members, starts[-1]
-
-
-def _align(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT

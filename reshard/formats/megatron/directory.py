@@ -46,11 +46,11 @@ class GridPosition:
     ep: int
     tp: int
 
-    def name_folder(self, args: Arguments) -> str:
-        """Return the folder's name in a run of these sizes."""
+    def name_folder(self, *, pp: int, ep: int) -> str:
+        """Return the folder's name in a run with these numbers of stages and of expert ranks."""
         name = f"mp_rank_{self.tp:02d}"
-        name += f"_{self.pp:03d}" if args.pp > 1 else ""
-        return name + (f"_{self.ep:03d}" if args.ep > 1 else "")
+        name += f"_{self.pp:03d}" if pp > 1 else ""
+        return name + (f"_{self.ep:03d}" if ep > 1 else "")
 
 
 def detect(location: Location) -> bool:
@@ -148,7 +148,7 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
     """
     folders = list_rank_folders(location)
     expected = {
-        GridPosition(pp, ep, tp).name_folder(args): GridPosition(pp, ep, tp)
+        GridPosition(pp, ep, tp).name_folder(pp=args.pp, ep=args.ep): GridPosition(pp, ep, tp)
         for pp in range(args.pp)
         for tp, ep in list_saving_ranks(args)
     }

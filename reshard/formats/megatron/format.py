@@ -19,6 +19,7 @@ from reshard.formats.megatron.directory import (
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
+from reshard.units import round_up
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
@@ -219,7 +220,7 @@ def _trim(named: Naming, wanted: Any) -> Naming:
     if known is None or known.architecture.vocab is None:
         return named
     vocab_size, layers = known.architecture.vocab, known.architecture.layers
-    rows = vocabulary.pad_rows(vocab_size, wanted.divisible * wanted.sizes.tensor)
+    rows = round_up(vocab_size, wanted.divisible * wanted.sizes.tensor)
     constants = {"layers": layers} if layers else {}
     manifest, removed = vocabulary.cut_rows(named.manifest, known.table, constants, rows)
     note = f"removed {removed} padding rows from the vocabulary, which has {vocab_size} entries"

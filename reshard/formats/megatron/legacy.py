@@ -166,7 +166,7 @@ def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None
         return
     tp, pp, ep = args.locate_rank(saver)
     if (tp, pp, ep) != (rank.tp, rank.pp, rank.ep):
-        folder = GridPosition(pp, ep, tp).name_folder(args)
+        folder = GridPosition(pp, ep, tp).name_folder(pp=args.pp, ep=args.ep)
         raise CorruptError(
             file.path,
             f"was saved by rank {saver}, but is in folder {folder}",

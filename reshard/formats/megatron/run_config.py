@@ -27,6 +27,7 @@ from reshard.model_parallel.megatron_traits import OWN_BUILDER
 from reshard.schema import COUNT, expect, fields, mapping, maybe
 from reshard.state_dict import tree
 from reshard.state_dict.hyper_parameters import read_counter
+from reshard.units import round_up
 
 NAME = "run_config.yaml"
 TRAIN_STATE = "train_state.pt"
@@ -221,4 +222,4 @@ def _pad_vocabulary(model: Mapping[str, Any]) -> int | None:
     step = max(model.get("make_vocab_size_divisible_by") or 128, 1) * max(
         model.get("tensor_model_parallel_size") or 1, 1
     )
-    return -(-rows // step) * step
+    return round_up(rows, step)

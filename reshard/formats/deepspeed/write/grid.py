@@ -31,6 +31,7 @@ from reshard.training.state import (
     change_entries,
     refuse_non_elementwise_slots,
 )
+from reshard.units import round_up
 
 _UNEVEN = "DeepSpeed itself cuts it unevenly: write --to ds-universal, which it loads at any size"
 
@@ -259,7 +260,7 @@ class _Cutter:
                 f"{self._state.manifest.origin.path} does not state which rows of {fqn!r} are"
                 " padding",
             )
-        rows = -(-vocabulary // unit) * unit
+        rows = round_up(vocabulary, unit)
         if rows != shape[0]:
             self.notes.append(
                 f"{fqn!r} has {rows} rows, {vocabulary} of them without padding; the source has"

@@ -16,7 +16,6 @@ from reshard.formats.megatron.write.groups import Groups
 from reshard.formats.megatron.write.ranks import HEAD, KnownWeight, WeightLocations, find_rules
 from reshard.formats.target_options import Adam, CkptFormat, TransformerImpl
 from reshard.manifest import Entry
-from reshard.model_parallel import vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.described import Described
 from reshard.model_parallel.rules import Table
@@ -30,6 +29,7 @@ from reshard.training.state import (
     refuse_non_elementwise_slots,
     refuse_without_optimizer,
 )
+from reshard.units import round_up
 
 _HYSTERESIS = 2  # Megatron-LM's default of --hysteresis
 
@@ -255,7 +255,7 @@ def _choose_padding(
         )
     (rows,) = heights
     entries = min(architecture.vocab or rows, rows)
-    padded = vocabulary.pad_rows(entries, wanted.divisible * wanted.sizes.tensor)
+    padded = round_up(entries, wanted.divisible * wanted.sizes.tensor)
     if padded <= rows:  # `Megatron.rename` has removed further rows
         return rows, []
     return padded, [f"{padded - rows} padding rows of zeros added to the vocabulary of {rows}"]

@@ -26,7 +26,6 @@ from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup
 from reshard.formats.megatron.write.ranks import LocalWeight, WriterRank, list_ranks
 from reshard.manifest import Entry, Skeleton
-from reshard.model_parallel.sizes import Sizes
 from reshard.pickles.objects import NAMESPACE
 from reshard.pickles.values import Call, Global
 
@@ -39,9 +38,11 @@ _INPUT = re.compile(r"\.(?:linear_qkv|linear_kv_up_proj)$")  # of attention, who
 
 def files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
     """Yield the files of every rank, below the iteration's directory."""
-    for rank in list_ranks(choice.wanted.sizes):
+    sizes = choice.wanted.sizes
+    for rank in list_ranks(sizes):
         content = _LegacyRank(choice, rank)
-        folder = f"{directory}/{_name_folder(choice.wanted.sizes, rank)}"
+        position = directories.GridPosition(pp=rank.stage, ep=rank.expert, tp=rank.tensor)
+        folder = f"{directory}/{position.name_folder(pp=sizes.pipeline, ep=sizes.expert)}"
         roots = {"model_optim_rng.pt": content.root()}
         if choice.wanted.distributed and not choice.wanted.weights_only:
             roots["distrib_optim.pt"] = content.distributed()
@@ -59,12 +60,6 @@ def lay_out_tracker(choice: Resolved) -> Skeleton:
 def name_directory(choice: Resolved) -> str:
     """Return the iteration's directory; ``release`` for weights alone."""
     return "release" if choice.wanted.weights_only else f"iter_{choice.state.step():07d}"
-
-
-def _name_folder(sizes: Sizes, rank: WriterRank) -> str:
-    name = f"mp_rank_{rank.tensor:02d}"
-    name += f"_{rank.stage:03d}" if sizes.pipeline > 1 else ""
-    return name + (f"_{rank.expert:03d}" if sizes.expert > 1 else "")
 
 
 class _LegacyRank:
