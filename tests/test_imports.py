@@ -362,11 +362,13 @@ def test_a_merge_of_plain_files_imports_only_what_it_uses(tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    save_file({"a.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"a.weight": torch.ones(3, 2)}, source / "model.safetensors")
     probe = (
         "import sys\n"
         "from reshard.cli import cli\n"
-        f"cli(['merge', {str(tmp_path)!r}, {str(tmp_path / 'o')!r}], standalone_mode=False)\n"
+        f"cli(['merge', {str(source)!r}, {str(tmp_path / 'o')!r}], standalone_mode=False)\n"
         "others = ('commands.forecast', 'commands.merge.upload', 'move.on_demand',"
         " 'containers.torch_writer', 'training.state')\n"
         "loaded = {'numpy', 'difflib', 'html', 'logging', 'tempfile'}\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -46,12 +45,21 @@ def check_suffix(destination: Path) -> None:
     """
     suffix = destination.suffix.lower()
     remedy = _FOREIGN.get(suffix, "")
-    if suffix != _SAFETENSORS and SequenceMatcher(None, suffix, _SAFETENSORS).ratio() > _ALIKE:
+    if _is_misspelled(suffix):
         remedy = f"did you mean {destination.with_suffix(_SAFETENSORS)}?"
     if remedy:
         raise UsageError(
             destination, f"ends in {destination.suffix}, which reshard does not write", remedy
         )
+
+
+def _is_misspelled(suffix: str) -> bool:
+    """Return whether a suffix is nearly that of safetensors."""
+    if suffix in ("", _SAFETENSORS):
+        return False
+    from difflib import SequenceMatcher  # few destinations have another suffix
+
+    return SequenceMatcher(None, suffix, _SAFETENSORS).ratio() > _ALIKE
 
 
 def check_destination(
