@@ -7,7 +7,7 @@ not. Source of both: PEFT 0.21 ``utils/save_and_load.py`` (get_peft_model_state_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,34 @@ def find_saved_names(fqns: Iterable[str]) -> dict[str, str]:
     parts = find_parts(fqns)
     is_adapter = len(parts) == len(fqns) and len({part.adapter for part in parts}) == 1
     return {part.fqn: part.saved_as for part in parts} if is_adapter else {}
+
+
+def name_in_model(saved: str, adapter: str, modules: Sequence[str] = ()) -> str:
+    """Return the name in the model of a tensor of PEFT's file.
+
+    Args:
+        modules: ``modules_to_save`` of the adapter's configuration. PEFT compares them with the end
+            of a module's name (``utils/other.py``, ``_set_trainable``).
+
+    >>> name_in_model("base_model.model.q.lora_A.weight", "default")
+    'base_model.model.q.lora_A.default.weight'
+    >>> name_in_model("base_model.model.head.weight", "polite", ["head"])
+    'base_model.model.head.modules_to_save.polite.weight'
+    """
+    part = parse_part(saved)
+    if part is None:
+        path = saved.split(".")
+        layers = (".".join(path[:at]) for at in range(1, len(path)))
+        layer = next((each for each in layers if each.endswith(tuple(modules))), None)
+        if layer is None or ".base_layer." in saved:
+            return saved
+        return f"{layer}.{SAVED_MODULE}.{adapter}{saved.removeprefix(layer)}"
+    if part.adapter or part.role == SAVED_MODULE:
+        return saved
+    head = f"{part.layer}.{part.role}"
+    # Since PEFT 0.10, a magnitude is a module.
+    tail = ".weight" if part.role == MAGNITUDE else part.saved_as.removeprefix(head)
+    return f"{head}.{adapter}{tail}"
 
 
 def find_trained_names(saved: Iterable[str], trained: Iterable[str]) -> dict[str, str]:

@@ -57,6 +57,7 @@ class ModelShapes:
         embeddings: every name of the weights of ``nn.Embedding``.
         layer_norms: every name of the parameters of ``nn.LayerNorm``.
         frozen: the parameters that need no gradient.
+        names: every name of the parameters, in the order of the modules.
         find_published: returns the published form of the model, which other tools read; None if
             it is certainly the form in memory.
     """
@@ -70,6 +71,7 @@ class ModelShapes:
     embeddings: frozenset[str] = frozenset()
     layer_norms: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
     find_published: Callable[[], Published | None] = field(
         default=_find_nothing, compare=False, repr=False
     )
@@ -108,10 +110,12 @@ def of_module(
     buffers: dict[str, Index] = {}
     tied: dict[str, str] = {}
     saved: dict[Any, str] = {}
+    every_name: list[str] = []
     # Under all of its names, because a file may have any name of a tied tensor.
     for path, module in root.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = _join(path, name)
+            every_name.append(fqn)
             first = firsts[owners[module], parameter]
             if fqn == first:
                 # ZeRO 3 leaves an empty tensor in the module, with the full shape beside it.
@@ -137,6 +141,7 @@ def of_module(
         _collect_parameters_of(nn.Embedding, root),
         _collect_parameters_of(nn.LayerNorm, root),
         frozenset(fqn for (_, each), fqn in firsts.items() if not each.requires_grad),
+        tuple(every_name),
         _plan_trace(root, source),
     )
 

@@ -8,27 +8,35 @@ parameters needs the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from reshard.model import ModelShapes
 from reshard.model.adapter_names import (
     DEFAULT,
-    MAGNITUDE,
     MATRICES,
+    SAVED_MODULE,
+    TOKENS,
     AdapterPart,
     find_parts,
     find_trained_names,
+    name_in_model,
+    parse_part,
     strip_root,
 )
 from reshard.state_dict.tree import as_global
 
 _BIAS = ".bias"
+_OF_TOKENS = ".token_adapter"  # PEFT 0.21 ``tuners/trainable_tokens/model.py``
+_BEHIND = (*MATRICES, TOKENS)  # what follows the parameters of an adapted layer, in order
 
 
 def restore_adapter_form(
-    state: Mapping[str, Any], model: ModelShapes
+    state: Mapping[str, Any],
+    model: ModelShapes,
+    modules: Sequence[str] = (),
+    optimized: Iterable[str] = (),
 ) -> tuple[dict[str, Any], ModelShapes]:
     """Return an adapter's weights as the model has them, and the part of the model that they are.
 
@@ -37,18 +45,23 @@ def restore_adapter_form(
 
     Args:
         model: the model with its adapters, or its base.
+        modules: ``modules_to_save`` of the adapter's configuration.
+        optimized: the names that optimizers store, which tell the adapter's name.
     """
     parts = find_parts(state)
-    if not parts or any(part.adapter for part in parts):
+    if not parts or not _is_of_adapters(state, parts) or state.keys() >= model.parameters.keys():
         return dict(state), model
     trained = [part.fqn for part in find_parts(model.parameters) if part.adapter]
     if trained:
         names = find_trained_names(state, trained)
         order = [fqn for fqn in model.parameters if fqn in {*names.values()} or fqn in state]
     else:
-        order, names = _order_by_base(parts, model)
+        adapters = {part.adapter for part in find_parts(optimized) if part.adapter}
+        adapter = adapters.pop() if len(adapters) == 1 else DEFAULT
+        names = {fqn: name_in_model(fqn, adapter, modules) for fqn in state}
+        order = _order_by_base(names.values(), model)
     named = {names.get(fqn, fqn): leaf for fqn, leaf in state.items()}
-    if not names or named.keys() - {*order, *model.buffers}:
+    if not order or named.keys() - {*order, *model.buffers}:
         return dict(state), model
     named = {fqn: named[fqn] for fqn in dict.fromkeys((*order, *named))}
     shapes = {fqn: as_global(named[fqn]) for fqn in order}
@@ -59,39 +72,37 @@ def restore_adapter_form(
     return named, replace(model, parameters=parameters, buffers=buffers, tied={}, units=())
 
 
-def _order_by_base(
-    parts: list[AdapterPart], model: ModelShapes
-) -> tuple[list[str], dict[str, str]]:
-    """Return the names in a model with adapters, in its order, and by name in PEFT's file.
+def _is_of_adapters(state: Mapping[str, Any], parts: Sequence[AdapterPart]) -> bool:
+    """Return whether a state dict has only what PEFT saves, not the whole base model."""
+    if not any(part.adapter for part in parts):
+        return True
+    others = state.keys() - {part.fqn for part in parts}
+    return all(".base_layer." in fqn or fqn.endswith(_BIAS) for fqn in others)
 
-    A module has ``lora_A`` before ``lora_B`` (PEFT 0.21 ``tuners/lora/layer.py``, ``LoraLayer``).
-    Nothing is returned if the base lacks a module, or has another shape than its adapter.
+
+def _order_by_base(names: Iterable[str], model: ModelShapes) -> list[str]:
+    """Return names in a model with adapters in its order; nothing if the base lacks one of them."""
+    position = {fqn: number for number, fqn in enumerate(model.names or model.parameters)}
+    places = {}
+    for fqn in names:
+        near, rank = _find_place(fqn, position)
+        if near not in position:
+            return []
+        places[fqn] = position[near], rank
+    # Two of one place (of two adapters) have an order that the base does not tell.
+    return sorted(places, key=places.__getitem__) if len({*places.values()}) == len(places) else []
+
+
+def _find_place(fqn: str, known: Container[str]) -> tuple[str, tuple[int, bool]]:
+    """Return the parameter of the base at or behind which a tensor is, and its rank there.
+
+    An adapted layer has its own parameters first, then ``lora_A`` before ``lora_B`` (PEFT 0.21
+    ``tuners/lora/layer.py``, ``LoraLayer``).
     """
-    position = {fqn: number for number, fqn in enumerate(model.parameters)}
-    position |= {alias: position[kept] for alias, kept in model.tied.items() if kept in position}
-    layers = [f"{strip_root(part.layer)}.weight" for part in parts]
-    if any(
-        layer not in position or part.role not in MATRICES
-        for layer, part in zip(layers, parts, strict=True)
-    ):
-        return [], {}
-    ranked = sorted(
-        zip(layers, parts, strict=True),
-        key=lambda pair: (
-            position[pair[0]],
-            MATRICES.index(pair[1].role),
-            pair[1].fqn.endswith(_BIAS),
-        ),
-    )
-    names = {part.fqn: _name_in_model(part) for _, part in ranked}
-    return list(names.values()), names
-
-
-def _name_in_model(part: AdapterPart) -> str:
-    """Return the name that a tensor of the default adapter has in the model.
-
-    PEFT saves an adapter of another name into a folder of that name.
-    """
-    head = f"{part.layer}.{part.role}"
-    tail = ".weight" if part.role == MAGNITUDE else part.saved_as.removeprefix(head)
-    return f"{head}.{DEFAULT}{tail}"
+    part = parse_part(fqn)
+    if part is None or part.role == SAVED_MODULE:
+        own = fqn if part is None else part.saved_as
+        return strip_root(own.replace(".base_layer.", ".")), (0, False)
+    layer = strip_root(part.layer).removesuffix(_OF_TOKENS)
+    last = f"{layer}{_BIAS}" if f"{layer}{_BIAS}" in known else f"{layer}.weight"
+    return last, (1 + _BEHIND.index(part.role), fqn.endswith(_BIAS))

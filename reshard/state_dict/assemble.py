@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from reshard.box import Index
@@ -26,7 +25,7 @@ from reshard.manifest import (
     most_common_dtype,
 )
 from reshard.model import ModelHint, ModelShapes
-from reshard.model.adapter_names import find_trained_names
+from reshard.model.adapter_names import find_parts, find_trained_names
 from reshard.pickles import trust
 from reshard.pickles.objects import SCHEDULER
 from reshard.state_dict import (
@@ -57,6 +56,12 @@ _OPEN_END = (
     " with the last of them; --model config.json checks the shapes"
 )
 _COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epoch")
+
+
+_WITH_ADAPTERS = (
+    "pass a function that returns the model with all of its adapters, the untrained ones frozen:"
+    " --model module:factory"
+)
 
 
 def build_manifest(
@@ -249,22 +254,25 @@ def _resolve_model(
     Raises:
         UsageError: the user named another model than the checkpoint's.
     """
+    optimized = set[str]().union(*map(optimizer_state.collect_names, parts.optimizers.values()))
     prefixes = [
         prefix for key in parts.model if (prefix := flat_params.parse_prefix(key)) is not None
     ]
     if model_hint:
         model = model_hint.shapes(prefixes)
-        if has_published_names(
-            chain(*map(optimizer_state.collect_names, parts.optimizers.values())), model
-        ):
+        if has_published_names(optimized, model):
             return None, []  # optimizer and weights together are brought into the form in memory
         parts.model = restore_memory_form(parts.model, model)
-        parts.model, model = restore_adapter_form(parts.model, model)
+        parts.model, model = restore_adapter_form(
+            parts.model, model, parsed.saved_modules, optimized
+        )
         mismatch = _describe_mismatch(model, parts.model)
         # Flat parameters hide the names: `flat_params.build_unit` checks their sizes instead.
         if mismatch and not prefixes:
             raise UsageError(
-                f"--model {model_hint.model}", f"is not the model of the checkpoint: {mismatch}"
+                f"--model {model_hint.model}",
+                f"is not the model of the checkpoint: {mismatch}",
+                _WITH_ADAPTERS if find_parts(parts.model) else "",
             )
         return model, []
     numbered = any(map(optimizer_state.is_numbered, parts.optimizers.values()))
@@ -280,7 +288,7 @@ def _resolve_model(
     except (UsageError, UnsupportedError) as error:
         return None, [f"{nearby.model} cannot be used: {error.problem}"]
     parts.model = restore_memory_form(parts.model, model)
-    parts.model, model = restore_adapter_form(parts.model, model)
+    parts.model, model = restore_adapter_form(parts.model, model, parsed.saved_modules, optimized)
     mismatch = _describe_mismatch(model, parts.model)
     if mismatch and not prefixes:
         if open_end:

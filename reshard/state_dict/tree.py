@@ -62,6 +62,7 @@ class ParsedTree:
         plain_is_buffer: whether a plain tensor beside sharded ones is a buffer.
         ordered: whether weights are in the model's order.
         proved: whether the files state how large each tensor is.
+        saved_modules: ``modules_to_save`` of PEFT's configuration beside an adapter.
     """
 
     root: Any
@@ -73,6 +74,7 @@ class ParsedTree:
     plain_is_buffer: bool = True
     ordered: bool = True
     proved: bool = True
+    saved_modules: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
 
 

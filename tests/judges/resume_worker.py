@@ -140,11 +140,11 @@ def _mixtral() -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**_experts(num_local_experts=4)))
 
 
-def _lora(**settings: Any) -> Any:
+def _lora(adapter: str = "default", **settings: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2, **settings)
-    adapted = get_peft_model(_llama(), config)
+    adapted = get_peft_model(_llama(), config, adapter_name=adapter)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:  # zero at first: a run that lost it would look the same
@@ -177,6 +177,7 @@ FAMILIES = {
     "frozen mamba": frozen_mamba,
     "llama": _llama,
     "lora": _lora,
+    "lora of a name": lambda: _lora("polite", modules_to_save=["lm_head"]),
     "mamba": mamba,
     "lora and embeddings": lambda: _lora(modules_to_save=["embed_tokens", "lm_head"]),
     "mixtral": _mixtral,

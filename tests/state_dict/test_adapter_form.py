@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from reshard.dtypes import FLOAT32
@@ -47,7 +49,7 @@ def test_a_module_that_is_saved_whole_has_its_own_name_in_the_model():
     [
         (SAVED, BASE[1:]),  # a module is missing
         (SAVED, TRAINED[1:]),
-        (SAVED | make_state("base_model.model.head.weight"), BASE),  # not of LoRA alone
+        (SAVED | make_state("base_model.model.head.weight"), BASE),  # the base lacks it
         (make_state(*TRAINED), TRAINED),  # the names of the model already
         (make_state(*BASE), BASE),
     ],
@@ -65,3 +67,30 @@ def test_matrices_of_embeddings_and_magnitudes():
     named[2] += ".weight"  # since PEFT 0.10 it is a module, under its older name in files
     assert list(model.parameters) == named
     assert state.keys() == set(named)
+
+
+def test_a_base_model_tells_the_order_of_whole_modules_and_of_another_adapters_name():
+    saved = SAVED | make_state("base_model.model.head.weight")
+    optimized = [fqn.replace("default", "polite") for fqn in TRAINED]
+    state, model = restore_adapter_form(
+        saved, make_model("head.weight", *BASE), ["head"], optimized
+    )
+    head = "base_model.model.head.modules_to_save.polite.weight"
+    assert list(model.parameters) == list(state) == [head, *optimized]
+
+
+def test_the_place_of_a_tied_module_is_its_own():
+    """``head`` is the last module, though its base weight is the first one's."""
+    head = "base_model.model.head"
+    saved = SAVED | make_state(f"{head}.lora_A.weight", f"{head}.lora_B.weight")
+    base = make_model("embed.weight", *BASE)
+    names = ("embed.weight", *BASE, "head.weight")
+    base = replace(base, tied={"head.weight": "embed.weight"}, names=names)
+    state, _ = restore_adapter_form(saved, base)
+    assert list(state) == [*TRAINED, *(f"{head}.lora_{part}.default.weight" for part in "AB")]
+
+
+def test_two_adapters_at_one_place_have_no_order():
+    both = make_state(*TRAINED, *(fqn.replace("default", "polite") for fqn in TRAINED))
+    base = make_model(*BASE)
+    assert restore_adapter_form(both, base)[1] == base

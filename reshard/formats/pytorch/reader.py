@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from reshard.containers.json_files import read_json_object
 from reshard.errors import UnrecognisedError, UsageError
 from reshard.formats import beside, huggingface, run
 from reshard.formats.dcp import directory as dcp
@@ -20,12 +21,14 @@ from reshard.join import join
 from reshard.location import Location
 from reshard.manifest import Manifest, Origin
 from reshard.model import ModelHint, ModelShapes
+from reshard.model.adapter_names import name_in_model
 from reshard.state_dict import assemble, sections
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 from reshard.training import copied_files, trainer_run
 from reshard.training.batch import BATCH_BEFORE
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
 _LATEST, _SEVERAL = "latest", 2  # Composer's symlink; how many checkpoints make several
 _COPY = "{} is assumed to be the same model as {}, which is not read"
@@ -247,10 +250,12 @@ def _collect_parts(
         _add_part(whole, None if alone else stem, files.joined(location))
     sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *location.folders))
     for stem, path in weights.items():
-        if sharded and stem in ("model", "adapter_model"):
+        if sharded and stem in ("model", _ADAPTER):
             warnings.append(_COPY.format(path.name, "pytorch_model_fsdp*"))
         else:
             _add_part(whole, stem, _read_safetensors(location, path))
+    whole.saved_modules = _read_saved_modules(location)
+    _add_adapters(whole, location, warnings)
     return whole, warnings
 
 
@@ -283,6 +288,38 @@ def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:
     whole.proved = whole.proved and part.proved
     whole.ordered = whole.ordered and part.ordered
     whole.plain_is_buffer = whole.plain_is_buffer and part.plain_is_buffer
+
+
+def _add_adapters(whole: ParsedTree, location: Location, warnings: list[str]) -> None:
+    """Add adapters with names of their own, if there are no other weights.
+
+    PEFT saves each into a folder of its name. Source: PEFT 0.21 ``peft_model.py``
+    (``save_pretrained``).
+    """
+    has_weights = False
+    with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or several
+        has_weights = bool(sections.find(whole.root, "").model)
+    joined = ParsedTree({}, whole.where, {}, plain_is_buffer=False, ordered=False)
+    for name, folder in location.folders.items():
+        path = folder.files.get(f"{_ADAPTER}.safetensors")
+        if path is None or _ADAPTER_CONFIG not in folder.files:
+            continue
+        if has_weights:
+            warnings.append(f"{name} is another adapter, which was not read")
+            continue
+        tree = _read_safetensors(folder, path)
+        modules = _read_saved_modules(folder)
+        tree.root = {name_in_model(fqn, name, modules): leaf for fqn, leaf in tree.root.items()}
+        _add_part(joined, None, tree)
+    if joined.root:
+        _add_part(whole, _ADAPTER, joined)
+
+
+def _read_saved_modules(location: Location) -> tuple[str, ...]:
+    """Return ``modules_to_save`` of PEFT's configuration; nothing without one."""
+    path = location.files.get(_ADAPTER_CONFIG)
+    listed = read_json_object(path).get("modules_to_save") if path else None
+    return tuple(filter(None, map(str, listed))) if isinstance(listed, list) else ()
 
 
 def _find_safetensors(location: Location) -> dict[str, Path]:
