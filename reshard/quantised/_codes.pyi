@@ -1,7 +1,14 @@
 from typing_extensions import Buffer
 
 def decode(
-    codes: Buffer, table: Buffer, scales: Buffer, out: Buffer, columns: int, high: int, /
+    codes: Buffer,
+    table: Buffer,
+    scales: Buffer,
+    out: Buffer,
+    columns: int,
+    high: int,
+    dtype: str,
+    /,
 ) -> None: ...
 def encode(
     values: Buffer, scales: Buffer, codes: Buffer, columns: int, high: int, dtype: str, /

@@ -154,8 +154,9 @@ def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], 
         loops.multiply(out, lines, high)
     else:
         raw = np.frombuffer(_read(pool, weight.codes, first, rows * columns), np.uint8)
-        table = decode_table(weight.codes.dtype)
-        loops.decode(raw.reshape(rows, columns), table, lines, high, out)
+        dtype = weight.codes.dtype
+        table = decode_table(dtype)
+        loops.decode(raw.reshape(rows, columns), table, lines, high, out, dtype.name)
 
 
 def _spread(scales: Array, width: int, column: int, columns: int) -> Array:

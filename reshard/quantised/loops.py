@@ -29,7 +29,7 @@ def _find_compiled() -> ModuleType | None:
 _compiled = _find_compiled()
 
 
-def decode(codes: Array, table: Array, lines: Array, high: int, out: Array) -> None:
+def decode(codes: Array, table: Array, lines: Array, high: int, out: Array, dtype: str) -> None:
     """Write the products of codes and scales.
 
     Args:
@@ -38,9 +38,10 @@ def decode(codes: Array, table: Array, lines: Array, high: int, out: Array) -> N
         lines: the scales, in float32.
         high: the rows that share a line.
         out: a matrix of float32.
+        dtype: the name of the codes' dtype.
     """
     if _compiled is not None:
-        _compiled.decode(codes, table, lines, out, codes.shape[1], high)
+        _compiled.decode(codes, table, lines, out, codes.shape[1], high, dtype)
         return
     np.take(table, codes, out=out, mode="clip")
     multiply(out, lines, high)

@@ -63,7 +63,7 @@ def test_every_code_times_every_kind_of_scale(both, dtype):
 
     def products():
         out = np.empty(codes.shape, np.float32)
-        loops.decode(codes, table, scales[None], len(codes), out)
+        loops.decode(codes, table, scales[None], len(codes), out, dtype)
         return out
 
     ours, wanted = both(products)
@@ -151,9 +151,9 @@ def test_any_part_of_transposed_codes(both):
 def test_the_module_refuses_other_sizes(built):
     eight, line = bytes(8), bytes(16)
     with pytest.raises(ValueError, match="size of the matrix"):
-        built.decode(eight, bytes(1024), line, bytearray(28), 4, 2)
+        built.decode(eight, bytes(1024), line, bytearray(28), 4, 2, "float8_e5m2")
     with pytest.raises(ValueError, match="size of the matrix"):
-        built.decode(eight, bytes(1024), line, bytearray(32), 4, 1)
+        built.decode(eight, bytes(1024), line, bytearray(32), 4, 1, "float8_e4m3fn")
     with pytest.raises(ValueError, match="size of the matrix"):
         built.encode(bytes(32), line, bytearray(8), 4, 2, "float8_e8m0fnu")
     with pytest.raises(ValueError, match="size of the matrix"):
