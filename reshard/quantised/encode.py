@@ -78,7 +78,8 @@ def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:
 def encode(values: Array, stored_scales: Array, weight: Scaled) -> Array:
     """Return the codes of values as bytes."""
     scales = decode_stored(stored_scales, weight.scales.dtype)
-    codes = _encode(values, np.where(scales == 0, np.float32(1), scales), weight)
+    lines = _spread(np.where(scales == 0, np.float32(1), scales), weight, values.shape[1])
+    codes = _encode(values, lines, weight.value_block[0], weight)
     return _pack(codes, axis=0 if weight.transposed else 1) if weight.packed else codes
 
 
@@ -115,8 +116,7 @@ def _reduce_columns(function: np.ufunc, lines: Array, wide: int) -> Array:
     return reduced
 
 
-def _encode(values: Array, scales: Array, weight: Scaled) -> Array:
-    lines, high = _spread(scales, weight, values.shape[1]), weight.value_block[0]
+def _encode(values: Array, lines: Array, high: int, weight: Scaled) -> Array:
     dtype = None if weight.packed else weight.codes.dtype
     name = "e2m1" if dtype is None else dtype.name
     return loops.encode(values, lines, high, _list_magnitudes(dtype), name)
@@ -149,23 +149,29 @@ def _find_exact(values: Array, weight: Scaled, ratio: Array) -> Array:
     Rows are tried until at most one scale is left for each block. In blocks that are not products
     of codes, none is left after the first row.
     """
-    near = [ratio, np.nextafter(ratio, np.float32(np.inf)), np.nextafter(ratio, np.float32(0))]
-    is_left = [np.ones(ratio.shape, bool) for _ in near]
+    above, below = np.nextafter(ratio, np.float32(np.inf)), np.nextafter(ratio, np.float32(0))
+    near = np.concatenate([ratio, above, below])
+    is_left = np.ones(near.shape, bool)
     start, stop = 0, 1
-    while start < len(values) and np.sum(is_left, axis=0).max() > 1:
-        rows = values[start:stop]
-        is_left = [
-            left & _gives_values(rows, scales, weight)
-            for scales, left in zip(near, is_left, strict=True)
-        ]
+    while start < len(values) and is_left.sum(axis=0).max() > 1:
+        is_left &= _give_values(values[start:stop], near, weight)
         start, stop = stop, stop + _TEST_ROWS
-    chosen: Array = np.select(is_left, near, ratio)
+    chosen: Array = np.where(is_left.any(axis=0), np.choose(is_left.argmax(axis=0), near), ratio)
     return chosen
 
 
-def _gives_values(rows: Array, scales: Array, weight: Scaled) -> Array:
-    """Return for each block in a row of blocks whether codes times the scale give its values."""
-    codes = _encode(rows, scales, weight)
+def _give_values(rows: Array, scales: Array, weight: Scaled) -> Array:
+    """Return whether codes times a scale give the values of some rows, for several scales.
+
+    Args:
+        rows: rows of one row of blocks.
+        scales: in each row a scale for each block.
+    """
+    repeated = np.tile(rows, (len(scales), 1))
+    high, wide = len(rows), weight.value_block[1]
+    lines = _spread(scales, weight, rows.shape[1])
+    codes = _encode(repeated, lines, high, weight)
     with np.errstate(under="ignore"):
-        products = list_values(weight)[codes] * _spread(scales, weight, rows.shape[1])
-    return compare(products, rows, weight)[0]
+        products = list_values(weight)[codes] * np.repeat(lines, high, axis=0)
+    bits = _reduce_columns(np.bitwise_and, loops.compare(products, repeated, high), wide)
+    return (bits & 1) != 0
