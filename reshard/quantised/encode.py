@@ -94,7 +94,8 @@ def _pack(codes: Array, axis: int) -> Array:
     """Return codes of 4 bits as bytes: two neighbours along an axis in each."""
     pairs = codes.reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
     lower, upper = np.moveaxis(pairs, axis + 1, 0)
-    packed: Array = lower | (upper << 4)
+    packed: Array = upper << 4
+    packed |= lower
     return packed
 
 
@@ -174,4 +175,5 @@ def _give_values(rows: Array, scales: Array, weight: Scaled) -> Array:
     with np.errstate(under="ignore"):
         products = list_values(weight)[codes] * np.repeat(lines, high, axis=0)
     bits = _reduce_columns(np.bitwise_and, loops.compare(products, repeated, high), wide)
-    return (bits & 1) != 0
+    is_equal: Array = (bits & 1) != 0
+    return is_equal

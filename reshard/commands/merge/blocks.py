@@ -199,8 +199,8 @@ class Matrix:
         """Return codes and scales of a tile, and which blocks have the release's values.
 
         They are computed and not those of the release, and have a line for each stored row or row
-        of blocks. What is not needed is zero: codes and scales where all blocks of a band have the
-        release's values, and codes where only the scales are asked for.
+        of blocks. What is not needed is undefined: codes and scales where all blocks of a band have
+        the release's values, and codes where only the scales are asked for.
 
         Args:
             kept: the scales and which blocks have the release's values, if they are known; a weight
@@ -213,7 +213,7 @@ class Matrix:
         weight, tile = self.pair.weight, self.find_box("values", first, count)
         (high, wide), (rows, columns) = weight.value_block, tile.shape[-2:]
         grid = -(-rows // high), -(-columns // wide)
-        codes = self._make_codes((rows, columns))
+        codes = reader.keep("made", (rows, columns), lambda: self._make_codes((rows, columns)))
         scales = np.zeros(grid, f"<u{self.pair.scales.dtype.itemsize}")
         is_same = np.zeros(grid, np.bool_)
         if kept is not None:
@@ -278,14 +278,14 @@ class Matrix:
         return stored
 
     def _make_codes(self, shape: Index) -> Array:
-        """Return zero codes, packed like those of a matrix of values."""
+        """Return memory for codes, packed like those of a matrix of values."""
         import numpy as np
 
         weight = self.pair.weight
         each = [1, 1]
         if weight.packed:
             each[0 if weight.transposed else 1] = 2
-        return np.zeros([n // count for n, count in zip(shape, each, strict=True)], np.uint8)
+        return np.empty([n // count for n, count in zip(shape, each, strict=True)], np.uint8)
 
     def _read_values(self, reader: TileReader, entry: Entry, slot: str, box: Box) -> Array:
         """Return a box of a weight in float32, as a matrix."""
