@@ -92,10 +92,7 @@ def build_manifest(
     flats = any(flat_params.parse_prefix(key) is not None for key in parts.model)
     ordered = parsed.ordered and not flats and not (units and model is None)
     if model and not ordered:
-        position = {fqn: index for index, fqn in enumerate(model.parameters)}
-        weights = dict(
-            sorted(weights.items(), key=lambda item: position.get(item[0], len(position)))
-        )
+        weights = _sort_weights(weights, model)
     entries, tied = _build_weight_entries(weights)
     if model:
         tied |= {a: k for a, k in model.tied.items() if k in entries and a not in weights}
@@ -106,12 +103,7 @@ def build_manifest(
         )
     trained = _name_as_trained(entries, read)
     entries = trained or entries
-    all_warnings = [
-        *warnings,
-        *parsed.notes,
-        *notes,
-        *_collect_notes(parts, parsed, read, {*entries, *tied}),
-    ]
+    notes += _collect_notes(parts, parsed, read, {*entries, *tied})
     all_entries = [*entries.values(), *model_optimizers.iterate_slots(read, tied)]
     train = _build_train_state(parts, read)
     return Manifest(
@@ -126,7 +118,7 @@ def build_manifest(
         tied=tied,
         frozen=_find_frozen(train, all_entries, entries),
         trained_dtypes={fqn: entry.dtype for fqn, entry in entries.items()},
-        warnings=tuple(all_warnings),
+        warnings=(*warnings, *parsed.notes, *notes),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
         unnamed=next((one.nameless for one in read if one.nameless), None),
         unread=_describe_unread(parts, train.objects),
@@ -351,6 +343,14 @@ def _resolve_fairscale(
         pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
         tensors.update(unit.tensors(flat_params.locate_pieces(pieces, unit.numel)))
     return tensors, list(units.values())
+
+
+def _sort_weights(
+    weights: Mapping[str, GlobalTensor], model: ModelShapes
+) -> dict[str, GlobalTensor]:
+    """Return the weights in the order of the model, further ones at the end."""
+    position = {fqn: index for index, fqn in enumerate(model.parameters)}
+    return dict(sorted(weights.items(), key=lambda item: position.get(item[0], len(position))))
 
 
 def _resolve_weights(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from reshard.containers.json_files import read_json_object
 from reshard.errors import UnrecognisedError, UsageError
@@ -19,13 +20,14 @@ from reshard.formats.pytorch.directory import find_dcp_parts, is_rank_file
 from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family
 from reshard.join import join
 from reshard.location import Location
-from reshard.manifest import Manifest, Origin
+from reshard.manifest import Manifest, Origin, TrainState
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import name_in_model
 from reshard.state_dict import assemble, sections
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 from reshard.training import copied_files, trainer_run
 from reshard.training.batch import BATCH_BEFORE
+from reshard.training.trainer_run import TrainerRun
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
@@ -83,7 +85,24 @@ def read(
         manifest = assemble.build_manifest(
             first, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
         )
-    train = manifest.train
+    train = _complete_train_state(manifest.train, location, trainer, run_of_trainer)
+    if location.chosen:
+        return replace(manifest, train=train)
+    train = replace(train, rng_files=beside.random_files(location))
+    notes = beside.describe_recipe(location)
+    manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
+    return beside.with_kept_files(manifest, location)
+
+
+def _complete_train_state(
+    train: TrainState, location: Location, trainer: dict[str, Any], own_run: TrainerRun | None
+) -> TrainState:
+    """Return the train state with what the files and names beside the parts state.
+
+    Args:
+        trainer: the state of HF Trainer, or of our own; empty if there is none.
+        own_run: the run of our trainer.
+    """
     if trainer:
         step, before = trainer.get("global_step"), beside.batch_before(location)
         train = replace(
@@ -92,19 +111,14 @@ def read(
             trainer_state=trainer,
             opaque={**train.opaque, **({BATCH_BEFORE: before} if before else {})},
         )
-    if run_of_trainer:
-        train = run_of_trainer.counted(train)
+    if own_run:
+        train = own_run.counted(train)
     # The name of a directory is the weakest evidence of a step, so it comes last.
     if train.step is None:
         batches = provenance.read_batches(train)
         step = provenance.parse_step(location) if batches is None else batches
         train = replace(train, step=step)
-    if location.chosen:
-        return replace(manifest, train=train)
-    train = replace(train, rng_files=beside.random_files(location))
-    notes = beside.describe_recipe(location)
-    manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
-    return beside.with_kept_files(manifest, location)
+    return train
 
 
 Collected = tuple[ParsedTree, list[str]]  # a tree, and warnings about it

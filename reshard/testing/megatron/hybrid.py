@@ -77,9 +77,26 @@ def stand_in_for_kernels() -> None:
 def build(args: Namespace, config: Any, **told: Any) -> Any:
     """Return ``mamba_builder``'s model: this rank's stage."""
     stand_in_for_kernels()
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.ssm import mamba_block
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    mamba_block.TENorm = WrappedTorchNorm
+    # That path calls ``mamba_split_conv1d_scan_combined``, which has no stand-in.
+    config.use_mamba_mem_eff_path = False
+    return MambaModel(
+        config,
+        ModuleSpec(module=mamba_block.MambaStack, submodules=_specify_layers()),
+        hybrid_override_pattern=args.hybrid_override_pattern,
+        **told,
+    )
+
+
+def _specify_layers() -> Any:
+    """Return what Megatron-core specifies for each kind of layer, without Transformer Engine."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-    from megatron.core.models.mamba import MambaModel
     from megatron.core.ssm import mamba_block
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -98,13 +115,10 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
 
     from reshard.testing.megatron.fused import Core, FusedSpecProvider, NormThenLinear
 
-    mamba_block.TENorm = WrappedTorchNorm
-    # That path calls ``mamba_split_conv1d_scan_combined``, which has no stand-in.
-    config.use_mamba_mem_eff_path = False
     attention = SelfAttentionSubmodules(
         linear_qkv=NormThenLinear, core_attention=Core, linear_proj=RowParallelLinear
     )
-    layers = mamba_block.MambaStackSubmodules(
+    return mamba_block.MambaStackSubmodules(
         mamba_layer=ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(
@@ -151,10 +165,4 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
                 mlp_bda=get_bias_dropout_add,
             ),
         ),
-    )
-    return MambaModel(
-        config,
-        ModuleSpec(module=mamba_block.MambaStack, submodules=layers),
-        hybrid_override_pattern=args.hybrid_override_pattern,
-        **told,
     )

@@ -162,17 +162,15 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     if wanted.sizes.expert > 1 and not experts:
         raise UsageError(f"expert parallel size {wanted.sizes.expert}", "the model has no experts")
     tied = _is_tied(state, architecture)
-    grouped = wanted.impl != "local" and bool(args.get("moe_grouped_gemm"))
     places = WeightLocations(
         weights,
         wanted.sizes,
         dialect=wanted.dialect,
         tied=tied,
         counts=wanted.stage_layers,
-        grouped=grouped,
+        grouped=wanted.impl != "local" and bool(args.get("moe_grouped_gemm")),
     )
-    layers = places.layers
-    missing = arguments.list_missing({"num_layers": layers, **args})
+    missing = arguments.list_missing({"num_layers": places.layers, **args})
     if missing:
         raise IncompleteError(
             state.manifest.origin.path,
@@ -186,18 +184,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     )
     _check_slots(state, wanted)
     schedule, schedule_notes = ({}, []) if wanted.weights_only else scheduler.make_scheduler(state)
-    adapted = arguments.adapt(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
-    adapted.update(arguments.describe_stages(wanted.stage_layers, wanted.sizes))
-    adapted["transformer_impl"] = wanted.impl
-    if experts:
-        adapted["moe_grouped_gemm"] = grouped  # it decides the names of experts
-        adapted["moe_use_legacy_grouped_gemm"] = False
-    if places.mtp or adapted.get("mtp_num_layers"):
-        adapted["mtp_num_layers"] = places.mtp or None  # transformers saves none of them
-    adapted["use_distributed_optimizer"] = wanted.distributed
-    adapted["untie_embeddings_and_output_weights"] = not tied
-    adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16
-    adapted[arguments.REDUCES_IN_FP32] = arguments.reduces_in_fp32(args, precision)
+    adapted = _adapt_args(args, wanted, places, precision, padded=padded, tied=tied)
     return Resolved(
         state,
         wanted,
@@ -211,6 +198,31 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         (*notes, *param_groups.notes, *schedule_notes),
         tuple(f"args.{name}" for name in args if name not in adapted),
     )
+
+
+def _adapt_args(
+    args: Mapping[str, Any],
+    wanted: MegatronOptions,
+    places: WeightLocations,
+    precision: DType,
+    *,
+    padded: int | None,
+    tied: bool,
+) -> dict[str, Any]:
+    """Return Megatron's arguments, as the options and the precision of the new run change them."""
+    adapted = arguments.adapt(args, wanted.sizes, wanted.data, layers=places.layers, padded=padded)
+    adapted.update(arguments.describe_stages(wanted.stage_layers, wanted.sizes))
+    adapted["transformer_impl"] = wanted.impl
+    if places.has_experts:
+        adapted["moe_grouped_gemm"] = places.grouped  # it decides the names of experts
+        adapted["moe_use_legacy_grouped_gemm"] = False
+    if places.mtp or adapted.get("mtp_num_layers"):
+        adapted["mtp_num_layers"] = places.mtp or None  # transformers saves none of them
+    adapted["use_distributed_optimizer"] = wanted.distributed
+    adapted["untie_embeddings_and_output_weights"] = not tied
+    adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16
+    adapted[arguments.REDUCES_IN_FP32] = arguments.reduces_in_fp32(args, precision)
+    return adapted
 
 
 def _keep_experts_whole(wanted: MegatronOptions) -> MegatronOptions:

@@ -197,7 +197,7 @@ class WeightLocations:
         counts: Sequence[int] | None = None,
         grouped: bool = True,
     ) -> None:
-        self._grouped = grouped
+        self.grouped = grouped
         self.layers = 1 + max(
             (each.layer for each in weights if each.layer is not None), default=-1
         )
@@ -213,6 +213,11 @@ class WeightLocations:
         self.mtp = 1 + max((each.mtp for each in weights if each.mtp is not None), default=-1)
         self._looked_up = embedding if self.mtp else None  # by its layers that predict more tokens
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return self._experts > 0
+
     def dialect_of(self, known: KnownWeight, dialect: str) -> str:
         """Return the dialect of a parameter's name, in a model most of whose names are in this one.
 
@@ -223,7 +228,7 @@ class WeightLocations:
         as Megatron's own layers do (core_v0.16.1 ``transformer/moe/experts.py``, ``TEGroupedMLP``
         and ``SequentialMLP``).
         """
-        if known.expert is not None and not self._grouped:
+        if known.expert is not None and not self.grouped:
             return "local"
         return "local" if self._find_te(known) is None else dialect
 
