@@ -104,6 +104,17 @@ def test_every_file_is_what_nanotron_saved(case, published, tmp_path):
     assert written == {key: wanted[key] for key in written}
 
 
+def test_a_rate_in_a_tensor_becomes_a_number(published, tmp_path):
+    state = torch.load(published / "state.pt")
+    for group in state["optimizer"]["param_groups"]:
+        group["lr"] = torch.tensor(0.25)
+    torch.save(state, tmp_path / "state.pt")
+    out = tmp_path / "out"
+    reshard.split(tmp_path / "state.pt", out, to="nanotron", model=published, tp=1, pp=1, dp=1)
+    with reshard.open(out) as written:
+        assert {group.hyper["lr"] for group in written.manifest.train.param_groups} == {0.25}
+
+
 def replace_numpy(said):
     """Return a header in which plain numbers replace those of numpy."""
     return [[key, value.replace("np.int64(", "").replace("),", ",")] for key, value in said]

@@ -322,6 +322,24 @@ def test_what_is_no_tensor_stands_in_files_of_fsdp_1_too(options, tmp_path):
     assert not reshard.diff(source, tmp_path / "out", kinds=["train"], **told).train
 
 
+@pytest.mark.parametrize(
+    "options",
+    [FLAT, ORIG, SplitOptions(to="colossalai", **WRAPPED)],
+    ids=["flat", "orig", "groups"],
+)
+def test_a_rate_in_a_tensor_goes_along(options, tmp_path):
+    model = plain()
+    optimizer = with_a_rate_in_a_tensor(model.parameters())
+    train(model, optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "source.pt")
+    split(tmp_path / "source.pt", tmp_path / "out", options)
+    known = {"model": WRAPPED["model"], "wrap": "none"}
+    assert not reshard.diff(
+        tmp_path / "source.pt", tmp_path / "out", kinds=["train"], **known
+    ).train
+
+
 def test_one_flat_parameter_has_one_of_them(tmp_path):
     source = with_trust(tmp_path, (0.25, 0.5, 0.25, 0.25, 0.25, 0.25))
     with pytest.raises(UnsupportedError, match="keeps a different trust for each member"):

@@ -52,7 +52,9 @@ def lay_out(
         about = {"param_groups": _GROUPS}
         parts += _lay_out_shards("optimizer/pytorch_optim", optimizer["state"], about)
         groups = optimizer["param_groups"]
-        parts.append(torch_writer.lay_out_object(f"optimizer/{_GROUPS}", groups))
+        parts.append(
+            torch_writer.lay_out_object(f"optimizer/{_GROUPS}", groups, slot_of=WholeSlots())
+        )
         parts += _lay_out_companions(state)
     return skeletons.join(parts)
 

@@ -32,7 +32,7 @@ from reshard.layout.mesh import MeshGrid, MeshPlacements
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.slots import RankSharder, build_whole_slot
+from reshard.state_dict.slots import RankSharder, WholeSlots, build_whole_slot
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import WritableState
 
@@ -161,7 +161,8 @@ def _lay_out_files(
 ) -> Iterator[Skeleton]:
     names = [name.format(rank=rank, world=ranks) for name in (naming.model, naming.optimizer)]
     for name, root in assign_files(names, weights, moments).items():
-        yield torch_writer.lay_out_object(name, root, stamp=state.stamp(name, rank, ranks))
+        stamp = state.stamp(name, rank, ranks)
+        yield torch_writer.lay_out_object(name, root, slot_of=WholeSlots(), stamp=stamp)
 
 
 def _find_buffers(state: WritableState, model: ModelShapes) -> dict[str, Value]:

@@ -28,6 +28,7 @@ from reshard.model_parallel.forms import make_form
 from reshard.model_parallel.rules import add_user_rules, load_table
 from reshard.naming import tables
 from reshard.naming.options import NameOptions, Naming
+from reshard.state_dict.hyper_parameters import TensorNumber
 from reshard.state_dict.torch_state_dict import build_hyper
 from reshard.training.state import Weight, WritableState
 
@@ -173,7 +174,12 @@ def _make_stages(state: WritableState, held: Sequence[Sequence[str]]) -> Iterato
     """Yield the optimizer of each stage: a group per parameter, and their scheduler."""
     hypers: dict[str, dict[str, Any]] = {}
     for trained in state.groups:
-        hyper = build_hyper(state, trained)
+        # nanotron updates numbers: a rate in a tensor becomes one.
+        numbers = {
+            name: float(value) if isinstance(value, TensorNumber) else value
+            for name, value in trained.hyper.items()
+        }
+        hyper = build_hyper(state, replace(trained, hyper=numbers))
         hyper.setdefault("initial_lr", hyper["lr"])
         hypers.update((fqn, hyper) for fqn in trained.fqns)
     for fqns in held:
