@@ -234,14 +234,16 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class UnnamedOptimizer:
-    """Why the numbered parameters of an optimizer have no names.
+    """Why nothing states which parameters the states of an optimizer belong to.
 
     Args:
         model: the description of the model that was tried; empty if there was none.
+        advice: what to do, if a description of the model does not help.
     """
 
     reason: str
     model: str = ""
+    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,8 @@ class Writer(ABC):
         source = conversion.source
         if not source.has_foreign_names(self):
             names = naming.prefer_source(names)
-        return naming.choose_names(conversion.manifest, source.names, names)
+        model = conversion.request.model_hint
+        return naming.choose_names(conversion.manifest, source.names, names, model)
 
     def adapt(self, conversion: StateConversion) -> StateConversion:
         """Return the conversion with what only this format knows to change before layout.

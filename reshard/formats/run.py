@@ -25,8 +25,14 @@ _NUMBERED = re.compile(
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest.txt")
-# Folders of a checkpoint: verl's, NeMo's, OLMo-core's, litgpt's if it is DCP, NeMo RL's, prime-rl's
-PARTS = ("actor", "critic", "weights", "model_and_optim", "lit_model.pth", "policy", "trainer")
+PARTS = (  # folders of a checkpoint
+    *("actor", "critic", "dist_ckpt"),  # verl's; the last one with Megatron
+    "weights",  # NeMo's
+    "model_and_optim",  # OLMo-core's
+    "lit_model.pth",  # litgpt's, if it is DCP
+    "policy",  # NeMo RL's
+    "trainer",  # prime-rl's
+)
 _FOLDERS = ("checkpoints", "checkpoint", "ckpt", *PARTS)
 _DEPTH = 3
 _LISTED = 6

@@ -29,11 +29,15 @@ def prefer_source(options: NameOptions) -> NameOptions:
     return replace(options, names=options.names or "source")
 
 
-def choose_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> Naming:
+def choose_names(
+    manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None = None
+) -> Naming:
     """Return the state under the names that the options choose.
 
     Args:
         own: how the names of the source may differ from Hugging Face's.
+        model: config of the model, for a source that does not state what its model is; None: the
+            one beside the source.
 
     Raises:
         UsageError: an option has no effect with the names of the source.
@@ -43,9 +47,12 @@ def choose_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> N
     if may_differ and options.names != "source":
         from reshard.naming import tables
 
-        traits = tables.describe_source(manifest, own)
+        traits = tables.describe_model(manifest, own, options, model)
         if traits is not None:
             return tables.rename_to_hf(manifest, own, traits, options)
+        unknown = tables.explain_unknown_model(manifest, own)
+        if unknown:
+            return Naming(manifest, tuple(unknown))
     # The names stay, so only the padding of the vocabulary can change.
     if may_differ and options.vocab_size is not None and not options.family:
         from reshard.naming import tables
@@ -55,18 +62,23 @@ def choose_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> N
     return Naming(manifest)
 
 
-def explain_source_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> list[str]:
+def explain_source_names(
+    manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None = None
+) -> list[str]:
     """Return a note that the output has the names of the source, if those are not Hugging Face's.
 
     Args:
         own: how the names of the source may differ from Hugging Face's.
+        model: as in `choose_names`.
     """
     if not own.may_differ(manifest):
         return []
     from reshard.naming import tables
 
-    traits = tables.describe_source(manifest, own)
-    return [] if traits is None else [tables.explain_source_names(own, traits, options)]
+    traits = tables.describe_model(manifest, own, options, model)
+    if traits is None:
+        return tables.explain_unknown_model(manifest, own)
+    return [tables.explain_source_names(own, traits, options)]
 
 
 def _refuse_unused(options: NameOptions) -> None:

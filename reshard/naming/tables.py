@@ -15,6 +15,7 @@ from reshard.model_parallel.rules import add_user_rules, load_whole_table
 from reshard.model_parallel.traits import Traits
 from reshard.naming.config import describe_config
 from reshard.naming.options import ModelNames, NameOptions, Naming
+from reshard.training.companion_files import config_beside
 
 # Keys of a config that may differ: values show a tie (`weights.resolve_ties`), and a router's loss
 # acts in training alone.
@@ -30,6 +31,43 @@ def describe_source(manifest: Manifest, own: ModelNames) -> Traits | None:
     """Return what a source states about its model, if its names are not Hugging Face's."""
     with understood(manifest.origin.path):
         return own.describe(manifest)
+
+
+def describe_model(
+    manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None
+) -> Traits | None:
+    """Return what the source or a config states about a model with names of its format.
+
+    verl and NeMo 2 save Megatron's models without the arguments of the run.
+
+    Args:
+        model: the config that the user names; None: the one beside the source, if there is one.
+
+    Returns:
+        None if the names are Hugging Face's, or if nothing states what the model is.
+
+    Raises:
+        UsageError: transformers does not know the config.
+        UnsupportedError: there is no table of the config's model.
+    """
+    traits = describe_source(manifest, own)
+    if traits is not None or not own.of_own_models:
+        return traits
+    if model is None and config_beside(manifest) is None:
+        return None
+    return describe_config(manifest, options, model)[1]
+
+
+def explain_unknown_model(manifest: Manifest, own: ModelNames) -> list[str]:
+    """Return a note if the output keeps the names of a format because its model is unknown."""
+    if not own.of_own_models:
+        return []
+    text = (
+        "the output has the names of the source, which transformers does not load:"
+        f" {manifest.origin.path} does not have the arguments of the run; pass the model's config"
+        " with --hf-dir DIR (merge) or --model DIR"
+    )
+    return [text]
 
 
 def rename_to_hf(
@@ -126,7 +164,7 @@ def rename_to_hf_first(
         UsageError: nothing states what the model is.
         UnsupportedError: there is no table of the model.
     """
-    traits = describe_source(manifest, own)
+    traits = describe_model(manifest, own, options, model)
     if traits is None:
         family, traits = describe_config(manifest, options, model)
         return manifest, traits, family

@@ -24,6 +24,7 @@ from reshard.manifest import (
     Key,
     Manifest,
     TrainState,
+    UnnamedOptimizer,
     index_entries,
 )
 from reshard.stamps import Save, Stamp
@@ -287,7 +288,7 @@ def refuse_without_optimizer(state: WritableState) -> None:
             state.manifest.origin.path,
             f"contains {which}, but no file states which parameters its states belong to"
             + (f": {unnamed.reason}" if unnamed else ""),
-            _TRY_ANOTHER if unnamed and unnamed.model else _NAME_MODEL,
+            _advise(unnamed),
         )
     raise IncompleteError(
         state.manifest.origin.path,
@@ -295,6 +296,12 @@ def refuse_without_optimizer(state: WritableState) -> None:
         "pass --init-optimizer none to write only the weights, or start a new Adam:"
         " --init-optimizer zeros --param-groups FILE",
     )
+
+
+def _advise(unnamed: UnnamedOptimizer | None) -> str:
+    if unnamed and unnamed.advice:
+        return f"{unnamed.advice}, or leave out the optimizer: --init-optimizer none"
+    return _TRY_ANOTHER if unnamed and unnamed.model else _NAME_MODEL
 
 
 def describe_lost_state(state: WritableState) -> list[str]:

@@ -484,6 +484,34 @@ def test_nemo_s_keys_and_counters(monkeypatch):
     assert found.train.optimizer_step == wanted.train.optimizer_step
 
 
+def test_a_config_states_the_model_of_a_run_without_arguments(tmp_path, monkeypatch):
+    """verl saves neither ``args`` nor an iteration, and a config in ``huggingface``."""
+    reshard.merge(DIST, tmp_path / "wanted")
+    of_file = dist_format.tree.convert_file
+
+    def of_verl(file, *rank):
+        root = of_file(file, *rank)
+        if not isinstance(root, dict):
+            return root
+        return {key: value for key, value in root.items() if key not in ("args", "iteration")}
+
+    monkeypatch.setattr(dist_format.tree, "convert_file", of_verl)
+    run = tmp_path / "run"
+    actor = run / "global_step_3" / "actor"
+    shutil.copytree(DIST / STEP, actor / "dist_ckpt")
+    (run / "latest_checkpointed_iteration.txt").write_text("3")
+    report = reshard.merge(run, tmp_path / "unknown")
+    assert any("does not have the arguments of the run" in note for note in report.changes)
+    (actor / "huggingface").mkdir()
+    shutil.copy(tmp_path / "wanted" / "config.json", actor / "huggingface")
+    reshard.merge(run, tmp_path / "merged")
+    assert reshard.diff(tmp_path / "wanted", tmp_path / "merged").same
+    with pytest.raises(IncompleteError, match="dist_ckpt_optim_fully_reshardable"):
+        reshard.split(run, tmp_path / "split", to="dcp")
+    report = reshard.merge(run, tmp_path / "file.safetensors")
+    assert any("pass --names hf for those of Hugging Face" in note for note in report.warnings)
+
+
 @pytest.mark.parametrize(("form", "told"), [("torch_dist", True), ("torch", False)])
 def test_an_older_core_is_told_which_form_it_loads(form, told, tmp_path):
     """Up to 0.14 Megatron-core knows flat ranges, which 0.16 refuses, and not fully_reshardable."""

@@ -157,11 +157,12 @@ def rename(merge: Merge) -> Merge:
         keep_padding=options.keep_padding,
         config=companions.config,
     )
+    model = str(companions.directory) if companions.directory else None
     if not (merge.is_directory or options.names or options.family):
         # A directory is for transformers, so its names are chosen; a file keeps the source's.
-        merge.notes.warnings += naming.explain_source_names(merge.manifest, own, wanted)
+        merge.notes.warnings += naming.explain_source_names(merge.manifest, own, wanted, model)
         wanted = naming.prefer_source(wanted)
-    chosen = naming.choose_names(merge.manifest, own, wanted)
+    chosen = naming.choose_names(merge.manifest, own, wanted, model)
     if chosen.config is not None:
         companions = replace(companions, config=dict(chosen.config))
     return replace(apply_names(merge, chosen), companions=companions)

@@ -41,7 +41,16 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.dist_flat import CHAIN
 from reshard.formats.megatron.optimizer import RankParam
 from reshard.location import Location
-from reshard.manifest import BUFFER, PARAM, Entry, Manifest, Origin, SourceFile, index_entries
+from reshard.manifest import (
+    BUFFER,
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    SourceFile,
+    UnnamedOptimizer,
+    index_entries,
+)
 from reshard.model_parallel.moves import take_slice
 from reshard.model_parallel.rules import Table
 from reshard.pickles import trust
@@ -52,6 +61,10 @@ _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
+_FULLY = (
+    "save it once with --dist-ckpt-optim-fully-reshardable (verl:"
+    " dist_ckpt_optim_fully_reshardable)"
+)
 _DECODER = "decoder.layers."
 _NEMO = "module."
 _STEPS = frozenset(("iteration", "global_step"))
@@ -98,7 +111,9 @@ def read(location: Location, table: Table) -> Manifest:
     # group.
     chained = dist_flat.find_group_states(objects)
     state = optimizer.read(chained or common.get("optimizer"), params, args, table, str(location))
-    flat = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location)).read_entries()
+    buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location))
+    problem = buffers.find_problem()
+    flat = [] if problem else buffers.read_entries()
     form = _describe_form(common, flat, slots)
     manifest = Manifest(
         origin=Origin("megatron", str(location)),
@@ -111,7 +126,13 @@ def read(location: Location, table: Table) -> Manifest:
         tied={names.OUTPUT: names.EMBEDDING}
         if args.tied and (PARAM, names.EMBEDDING) in whole
         else {},
-        warnings=tuple(loaded.notes + state.notes),
+        warnings=(
+            *loaded.notes,
+            *state.notes,
+            *([f"the optimizer is left out: {problem}"] if problem else []),
+        ),
+        unnamed_optimizers=("optimizer",) if problem else (),
+        unnamed=UnnamedOptimizer(problem, advice=_FULLY) if problem else None,
         unknown_globals=trust.unknown(loaded.globals | seen),
         ordered=True,  # see `grid.sort_entries`
     )

@@ -86,6 +86,15 @@ class FlatBuffers:
             elif match[2] == _UNPADDED:
                 self._unpadded[group] = values[0]
 
+    def find_problem(self) -> str:
+        """Return why the buffers cannot be divided among the parameters; empty if they can be."""
+        if self._args.values or not (self._buckets or self._states):
+            return ""
+        return (
+            "the checkpoint does not have the arguments of the run, by which the flat buffers of"
+            " the distributed optimizer are divided"
+        )
+
     def read_entries(self) -> list[Entry]:
         """Return every slot of the whole model.
 
