@@ -32,14 +32,14 @@ def make_moe(case: Case, out: Path) -> None:
     """Train, save ``out/run``, write ``out/reference.pt``."""
     run = start(case, out)
     losses = [train.train_step(run, step) for step in range(case.steps - 1)]
-    before, hypers = truth.snapshot(run.engine, case.slots), run.hypers()
+    before, hypers = truth.snapshot_once(run.engine, case.slots), run.hypers()
     losses.append(train.train_step(run, case.steps - 1))
     now = truth.snapshot(run.engine, case.slots)
     truth.check_last_step(before, now, run.fqns(), hypers)
     train.save(run, out / "run")
     reference = gathered(run, train.describe(run, now)) | {"losses": losses}
     further = [train.train_step(run, case.steps + extra) for extra in range(train.NEXT_STEPS)]
-    later = truth.snapshot(run.engine, case.slots)
+    later = truth.snapshot_once(run.engine, ())
     reference["next"] = {"losses": further, "params": joined(run, later.params)}
     train.write_reference(reference, out)
 

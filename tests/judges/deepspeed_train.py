@@ -233,14 +233,14 @@ def make(case: Case, out: Path) -> None:
     """Train, save ``out/run``, write ``out/reference.pt``; train on, for the resume tests."""
     run = start(case, dist.get_world_size(), out)
     losses = [train_step(run, step) for step in range(case.steps - 1)]
-    before, hypers = truth.snapshot(run.engine, case.slots), run.hypers()
+    before, hypers = truth.snapshot_once(run.engine, case.slots), run.hypers()
     losses.append(train_step(run, case.steps - 1))
     now = truth.snapshot(run.engine, case.slots)
     truth.check_last_step(before, now, run.fqns(), hypers)
     save(run, out / "run")
     reference = describe(run, now) | {"losses": losses}
     further = [train_step(run, case.steps + extra) for extra in range(NEXT_STEPS)]
-    later = truth.snapshot(run.engine, case.slots)
+    later = truth.snapshot_once(run.engine, ())
     reference["next"] = {"losses": further, "params": later.params}
     write_reference(reference, out)
     if case.universal and dist.get_rank() == 0:
@@ -281,7 +281,7 @@ def begin(case: Case, weights: Path, steps: int, out: Path) -> None:
     run = start(case, dist.get_world_size(), out, seed=8, weights=weights)
     loaded = describe(run, truth.snapshot(run.engine, ()))
     losses = [train_step(run, step) for step in range(steps)]
-    params = truth.snapshot(run.engine, case.slots).params
+    params = truth.snapshot_once(run.engine, ()).params
     write_reference({"loaded": loaded, "losses": losses, "params": params}, out)
 
 
@@ -317,7 +317,7 @@ def resumed(
     loaded = describe(run, truth.snapshot(run.engine, slots), kept)
     first = run.engine.global_steps
     losses = [train_step(run, first + step) for step in range(steps)]
-    params = truth.snapshot(run.engine, case.slots).params
+    params = truth.snapshot_once(run.engine, ()).params
     return {"loaded": loaded, "losses": losses, "params": params}
 
 

@@ -55,23 +55,23 @@ def optimized(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def empty_params(model: nn.Module) -> Tensors:
     """Trainable zero-element parameters, fp32 like every other entry of ``params``."""
-    live = live_params(model)
-    return {n: live[n].float() for n, p in named(model) if p.requires_grad and not _numel(p)}
+    empty = {n: p for n, p in named(model) if p.requires_grad and not _numel(p)}
+    return {n: _live(p).float() for n, p in empty.items()}
 
 
 def live_params(model: nn.Module) -> Tensors:
     """Return every parameter in the dtype of the computation, gathered if ZeRO-3 splits it."""
-    found = {}
-    for name, param in named(model):
-        with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            found[name] = param.detach().clone()
-    return found
+    return {n: _live(p) for n, p in named(model)}
+
+
+def _live(param: nn.Parameter) -> Tensor:
+    with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+        return param.detach().clone()
 
 
 def frozen_params(model: nn.Module) -> Tensors:
     """Frozen parameters in their true dtype."""
-    live = live_params(model)
-    return {n: live[n] for n, p in named(model) if not p.requires_grad}
+    return {n: _live(p) for n, p in named(model) if not p.requires_grad}
 
 
 def persistent_buffers(model: nn.Module) -> Tensors:
@@ -87,12 +87,25 @@ def snapshot(
 
     ``unused`` are names that the module does not compute with, and DeepSpeed does not restore.
     """
+    found = snapshot_once(engine, slot_names, unused)
+    if isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        _cross_check(engine, found)
+    return found
+
+
+def snapshot_once(
+    engine: DeepSpeedEngine, slot_names: tuple[str, ...], unused: frozenset[str] = frozenset()
+) -> Snapshot:
+    """Like `snapshot`, without the second way to read stages 1 and 2.
+
+    That is a collective for each tensor, which four ranks take longer for than for training. It is
+    enough to make them once a run: where a parameter lies in a flat buffer does not change.
+    """
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         found = _by_api(engine, slot_names)
     elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
         found = _by_address(engine, slot_names)
-        _cross_check(engine, found)
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
         found = _unfused(engine, slot_names)
     elif isinstance(optimizer, torch.optim.Optimizer):

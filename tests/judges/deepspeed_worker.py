@@ -16,6 +16,7 @@ PRELOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # pulls in torch._inductor, seconds of import
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.layer",
     "deepspeed.pipe",
     "deepspeed.checkpoint.ds_to_universal",

@@ -24,6 +24,7 @@ PRELOADED = (
     "accelerate",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.stage3",
     "reshard.dcp",
     "reshard.deepspeed",

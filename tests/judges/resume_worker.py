@@ -35,6 +35,7 @@ BATCH = 4  # of all ranks together
 STEPS, SAVED = 6, 3
 PRELOADED = (
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.stage3",
     "transformers.trainer",
     "transformers.integrations.deepspeed",
