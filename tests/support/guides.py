@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,7 @@ LOADED = """
 assert all(torch.equal(state["model"][name], value) for name, value in kept.items())
 """
 AROUND = {"reshard.dcp": (STATE, LOADED)}  # import of a block -> code before and after it
+AT_ONCE = 2  # pages: most commands keep one core busy
 FRAGMENTS = ("import reshard.transformers",)  # of a training script: tests/judged runs them
 
 
@@ -75,13 +77,14 @@ def run(what: str, arguments: list[str], place: Path) -> None:
         text=True,
         errors="replace",
     )
-    sys.stderr.write(f"{time.perf_counter() - began:6.1f} s  {what}\n")
+    sys.stderr.write(f"{time.perf_counter() - began:6.1f} s  {place.name}: {what}\n")
     if done.returncode:
         sys.exit(f"{done.stdout}\nexit status {done.returncode}: {what}")
 
 
-def run_page(page: Path, sources: Path, place: Path) -> None:
+def run_page(page: Path, sources: Path, scratch: Path) -> None:
     """Run the commands and the Python code of a page in a new directory."""
+    place = scratch / f"{page.parent.name}-{page.stem}"
     place.mkdir()
     text = page.read_text()
     for name in SOURCES:
@@ -118,9 +121,9 @@ def main() -> None:
         for line in SOURCES.values():
             known = line.replace("fsdp2", choose_fsdp())
             run(known, ["bash", "-c", known], sources)
-        for page in [ROOT / name for name in sys.argv[1:]] or PAGES:
-            sys.stderr.write(f"{page.relative_to(ROOT)}\n")
-            run_page(page, sources, Path(scratch, f"{page.parent.name}-{page.stem}"))
+        pages = [ROOT / name for name in sys.argv[1:]] or PAGES
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            list(threads.map(lambda page: run_page(page, sources, Path(scratch)), pages))
 
 
 if __name__ == "__main__":
