@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,10 +11,11 @@ from safetensors.torch import load_file, save_file
 import reshard
 from reshard.testing.megatron import models
 from reshard.testing.megatron import proof as families
+from tests.support import combinations
 
 pytestmark = pytest.mark.slow
 
-PROVED = (
+PROVED = (  # neighbours are of one kind: they take turns in the two forms of a checkpoint
     families.CONFIGS["nemotron_h"],
     families.CONFIGS["nemotron_h_moe"],
     "deepseek_v3",
@@ -33,11 +36,19 @@ NAMED = (
 )
 
 
+def choose_forms(grids, turn):
+    """Return the grid in one form of checkpoint, or in both with ``--every-combination``."""
+    return grids if os.environ.get(combinations.EVERY) else grids[turn : turn + 1]
+
+
 @pytest.fixture(scope="module")
 def proofs(tmp_path_factory):
     """Return the proof of every family, by its name."""
     place, dense, sparse = tmp_path_factory.mktemp("families"), families.DENSE, families.SPARSE
-    found = families.prove(PROVED, place / "proved", dense[1:], sparse[-2:])
+    found = []
+    for turn in (0, 1):
+        grids = choose_forms(dense[1:], turn), choose_forms(sparse[-2:], turn)
+        found += families.prove(PROVED[turn::2], place / f"proved{turn}", *grids)
     found += families.prove(NAMED, place / "named", dense[-1:], sparse[-1:])
     return {proof.name: proof for proof in found}
 
