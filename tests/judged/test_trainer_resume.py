@@ -105,6 +105,7 @@ def resumed(sources, tmp_path_factory):
             "data": str(place / "text"),
             "precision": source.precision,
             "global_batch": 12,
+            "micro_batch": 12 // world,
             "seq_len": 8,
         }
         out = place / f"{name} {strategy} {world}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from tests.support.combinations import choose_combinations
 from tests.trainer import worlds
 
 pytestmark = pytest.mark.slow
@@ -21,25 +24,27 @@ MODELS = {
     "bf16 sums": {"precision": "bf16", "grad_dtype": "bf16"},
     "frozen": {"precision": "bf16", "freeze": (r"layers\.0\.mlp\.up",)},
 }
-FSDP = {"fsdp": {"strategy": "fsdp"}, "fsdp2": {"strategy": "fsdp2"}}
+FSDP = ("fsdp", "fsdp2")
+RUNS = choose_combinations(
+    itertools.product(MODELS, FSDP, (1, 2, 3, 4)),
+    needed=[("frozen", "fsdp", 1), ("fp16", "fsdp2", 3)],  # tests name them
+)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """(model, strategy, ranks) -> what the run logged."""
     place, jobs = tmp_path_factory.mktemp("runs"), {}
-    for name, model in MODELS.items():
-        ways = {("ddp", 1): {"strategy": "ddp"}}
-        ways |= {(key, world): way for key, way in FSDP.items() for world in (1, 2, 3, 4)}
-        for (key, world), way in ways.items():
-            path = f"{place}/{name} {key} {world}"
-            where = {"save": path, "log": f"{path}.jsonl"}
-            chosen = {**COMMON, **model, **way, **where, "reduction": "canonical"}
-            jobs[name, key, world] = world, chosen
+    for name, key, world in [*((name, "ddp", 1) for name in MODELS), *RUNS]:
+        path = f"{place}/{name} {key} {world}"
+        where = {"save": path, "log": f"{path}.jsonl"}
+        chosen = {**COMMON, **MODELS[name], "strategy": key, **where, "reduction": "canonical"}
+        jobs[name, key, world] = world, chosen
     # FSDP 1 calls this SHARD_GRAD_OP: what is gathered stays until the backward pass is over.
     path = f"{place}/grad op"
     where = {"save": path, "log": f"{path}.jsonl", "fsdp_sharding_strategy": "SHARD_GRAD_OP"}
-    jobs["fp32", "grad op", 3] = 3, {**jobs["fp32", "fsdp", 3][1], **where}
+    chosen = {**COMMON, **MODELS["fp32"], "strategy": "fsdp", "reduction": "canonical"}
+    jobs["fp32", "grad op", 3] = 3, {**chosen, **where}
     return worlds.trained(jobs)
 
 
@@ -68,7 +73,7 @@ def test_some_steps_of_the_fp16_run_are_skipped(runs):
 @pytest.mark.parametrize("strategy", FSDP)
 def test_it_goes_on_at_another_number_of_ranks_with_the_same_bits(runs, strategy, tmp_path):
     path = f"{tmp_path}/half"
-    chosen = {**COMMON, **MODELS["fp32"], **FSDP[strategy], "reduction": "canonical"}
+    chosen = {**COMMON, **MODELS["fp32"], "strategy": strategy, "reduction": "canonical"}
     half = {**chosen, "steps": 2, "schedule_steps": STEPS, "save": path, "log": f"{path}.jsonl"}
     worlds.train_on(2, [half])
     rest = worlds.train_on(3, [{"resume": path, "steps": STEPS, "log": f"{path}.rest"}])[0][0]

@@ -9,13 +9,13 @@ from tests.trainer import worlds
 
 STEPS, END = 2, 3
 COMMON = {
-    "global_batch": 24,
+    "global_batch": 12,
     "micro_batch": 1,
     "seq_len": 8,
     "schedule_steps": END,
     "param_groups": "single",
 }
-TURNS = (1, 2, 3) * 3 + (6, 8)  # many ranks are slow on few cores
+TURNS = (1, 2, 3) * 3 + (6,)  # many ranks are slow on few cores
 RUNS = {  # flags of the trainer
     "ddp": {"strategy": "ddp"},
     "zero1": {"strategy": "zero1"},

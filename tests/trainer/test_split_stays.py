@@ -36,7 +36,7 @@ RUNS = {
     **{f"fsdp2 {form}": {"strategy": "fsdp2", **chosen} for form, chosen in FORMS.items()},
     "fsdp2 megatron": {"strategy": "fsdp2", "state_dict_type": "megatron"},
 }
-ROUTES = ((2, 1), (2, 3), (3, 2))
+ROUTES = ((3, 1), (2, 3))  # test_split has more, from four ranks
 NOISE = 1e-6  # relative, of losses: torch's FSDP adds in another order at another number of ranks
 
 pytestmark = pytest.mark.judge
