@@ -26,6 +26,7 @@ from reshard.errors import IncompleteError, UnrecognisedError, understood
 from reshard.files import SourceFiles, refuse_lfs_pointer
 from reshard.formats import placeholders, registry, run, unclear
 from reshard.formats.base import ReadHints
+from reshard.formats.pytorch.directory import find_whole
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, check
 from reshard.model import ModelShapes
@@ -94,6 +95,11 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
     if force and not registry.detects(force, location):
         raise UnrecognisedError(location, f"is not a {force} checkpoint", "leave out --from")
     # A tag chooses inside a run, so a checkpoint directly at the path is not what is meant.
+    whole = None if force or hints.tag else find_whole(location)
+    if whole is not None:
+        note = f"{location} is a part of {whole}, which was read"
+        manifest = _read_as(whole, force, hints)
+        return replace(manifest, warnings=(*manifest.warnings, note))
     name = force
     if not force and hints.tag is None and unclear.is_checkpoint(location):
         name = registry.detect(location)

@@ -148,6 +148,9 @@ def _find_models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[s
     return large or floats or models
 
 
+_WHOLE = "pass the directory that contains all files of the checkpoint, its weights included"
+
+
 def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> Path:
     """Return the path of the model, if names, files or sizes decide."""
     preferred = [path for path in models if path and MODEL_KEYS.fullmatch(str(path[-1]))]
@@ -163,7 +166,7 @@ def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Pa
     if models:
         raise _build_choice_error(where, models)
     only = "an optimizer but no weights" if optimizers else "no state dict"
-    raise UnrecognisedError(where, f"holds {only}")
+    raise UnrecognisedError(where, f"holds {only}", _WHOLE)
 
 
 def _build_choice_error(where: str, models: Mapping[Path, Mapping[str, Any]]) -> UnrecognisedError:

@@ -32,6 +32,7 @@ def deepspeed(stage, family="lora"):
 RUNS = {  # at two ranks
     "z2": deepspeed(2),
     "z3": deepspeed(3),
+    "z2 by the trainer": {**deepspeed(2), "optimizer": "trainer", "scheduler": "trainer"},
     "ddp": DDP,
     "fsdp2": FSDP2,
     "fsdp2 embeddings": WHOLE,
@@ -58,6 +59,7 @@ AS_FSDP2 = {  # name -> the run, ranks, state dict type
     "fsdp2 at 2, full": ("fsdp2", 2, "full"),
     "z2 at 4, sharded": ("z2", 4, "sharded"),
     "z3 at 2, full": ("z3", 2, "full"),
+    "z2 by the trainer at 2, sharded": ("z2 by the trainer", 2, "sharded"),  # one group is empty
 }
 OWN = {"ddp at 4": ("ddp", 4), "fsdp2 at 4": ("fsdp2", 4)}
 

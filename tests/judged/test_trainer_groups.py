@@ -10,7 +10,7 @@ import pytest
 
 import reshard
 from reshard.errors import IncompleteError
-from tests.judged.alike import assert_resumed_state
+from tests.judged.alike import assert_resumed_state, assert_same_state
 from tests.judged.trained import JUDGE, SAVED, train
 
 pytestmark = pytest.mark.slow
@@ -75,3 +75,18 @@ def test_groups_that_are_not_the_trainers_are_refused(saved, tmp_path):
             (copy / path.name).write_bytes(path.read_bytes())
     with pytest.raises(IncompleteError, match="in several groups"):
         reshard.split(copy, tmp_path / "out", world_size=1, to="accelerate")
+
+
+@pytest.mark.parametrize("folder", ["pytorch_model_fsdp_0", "optimizer_0"])
+def test_a_folder_of_dcp_stands_for_its_checkpoint(folder, saved, tmp_path):
+    """The weights alone would lose the optimizer beside them, and no one would be told."""
+    reshard.split(saved["adam"][0], tmp_path / "out", state_dict_type="sharded")
+    whole = tmp_path / "out" / f"checkpoint-{SAVED}"
+    with reshard.open(whole) as wanted, reshard.open(whole / folder) as found:
+        assert_same_state(found, wanted)
+        assert found.manifest.train.step == SAVED
+    (whole / "pytorch_model_fsdp_1").mkdir()
+    for path in (whole / "pytorch_model_fsdp_0").iterdir():
+        (whole / "pytorch_model_fsdp_1" / path.name).write_bytes(path.read_bytes())
+    with reshard.open(whole / "pytorch_model_fsdp_1") as second:  # one of two models is chosen
+        assert not second.manifest.has_optimizer

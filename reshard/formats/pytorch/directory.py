@@ -72,6 +72,21 @@ def find_dcp_parts(location: Location) -> dict[str, Location]:
     return parts
 
 
+def find_whole(location: Location) -> Location | None:
+    """Return the checkpoint whose model or optimizer is the folder that the user passed.
+
+    None is returned for other folders, and where the checkpoint has several models to choose from.
+    """
+    if location.chosen or len(location.directories) > 1 or not _FOLDER.fullmatch(location.name):
+        return None
+    folder = location.path if location.path.name else location.path.resolve()
+    above = Location([folder.parent])
+    parts = find_dcp_parts(above)
+    optimizers = [name for name in parts if name.startswith("optim")]
+    is_pair = location.name in parts and (len(parts), len(optimizers)) == (2, 1)
+    return above if is_pair else None
+
+
 def _is_of_dcp(folder: Location) -> bool:
     return dcp.detect(folder) or any(map(dcp.is_hf_shard, folder.files))
 

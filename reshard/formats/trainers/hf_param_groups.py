@@ -8,6 +8,7 @@ from dataclasses import replace
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes, library
 from reshard.model.weight_decay import find_decays
+from reshard.training import trainer_run
 from reshard.training.companion_files import describe_beside
 from reshard.training.param_groups import replace_groups
 from reshard.training.state import TrainedGroup, WritableState
@@ -28,13 +29,16 @@ def adapt_groups(
         model: the model, if the user described it; otherwise a config beside the source is used.
     """
     notes: list[str] = []
-    if len(state.groups) == 1 and _has_deepspeeds_optimizer(state.manifest):
+    lacks_groups = _has_deepspeeds_optimizer(state.manifest) or _has_trainers_optimizer(state)
+    if len(state.groups) == 1 and lacks_groups:
         fqns = state.groups[0].fqns
         decays = find_decays(fqns, model)
         if decays is None and model is None and library.is_installed():
             decays = find_decays(fqns, describe_beside(state.manifest))
-        if decays is not None:
+        if decays is not None and _has_deepspeeds_optimizer(state.manifest):
             state, notes = _divide(state, decays)
+        elif decays is not None and len(set(decays)) == 1:
+            state, notes = _restore_empty(state, is_decayed=decays[0])
     # Its scheduler adds this key, and DCP loads no group without it. The value is not used again.
     groups = (
         replace(group, hyper={**group.hyper, "initial_lr": group.hyper["lr"]})
@@ -54,6 +58,33 @@ def _has_deepspeeds_optimizer(manifest: Manifest) -> bool:
     """Return whether DeepSpeed made the optimizer of the source, as its configuration states."""
     config = manifest.train.config
     return isinstance(config, dict) and "optimizer" in config
+
+
+def _has_trainers_optimizer(state: WritableState) -> bool:
+    """Return whether the Trainer made the optimizer that a DeepSpeed engine then had."""
+    train = state.manifest.train
+    return (
+        state.manifest.origin.format.startswith("deepspeed")
+        and isinstance(train.config, dict)
+        and "optimizer" not in train.config
+        and bool(train.trainer_state)
+        and not trainer_run.is_document(train.trainer_state)
+    )
+
+
+def _restore_empty(state: WritableState, *, is_decayed: bool) -> tuple[WritableState, list[str]]:
+    """Return the state with the group without parameters that a DeepSpeed engine leaves out.
+
+    The Trainer makes one where all trained parameters are decayed (LoRA), or none is.
+    """
+    (group,) = state.groups
+    if is_decayed:
+        groups = [group, TrainedGroup({**group.hyper, "weight_decay": 0.0}, ())]
+    else:
+        groups = [TrainedGroup(group.hyper, ()), group]
+    restored, notes = replace_groups(state, groups, [[0], [0]])
+    text = "the Trainer's param group without parameters, which DeepSpeed leaves out, is restored"
+    return restored, [text, *notes]
 
 
 def _divide(state: WritableState, decays: Sequence[bool]) -> tuple[WritableState, list[str]]:
