@@ -14,7 +14,7 @@ existing_output
 unwritten, unwritten_files
             planning of an output whose files are read without being written, and opening them
 passes      passes over a conversion that merge and split share
-balance     counts of the values that were read
+leaf_counts counts of the values that were read
 lines, page
             reports as text and as HTML pages
 programs    the only module that starts other programs

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
-from reshard.commands.balance import count_leaves, describe_leaves
+from reshard.commands.leaf_counts import count_leaves, describe_leaves
 from reshard.commands.lines import LabelledLine, Report, align, format_row
 from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard import units
-from reshard.commands.balance import count_leaves
+from reshard.commands.leaf_counts import count_leaves
 from reshard.commands.lines import Report, format_list, format_row, format_timing
 from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts

@@ -22,7 +22,7 @@ from reshard.averages.mean import WORKER_NBYTES
 from reshard.commands.average import layout
 from reshard.commands.average.options import AverageOptions
 from reshard.commands.average.report import AverageReport, MergedAverage, SplitAverage
-from reshard.commands.balance import add_leaves, count_leaves
+from reshard.commands.leaf_counts import add_leaves, count_leaves
 from reshard.commands.merge import command as merging
 from reshard.commands.merge import passes
 from reshard.commands.merge.passes import Merge

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard import units
-from reshard.commands.balance import describe_leaves
+from reshard.commands.leaf_counts import describe_leaves
 from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.output_report import OutputReport, WriteResult, describe_common, list_values
 from reshard.manifest import WEIGHT_KINDS, Manifest

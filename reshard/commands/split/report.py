@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from reshard import units
-from reshard.commands.balance import describe_leaves
+from reshard.commands.leaf_counts import describe_leaves
 from reshard.commands.lines import format_list, format_row
 from reshard.commands.output_report import OutputReport, describe_common, list_values
 from reshard.commands.split.options import LayoutOptions

@@ -13,7 +13,7 @@
     rank        one rank's files
     model       the parameters of a rank, if no file lists them
     share       the layers and experts of a model chunk
-    own         the states that ranks save beside tensors; rank_states: which are kept
+    rank_states the states that ranks save beside tensors; kept_states: which are written
     legacy      the torch format: a folder for each rank
     dist        the torch_dist format: DCP with Megatron's keys
     dist_flat   the distributed optimizer's buffers there

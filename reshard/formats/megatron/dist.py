@@ -33,7 +33,7 @@ from reshard.formats.megatron import (
     grid,
     names,
     optimizer,
-    own,
+    rank_states,
     run_config,
     train,
 )
@@ -120,7 +120,7 @@ def read(location: Location, table: Table) -> Manifest:
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
         files={**loaded.files, **files},
         train=train.make_train_state(
-            {**common, own.RNG: _get_first(objects, own.RNG)}, args, state, 0, 0
+            {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)}, args, state, 0, 0
         ),
         # Megatron saves the last stage's copy under the embedding's key, so its name is not here.
         tied={names.OUTPUT: names.EMBEDDING}
@@ -136,7 +136,7 @@ def read(location: Location, table: Table) -> Manifest:
         unknown_globals=trust.unknown(loaded.globals | seen),
         ordered=True,  # see `grid.sort_entries`
     )
-    manifest = own.attach(manifest, own.collect_from_dist(loaded.root))
+    manifest = rank_states.attach(manifest, rank_states.collect_from_dist(loaded.root))
     return replace(manifest, origin=train.make_origin(location, args, form, manifest))
 
 

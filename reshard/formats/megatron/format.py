@@ -72,9 +72,9 @@ def _describe_model(manifest: Manifest) -> Traits | None:
 
 
 def _name_extra_states(manifest: Manifest) -> str:
-    from reshard.formats.megatron import rank_states
+    from reshard.formats.megatron import kept_states
 
-    return rank_states.name_extra_states(manifest)
+    return kept_states.name_extra_states(manifest)
 
 
 def _translate(manifest: Manifest) -> tuple[Manifest, list[str]]:
@@ -186,13 +186,13 @@ class Megatron(Writer):
         Raises:
             UsageError: a part that must be kept cannot be.
         """
-        from reshard.formats.megatron import rank_states
+        from reshard.formats.megatron import kept_states
 
-        return rank_states.adapt(conversion)
+        return kept_states.adapt(conversion)
 
     def list_own_entries(self, request: Request) -> Sequence[Entry]:
         """Return the extra states of modules."""
-        entries: Sequence[Entry] = request.own.carried.entries
+        entries: Sequence[Entry] = request.own.rank_states.entries
         return entries
 
     def lay_out(self, state: WritableState, request: Request) -> LaidOut:

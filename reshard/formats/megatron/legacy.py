@@ -12,7 +12,7 @@ from typing import Any
 from reshard.dtypes import UINT8
 from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.formats.megatron import directory, grid, grouped, names, optimizer, own, train
+from reshard.formats.megatron import directory, grid, grouped, names, optimizer, rank_states, train
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
 from reshard.formats.megatron.optimizer import RankParam
@@ -59,10 +59,10 @@ def read(location: Location, table: Table) -> Manifest:
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         note = f"no rank has {directory.OPTIMIZER}: the checkpoint lacks the optimizer's state"
         whole = replace(whole, warnings=(*whole.warnings, note))
-    states = own.collect_from_ranks(
+    states = rank_states.collect_from_ranks(
         _collect_extra(opened, args, table, offsets), _collect_random(opened, args)
     )
-    return own.attach(
+    return rank_states.attach(
         replace(whole, origin=train.make_origin(location, args, detail, whole)), states
     )
 
@@ -90,7 +90,7 @@ def _collect_random(
 ) -> dict[tuple[int, ...], Any]:
     """Return the random states of every rank."""
     return {
-        (rank.pp, rank.tp, *([rank.ep] if args.ep > 1 else [])): file.root.get(own.RNG)
+        (rank.pp, rank.tp, *([rank.ep] if args.ep > 1 else [])): file.root.get(rank_states.RNG)
         for rank, file in opened.items()
     }
 
@@ -206,7 +206,7 @@ def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterato
     s + 2718 + tp, the expert tracker s + 1024 + 100 * ep + etp. A random state begins with its seed
     (torch 2.13 ``aten/src/ATen/CPUGeneratorImpl.cpp``, ``cuda/CUDAGeneratorImpl.cpp``).
     """
-    stated = file.root.get(own.RNG)
+    stated = file.root.get(rank_states.RNG)
     states = stated[0] if isinstance(stated, list) and stated else None
     trackers = states.get("rng_tracker_states") if isinstance(states, dict) else None
     if not isinstance(states, dict) or not isinstance(trackers, dict):

@@ -1,112 +1,171 @@
-"""What ranks of Megatron saved beside tensors, in a conversion to Megatron: kept or dropped."""
+"""What ranks of a Megatron run save beside the model's tensors: extra states and random states.
+
+A module's ``_extra_state`` is Transformer Engine's (scales of FP8, for example), and opaque. Each
+rank has another one. The torch format stores all of them; torch_dist stores those of the first
+tensor rank, which all ranks get when Megatron loads it.
+
+Sources: Megatron-LM core_v0.16.1 ``core/transformer/utils.py``
+(``make_sharded_object_for_checkpoint``: tensor- and data-parallel ranks are replicas),
+``training/checkpointing.py`` (``get_rng_state``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.megatron import own
-from reshard.formats.megatron.own import OwnStates
-from reshard.formats.megatron.write import carried as carry
-from reshard.formats.megatron.write.carried import Carried
+from reshard.formats.megatron import names
 from reshard.manifest import Manifest
+from reshard.pickles.values import Call
+from reshard.state_dict.tree import as_global
 
-if TYPE_CHECKING:
-    from reshard.formats.base import Notes, StateConversion
+OPAQUE_KEY = "what ranks saved beside tensors"  # in `TrainState.opaque`
+RNG = "rng_state"
+_EXPERT = ".experts."
+_STREAM = "_io.BytesIO"  # of Transformer Engine before 2
+_SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
+_LAYERS = "decoder.layers."
+
+RankKey = tuple[int, ...]
 
 
-def name_extra_states(manifest: Manifest) -> str:
-    """Return the words for a source's extra states in a report; empty if it has none."""
-    count = len(own.get_own(manifest).names())
-    return f"own states of {count} modules (_extra_state)" if count else ""
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """The states that a source has beside its tensors.
 
-
-def adapt(conversion: StateConversion) -> StateConversion:
-    """Return the conversion with the extra states and random states to write.
-
-    Raises:
-        UsageError: states that the user wants to keep cannot be kept.
+    Args:
+        form: ``torch`` or ``torch_dist``.
+        extra: (tensor, expert) rank -> name in the whole model -> value. The value is None for a
+            module that could have a state and has none. In torch_dist (0, 0) has the states of the
+            first tensor rank under the directory's keys.
+        rng: random states by pipeline and tensor rank. With expert parallelism a third number
+            follows: the expert rank, in torch_dist the data-parallel rank.
     """
-    states = own.get_own(conversion.manifest)
-    carried = _choose_extra_states(states, conversion)
-    carried = replace(carried, rng=_choose_random_states(states, conversion))
-    request = conversion.request
-    own_options = replace(request.own, carried=carried)
-    return replace(conversion, request=replace(request, own=own_options))
+
+    form: str
+    extra: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    rng: Mapping[RankKey, Any] = field(default_factory=dict)
+
+    def names(self) -> set[str]:
+        """Return the modules whose states hold anything."""
+        return {
+            name
+            for states in self.extra.values()
+            for name, value in states.items()
+            if not is_empty(value)
+        }
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether a state is neither a tensor nor a stream of bytes."""
+        values = (value for states in self.extra.values() for value in states.values())
+        return any(
+            not (
+                as_global(value) or is_empty(value) or isinstance(value, bytes) or _is_stream(value)
+            )
+            for value in values
+        )
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether experts have states, which the two forms store in different ways."""
+        return any(map(is_of_expert, self.names()))
+
+    def blank(self) -> RankStates:
+        """Return the modules that could have a state, with None for each.
+
+        Experts are left out: their names depend on the rank.
+        """
+        modules = {
+            name: None
+            for states in self.extra.values()
+            for name in map(name_in_model, states)
+            if not is_of_expert(name)
+        }
+        return RankStates("torch", {(0, 0): modules})
 
 
-def _choose_extra_states(states: OwnStates, conversion: StateConversion) -> Carried:
-    """Return the extra states to write.
+def attach(manifest: Manifest, states: RankStates) -> Manifest:
+    """Return the manifest with these states."""
+    opaque = {**manifest.train.opaque, OPAQUE_KEY: states}
+    return replace(manifest, train=replace(manifest.train, opaque=opaque))
 
-    Raises:
-        UsageError: they must be kept and cannot be.
+
+def get_rank_states(manifest: Manifest) -> RankStates:
+    """Return the states of a source; empty for one that is not Megatron's."""
+    states = manifest.train.opaque.get(OPAQUE_KEY)
+    return states if isinstance(states, RankStates) else RankStates("")
+
+
+def is_of_expert(name: str) -> bool:
+    """Return whether a state is of an expert's module."""
+    return _EXPERT in name
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a state is None or the empty tensor of a module without FP8."""
+    tensor = as_global(value)
+    return value is None or (tensor is not None and 0 in tensor.shape)
+
+
+def _is_stream(value: Any) -> bool:
+    if not isinstance(value, Call) or value.name != _STREAM or value.args:
+        return False
+    match value.state:
+        # What ``BytesIO.__getstate__`` returns: the contents, the position and the instance's dict.
+        case (bytes(), int(), None):
+            return True
+    return False
+
+
+def collect_from_ranks(
+    held: Iterable[tuple[tuple[int, int], Mapping[str, Any]]], rng: Mapping[RankKey, Any]
+) -> RankStates:
+    """Return the states of a run in the torch format.
+
+    Args:
+        held: (tensor, expert) rank with its states, once for each of its model chunks.
     """
-    manifest, wanted, notes = conversion.manifest, conversion.request.own, conversion.notes
-    policy, what = conversion.options.extra_state, name_extra_states(manifest)
-    # Also dropped states keep their keys: the files list with None which modules have a state.
-    blank = carry.make_blank(states, manifest, wanted.impl)
-    reason = "--extra-state drop"
-    if policy != "drop":
-        reason = carry.find_extra_obstacle(states, manifest, wanted.sizes, wanted.form, wanted.impl)
-    if reason and policy == "keep":
-        raise UsageError(
-            "--extra-state keep",
-            f"the extra states of modules cannot be copied: {reason}",
-            "leave them out: --extra-state drop",
-        )
-    if reason:
-        notes.dropped += [f"{what}: {reason}"] if what else []
-        return blank
-    extra, entries = carry.lay_out_states(states, wanted.form)
-    if what and (states.form, wanted.form) == ("torch", "torch_dist") and len(states.extra) > 1:
-        what += ", those of the first tensor-parallel rank, as Megatron saves them"
-    notes.kept += [what] if what else []
-    return Carried(form=states.form, extra=extra, entries=entries)
+    extra: dict[tuple[int, int], dict[str, Any]] = {}
+    for rank, states in held:
+        extra.setdefault(rank, {}).update(states)
+    return RankStates("torch", extra, {rank: value for rank, value in rng.items() if value})
 
 
-def _choose_random_states(
-    states: OwnStates, conversion: StateConversion
-) -> Mapping[own.RankKey, object]:
-    """Return the random states to write.
+def collect_from_dist(root: Mapping[str, Any]) -> RankStates:
+    """Return the states of a torch_dist directory by its keys."""
+    extra, rng = dict[str, Any](), dict[RankKey, Any]()
+    for key, value in root.items():
+        match = _SHARD.fullmatch(key)
+        if match is None or not isinstance(value, list) or len(value) != 1:
+            continue
+        if match[1] == RNG:
+            rng[tuple(map(int, match[2].split(".")))] = value[0]
+        elif names.is_extra(match[1]):
+            extra[key] = value[0]
+    return RankStates("torch_dist", {(0, 0): extra} if extra else {}, rng)
 
-    Raises:
-        UnsupportedError: new states are to be derived.
-        UsageError: the states must be kept and cannot be.
+
+def name_in_model(key: str) -> str:
+    """Return the name in the model of a key of torch_dist.
+
+    >>> name_in_model("decoder.layers.mlp.linear_fc1._extra_state/shard_2_4")
+    'decoder.layers.2.mlp.linear_fc1._extra_state'
     """
-    manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
-    wanted, policy = request.own, request.rng
-    if policy == "derive":
-        raise UnsupportedError(
-            "--rng derive",
-            "has no effect in Megatron, which seeds every rank by --seed and its position if a"
-            " checkpoint has no random states",
-            "leave it out, and load with --no-load-rng",
-        )
-    if policy == "drop" or wanted.weights_only:
-        reason = "--rng drop" if policy == "drop" else "--weights-only"
-        return _drop_random_states(states, notes, f"random states ({reason})")
-    reason = carry.find_rng_obstacle(states, manifest, wanted.sizes, wanted.data, wanted.form)
-    if reason and policy == "keep":
-        raise UsageError(
-            "--rng keep",
-            f"random states cannot be copied: {reason}",
-            "leave them out with --rng drop: Megatron then seeds every rank",
-        )
-    if reason:
-        return _drop_random_states(states, notes, f"random states: {reason}")
-    try:
-        rebuilt = carry.rebuild_random(states, manifest.origin.path)
-    except UnsupportedError as error:
-        if policy == "keep":
-            raise
-        notes.dropped.append(f"random states: {error.where} {error.problem}")
-        return {}
-    notes.kept.append(f"random states of {len(rebuilt)} ranks")
-    return dict(rebuilt)
+    match = _SHARD.fullmatch(key)
+    if match is None:
+        return key
+    name, numbers = match[1], match[2]
+    if name.startswith(_LAYERS) and not name[len(_LAYERS) :][0].isdecimal():
+        return name.replace(_LAYERS, f"{_LAYERS}{numbers}.", 1)
+    return name
 
 
-def _drop_random_states(states: OwnStates, notes: Notes, text: str) -> dict[own.RankKey, object]:
-    notes.dropped += [text] if states.rng else []
-    return {}
+def spell_keys(states: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield states under the keys that torch_dist has for their names."""
+    for key in keys:
+        name = name_in_model(key)
+        if name in states:
+            yield key, states[name]

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.formats.megatron import own
+from reshard.formats.megatron import rank_states
 from reshard.formats.megatron.directory import NAME
 from reshard.join import join_groups
 from reshard.manifest import Manifest, ParamGroup, TrainState
@@ -31,7 +31,7 @@ _CHOICES = frozenset(
     is_expert_parallel is_decoupled_lr is_vision_model_parameter
     """.split()
 )
-_OPAQUE = frozenset(("checkpoint_version", "content_metadata", own.OPAQUE_KEY))
+_OPAQUE = frozenset(("checkpoint_version", "content_metadata", rank_states.OPAQUE_KEY))
 
 
 def translate(manifest: Manifest) -> tuple[Manifest, list[str]]:

@@ -91,35 +91,35 @@ def lay_grid(args: Namespace) -> None:
 
 def make_config(args: Namespace) -> TransformerConfig:
     """Return what ``core_transformer_config_from_args`` makes of the arguments."""
-    told = vars(args)
-    kind = MLATransformerConfig if told.get("multi_latent_attention") else TransformerConfig
-    values = {f.name: told[f.name] for f in dataclasses.fields(kind) if f.name in told}
-    values["num_moe_experts"] = told.get("num_experts")
-    values["num_layers_in_first_pipeline_stage"] = told.get("decoder_first_pipeline_num_layers")
-    values["num_layers_in_last_pipeline_stage"] = told.get("decoder_last_pipeline_num_layers")
-    values["bias_activation_fusion"] = told.get("bias_gelu_fusion", True)
-    if told.get("swiglu"):
+    stated = vars(args)
+    kind = MLATransformerConfig if stated.get("multi_latent_attention") else TransformerConfig
+    values = {f.name: stated[f.name] for f in dataclasses.fields(kind) if f.name in stated}
+    values["num_moe_experts"] = stated.get("num_experts")
+    values["num_layers_in_first_pipeline_stage"] = stated.get("decoder_first_pipeline_num_layers")
+    values["num_layers_in_last_pipeline_stage"] = stated.get("decoder_last_pipeline_num_layers")
+    values["bias_activation_fusion"] = stated.get("bias_gelu_fusion", True)
+    if stated.get("swiglu"):
         values |= {"activation_func": F.silu, "gated_linear_unit": True}
-        values["bias_activation_fusion"] = told.get("bias_swiglu_fusion", True)
-    if told.get("squared_relu"):
+        values["bias_activation_fusion"] = stated.get("bias_swiglu_fusion", True)
+    if stated.get("squared_relu"):
         values["activation_func"] = squared_relu
-    elif told.get("quick_geglu"):
+    elif stated.get("quick_geglu"):
         values |= {"activation_func": quick_gelu, "gated_linear_unit": True}
     values["num_query_groups"] = (
-        args.num_query_groups if told.get("group_query_attention") else None
+        args.num_query_groups if stated.get("group_query_attention") else None
     )
     # Of Megatron-core's own modules for many experts none works without Transformer Engine.
     values["moe_grouped_gemm"] = args.transformer_impl == "transformer_engine"
     config = kind(**values | ON_CPU)
-    for name in told:
+    for name in stated:
         if name.startswith(YARN):
-            setattr(config, name, told[name])
+            setattr(config, name, stated[name])
     return config
 
 
 def build(args: Namespace) -> GPTModel:
     """Return this rank's stage, as ``gpt_builder`` with ``--transformer-impl local`` makes it."""
-    config, told = make_config(args), vars(args)
+    config, stated = make_config(args), vars(args)
     common = {
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
@@ -128,23 +128,23 @@ def build(args: Namespace) -> GPTModel:
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "position_embedding_type": args.position_embedding_type,
     }
-    if told.get("hybrid_override_pattern"):
+    if stated.get("hybrid_override_pattern"):
         return hybrid.build(args, config, **common)
-    if told.get("experimental_attention_variant"):
+    if stated.get("experimental_attention_variant"):
         spec = delta.make_layer_spec(config)
     elif args.num_experts:
         spec = get_gpt_decoder_block_spec(
             config,
             use_transformer_engine=False,
             normalization=args.normalization,
-            qk_l2_norm=told.get("qk_l2_norm", False),
+            qk_l2_norm=stated.get("qk_l2_norm", False),
         )
     else:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=args.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
             normalization=args.normalization,
-            qk_l2_norm=told.get("qk_l2_norm", False),
+            qk_l2_norm=stated.get("qk_l2_norm", False),
         )
     if config.multi_latent_attention:
         multi_latent_attention.HAVE_TE = False  # 0.16.1 has it True without the package
@@ -184,9 +184,9 @@ def load(model: GPTModel, place: Path) -> Any:
     mcore_optimizer.Adam = torch.optim.AdamW
     distrib_optimizer.HAVE_APEX_OR_TE = False
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    told = OptimizerConfig(optimizer="adam", lr=0.0, min_lr=0.0, params_dtype=torch.float32)
-    overrides = mcore_optimizer.get_standard_config_overrides(told)
-    optimizer = mcore_optimizer.get_megatron_optimizer(told, [wrapped], overrides)
+    settings = OptimizerConfig(optimizer="adam", lr=0.0, min_lr=0.0, params_dtype=torch.float32)
+    overrides = mcore_optimizer.get_standard_config_overrides(settings)
+    optimizer = mcore_optimizer.get_megatron_optimizer(settings, [wrapped], overrides)
     base = _find_iteration(place)
     state = _load_dist(base, model, optimizer) if _is_dist(base) else _load_legacy(base)
     wrapped.load_state_dict(state["model"], strict=True)

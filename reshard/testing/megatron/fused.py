@@ -25,8 +25,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 class NormThenLinear(ColumnParallelLinear):
     """A norm and a column parallel linear layer in one module."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **told: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **told)
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
         norm = getattr(torch.nn, config.normalization)(input_size, eps=config.layernorm_epsilon)
         # Transformer Engine registers the norm's parameters first, and optimizers number them so.
         own, self._parameters = self._parameters, {}
@@ -43,8 +43,8 @@ class NormThenLinear(ColumnParallelLinear):
         if self.kind == "RMSNorm":
             x = torch.rms_norm(x, x.shape[-1:], self.added + self.layer_norm_weight, self.eps)
         else:
-            told = (self.layer_norm_weight, self.layer_norm_bias, self.eps)
-            x = torch.layer_norm(x, x.shape[-1:], *told)
+            parts = (self.layer_norm_weight, self.layer_norm_bias, self.eps)
+            x = torch.layer_norm(x, x.shape[-1:], *parts)
         made = super().forward(x)
         largest = made[0].detach().abs().amax().float()
         self.history = torch.cat([self.history[1:], largest[None]])
@@ -67,12 +67,12 @@ class Whole(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
         """Return what Transformer Engine's wrappers do for whole tensors and their extra state."""
-        told = {
+        options = {
             "tp_group": parallel_state.get_tensor_model_parallel_group(),
             "dp_cp_group": metadata["dp_cp_group"],
         }
         state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets, **told)
+        return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets, **options)
 
     def get_extra_state(self) -> None:
         """Return nothing, under the key that Transformer Engine has."""
@@ -113,11 +113,11 @@ class GroupedLinear(Whole):
         *,
         config: Any,
         tp_comm_buffer_name: str,
-        **told: Any,
+        **options: Any,
     ) -> None:
         super().__init__()
-        assert not told["bias"]
-        self.groups = told["pg_collection"]
+        assert not options["bias"]
+        self.groups = options["pg_collection"]
         ranks = self.groups.expt_tp.size()
         is_first = tp_comm_buffer_name == "fc1"  # the outputs are cut, of the second the inputs
         self.cut = 0 if is_first else 1

@@ -23,12 +23,12 @@ class _RMSNormGated(torch.nn.Module):
     """``layernorm_gated.RMSNorm``: of each group of x, after the gate."""
 
     def __init__(
-        self, size: int, eps: float, group_size: int, *, norm_before_gate: bool, **told: Any
+        self, size: int, eps: float, group_size: int, *, norm_before_gate: bool, **options: Any
     ) -> None:
         super().__init__()
         assert not norm_before_gate
         self.eps, self.group = eps, group_size
-        self.weight = torch.nn.Parameter(torch.ones(size, dtype=told["dtype"]))
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=options["dtype"]))
 
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         x = x * F.silu(z)
@@ -36,13 +36,13 @@ class _RMSNormGated(torch.nn.Module):
         return F.rms_norm(groups, groups.shape[-1:], None, self.eps).reshape(x.shape) * self.weight
 
 
-def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, _chunk: int, **told: Any) -> torch.Tensor:
+def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, _chunk: int, **options: Any) -> torch.Tensor:
     """``mamba_chunk_scan_combined``: x (batch, length, heads, dim), b and c (.., groups, state)."""
-    assert told["dt_softplus"]
-    assert told["z"] is None
+    assert options["dt_softplus"]
+    assert options["z"] is None
     kind = x.dtype
     x, dt, a, b, c = (each.double() for each in (x, dt, a, b, c))
-    step = F.softplus(dt + told["dt_bias"])
+    step = F.softplus(dt + options["dt_bias"])
     b, c = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (b, c))
     state = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1])
     out = []
@@ -50,7 +50,7 @@ def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, _chunk: int, **told: Any) -> 
         kept = torch.exp(step[:, at] * a)[..., None, None]
         added = (step[:, at, :, None] * x[:, at])[..., None] * b[:, at, :, None]
         state = kept * state + added
-        out.append((state * c[:, at, :, None]).sum(-1) + told["D"][:, None] * x[:, at])
+        out.append((state * c[:, at, :, None]).sum(-1) + options["D"][:, None] * x[:, at])
     return torch.stack(out, 1).to(kind)
 
 
@@ -74,7 +74,7 @@ def stand_in_for_kernels() -> None:
     cpu.add_modules(modules)
 
 
-def build(args: Namespace, config: Any, **told: Any) -> Any:
+def build(args: Namespace, config: Any, **options: Any) -> Any:
     """Return ``mamba_builder``'s model: this rank's stage."""
     stand_in_for_kernels()
     from megatron.core.models.mamba import MambaModel
@@ -89,7 +89,7 @@ def build(args: Namespace, config: Any, **told: Any) -> Any:
         config,
         ModuleSpec(module=mamba_block.MambaStack, submodules=_specify_layers()),
         hybrid_override_pattern=args.hybrid_override_pattern,
-        **told,
+        **options,
     )
 
 

@@ -229,10 +229,10 @@ def _begin(proof: Proof, dense: Grids, sparse: Grids) -> Proof:
         return proof
     for ranks in sparse if _has_experts(tiny) else dense:
         try:
-            told: dict[str, Any] = {"transformer_impl": proof.impl}
+            options: dict[str, Any] = {"transformer_impl": proof.impl}
             # transformers' own class lacks MTP layers: a model that it builds would not fit.
-            told |= {} if proof.sources.mtp else {"model": str(proof.sources.model)}
-            _convert(proof, proof.sources.run, proof.locate_run(ranks), ranks, **told)
+            options |= {} if proof.sources.mtp else {"model": str(proof.sources.model)}
+            _convert(proof, proof.sources.run, proof.locate_run(ranks), ranks, **options)
         except ReshardError as error:
             proof.refused[error.problem] = ranks
             continue
@@ -295,8 +295,8 @@ def _merge(proof: Proof, ranks: RankGrid) -> Iterator[str]:
     assert proof.sources is not None
     # A hybrid model's config has settings that Megatron has not (`tables/nemotron_h.yaml`).
     is_hybrid = proof.model_type in HYBRID
-    told: dict[str, Any] = {"hf_dir": proof.sources.model} if is_hybrid else _name_family(proof)
-    api.merge(run, back, **told, **proof.options)
+    options: dict[str, Any] = {"hf_dir": proof.sources.model} if is_hybrid else _name_family(proof)
+    api.merge(run, back, **options, **proof.options)
     yield from _compare_directories(back, proof.sources)
 
 
@@ -326,12 +326,14 @@ def _compare_directories(back: Path, sources: Sources) -> Iterator[str]:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         back, config=config, output_loading_info=True
     )
-    model, told = loaded
+    model, report = loaded
     layers = model.config.num_hidden_layers
-    told["unexpected_keys"] = [
-        key for key in told["unexpected_keys"] if not mtp.is_of_mtp(key, layers)
+    report["unexpected_keys"] = [
+        key for key in report["unexpected_keys"] if not mtp.is_of_mtp(key, layers)
     ]
-    yield from (f"{key}: {told[key]}" for key in ("missing_keys", "unexpected_keys") if told[key])
+    yield from (
+        f"{key}: {report[key]}" for key in ("missing_keys", "unexpected_keys") if report[key]
+    )
     with torch.no_grad():
         logits = model.eval()(sources.tokens, use_cache=False).logits
     # Not the same bits: gelu_new of a config may have become gelu_pytorch_tanh.
@@ -373,8 +375,8 @@ def _compare_published(proof: Proof, ranks: RankGrid) -> Iterator[str]:
     assert proof.sources is not None
     run = proof.locate_run(ranks)
     target = run.with_suffix(".published")
-    told: dict[str, Any] = {"weights_only": True, "transformer_impl": proof.impl}
-    _convert(proof, proof.sources.model, target, ranks, **told)
+    options: dict[str, Any] = {"weights_only": True, "transformer_impl": proof.impl}
+    _convert(proof, proof.sources.model, target, ranks, **options)
     yield from _describe(api.diff(run, target, kinds=["weight"]))
 
 

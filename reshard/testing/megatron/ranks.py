@@ -66,12 +66,12 @@ def run_jobs(jobs: Sequence[LoadJob], place: Path) -> list[dict[str, Any] | str]
 
 def _run_worker(jobs: Sequence[LoadJob], place: Path) -> str:
     """Run the worker process to its end; return what to say of jobs without a result."""
-    told, log = place / "jobs.json", place / LOG
-    told.write_text(json.dumps([asdict(job) for job in jobs]))
+    listed, log = place / "jobs.json", place / LOG
+    listed.write_text(json.dumps([asdict(job) for job in jobs]))
     with log.open("w") as output:
         # A session of its own, so that `os.killpg` ends the ranks that the worker forked as well.
         worker = subprocess.Popen(
-            [sys.executable, "-m", "reshard.testing.megatron.worker", str(told)],
+            [sys.executable, "-m", "reshard.testing.megatron.worker", str(listed)],
             env=_make_environment(),
             stdout=output,
             stderr=output,

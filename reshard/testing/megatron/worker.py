@@ -115,4 +115,4 @@ def _join_group(job: LoadJob, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    serve([LoadJob(**told) for told in json.loads(Path(sys.argv[1]).read_text())])
+    serve([LoadJob(**job) for job in json.loads(Path(sys.argv[1]).read_text())])

@@ -5,7 +5,7 @@ ranks      what each rank holds of every weight
 groups     param groups as Megatron makes them
 scheduler  the state of its schedules of learning rate and weight decay
 args       the Namespace in every file
-carried    the states that ranks saved beside tensors: extra states, random states
+written_states  extra states and random states of ranks, on the new grid
 chain      the states of one optimizer, or of two
 legacy     a folder for each rank (``--ckpt-format torch``)
 dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
@@ -56,7 +56,7 @@ def _notes(choice: Resolved) -> list[str]:
     if choice.state.manifest.origin.format != NAME:
         notes += describe_lost_setup(choice.state)
     notes += _describe_core(choice)
-    if choice.wanted.form == "torch" and not choice.wanted.carried.rng:
+    if choice.wanted.form == "torch" and not choice.wanted.rank_states.rng:
         notes.append("no random states: Megatron loads it with --no-load-rng")
     return notes
 

@@ -11,9 +11,9 @@ from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.megatron.write import args as arguments
 from reshard.formats.megatron.write import groups, scheduler
-from reshard.formats.megatron.write.carried import Carried
 from reshard.formats.megatron.write.groups import Groups
 from reshard.formats.megatron.write.ranks import HEAD, KnownWeight, WeightLocations, find_rules
+from reshard.formats.megatron.write.written_states import WrittenStates
 from reshard.formats.target_options import Adam, CkptFormat, TransformerImpl
 from reshard.manifest import Entry
 from reshard.model_parallel.architecture import Architecture
@@ -46,7 +46,7 @@ class MegatronOptions:
         impl: the implementation of the layers, which decides their names.
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size.
         dtype: dtype of the module; None: as trained.
-        carried: the states that ranks saved beside tensors.
+        rank_states: the states that ranks saved beside tensors.
     """
 
     sizes: Sizes
@@ -59,7 +59,7 @@ class MegatronOptions:
     divisible: int = 128
     dtype: DType | None = None
     weights_only: bool = False
-    carried: Carried = field(default_factory=Carried)
+    rank_states: WrittenStates = field(default_factory=WrittenStates)
 
     @property
     def dialect(self) -> str:
@@ -94,7 +94,7 @@ class Resolved:
         return self.wanted.data * sizes.tensor * sizes.pipeline
 
     @property
-    def carried(self) -> dict[str, Any]:
+    def client(self) -> dict[str, Any]:
         """Return the values beside Megatron's own that a pickle can hold; see `lost`."""
         train = self.state.manifest.train
         values = {name: train.objects.get(name, value) for name, value in train.client.items()}
@@ -103,8 +103,8 @@ class Resolved:
     @property
     def lost(self) -> list[str]:
         """Return the names of the values that no pickle can hold."""
-        carried = self.carried
-        others = [name for name in self.state.manifest.train.client if name not in carried]
+        written = self.client
+        others = [name for name in self.state.manifest.train.client if name not in written]
         return [*others, *self.args_lost]
 
     @property

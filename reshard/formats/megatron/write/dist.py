@@ -30,13 +30,13 @@ from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.megatron.dist_flat import CHAIN
-from reshard.formats.megatron.own import RNG
+from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.train import SHARDING, STATE_SHARDING
 from reshard.formats.megatron.write import chain
-from reshard.formats.megatron.write.carried import KIND
 from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup
 from reshard.formats.megatron.write.ranks import KnownWeight
+from reshard.formats.megatron.write.written_states import KIND
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import moves
 from reshard.pickles.objects import NAMESPACE
@@ -75,8 +75,8 @@ def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
     if not choice.wanted.weights_only:
         _add_optimizer(choice, stacks)
     root: dict[str, Any] = dict(stacks.values())
-    carried, extra_states = choice.wanted.carried, dict.fromkeys(stacks.extra_states())
-    extra_states.update(carried.of_dist([*extra_states]))
+    extra_states = dict.fromkeys(stacks.extra_states())
+    extra_states.update(choice.wanted.rank_states.of_dist([*extra_states]))
     root.update((key, dcp.StoredObject([value])) for key, value in extra_states.items())
     root.update(_lay_out_random(choice))
     attributes = stacks.describe_ranges()
@@ -105,7 +105,7 @@ def _name_sharding(choice: Resolved) -> str:
 
 def _lay_out_random(choice: Resolved) -> Iterator[tuple[str, dcp.StoredObject]]:
     """Yield the random states that are kept, by the rank's position in the grid."""
-    states_of = choice.wanted.carried.rng
+    states_of = choice.wanted.rank_states.rng
     if not states_of or choice.wanted.weights_only:
         return
     extents = [1 + max(numbers) for numbers in zip(*states_of, strict=True)]
@@ -392,7 +392,7 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
     # Megatron requires random states and an optimizer of the directory unless these are set.
     args = {
         **choice.args,
-        "no_save_rng": not wanted.carried.rng,
+        "no_save_rng": not wanted.rank_states.rng,
         "no_save_optim": wanted.weights_only,
     }
     root: dict[str, Any] = {
@@ -404,7 +404,7 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
     if not wanted.weights_only:
         root["optimizer"] = _make_optimizers(choice)
         root["opt_param_scheduler"] = choice.scheduler
-        root.update(choice.carried)
+        root.update(choice.client)
     return root
 
 

@@ -19,7 +19,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.megatron import arguments, order
 from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, concatenate, make_buckets
-from reshard.formats.megatron.own import RNG
+from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.write import chain
 from reshard.formats.megatron.write.args import REDUCES_IN_FP32
 from reshard.formats.megatron.write.choice import Resolved
@@ -115,13 +115,13 @@ class _LegacyRank:
             self._refuse_unknown_places()
             root["optimizer"] = self._optimizer()
             root["opt_param_scheduler"] = choice.scheduler
-            root.update(choice.carried)
+            root.update(choice.client)
             root.update(self._random())
         return root
 
     def _random(self) -> dict[str, Any]:
         """Return the random states that are kept."""
-        rank, states = self._rank, self._choice.wanted.carried.rng
+        rank, states = self._rank, self._choice.wanted.rank_states.rng
         position = (rank.stage, rank.tensor)
         state = states.get(position, states.get((*position, rank.expert)))
         return {} if state is None else {RNG: state}
@@ -133,8 +133,8 @@ class _LegacyRank:
         modules that have one. If they do not, and for experts, `_STATEFUL` decides by name.
         """
         rank, before = self._rank, self._choice.places.experts_of(self._rank).start
-        carried = self._choice.wanted.carried
-        own = dict(carried.of_chunk(rank.tensor, rank.expert, chunk, before))
+        rank_states = self._choice.wanted.rank_states
+        own = dict(rank_states.of_chunk(rank.tensor, rank.expert, chunk, before))
         is_listed = bool(own)
         module_state: OrderedDict[str, Any] = OrderedDict()
 

@@ -9,8 +9,8 @@ from typing import Any
 from reshard.containers import torch_writer
 from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
-from reshard.formats.megatron import names, own
-from reshard.formats.megatron.own import OwnStates, RankKey
+from reshard.formats.megatron import names, rank_states
+from reshard.formats.megatron.rank_states import RankKey, RankStates
 from reshard.formats.megatron.write.ranks import LocalWeight
 from reshard.manifest import Entry, Manifest
 from reshard.model_parallel.sizes import Sizes, parse_mesh
@@ -24,11 +24,11 @@ _TRACKERS = "rng_tracker_states"
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class WrittenStates:
     """The states that are written.
 
     Args:
-        extra: extra states as in `own.OwnStates`; a tensor becomes a slot of an entry.
+        extra: extra states as in `rank_states.RankStates`; a tensor becomes a slot of an entry.
         entries: the entries of these tensors.
         rng: random states by the rank's position in the grid.
     """
@@ -57,7 +57,7 @@ class Carried:
         }
         patterns = {local.known.found.word for local in chunk if local.known.expert is not None}
         for key, value in self.extra.get(rank, {}).items():
-            name = key if self.form == "torch" else own.name_in_model(key)
+            name = key if self.form == "torch" else rank_states.name_in_model(key)
             layer = names.find_layer(name)
             module, _, last = name.rpartition(".")
             if module in local_modules:
@@ -73,11 +73,11 @@ class Carried:
     def of_dist(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the states under torch_dist's keys."""
         states = self.extra.get((0, 0), {})
-        return dict(states if self.form == "torch_dist" else own.spell_keys(states, keys))
+        return dict(states if self.form == "torch_dist" else rank_states.spell_keys(states, keys))
 
 
 def find_extra_obstacle(
-    states: OwnStates, manifest: Manifest, sizes: Sizes, form: str, impl: str
+    states: RankStates, manifest: Manifest, sizes: Sizes, form: str, impl: str
 ) -> str:
     """Return the reason why modules' extra states cannot be kept; empty if they can."""
     source_impl = _get_impl(manifest)
@@ -102,12 +102,12 @@ def find_extra_obstacle(
     return next((reason for applies, reason in obstacles if applies), "")
 
 
-def make_blank(states: OwnStates, manifest: Manifest, impl: str) -> Carried:
+def make_blank(states: RankStates, manifest: Manifest, impl: str) -> WrittenStates:
     """Return empty states of the modules that the source's files list."""
     if _get_impl(manifest) != impl:
-        return Carried()
+        return WrittenStates()
     blank = states.blank()
-    return Carried(form=blank.form, extra=blank.extra)
+    return WrittenStates(form=blank.form, extra=blank.extra)
 
 
 def _get_impl(manifest: Manifest) -> str:
@@ -130,7 +130,7 @@ def _get_target_sizes(sizes: Sizes) -> tuple[int, int, int, int]:
 
 
 def lay_out_states(
-    source: OwnStates, form: str
+    source: RankStates, form: str
 ) -> tuple[Mapping[tuple[int, int], Mapping[str, Any]], tuple[Entry, ...]]:
     """Return modules' own states as they are written, and the entries of their tensors.
 
@@ -152,7 +152,7 @@ def lay_out_states(
         rank: {
             name: build(rank, name, value)
             for name, value in states.items()
-            if form == source.form or not own.is_of_expert(name)
+            if form == source.form or not rank_states.is_of_expert(name)
         }
         for rank, states in source.extra.items()
     }
@@ -160,7 +160,7 @@ def lay_out_states(
 
 
 def find_rng_obstacle(
-    states: OwnStates, manifest: Manifest, sizes: Sizes, data: int, form: str
+    states: RankStates, manifest: Manifest, sizes: Sizes, data: int, form: str
 ) -> str:
     """Return the reason why random states cannot be kept; empty if they can."""
     if not states.rng:
@@ -177,7 +177,7 @@ def find_rng_obstacle(
     return ""
 
 
-def rebuild_random(states: OwnStates, path: str) -> dict[RankKey, Any]:
+def rebuild_random(states: RankStates, path: str) -> dict[RankKey, Any]:
     """Return random states rebuilt from their numbers and bytes.
 
     Raises:

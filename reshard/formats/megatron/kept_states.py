@@ -1,0 +1,118 @@
+"""What ranks of Megatron saved beside tensors, in a conversion to Megatron: kept or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.megatron import rank_states
+from reshard.formats.megatron.rank_states import RankStates
+from reshard.formats.megatron.write import written_states
+from reshard.formats.megatron.write.written_states import WrittenStates
+from reshard.manifest import Manifest
+
+if TYPE_CHECKING:
+    from reshard.formats.base import Notes, StateConversion
+
+
+def name_extra_states(manifest: Manifest) -> str:
+    """Return the words for a source's extra states in a report; empty if it has none."""
+    count = len(rank_states.get_rank_states(manifest).names())
+    return f"own states of {count} modules (_extra_state)" if count else ""
+
+
+def adapt(conversion: StateConversion) -> StateConversion:
+    """Return the conversion with the extra states and random states to write.
+
+    Raises:
+        UsageError: states that the user wants to keep cannot be kept.
+    """
+    states = rank_states.get_rank_states(conversion.manifest)
+    written = _choose_extra_states(states, conversion)
+    written = replace(written, rng=_choose_random_states(states, conversion))
+    request = conversion.request
+    own_options = replace(request.own, rank_states=written)
+    return replace(conversion, request=replace(request, own=own_options))
+
+
+def _choose_extra_states(states: RankStates, conversion: StateConversion) -> WrittenStates:
+    """Return the extra states to write.
+
+    Raises:
+        UsageError: they must be kept and cannot be.
+    """
+    manifest, wanted, notes = conversion.manifest, conversion.request.own, conversion.notes
+    policy, what = conversion.options.extra_state, name_extra_states(manifest)
+    # Also dropped states keep their keys: the files list with None which modules have a state.
+    blank = written_states.make_blank(states, manifest, wanted.impl)
+    reason = "--extra-state drop"
+    if policy != "drop":
+        reason = written_states.find_extra_obstacle(
+            states, manifest, wanted.sizes, wanted.form, wanted.impl
+        )
+    if reason and policy == "keep":
+        raise UsageError(
+            "--extra-state keep",
+            f"the extra states of modules cannot be copied: {reason}",
+            "leave them out: --extra-state drop",
+        )
+    if reason:
+        notes.dropped += [f"{what}: {reason}"] if what else []
+        return blank
+    extra, entries = written_states.lay_out_states(states, wanted.form)
+    if what and (states.form, wanted.form) == ("torch", "torch_dist") and len(states.extra) > 1:
+        what += ", those of the first tensor-parallel rank, as Megatron saves them"
+    notes.kept += [what] if what else []
+    return WrittenStates(form=states.form, extra=extra, entries=entries)
+
+
+def _choose_random_states(
+    states: RankStates, conversion: StateConversion
+) -> Mapping[rank_states.RankKey, object]:
+    """Return the random states to write.
+
+    Raises:
+        UnsupportedError: new states are to be derived.
+        UsageError: the states must be kept and cannot be.
+    """
+    manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
+    wanted, policy = request.own, request.rng
+    if policy == "derive":
+        raise UnsupportedError(
+            "--rng derive",
+            "has no effect in Megatron, which seeds every rank by --seed and its position if a"
+            " checkpoint has no random states",
+            "leave it out, and load with --no-load-rng",
+        )
+    if policy == "drop" or wanted.weights_only:
+        reason = "--rng drop" if policy == "drop" else "--weights-only"
+        return _drop_random_states(states, notes, f"random states ({reason})")
+    reason = written_states.find_rng_obstacle(
+        states, manifest, wanted.sizes, wanted.data, wanted.form
+    )
+    if reason and policy == "keep":
+        raise UsageError(
+            "--rng keep",
+            f"random states cannot be copied: {reason}",
+            "leave them out with --rng drop: Megatron then seeds every rank",
+        )
+    if reason:
+        return _drop_random_states(states, notes, f"random states: {reason}")
+    try:
+        rebuilt = written_states.rebuild_random(states, manifest.origin.path)
+    except UnsupportedError as error:
+        if policy == "keep":
+            raise
+        notes.dropped.append(f"random states: {error.where} {error.problem}")
+        return {}
+    notes.kept.append(f"random states of {len(rebuilt)} ranks")
+    return dict(rebuilt)
+
+
+def _drop_random_states(
+    states: RankStates, notes: Notes, text: str
+) -> dict[rank_states.RankKey, object]:
+    notes.dropped += [text] if states.rng else []
+    return {}
