@@ -268,7 +268,7 @@ def test_no_module_uses_pickle_or_runs_code():
         ("reshard.commands.demo", "importlib.util"),  # finds torch and transformers
         ("reshard.live.safe_load", "pickle"),  # the error of torch.load(weights_only=True)
         ("reshard.model.build", "pkgutil"),  # --model module:factory runs the user's own code
-        ("reshard.testing.megatron.command", "importlib.util"),  # finds megatron-core
+        ("reshard.testing.megatron.__main__", "importlib.util"),  # finds megatron-core
         ("reshard.testing.megatron.ranks", "subprocess"),  # starts its own worker process
         ("reshard.testing.megatron.worker", "importlib"),  # a module of its own, after stand-ins
         ("reshard.commands.programs", "subprocess"),  # resume-check starts the user's own program

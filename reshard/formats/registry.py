@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "reshard.formats"
 MODEL = "huggingface"  # the format of a model's files, which `merge` writes
 # More particular formats come first: the first one that detects a checkpoint reads it.
-_PACKAGES = (*("deepspeed", "megatron", "meta", "nanotron", "colossalai", "pytorch", MODEL),)
+_PACKAGES = ("deepspeed", "megatron", "meta", "nanotron", "colossalai", "pytorch", MODEL)
 _UNKNOWN = Source()
 _ADDED: list[Format] = []
 

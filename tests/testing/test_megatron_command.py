@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 import sys
 
-from reshard.testing.megatron import command
+from reshard.testing.megatron import __main__ as command
 
 
 def test_it_says_that_megatron_core_is_missing(monkeypatch, capsys):

@@ -4,8 +4,7 @@
 
 It needs megatron-core and transformers, and no GPU.
 
-    proof    the steps of a proof, and its results
-    command  the command line, which __main__ starts
+    proof    the steps of a proof, and its results; __main__: the command line
     models   a tiny random model of any configuration of transformers
     mtp      the layers of a model that predict more tokens
     ranks    processes that load a checkpoint into Megatron-core, from the proof's side

@@ -1,8 +1,97 @@
-"""``python -m reshard.testing.megatron``."""
+"""``python -m reshard.testing.megatron``: the command line of the proof; see the package."""
 
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reshard.testing.megatron.proof import Proof
+
+NOT_RUN = 6  # as of `reshard.errors.NotRunError`
+_HEAD = "| model type | result | grids, or why not |"
+_MISSING = (
+    "megatron-core is not installed, and the proof runs its models\n"
+    "  -> pip install 'megatron-core>=0.16.1,<0.17'"
+)
+_EPILOG = """The exit code is 0 if all configurations are proved, 1 if a step failed, 3 if nothing
+failed and reshard refused a configuration, and 6 if megatron-core is not installed.
+
+examples:
+  python -m reshard.testing.megatron path/to/config.json
+  python -m reshard.testing.megatron qwen3 '{"model_type": "phi3", "sliding_window": 2047}'
+  python -m reshard.testing.megatron --rules family.yaml path/to/config.json
+"""
+
+
+def main() -> int:
+    """Prove what the command line names, and print the steps of each; return the exit code."""
+    options = _parse_command_line()
+    if importlib.util.find_spec("megatron") is None:
+        print(_MISSING, file=sys.stderr)
+        return NOT_RUN
+    from transformers.utils import logging
+
+    from reshard.testing.megatron import proof
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # layers that predict more tokens are unexpected to it
+    place = options.work or Path(tempfile.mkdtemp(prefix="families-"))
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        proofs = proof.prove(options.configs or proof.list_known(), place, rules=options.rules)
+    finally:
+        if options.work is None:
+            shutil.rmtree(place)
+    for each in proofs:
+        print("\n".join(each.list_lines()))
+    if options.table:
+        page = options.table.read_text() if options.table.exists() else ""
+        options.table.write_text(write_table(proofs, page))
+    codes = {proof.FAILED: 1, proof.REFUSED: 3}
+    verdicts = {each.verdict for each in proofs}
+    return next((code for verdict, code in codes.items() if verdict in verdicts), 0)
+
+
+def _parse_command_line() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m reshard.testing.megatron",
+        description="Prove that a family of models goes from Hugging Face to Megatron and back.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    configs = "a config.json, its directory or text, or a model_type [default: all families]"
+    parser.add_argument("configs", nargs="*", metavar="CONFIG", help=configs)
+    parser.add_argument("--rules", type=Path, metavar="FILE", help="a model family of your own")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keep what is made, in DIR")
+    table = "put the results into the table that ends FILE"
+    parser.add_argument("--table", type=Path, metavar="FILE", help=table)
+    return parser.parse_args()
+
+
+def write_table(proofs: Iterable[Proof], page: str) -> str:
+    """Return a page (`docs/megatron-families.md`) with these results in the table at its end.
+
+    The rows of other configurations stay as they are.
+    """
+    from reshard.testing.megatron.proof import CONFIGS
+
+    by_config = {config: name for name, config in CONFIGS.items()}
+    text, _, table = page.partition(_HEAD)
+    rows = {row.split(" | ")[0]: row for row in table.strip().splitlines()[1:]}
+    for proof in proofs:
+        own = proof.name if proof.name.startswith("{") else proof.model_type
+        name = f"| `{by_config.get(proof.name, own)}`"
+        rows[name] = f"{name} | {proof.verdict} | {proof.describe()} |"
+    by_verdict = sorted(rows.values(), key=lambda row: row.split(" | ")[1] == "refused")
+    return "\n".join([text + _HEAD, "| --- | --- | --- |", *by_verdict, ""])
+
 
 if __name__ == "__main__":
-    from reshard.testing.megatron.command import main
-
     sys.exit(main())
