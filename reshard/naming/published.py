@@ -17,8 +17,9 @@ from reshard.containers.json_files import read_json_object
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.model import library
+from reshard.model.adapter_names import find_saved_names
 from reshard.naming.options import Names
-from reshard.training.companion_files import config_beside
+from reshard.training.companion_files import config_beside, is_embedding
 from reshard.units import some
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class ChosenForm:
         aliases: names that transformers leaves out of files -> the name that is written.
         shapes: shapes that transformers gives the tensors in files; empty if nothing states them.
         warnings: why the names may not be those that the user expects.
+        is_other_model: whether the config is known to be that of another model.
     """
 
     manifest: Manifest
@@ -85,6 +87,7 @@ class ChosenForm:
     aliases: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, Index] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    is_other_model: bool = False
 
 
 def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | None) -> ChosenForm:
@@ -122,7 +125,7 @@ def choose_form(manifest: Manifest, config: ModelConfig | None, names: Names | N
         if names is not None:
             raise
         note = f"the output has the names of the source: {error.where} {error.problem}"
-        return ChosenForm(manifest, (note,))
+        return ChosenForm(manifest, warnings=(note,), is_other_model=isinstance(error, UsageError))
 
 
 def restore_memory_form(manifest: Manifest) -> Manifest | None:
@@ -149,9 +152,13 @@ def restore_memory_form(manifest: Manifest) -> Manifest | None:
 
 
 def _may_differ(manifest: Manifest, config: Mapping[str, Any]) -> bool:
-    if library.may_be_converted(config):
+    """Return whether names have to be compared with the model's, which takes seconds to build."""
+    names = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    if library.may_be_converted(config) or library.may_be_tied(config, names):
         return True
-    return library.may_be_tied(config, {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)})
+    # Without the embedding of tokens, the names may be those of another program.
+    has_tokens = any(map(is_embedding, names))
+    return "vocab_size" in config and not has_tokens and not find_saved_names(names)
 
 
 def _convert(manifest: Manifest, published: Published, names: Names | None) -> ChosenForm:

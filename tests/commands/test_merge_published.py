@@ -111,11 +111,23 @@ def mixtral(tmp_path):
     return tmp_path / "run", dict(model.state_dict())
 
 
+def test_names_of_another_program_are_compared_with_the_config(tmp_path):
+    """With this config, transformers would initialise all weights anew."""
+    run = tmp_path / "run"
+    run.mkdir()
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (run / "config.json").write_text(json.dumps({**BERT, **llama}))
+    torch.save({"tok.weight": torch.ones(40, 8), "layers.0.wq": torch.ones(8, 8)}, run / "own.bin")
+    report = reshard.merge(run, tmp_path / "out")
+    assert any("LlamaForCausalLM is another model" in text for text in report.warnings)
+
+
 def test_weights_of_another_model_keep_their_names(mixtral, tmp_path):
     run, state = mixtral
     torch.save({f"policy.{name}": value for name, value in state.items()}, run / "model.bin")
     report = reshard.merge(run, tmp_path / "out")
-    assert any("is another model" in text for text in report.changes)
+    assert any("is another model" in text for text in report.warnings)
+    assert "from_pretrained" not in report.load_line
     assert "policy.model.norm.weight" in load_file(tmp_path / "out" / "model.safetensors")
     with pytest.raises(UsageError, match="is another model"):
         reshard.merge(run, tmp_path / "hf", names="hf")

@@ -93,6 +93,7 @@ class Merge(Conversion):
             None if no form of the model was chosen.
         shapes: shapes that transformers gives the tensors in files; empty if nothing states them.
         companions: the files that complete the model directory.
+        has_config_of_other_model: whether the weights are known not to be those of its config.
         filled: the weights that come from another model.
         weights: the weights to write.
         tied: further names of tied weights; see the option.
@@ -110,6 +111,7 @@ class Merge(Conversion):
     aliases: Mapping[str, str] | None = None
     shapes: Mapping[str, Index] = field(default_factory=dict)
     companions: Companions = Companions(None, None, ())
+    has_config_of_other_model: bool = False
     filled: list[str] = field(default_factory=list)
     weights: Weights = field(default_factory=Weights)
     tied: Tied
@@ -193,7 +195,12 @@ def choose_form(merge: Merge) -> Merge:
     merge.notes.derived += form.notes
     merge.notes.warnings += form.warnings
     return replace(
-        merge, manifest=form.manifest, edited=bare, aliases=form.aliases, shapes=form.shapes
+        merge,
+        manifest=form.manifest,
+        edited=bare,
+        aliases=form.aliases,
+        shapes=form.shapes,
+        has_config_of_other_model=form.is_other_model,
     )
 
 

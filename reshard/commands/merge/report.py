@@ -168,7 +168,7 @@ def _describe_load(merge: Merge) -> str:
         return f'{"safetensors.torch.load_file" if is_safetensors else "torch.load"}("{{path}}")'
     if merge.adapter is not None:
         return 'peft.PeftModel.from_pretrained(base, "{path}")'
-    if merge.companions.config is None:
+    if merge.companions.config is None or merge.has_config_of_other_model:
         return 'reshard.open("{path}").state_dict()'
     return f'{_name_class(merge)}.from_pretrained("{{path}}")'
 
