@@ -299,16 +299,13 @@ def test_the_hugging_face_trainer_accepts_its_arguments(config, tmp_path, strate
 )
 def test_cut_models_are_as_large_as_our_trainer_makes_them(model, axes):
     """`--report-memory` measures the largest rank; without data parallelism nothing else is cut."""
-    from tests.support.programs import run_python
+    from tests.trainer import worlds
     from trainer.config.huggingface import TINY
 
     flags = [word for axis, size in axes.items() for word in (f"--{axis}", str(size))]
-    world = str(math.prod(axes.values()))
-    command = ("-m", "trainer", "--report-memory", "--strategy", "fsdp2", "--model", model)
-    done = run_python(
-        *command, *flags, "--nproc", world, "--accumulation", "2", check=True, cwd=ROOT
-    )
-    row = next(line for line in done.stdout.splitlines() if line.startswith("fsdp2"))
+    command = ["--report-memory", "--strategy", "fsdp2", "--model", model, "--accumulation", "2"]
+    printed = worlds.command(math.prod(axes.values()), [*command, *flags])
+    row = next(line for line in printed.splitlines() if line.startswith("fsdp2"))
     parameters, gradients, optimizer = (int(word.replace(",", "")) for word in row.split()[-4:-1])
     sizes = count_config(TINY[model] | {"vocab_size": 257}, model)
     # The trainer's expert-parallel ranks see the same samples: one data-parallel rank for each.

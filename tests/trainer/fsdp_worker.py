@@ -172,7 +172,7 @@ class Cases:
 
     # Resuming
 
-    def resumed(self, name, strategy, chosen, forms=tuple(FORMS), *, half=2, whole=4):
+    def resumed(self, name, strategy, chosen, forms=tuple(FORMS), *, half=2, whole=3):
         """Unbroken, and broken by each form of checkpoint."""
         complete = self.engine(strategy, **chosen)
         results = {"unbroken": self.train(complete, 0, whole), "half": half, "forms": {}}
