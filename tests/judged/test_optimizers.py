@@ -25,7 +25,7 @@ from tests.judges.optimizers import Kind
 
 pytestmark = pytest.mark.slow
 
-JUDGE = server.Judge("tests.judges.optimizers_worker", "DeepSpeed", {})
+JUDGE = server.Judge("tests.judges.optimizers_worker", "DeepSpeed", {}, like=server.DEEPSPEED)
 NOISE = 3e-4  # two steps' losses at another number of ranks: the order of gradients, in bf16
 BUFFERS = 6e-3  # zero.Init makes the buffers in bf16, too: the same weights have other losses
 OWN_NOISE = {"adafactor": 5e-3}  # it scales by the mean square of the piece that a rank has
