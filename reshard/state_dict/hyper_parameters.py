@@ -8,12 +8,13 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index
-from reshard.containers.torch_objects import read_number
+from reshard.containers.torch_objects import Tensor, pack_number, read_number
+from reshard.containers.torch_writer import Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
 from reshard.state_dict.plain_values import to_plain
-from reshard.state_dict.tree import as_global, is_tensor
+from reshard.state_dict.tree import GlobalTensor, as_global, is_tensor
 
 _MEMBERS = ("params", "param_names")
 _LARGEST = 1e300  # of a counter: excludes inf, NaN and integers that no float holds
@@ -46,13 +47,30 @@ def read_hyper(
     hyper = {}
     for name, value in group.items():
         if name not in (*_MEMBERS, *skip):
-            number = _read_tensor(value, pool) if pool and is_tensor(value) else None
+            number = _read_tensor(value, pool)
             hyper[str(name)] = to_plain(value) if number is None else number
     return hyper
 
 
-def _read_tensor(value: Any, pool: SourceFiles) -> TensorNumber | None:
-    """Return the number in a tensor of one element; None for other tensors."""
+def build_tensors(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyper-parameters for a pickle, with a tensor for each number that was one."""
+    return {
+        name: Slot(Storage(value.dtype, 1, data=pack_number(value, value.dtype)), value.shape)
+        if isinstance(value, TensorNumber)
+        else value
+        for name, value in hyper.items()
+    }
+
+
+def _read_tensor(value: Any, pool: SourceFiles | None) -> TensorNumber | None:
+    """Return the number in a tensor of one element; None for other values."""
+    if isinstance(value, Tensor):  # of one file, before the ranks' values were put together
+        value = GlobalTensor(value.dtype, value.shape, (value.chunk,))
+    if not is_tensor(value):
+        return None
+    if pool is None:
+        with SourceFiles() as files:
+            return _read_tensor(value, files)
     number, tensor = read_counter(value, pool), as_global(value)
     if number is None or tensor is None:
         return None

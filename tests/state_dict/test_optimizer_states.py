@@ -367,3 +367,18 @@ def test_a_name_of_a_file_is_one_as_in_merge(tmp_path):
         with pytest.raises(UsageError, match="of a file, but --to"):
             split(source, tmp_path / name, SplitOptions(to=to))
         assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_counter_of_the_group_is_a_tensor_under_deepspeed_too(stage, tmp_path):
+    model, optimizer = fresh(StableAdamW)
+    train(model, optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    torch.save(saved, tmp_path / "source.pt")
+    out = tmp_path / "zero"
+    reshard.split(tmp_path / "source.pt", out, to="deepspeed", zero_stage=stage, world_size=1)
+    reshard.split(out, tmp_path / "again", to="torch")
+    got = torch.load(tmp_path / "again/checkpoint.pt", weights_only=False)["optimizer"]
+    for group in got["param_groups"]:
+        assert torch.equal(group["step"], torch.tensor(1, dtype=torch.int32))
+        assert group["step"].dtype == torch.int32

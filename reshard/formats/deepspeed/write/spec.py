@@ -17,6 +17,7 @@ from reshard.manifest import Entry
 from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.pickles import objects
 from reshard.stamps import Stamp
+from reshard.state_dict.hyper_parameters import build_tensors
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import is_plain
 from reshard.training import loss_scale
@@ -137,7 +138,7 @@ class OutputSpec:
         """Return the groups as the optimizer stores them, with the indices of the flat tensors."""
         numbers = iter(range(len(self.flats)))
         return [
-            {**group.hyper, "params": [next(numbers) for _ in flats]}
+            {**build_tensors(group.hyper), "params": [next(numbers) for _ in flats]}
             for group, flats in zip(self.groups, self.flats_of, strict=True)
         ]
 

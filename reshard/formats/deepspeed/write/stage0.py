@@ -30,6 +30,7 @@ from reshard.formats.deepspeed.write.objects import (
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.state_dict import optimizer_names, torch_state_dict
+from reshard.state_dict.hyper_parameters import build_tensors
 from reshard.training.state import TrainedGroup, TrainedParameter
 
 _CLIP = 1.0  # GRADIENT_CLIPPING_DEFAULT; FP16_Optimizer requires a value
@@ -63,7 +64,10 @@ def make_optimizer(spec: OutputSpec) -> dict[str, Any]:
 def _by_parameter(spec: OutputSpec) -> dict[str, Any]:
     """Return the state dict of an optimizer that has a state for each parameter."""
     groups = (
-        (group.hyper, [(member.fqn, _state(member, group)) for member in group.members])
+        (
+            build_tensors(group.hyper),
+            [(member.fqn, _state(member, group)) for member in group.members],
+        )
         for group in spec.groups
     )
     return torch_state_dict.assemble_optimizer(groups, named=not _is_order_recoverable(spec))

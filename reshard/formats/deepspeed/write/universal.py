@@ -39,6 +39,7 @@ from reshard.formats.deepspeed.write.objects import WRITTEN_AS, scaler_object, s
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
 from reshard.manifest import Entry, Skeleton
+from reshard.state_dict.hyper_parameters import build_tensors
 from reshard.training.state import TrainedParameter
 
 _MODEL = "mp_rank_00_model_states.pt"
@@ -96,11 +97,13 @@ def common_hyper(spec: OutputSpec) -> dict[str, Any]:
     group keeps the value that its script sets.
     """
     first, *others = (group.hyper for group in spec.groups)
-    return {
-        key: value
-        for key, value in first.items()
-        if all(key in other and other[key] == value for other in others)
-    }
+    return build_tensors(
+        {
+            key: value
+            for key, value in first.items()
+            if all(key in other and other[key] == value for other in others)
+        }
+    )
 
 
 def _zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[Skeleton]:
