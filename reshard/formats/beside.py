@@ -12,10 +12,10 @@ from typing import Any
 from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import is_torch_file
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, UnsupportedError, UsageError
 from reshard.location import Location
 from reshard.manifest import Manifest
-from reshard.model import ModelHint
+from reshard.model import ModelHint, ModelShapes
 from reshard.paths import as_path
 from reshard.pickles import trust
 from reshard.state_dict import tree
@@ -179,6 +179,27 @@ def trainer_state(location: Location) -> dict[str, Any]:
         return {}
     state = read_json_object(path)
     return {key: value for key, value in state.items() if key != "log_history"}
+
+
+def describe_trained_model(location: Location, given: str | None) -> ModelShapes | None:
+    """Return the model of a run of HF Trainer, given or from the config near the checkpoint.
+
+    Args:
+        location: the checkpoint's directory, or DeepSpeed's folder in it.
+
+    Raises:
+        CorruptError: a file is damaged.
+        UsageError, UnsupportedError: as `ModelHint.shapes`, for a given model.
+    """
+    for near in (location, location.above()):
+        state = trainer_state(near)
+        if state and not trainer_run.is_document(state):
+            if given:
+                return ModelHint(given).shapes()
+            hint = nearby(near, None)
+            with contextlib.suppress(UsageError, UnsupportedError):  # a model that is not here
+                return hint.shapes() if hint else None
+    return None
 
 
 def batch_before(location: Location) -> dict[str, int] | None:

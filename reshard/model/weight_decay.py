@@ -9,12 +9,13 @@ Sources: transformers 5.23 ``trainer.py`` (``create_optimizer``, ``get_decay_par
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from reshard.model.adapter_names import MATRICES, parse_part
 from reshard.model.shapes import ModelShapes
 
 Division = tuple[tuple[str, ...], tuple[str, ...]]  # with decay and without
+FindDivisions = Callable[[], tuple[Division, ...]]
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 # Up to 4.48, names of norms did not count. The classes that some models registered beside
@@ -36,6 +37,11 @@ def find_decays(
     """
     found = [_decays(fqn, model, names) for fqn in fqns]
     return None if None in found else [bool(each) for each in found]
+
+
+def no_divisions() -> tuple[Division, ...]:
+    """Return no division: nothing is known of the training program."""
+    return ()
 
 
 def divide_parameters(model: ModelShapes) -> tuple[Division, ...]:

@@ -109,6 +109,12 @@ def _refuse_alike(candidates: Mapping[str, Signature], groups: SignatureGroups) 
         raise AmbiguousError(alike, "have the same shape, and no file states the model's order")
 
 
+def may_be_divided_by_decay(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether there are two groups, the second without weight decay, as HF Trainer's are."""
+    decays = [group.get("weight_decay") for group in groups]
+    return len(decays) == 2 and isinstance(decays[0], (int, float)) and decays[1] == 0
+
+
 def _match_in_order(
     candidates: Mapping[str, Signature], group: Sequence[Signature]
 ) -> list[str] | None:

@@ -27,7 +27,7 @@ from reshard.state_dict.optimizer_layouts import (
     infer_shape,
     select_tensors,
 )
-from reshard.state_dict.optimizer_names import AmbiguousError
+from reshard.state_dict.optimizer_names import AmbiguousError, may_be_divided_by_decay
 from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import GlobalTensor, LocalTensors, as_list, is_tensor
 
@@ -291,7 +291,7 @@ def _add_numbered(
 ) -> dict[Any, tuple[str, ...]]:
     """Add the states of an optimizer that numbers its parameters; return those of each index."""
     stored = _read_stored_names(groups)
-    if not _may_be_divided_by_decay(groups):
+    if not may_be_divided_by_decay(groups):
         known = replace(known, divisions=())
     if stored:
         known = replace(
@@ -308,12 +308,6 @@ def _add_numbered(
         )
         return {}
     return _add_states(parsed, state, names, layout, pool)
-
-
-def _may_be_divided_by_decay(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether there are two groups, the second without weight decay, as HF Trainer's are."""
-    decays = [group.get("weight_decay") for group in groups]
-    return len(decays) == 2 and isinstance(decays[0], (int, float)) and decays[1] == 0
 
 
 def _read_stored_names(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:

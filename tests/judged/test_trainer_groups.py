@@ -12,6 +12,7 @@ import reshard
 from reshard.errors import IncompleteError
 from tests.judged.alike import assert_resumed_state, assert_same_state
 from tests.judged.trained import JUDGE, SAVED, train
+from tests.support.sample_tensors import same
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +22,7 @@ RUNS = {
     "sgd": {**MAMBA, "optim": "sgd"},
     "frozen": {**MAMBA, "family": "frozen mamba"},
 }
+ZERO_0 = {**MAMBA, "kind": "deepspeed", "stage": 0, "optimizer": "trainer", "scheduler": "trainer"}
 MODELS = {"frozen": {"model": "tests.judges.resume_worker:frozen_mamba"}}
 WORLDS = (2, 1)
 
@@ -28,7 +30,7 @@ WORLDS = (2, 1)
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Train the real runs; return name -> the checkpoint, and the run's state and losses."""
-    return train(tmp_path_factory.mktemp("saved"), RUNS)
+    return train(tmp_path_factory.mktemp("saved"), {**RUNS, "zero 0": ZERO_0})
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,21 @@ def test_the_rule_of_the_trainer_names_the_parameters(name, world, saved, resume
         assert group["weight_decay"] == wanted["weight_decay"]
     if world == 2:
         assert seen["losses"] == truth["losses"]
+
+
+def test_stage_0_of_deepspeed_numbers_them_as_well(saved, tmp_path):
+    source, truth = saved["zero 0"]
+    with reshard.open(source) as checkpoint:
+        for fqn, slots in truth["optimizer"].items():
+            assert same(checkpoint.optimizer("exp_avg")[fqn][...], slots["exp_avg"]), fqn
+    copy = tmp_path / "global_step3"  # without the Trainer's files, nothing says who made it
+    copy.mkdir()
+    for path in (source / "global_step3").iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(IncompleteError, match="in several groups") as caught:
+        reshard.split(copy, tmp_path / "out", world_size=1)
+    assert "named_parameters" in caught.value.remedy
+    assert "--model" not in caught.value.remedy
 
 
 def test_a_model_whose_frozen_parameters_are_unknown_is_refused(saved, tmp_path):

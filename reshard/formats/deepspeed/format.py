@@ -20,6 +20,7 @@ from reshard.formats.deepspeed import directory
 from reshard.formats.deepspeed.directory import NAME, detect
 from reshard.location import Location, directory_of
 from reshard.manifest import Manifest
+from reshard.model.weight_decay import Division, FindDivisions, divide_parameters
 from reshard.naming.options import ModelNames
 
 if TYPE_CHECKING:
@@ -35,16 +36,24 @@ UNIVERSAL = "deepspeed-universal"
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats import beside
 
-    manifest = _read_state(directory.locate(location, hints.tag), hints.rules)
+    place = directory.locate(location, hints.tag)
+
+    def find_divisions() -> tuple[Division, ...]:
+        """Return how HF Trainer divides the parameters, if it saved the checkpoint."""
+        model = beside.describe_trained_model(place, hints.model)
+        return divide_parameters(model) if model else ()
+
+    manifest = _read_state(place, hints.rules, find_divisions)
     manifest = beside.with_companions(manifest, location)
     return beside.with_run(manifest, Location([directory_of(manifest.origin.path)]))
 
 
-def _read_state(location: Location, rules: Path | None) -> Manifest:
+def _read_state(location: Location, rules: Path | None, find_divisions: FindDivisions) -> Manifest:
     """Read the checkpoint at a location with the reader of its kind, which alone is imported.
 
     Args:
         rules: a user's table of how tensor-parallel ranks share parameters; see `cuts.Cuts`.
+        find_divisions: see `native.read`.
 
     Raises:
         ReshardError: as that reader.
@@ -70,7 +79,7 @@ def _read_state(location: Location, rules: Path | None) -> Manifest:
         return experts.read(files)
     from reshard.formats.deepspeed import native
 
-    return native.read(files.ranks[0])
+    return native.read(files.ranks[0], find_divisions=find_divisions)
 
 
 def _names_may_differ(manifest: Manifest) -> bool:

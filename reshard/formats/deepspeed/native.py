@@ -48,6 +48,7 @@ from reshard.manifest import (
     index_entries,
     most_common_dtype,
 )
+from reshard.model.weight_decay import FindDivisions, no_divisions
 from reshard.pickles import trust
 from reshard.units import some
 
@@ -77,12 +78,15 @@ def read(
     files: RankFiles,
     first: ModelStates | None = None,
     layers: Iterable[TorchFile] = (),
+    find_divisions: FindDivisions = no_divisions,
 ) -> Manifest:
     """Open every data-parallel rank's files and describe the state that they hold together.
 
     Args:
         first: the first rank's model states, if they are already open.
         layers: the files that hold the module's tensors, if the model states do not.
+        find_divisions: returns how the training program may have divided the parameters into
+            groups.
 
     Raises:
         IncompleteError: a rank's file is missing.
@@ -100,7 +104,7 @@ def read(
     _check_models(models)
     models = unwrap_names([_with_shapes(first, ranks), *models[1:]])
     _check_ranks(ranks, models[0], savers)
-    return _assemble(files.location, models, ranks, world_size, layers)
+    return _assemble(files.location, models, ranks, world_size, layers, find_divisions)
 
 
 def _with_shapes(first: ModelStates, ranks: Sequence[OptimizerStates]) -> ModelStates:
@@ -186,11 +190,16 @@ def _assemble(
     ranks: Sequence[OptimizerStates],
     world_size: int,
     layers: Iterable[TorchFile],
+    find_divisions: FindDivisions,
 ) -> Manifest:
     first = models[0]
     tied = first.aliases()
     swapped = swap.find_swap_files(location, first.shapes, ranks)
-    optimizer = _read_optimizer(first, ranks, swapped) if ranks else stage0.read(first, tied)
+    optimizer = (
+        _read_optimizer(first, ranks, swapped)
+        if ranks
+        else stage0.read(first, tied, find_divisions)
+    )
     stage, warnings = optimizer.stage, optimizer.warnings
     in_16_bit = any(entry.kind == MASTER for entry in optimizer.entries)
     module = _module_entries(models, tied, sharded=stage == 3)
@@ -233,6 +242,7 @@ def _assemble(
         wrapped_names=first.wrapped_names,
         warnings=tuple(warnings),
         unread=first.unread,
+        unnamed=optimizer.unnamed,
         unknown_globals=trust.unknown(set().union(*(file.globals for file in opened))),
         ordered=True,  # by the module's state dict, or by param_shapes at stage 3
         without_frozen=without_frozen,

@@ -35,11 +35,22 @@ from reshard.formats.deepspeed.train_state import (
     read_number,
     read_train_state,
 )
-from reshard.manifest import MASTER, Entry, ParamGroup
+from reshard.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
+from reshard.model.weight_decay import Division, FindDivisions, no_divisions
 from reshard.state_dict.hyper_parameters import read_hyper
-from reshard.state_dict.optimizer_names import AmbiguousError, Signature, name_groups
+from reshard.state_dict.optimizer_names import (
+    AmbiguousError,
+    Signature,
+    may_be_divided_by_decay,
+    name_divided,
+    name_groups,
+)
 
 _Names = list[list[str | None]]  # for each group its members; None for one that has no name
+_SAVE_NAMES = (
+    "save again from the training script with an optimizer that stores names,"
+    " Optimizer(model.named_parameters()), or leave out the optimizer: --init-optimizer none"
+)
 
 # Limits of the search for the members of fused groups.
 _MOST_SHAPES = 200  # no model has more; the search goes one step deeper with each
@@ -48,11 +59,14 @@ _MOST_ASSIGNMENTS = 100
 _REL, _ABS = 2**-8, 2**-24  # half a unit of bfloat16's last place; float16's smallest number
 
 
-def read(first: ModelStates, tied: Mapping[str, str]) -> OptimizerContent:
+def read(
+    first: ModelStates, tied: Mapping[str, str], find_divisions: FindDivisions = no_divisions
+) -> OptimizerContent:
     """Read the optimizer that the model states hold; there may be none.
 
     Args:
         tied: alias -> the name that is kept.
+        find_divisions: see `native.read`.
 
     Raises:
         CorruptError: a flat tensor is not as long as its parameters.
@@ -61,10 +75,13 @@ def read(first: ModelStates, tied: Mapping[str, str]) -> OptimizerContent:
     stored = inner_optimizer(wrapper).get("param_groups", [])
     warnings: list[str] = []
     names: _Names = []
+    unnamed: UnnamedOptimizer | None = None
     if wrapper:
         try:
-            names = _name_members(first, _candidates(first, tied, _member_shapes(wrapper)))
+            candidates = _candidates(first, tied, _member_shapes(wrapper))
+            names = _name_members(first, candidates, find_divisions)
         except AmbiguousError as reason:
+            unnamed = UnnamedOptimizer(str(reason), advice=_SAVE_NAMES)
             warnings.append(
                 f"stage 0 stores its optimizer by index, and {reason}; fp32 masters and moments are"
                 " left out"
@@ -73,17 +90,18 @@ def read(first: ModelStates, tied: Mapping[str, str]) -> OptimizerContent:
         ParamGroup(read_hyper(group), tuple(fqn for fqn in fqns if fqn is not None))
         for group, fqns in zip(stored, names or [[] for _ in stored], strict=False)
     ]
-    unnamed = sum(fqn is None for fqns in names for fqn in fqns)
-    if unnamed:
+    stateless = sum(fqn is None for fqns in names for fqn in fqns)
+    if stateless:
         warnings.append(
-            f"{unnamed} parameters without state (never stepped, or empty) cannot be named by"
+            f"{stateless} parameters without state (never stepped, or empty) cannot be named by"
             " their index: they are in no param group here"
         )
     states = _states(wrapper, names)
     warnings += warn_unread(_unread(wrapper, states))
     steps = _read_steps(first, states)
     train = read_train_state(first, groups=groups, steps=steps, optimizer_root=wrapper)
-    return OptimizerContent(0, list(_entries(first, names, states)), train, warnings)
+    entries = list(_entries(first, names, states))
+    return OptimizerContent(0, entries, train, warnings, unnamed=unnamed)
 
 
 def _candidates(
@@ -115,7 +133,9 @@ def warn_unread(names: Collection[str]) -> list[str]:
     return [f"optimizer state {n!r} is not per element and is left out" for n in sorted(names)]
 
 
-def _name_members(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:
+def _name_members(
+    model: ModelStates, candidates: Mapping[str, Index], find_divisions: FindDivisions
+) -> _Names:
     """Return the fqn of each member of every group, as declared there or as the shapes show.
 
     Raises:
@@ -133,7 +153,23 @@ def _name_members(model: ModelStates, candidates: Mapping[str, Index]) -> _Names
     if flats:
         return [[*names] for names in _name_fused_groups(model, candidates, flats)]
     by_shape = find_groups_by_shape(groups)
-    return name_groups(candidates, _member_shapes(wrapper), by_shape=by_shape)
+    shapes = _member_shapes(wrapper)
+    try:
+        names = name_groups(candidates, shapes, by_shape=by_shape)
+    except AmbiguousError:
+        divided = name_divided(candidates, shapes, _list_divisions(groups, find_divisions))
+        if divided is None:
+            raise
+        return divided
+    if any(None in fqns for fqns in names):
+        return name_divided(candidates, shapes, _list_divisions(groups, find_divisions)) or names
+    return names
+
+
+def _list_divisions(
+    groups: Sequence[Mapping[str, Any]], find_divisions: FindDivisions
+) -> tuple[Division, ...]:
+    return find_divisions() if may_be_divided_by_decay(groups) else ()
 
 
 def _declared_names(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:

@@ -15,7 +15,7 @@ from reshard.formats.deepspeed.states import (
     by_file,
     require_equal,
 )
-from reshard.manifest import Claim, Entry, ParamGroup, TrainState
+from reshard.manifest import Claim, Entry, ParamGroup, TrainState, UnnamedOptimizer
 from reshard.pickles.objects import SCHEDULER
 from reshard.pickles.values import Call
 from reshard.state_dict.hyper_parameters import read_hyper
@@ -45,6 +45,7 @@ class OptimizerContent:
         stage: ZeRO stage.
         entries: master weights and slots.
         claims: file -> what it states about the partition that it holds.
+        unnamed: why its numbered parameters have no names; None if they have.
     """
 
     stage: int
@@ -52,6 +53,7 @@ class OptimizerContent:
     train: TrainState
     warnings: list[str]
     claims: dict[str, tuple[Claim, ...]] = field(default_factory=dict)
+    unnamed: UnnamedOptimizer | None = None
 
 
 def read_number(file: TorchFile, value: Any) -> float | None:
