@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
@@ -108,9 +109,22 @@ def _find_loose_files(location: Location) -> list[str]:
 
 
 def describe_unread(location: Location) -> list[str]:
-    """Return a note on the loose files beside the folder that a checkpoint is in, and in it."""
+    """Return notes on what is in and beside the folder of a checkpoint and was not read."""
     if location.chosen:
         return []
+    return [*_describe_unread_files(location), *_describe_newest_checkpoint(location)]
+
+
+def _describe_newest_checkpoint(location: Location) -> Iterator[str]:
+    """Yield a note if the model of a run was read, and its checkpoints are in folders beside it."""
+    numbers = run.numbered(location)
+    newest = numbers[max(numbers)] if numbers else None
+    if newest and _is_run(newest):
+        yield f"{newest.path} is a checkpoint of a run, and was not read: pass it for its optimizer"
+
+
+def _describe_unread_files(location: Location) -> list[str]:
+    """Return a note on the loose files beside the folder that a checkpoint is in, and in it."""
     paths = []
     if location.name in run.PARTS:
         above = location.above()

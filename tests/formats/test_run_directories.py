@@ -158,6 +158,16 @@ def test_verl_saves_the_state_of_its_data_loader_beside_the_actor(tmp_path):
         assert any("data.pt: not read" in warning for warning in manifest.warnings)
 
 
+def test_a_model_beside_the_checkpoints_of_its_run_is_not_the_whole_run(tmp_path):
+    """HF Trainer saves the final model in the directory that has ``checkpoint-N``."""
+    for place in (tmp_path, tmp_path / "checkpoint-4"):
+        place.mkdir(exist_ok=True)
+        save_file({"weight": torch.ones(2)}, place / "model.safetensors")
+    assert not reshard.inspect(tmp_path / "checkpoint-4").manifest.warnings
+    (warning,) = reshard.inspect(tmp_path).manifest.warnings
+    assert "checkpoint-4 is a checkpoint of a run, and was not read" in warning
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_the_state_of_a_data_loader_in_a_folder_is_reported(tmp_path):
     run = tmp_path / "run"
