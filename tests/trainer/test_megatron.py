@@ -31,7 +31,7 @@ MODEL = {  # of the real checkpoint, but for its vocabulary
     "max_position_embeddings": 16,
     "tie_word_embeddings": False,
 }
-HALF, END = 2, 4
+HALF, END = 2, 3
 COMMON = {
     "state_dict_type": "megatron",
     "seq_len": 8,

@@ -15,7 +15,7 @@ from trainer.core.data import Corpus
 from trainer.errors import SettingsError
 from trainer.resolve import resolve
 
-HALF, END = 2, 4
+HALF, END = 2, 3
 COMMON = {
     "precision": "fp32",
     "seq_len": 16,
