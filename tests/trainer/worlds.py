@@ -1,6 +1,6 @@
 """Real process groups for tests: ``run(n, function, ...)`` on n ranks over gloo.
 
-Ranks are forked from a server that has imported torch and transformers once, so a world costs a
+Ranks are forked from a server that has imported torch and the trainer once, so a world costs a
 fraction of a second.
 """
 
@@ -24,7 +24,10 @@ PRELOAD = [
     "torch",
     "torch.optim.adamw",
     "transformers.models.llama.modeling_llama",
-    "trainer.core.loop",
+    "reshard.dcp",
+    "trainer.checkpoint.fsdp",
+    "trainer.parallel.pipeline",
+    "trainer.session",
 ]
 
 
