@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from reshard import signals, threads
-from reshard.errors import ExistsError, ReshardError, ResourceError
+from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 from reshard.output import holder
 
 _SYNCS = 16  # concurrent calls of fsync
@@ -101,6 +101,7 @@ class LocalPartial:
         Raises:
             ExistsError: a living process has locked it, or another file has its name.
             ReshardError: the parent directory cannot be written to.
+            UsageError: the destination's name is too long.
         """
         while not self._try_claim():
             pass  # its holder has removed it in the meantime
@@ -233,6 +234,10 @@ class LocalPartial:
                     self.path, "is in the way: it was not created by reshard", "remove it"
                 ) from None
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                added = len(self.path.name) - len(self.destination.name)
+                problem = f"has a name that is too long: {added} characters are added at first"
+                raise UsageError(self.destination, problem, "choose a shorter name") from error
             where = self.destination.parent
             raise ReshardError(where, f"cannot be written to: {error.strerror}") from error
         path = self.path / "lock"

@@ -50,6 +50,12 @@ def test_a_link_to_a_directory_is_followed(plain, tmp_path):
     assert (tmp_path / "out").is_symlink()
 
 
+def test_a_name_that_is_too_long_for_the_partial_output_is_refused(plain, tmp_path):
+    with pytest.raises(UsageError, match="name that is too long: 9 characters are added"):
+        reshard.merge(plain, tmp_path / ("a" * 250))
+    assert list(tmp_path.iterdir()) == [plain]
+
+
 @pytest.mark.parametrize(
     ("name", "inside"), [("checkpoint-3", "."), ("checkpoint-7", "."), ("run", "checkpoint-3")]
 )
