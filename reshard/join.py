@@ -171,6 +171,7 @@ MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "wrapped_names": _united,
     "unnamed_optimizers": _each_once,
     "unnamed": _first_given,
+    "checkpoint_below": _first,  # set after the parts are joined
     "absent": _each_once,
     "warnings": _each_once,
     "unknown_globals": _sorted,

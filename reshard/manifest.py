@@ -259,6 +259,7 @@ class Manifest:
             differ.
         unnamed_optimizers: paths of optimizer states that no parameter name belongs to.
         unnamed: why the model's own optimizer has no names; None if it has, or there is none.
+        checkpoint_below: path of the run's newest checkpoint, if only the run's model was read.
         absent: fqns that the checkpoint lists without storing a value.
         unknown_globals: names in pickles that no known framework writes.
         unread: values that this manifest does not represent.
@@ -281,6 +282,7 @@ class Manifest:
     wrapped_names: Mapping[str, str] = field(default_factory=dict)
     unnamed_optimizers: tuple[str, ...] = ()
     unnamed: UnnamedOptimizer | None = None
+    checkpoint_below: str = ""
     absent: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()

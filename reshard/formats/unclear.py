@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
@@ -108,23 +107,17 @@ def _find_loose_files(location: Location) -> list[str]:
     return [name for name in find_torch_files(location) if not _MODEL.fullmatch(name)]
 
 
+def find_checkpoint_below(location: Location) -> str:
+    """Return the newest checkpoint of the run whose model a directory has; empty if none."""
+    numbers = {} if location.chosen else run.numbered(location)
+    newest = numbers[max(numbers)] if numbers else None
+    return str(newest.path) if newest and _is_run(newest) else ""
+
+
 def describe_unread(location: Location) -> list[str]:
-    """Return notes on what is in and beside the folder of a checkpoint and was not read."""
+    """Return a note on the loose files beside the folder that a checkpoint is in, and in it."""
     if location.chosen:
         return []
-    return [*_describe_unread_files(location), *_describe_newest_checkpoint(location)]
-
-
-def _describe_newest_checkpoint(location: Location) -> Iterator[str]:
-    """Yield a note if the model of a run was read, and its checkpoints are in folders beside it."""
-    numbers = run.numbered(location)
-    newest = numbers[max(numbers)] if numbers else None
-    if newest and _is_run(newest):
-        yield f"{newest.path} is a checkpoint of a run, and was not read: pass it for its optimizer"
-
-
-def _describe_unread_files(location: Location) -> list[str]:
-    """Return a note on the loose files beside the folder that a checkpoint is in, and in it."""
     paths = []
     if location.name in run.PARTS:
         above = location.above()

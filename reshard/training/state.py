@@ -290,10 +290,12 @@ def refuse_without_optimizer(state: WritableState) -> None:
             + (f": {unnamed.reason}" if unnamed else ""),
             _advise(unnamed),
         )
+    below = state.manifest.checkpoint_below
     raise IncompleteError(
         state.manifest.origin.path,
         "has no optimizer state of known parameters",
-        "pass --init-optimizer none to write only the weights, or start a new Adam:"
+        (f"pass {below}, which is a checkpoint of the run; else " if below else "")
+        + "pass --init-optimizer none to write only the weights, or start a new Adam:"
         " --init-optimizer zeros --param-groups FILE",
     )
 

@@ -165,7 +165,9 @@ def test_a_model_beside_the_checkpoints_of_its_run_is_not_the_whole_run(tmp_path
         save_file({"weight": torch.ones(2)}, place / "model.safetensors")
     assert not reshard.inspect(tmp_path / "checkpoint-4").manifest.warnings
     (warning,) = reshard.inspect(tmp_path).manifest.warnings
-    assert "checkpoint-4 is a checkpoint of a run, and was not read" in warning
+    assert "checkpoint-4 is a checkpoint of the run, and was not read" in warning
+    with pytest.raises(IncompleteError, match=r"pass .*checkpoint-4, which is a checkpoint of the"):
+        reshard.split(tmp_path, tmp_path / "out", to="deepspeed", world_size=2)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
