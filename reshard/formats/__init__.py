@@ -110,7 +110,11 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
 def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:
     """Read the checkpoint directly at a location, with notes on the files that are not read."""
     manifest = registry.read(location, name, hints)
-    below, notes = unclear.find_checkpoint_below(location), unclear.describe_unread(location)
+    notes = unclear.describe_unread(location)
+    # A checkpoint with an optimizer may itself be in a numbered folder (DeepSpeed, Megatron).
+    below = (
+        "" if manifest.has_optimizer else unclear.find_checkpoint_below(location, manifest.files)
+    )
     if below:
         notes.append(f"{below} is a checkpoint of the run, and was not read: pass it for its state")
     return replace(manifest, checkpoint_below=below, warnings=(*manifest.warnings, *notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
@@ -10,6 +11,7 @@ from reshard.formats import huggingface, registry, run
 from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import find_torch_files
 from reshard.location import Location
+from reshard.paths import as_path
 from reshard.units import some
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -107,11 +109,17 @@ def _find_loose_files(location: Location) -> list[str]:
     return [name for name in find_torch_files(location) if not _MODEL.fullmatch(name)]
 
 
-def find_checkpoint_below(location: Location) -> str:
-    """Return the newest checkpoint of the run whose model a directory has; empty if none."""
+def find_checkpoint_below(location: Location, read: Iterable[str]) -> str:
+    """Return the newest checkpoint of the run whose model a directory has; empty if none.
+
+    Args:
+        read: the files that were read.
+    """
     numbers = {} if location.chosen else run.numbered(location)
     newest = numbers[max(numbers)] if numbers else None
-    return str(newest.path) if newest and _is_run(newest) else ""
+    if newest is None or any(newest.path in as_path(file).parents for file in read):
+        return ""
+    return str(newest.path) if _is_run(newest) else ""
 
 
 def describe_unread(location: Location) -> list[str]:

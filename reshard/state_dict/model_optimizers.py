@@ -44,7 +44,7 @@ def select_optimizers(
         known = replace(known, ordered=True, model=model.source, divisions=divisions)
     for path, value in parts.optimizers.items():
         optimizer = ParsedOptimizer()
-        for shapes in _list_candidates(weights, model):
+        for shapes in _list_candidates(optimizer_state.count_parameters(value), weights, model):
             optimizer = optimizer_state.read(value, replace(known, shapes=shapes), pool)
             if optimizer.entries or any(group.fqns for group in optimizer.groups):
                 break
@@ -58,12 +58,17 @@ def select_optimizers(
 
 
 def _list_candidates(
-    weights: Mapping[str, Entry], model: ModelShapes | None
+    count: int, weights: Mapping[str, Entry], model: ModelShapes | None
 ) -> Iterator[dict[str, Index]]:
-    """Yield the sets of parameters that an optimizer may have, the most likely one first."""
+    """Yield the sets of parameters that an optimizer may have, the most likely one first.
+
+    Args:
+        count: number of parameters that the optimizer lists. Programs may give it frozen ones too.
+    """
     if model is not None:
-        if model.frozen:
-            yield {f: shape for f, shape in model.parameters.items() if f not in model.frozen}
+        trained = {f: shape for f, shape in model.parameters.items() if f not in model.frozen}
+        if count == len(trained) < len(model.parameters):
+            yield trained
         yield dict(model.parameters)
         return
     parameters = {fqn: entry.shape for fqn, entry in weights.items() if entry.kind == PARAM}

@@ -85,6 +85,11 @@ def is_numbered(value: Any) -> bool:
     return any(isinstance(key, int) for key in keys) and not _read_stored_names(groups)
 
 
+def count_parameters(value: Any) -> int:
+    """Return how many parameters the param groups of an optimizer list."""
+    return sum(len(_list_members(group)) for group in _normalize(value)[1])
+
+
 def find_keying(values: Iterable[Any]) -> Keyed | None:
     """Return how optimizers identify their parameters; None if there are none, or they differ."""
     kinds: set[Keyed] = set()
