@@ -47,12 +47,11 @@ def choose_names(
     if may_differ and options.names != "source":
         from reshard.naming import tables
 
-        traits = tables.describe_model(manifest, own, options, model)
+        traits, note = tables.describe_or_explain(manifest, own, options, model)
         if traits is not None:
             return tables.rename_to_hf(manifest, own, traits, options)
-        unknown = tables.explain_unknown_model(manifest, own)
-        if unknown:
-            return Naming(manifest, tuple(unknown))
+        if note:
+            return Naming(manifest, (note,))
     # The names stay, so only the padding of the vocabulary can change.
     if may_differ and options.vocab_size is not None and not options.family:
         from reshard.naming import tables
@@ -75,10 +74,10 @@ def explain_source_names(
         return []
     from reshard.naming import tables
 
-    traits = tables.describe_model(manifest, own, options, model)
-    if traits is None:
-        return tables.explain_unknown_model(manifest, own)
-    return [tables.explain_source_names(own, traits, options)]
+    traits, note = tables.describe_or_explain(manifest, own, options, model)
+    if traits is not None:
+        note = tables.explain_source_names(own, traits, options)
+    return [note] if note else []
 
 
 def _refuse_unused(options: NameOptions) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError, understood
 from reshard.manifest import Manifest
+from reshard.model import library
 from reshard.model_parallel import families, names, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.families import Family
@@ -51,23 +52,34 @@ def describe_model(
         UnsupportedError: there is no table of the config's model.
     """
     traits = describe_source(manifest, own)
-    if traits is not None or not own.of_own_models:
+    if traits is not None or not own.of_own_models or not library.is_installed():
         return traits
     if model is None and config_beside(manifest) is None:
         return None
     return describe_config(manifest, options, model)[1]
 
 
-def explain_unknown_model(manifest: Manifest, own: ModelNames) -> list[str]:
-    """Return a note if the output keeps the names of a format because its model is unknown."""
-    if not own.of_own_models:
-        return []
-    text = (
+def describe_or_explain(
+    manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None
+) -> tuple[Traits | None, str]:
+    """Return what `describe_model` does, or why a model with names of its format is unknown.
+
+    Raises:
+        UsageError, UnsupportedError: the config is of no use, and the user asked for other names.
+    """
+    try:
+        traits = describe_model(manifest, own, options, model)
+    except (UsageError, UnsupportedError) as error:
+        if options.names or options.family:
+            raise
+        return None, f"the output has the names of the source: {error.where} {error.problem}"
+    if traits is not None or not own.of_own_models:
+        return traits, ""
+    return None, (
         "the output has the names of the source, which transformers does not load:"
         f" {manifest.origin.path} does not have the arguments of the run; pass the model's config"
         " with --hf-dir DIR (merge) or --model DIR"
     )
-    return [text]
 
 
 def rename_to_hf(

@@ -503,6 +503,11 @@ def test_a_config_states_the_model_of_a_run_without_arguments(tmp_path, monkeypa
     report = reshard.merge(run, tmp_path / "unknown")
     assert any("does not have the arguments of the run" in note for note in report.changes)
     (actor / "huggingface").mkdir()
+    (actor / "huggingface" / "config.json").write_text('{"model_type": "bert"}')
+    for name in ("other", "other.safetensors"):
+        report = reshard.merge(run, tmp_path / name)
+        notes = [*report.changes, *report.warnings]
+        assert any("describes a bert model, for which reshard has no table" in n for n in notes)
     shutil.copy(tmp_path / "wanted" / "config.json", actor / "huggingface")
     reshard.merge(run, tmp_path / "merged")
     assert reshard.diff(tmp_path / "wanted", tmp_path / "merged").same
