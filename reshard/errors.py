@@ -26,6 +26,10 @@ INTERRUPTED = 130  # exit code after a signal
 MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 ALTERED = "the file was altered: fetch it again"
 DAMAGED = "the file is truncated or was altered: fetch it again"
+SAVE_NAMES = (
+    "save again from the training script with an optimizer that stores names,"
+    " Optimizer(model.named_parameters())"
+)
 FETCH_MISSING = "copy the missing files here (a node-local disk may still hold them)"
 
 _MOST_SHOWN = 2000  # letters of a text in a message

@@ -97,10 +97,10 @@ def is_checkpoint(location: Location) -> bool:
 
 def _find_parts_beside(location: Location) -> list[str]:
     """Return the loose files beside a folder that has the checkpoint, if there is such a folder."""
-    if location.chosen or not registry.is_loose(location):
+    folders = [location.folders[name] for name in run.PARTS if name in location.folders]
+    if location.chosen or not folders or not registry.is_loose(location):
         return []
     files = _find_loose_files(location)
-    folders = (location.folders[name] for name in run.PARTS if name in location.folders)
     return files if files and any(map(_is_run, folders)) else []
 
 

@@ -1,4 +1,4 @@
-"""Which parameters HF Trainer's optimizer decays.
+"""Find the parameters that HF Trainer's optimizer decays.
 
 The Trainer makes two param groups: the parameters with weight decay, then those without.
 

@@ -120,7 +120,7 @@ def build_manifest(
         trained_dtypes={fqn: entry.dtype for fqn, entry in entries.items()},
         warnings=(*warnings, *parsed.notes, *notes),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
-        unnamed=next((one.nameless for one in read if one.nameless), None),
+        unnamed=next((one.why_unnamed for one in read if one.why_unnamed), None),
         unread=_describe_unread(parts, train.objects),
         unknown_globals=trust.unknown(parsed.globals),
         ordered=ordered or model is not None or bool(trained),

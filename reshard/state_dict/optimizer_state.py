@@ -47,7 +47,7 @@ class ParsedOptimizer:
     other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is not a tensor
     notes: list[str] = field(default_factory=list)
     unnamed_optimizers: tuple[str, ...] = ()  # other optimizers whose states nothing names
-    nameless: UnnamedOptimizer | None = None  # why its numbered parameters have no names
+    why_unnamed: UnnamedOptimizer | None = None  # why its numbered parameters have no names
     scaler: Any = None  # the loss scaler, if the optimizer saves it
 
 
@@ -306,7 +306,7 @@ def _add_numbered(
         members = [_list_members(group) for group in groups] or [list(state)]
         layout, names = identify_layout(state, members, known, stored)
     except AmbiguousError as reason:
-        parsed.nameless = UnnamedOptimizer(str(reason), known.model)
+        parsed.why_unnamed = UnnamedOptimizer(str(reason), known.model)
         advice = "" if known.model else _ASK
         parsed.notes.append(
             f"the optimizer is stored by index, and {reason}; it is left out{advice}"

@@ -31,6 +31,7 @@ Path = tuple[Any, ...]
 MODEL_KEYS = re.compile(r"state_dict|model_state_dict|(pytorch_)?model(_fsdp)?(_\d+)?|module")
 _DEPTH = 3
 _LISTED = 8
+_WHOLE = "pass the directory that contains all files of the checkpoint, its weights included"
 _DIGITS = re.compile(r"\d+")
 _TWO = 2  # one model, and the top level
 _NO_FLOATS = ("int", "bool")
@@ -146,9 +147,6 @@ def _find_models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[s
         if any(_is_float(leaf) and _numel(leaf) > 1 for leaf in tensors.values())
     }
     return large or floats or models
-
-
-_WHOLE = "pass the directory that contains all files of the checkpoint, its weights included"
 
 
 def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> Path:

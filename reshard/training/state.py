@@ -14,7 +14,7 @@ from typing import Any
 from reshard import dtypes
 from reshard.box import Index
 from reshard.dtypes import DType
-from reshard.errors import IncompleteError, UnsupportedError
+from reshard.errors import SAVE_NAMES, IncompleteError, UnsupportedError
 from reshard.manifest import (
     BUFFER,
     MASTER,
@@ -256,15 +256,10 @@ def find_most_common_dtype(weights: Iterable[Weight]) -> DType:
     return max(sizes, key=lambda dtype: sizes[dtype], default=dtypes.FLOAT32)
 
 
-_NAME_MODEL = (
-    "pass the model with --model config.json|DIR|module:factory, or leave out the optimizer:"
-    " --init-optimizer none"
-)
+_NAME_MODEL = "pass the model with --model config.json|DIR|module:factory"
 _TRY_ANOTHER = (
     "if the run froze some parameters, pass a function that returns the model with these frozen:"
-    " --model module:factory. Otherwise save again from the training script with an optimizer that"
-    " stores names, Optimizer(model.named_parameters()), or leave out the optimizer:"
-    " --init-optimizer none"
+    f" --model module:factory. Otherwise {SAVE_NAMES}"
 )
 
 
@@ -301,9 +296,10 @@ def refuse_without_optimizer(state: WritableState) -> None:
 
 
 def _advise(unnamed: UnnamedOptimizer | None) -> str:
-    if unnamed and unnamed.advice:
-        return f"{unnamed.advice}, or leave out the optimizer: --init-optimizer none"
-    return _TRY_ANOTHER if unnamed and unnamed.model else _NAME_MODEL
+    advice = _NAME_MODEL
+    if unnamed is not None:
+        advice = unnamed.advice or (_TRY_ANOTHER if unnamed.model else _NAME_MODEL)
+    return f"{advice}, or leave out the optimizer: --init-optimizer none"
 
 
 def describe_lost_state(state: WritableState) -> list[str]:

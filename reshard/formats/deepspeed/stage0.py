@@ -24,7 +24,7 @@ from typing import Any
 from reshard.box import Index, whole
 from reshard.chunks import contiguous
 from reshard.containers.torch_objects import Tensor, read_weight
-from reshard.errors import CorruptError
+from reshard.errors import SAVE_NAMES, CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
 from reshard.formats.deepspeed.order import find_groups_by_shape
@@ -47,10 +47,6 @@ from reshard.state_dict.optimizer_names import (
 )
 
 _Names = list[list[str | None]]  # for each group its members; None for one that has no name
-_SAVE_NAMES = (
-    "save again from the training script with an optimizer that stores names,"
-    " Optimizer(model.named_parameters()), or leave out the optimizer: --init-optimizer none"
-)
 
 # Limits of the search for the members of fused groups.
 _MOST_SHAPES = 200  # no model has more; the search goes one step deeper with each
@@ -81,7 +77,7 @@ def read(
             candidates = _candidates(first, tied, _member_shapes(wrapper))
             names = _name_members(first, candidates, find_divisions)
         except AmbiguousError as reason:
-            unnamed = UnnamedOptimizer(str(reason), advice=_SAVE_NAMES)
+            unnamed = UnnamedOptimizer(str(reason), advice=SAVE_NAMES)
             warnings.append(
                 f"stage 0 stores its optimizer by index, and {reason}; fp32 masters and moments are"
                 " left out"

@@ -1,4 +1,4 @@
-"""What ranks of Megatron saved beside tensors, in a conversion to Megatron: kept or dropped."""
+"""Keep or drop what ranks of Megatron saved beside tensors, in a conversion to Megatron."""
 
 from __future__ import annotations
 
