@@ -101,15 +101,12 @@ def _rebalance_sequences(
     """
     size = _find_sequence_parallel_size(config, before)
     if world_size % size:
-        text = (
+        warning = (
             f"ds_config: {_TOTAL} {config[_TOTAL]} of {counted(before, 'rank')} means that {size}"
-        )
-        text += (
             f" ranks share each sequence, and {counted(world_size, 'rank')} cannot be divided by"
+            f" {size}; set the batch and the sequence parallelism"
         )
-        return Rebalanced(
-            manifest, [], [f"{text} {size}; set the batch and the sequence parallelism"]
-        )
+        return Rebalanced(manifest, [], [warning])
     return _rebalance_deepspeed(manifest, config, before // size, world_size // size)
 
 

@@ -1,4 +1,4 @@
-"""What ranks of a Megatron run save beside the model's tensors: extra states and random states.
+"""Collect the states that Megatron's ranks save beside tensors: extra states and random states.
 
 A module's ``_extra_state`` is Transformer Engine's (scales of FP8, for example), and opaque. Each
 rank has another one. The torch format stores all of them; torch_dist stores those of the first
