@@ -145,6 +145,11 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
                 f"there is no checkpoint {hints.tag!r}",
                 f"pass another --tag; there are {some(tags, _LISTED)}",
             )
+    below = unclear.find_run(location)
+    if below is not location:
+        manifest = _read_as(below, None, hints)
+        note = f"{below} was read, the only run in {location}"
+        return replace(manifest, warnings=(*manifest.warnings, note))
     _refuse_lfs_pointers(location)
     raise UnrecognisedError(location, "not a recognized checkpoint", unclear.suggest(location))
 

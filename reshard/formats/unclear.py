@@ -23,6 +23,8 @@ _KINDS = "pass a run directory, a checkpoint directory, or a weights file"
 _MODEL = re.compile(
     r"(pytorch_|adapter_)?model(_\d+)?\.(bin|pt|pth)"
 )  # beside runs, the model itself
+_LEVELS = 3  # directories above a run
+_SEARCHED = 100  # directories of one level; more are not those of runs
 _LOADER = "dataloader"  # prime-rl's: a file of each rank
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
@@ -168,6 +170,42 @@ def _is_run(location: Location) -> bool:
         return True
 
 
+def find_run(location: Location) -> Location:
+    """Return the directory of a run: the only run in the directories below, else the location.
+
+    Programs keep each run in a directory of its own: ms-swift in ``output/vN-DATE``,
+    LLaMA-Factory in ``saves/MODEL/lora/sft``.
+
+    Raises:
+        UnrecognisedError: the directories below have several runs.
+    """
+    if location.chosen or is_checkpoint(location) or _is_run(location):
+        return location
+    level = [location]
+    for _ in range(_LEVELS):
+        inner = [each.folders.items() for each in level]
+        level = [folder for items in inner for name, folder in items if not name.startswith(".")]
+        runs = [folder for folder in level if _is_run(folder)]
+        # The user may mean a run whose saves were all interrupted.
+        others = [each for each in level if each not in runs and run.numbered(each)]
+        if runs and len(runs + others) > 1:
+            paths = sorted(map(str, runs + others), key=_split_numbers)
+            newest = max(map(str, runs), key=_split_numbers)
+            raise UnrecognisedError(
+                location, f"contains several runs: {some(paths)}", f"pass one, e.g. {newest}"
+            )
+        if runs:
+            return runs[0]
+        if len(level) > _SEARCHED:
+            break
+    return location
+
+
+def _split_numbers(name: str) -> list[tuple[str, int]]:
+    """Return a key by which ``v10`` comes after ``v9``."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+
+
 def suggest(location: Location) -> str:
     """Return the checkpoints one level below or above, as a hint."""
     from tarfile import is_tarfile  # imported late, since it imports all compression modules
@@ -187,12 +225,9 @@ def suggest(location: Location) -> str:
     if location.chosen:
         above = Location([location.path.parent])
         return f"pass the checkpoint's directory, {above}" if _is_run(above) else _KINDS
-    folders = location.folders
-    if "snapshots" in folders:  # of a model in Hugging Face's cache
-        folders = folders["snapshots"].folders
-    beneath = [folder for name, folder in folders.items() if not name.startswith(".")]
+    beneath = [folder for name, folder in location.folders.items() if not name.startswith(".")]
     above = Location([location.path.resolve().parent])
-    found = [str(folder) for folder in (*beneath, above) if _is_run(folder)]
+    found = [str(above)] if _is_run(above) else []
     found = found or [str(folder) for folder in beneath if registry.detect(folder)]
     if found:
         return f"did you mean {some(found)}?"

@@ -315,10 +315,9 @@ def test_a_model_in_hugging_face_s_cache_is_found_by_its_snapshot(tmp_path):
     blob.parent.mkdir()
     save_file({"a": torch.ones(2)}, blob)
     (snapshot / "model.safetensors").symlink_to("../../blobs/0")
-    with pytest.raises(ReshardError, match=r"(?s)did you mean .*/snapshots/abc\?"):
-        reshard.open(tmp_path / "models--a--b")
-    with reshard.open(snapshot) as checkpoint:
-        assert list(checkpoint) == ["a"]
+    for place in (tmp_path / "models--a--b", snapshot):
+        with reshard.open(place) as checkpoint:
+            assert list(checkpoint) == ["a"]
 
 
 def test_a_tag_that_does_not_exist_lists_those_that_do(tmp_path):
@@ -330,16 +329,45 @@ def test_a_tag_that_does_not_exist_lists_those_that_do(tmp_path):
     assert e.value.remedy == "pass another --tag; there are checkpoint-4, checkpoint-2"
 
 
-def test_a_run_below_is_suggested_and_a_loose_file_above_is_not(tmp_path):
+def test_a_loose_file_above_is_not_suggested(tmp_path):
     (tmp_path / "empty").mkdir()
     torch.save({"weight": torch.ones(2)}, tmp_path / "model.bin")
     with pytest.raises(UnrecognisedError, match="pass a run directory"):
         reshard.open(tmp_path / "empty")
-    checkpoint = tmp_path / "place/outputs/checkpoint-4"
+
+
+@pytest.mark.parametrize("inner", ["v0-20260101-101010", "llama/lora/sft"])
+def test_the_only_run_below_a_directory_is_read(inner, tmp_path):
+    """ms-swift trains in ``output/vN-DATE``, LLaMA-Factory in ``saves/MODEL/lora/sft``."""
+    for step in STEPS:
+        save_run(tmp_path / inner, step)
+    (tmp_path / "v1-20260102-101010/images").mkdir(parents=True)  # failed before its first save
+    with reshard.open(tmp_path) as checkpoint:
+        assert checkpoint["weight"][0] == max(STEPS)
+        assert checkpoint.manifest.warnings == (
+            f"{tmp_path / inner} was read, the only run in {tmp_path}",
+        )
+    with reshard.open(tmp_path, tag=str(min(STEPS))) as checkpoint:
+        assert checkpoint["weight"][0] == min(STEPS)
+    reshard.average([tmp_path], tmp_path / "mean.safetensors", last=2)
+    with reshard.open(tmp_path / "mean.safetensors") as checkpoint:
+        assert checkpoint["weight"][0] == sum(STEPS) / 2
+
+
+def test_of_several_runs_below_a_directory_the_user_chooses(tmp_path):
+    for name in ("v9-20260101-101010", "v10-20260102-101010"):
+        save_run(tmp_path / name, 4)
+    (tmp_path / "v11-20260103-101010/checkpoint-4").mkdir(parents=True)  # its save was interrupted
+    message = r"contains several runs: \S*v9-\S*, \S*v10-\S*, \S*v11-"
+    with pytest.raises(UnrecognisedError, match=message) as e:
+        reshard.open(tmp_path)
+    assert e.value.remedy == f"pass one, e.g. {tmp_path / 'v10-20260102-101010'}"
+
+
+def save_run(run, step):
+    checkpoint = run / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
-    save_file({"weight": torch.ones(2)}, checkpoint / "model.safetensors")
-    with pytest.raises(UnrecognisedError, match=r"(?s)did you mean .*outputs\?"):
-        reshard.open(tmp_path / "place")
+    save_file({"weight": torch.full([2], float(step))}, checkpoint / "model.safetensors")
 
 
 def test_shards_of_torch_save_without_an_index(tmp_path):

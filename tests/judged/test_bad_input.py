@@ -165,12 +165,13 @@ def test_latest_that_leaves_the_directory(copied, refused):
     refused(run, 3, "latest", "not a tag")
 
 
-def test_wrong_level_names_the_right_one(copied, refused):
+def test_a_directory_of_several_runs_names_them(copied, refused):
     run = copied("z2_bf16")
-    (run.parent / ".copy").mkdir()
-    shutil.copy(run / "latest", run.parent / ".copy")
-    shutil.copytree(tag_of(run), run.parent / ".copy" / tag_of(run).name)
-    refused(run.parent, 2, "did you mean", str(run))
+    for name in (".copy", "copy"):
+        (run.parent / name).mkdir()
+        shutil.copy(run / "latest", run.parent / name)
+        shutil.copytree(tag_of(run), run.parent / name / tag_of(run).name)
+    refused(run.parent, 2, f"several runs: {run.parent / 'copy'}, {run}\n", f"e.g. {run}")
 
 
 def test_not_a_checkpoint(tmp_path, refused):

@@ -126,7 +126,7 @@ def _list_newest(path: Path, count: int) -> list[Path]:
         UsageError: the run has fewer.
         IncompleteError: one of them is not complete.
     """
-    found = run.list_checkpoints(Location.of([path]), unclear.is_checkpoint)
+    found = run.list_checkpoints(unclear.find_run(Location.of([path])), unclear.is_checkpoint)
     if len(found) < count:
         raise UsageError(
             f"--last {count}",
