@@ -35,7 +35,10 @@ _EMBEDDING = re.compile(
 
 # A quantised model's weights are codes with scales; the config's dtype is that of the computation.
 QUANTISED = "quantization_config"
-CONFIG_FOLDERS = ("huggingface", "model/.hf_metadata")  # verl's, NeMo Automodel's
+CONFIG_FOLDERS = (
+    *("huggingface", "model/huggingface"),  # verl's; the second with Megatron
+    "model/.hf_metadata",  # NeMo Automodel's
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ RANGES = (
     DATA.parent / "megatron_core_0.15.3" / "llama_dp2" / "torch_dist"
 )  # fully_sharded_model_space
 PACKED = DATA.parent / "megatron_core_0.9.0" / "mixtral_ep2.tar.xz"
+VERL = DATA.with_name("verl") / "megatron_pp2"
 STEP = "iter_0000003"
 
 
@@ -515,6 +516,58 @@ def test_a_config_states_the_model_of_a_run_without_arguments(tmp_path, monkeypa
         reshard.split(run, tmp_path / "split", to="dcp")
     report = reshard.merge(run, tmp_path / "file.safetensors")
     assert any("pass --names hf for those of Hugging Face" in note for note in report.warnings)
+
+
+def test_verl_saves_one_checkpoint_in_three_directories(tmp_path):
+    """Weights, optimizer with scheduler, and random states; the grid is in a JSON file."""
+    shutil.copytree(VERL, tmp_path / "run")
+    actor = tmp_path / "run" / "global_step_3" / "actor"
+    for place in (tmp_path / "run", actor.parent, actor):
+        with reshard.open(place) as checkpoint:
+            train = checkpoint.manifest.train
+            assert checkpoint.manifest.origin.mesh["pp"] == 2
+            assert (train.step, train.scheduler["num_steps"]) == (3, 24)
+            assert train.rng
+            assert len(train.param_groups) == 2
+    # The weights are those of the masters only if the flat buffers are divided as they were.
+    checks = {check.name: check for check in reshard.verify(actor, deep=True).checks}
+    assert checks["masters"].status == "passed"
+    assert "15 weights" in checks["masters"].looked_at
+    (actor / "model" / "huggingface").mkdir()
+    with pytest.raises(IncompleteError, match=r"pass .*actor, which has all parts"):
+        reshard.inspect(actor / "optimizer")
+    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"vocab_size": 24, "max_position_embeddings": 16, "rms_norm_eps": 1e-5}
+    (actor / "model" / "huggingface" / "config.json").write_text(json.dumps(config))
+    report = reshard.merge(actor, tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert report.tensors == 21
+    reshard.split(actor, tmp_path / "tp2", to="megatron", tp=2, pp=1)
+    difference = reshard.diff(actor, tmp_path / "tp2", ignore=["rng"])
+    assert not difference.unequal
+    assert not difference.only_a
+
+
+def test_a_part_that_verl_saved_is_missed(tmp_path):
+    shutil.copytree(VERL / "global_step_3" / "actor", tmp_path / "actor")
+    shutil.rmtree(tmp_path / "actor" / "optimizer")
+    with pytest.raises(IncompleteError, match=r"optimizer/dist_ckpt is missing or incomplete"):
+        reshard.inspect(tmp_path / "actor")
+    shutil.copytree(VERL / "global_step_3" / "actor" / "optimizer", tmp_path / "a" / "optimizer")
+    (tmp_path / "a" / "model" / "huggingface").mkdir(parents=True)
+    with pytest.raises(IncompleteError, match=r"pass .*huggingface for the weights"):
+        reshard.inspect(tmp_path / "a")
+    stated = tmp_path / "actor" / "ckpt_contents.json"
+    stated.write_text(stated.read_text().replace('"peft": false', '"peft": true'))
+    with pytest.raises(UnsupportedError, match="only the weights of an adapter"):
+        reshard.inspect(tmp_path / "actor")
+
+
+def test_verl_s_migration_links_one_directory_to_three(tmp_path):
+    for part in ("model", "optimizer", "extra"):
+        shutil.copytree(RANGES / STEP, tmp_path / "actor" / part / "dist_ckpt")
+    assert reshard.diff(RANGES, tmp_path / "actor").same
 
 
 @pytest.mark.parametrize(("form", "told"), [("torch_dist", True), ("torch", False)])

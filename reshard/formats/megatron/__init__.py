@@ -4,6 +4,7 @@
     directory   where checkpoints are, and which rank each folder is of
     arguments   the run's command line: sizes, the pipeline's layout
     run_config  the arguments of a run of Megatron-Bridge
+    verl        what verl saves beside torch_dist, and its three directories as one
     names       local, global and stacked names
     order       the order of a model's parameters
     grouped     tensors that hold several parameters, or one in an old order

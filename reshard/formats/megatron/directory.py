@@ -4,6 +4,7 @@
     <save>/iter_0000003/ or release/
         mp_rank_TT[_PPP][_EEE]/                 torch: model_optim_rng.pt, distrib_optim.pt
         .metadata  *.distcp  metadata.json      torch_dist: DCP; common.pt before core 0.20
+    <verl>/global_step_3/actor/                 three directories of torch_dist, see `list_parts`
 
 Source: Megatron-LM core_v0.16.1 ``megatron/training/checkpointing.py`` (get_checkpoint_name,
 _get_checkpoint_format), ``core/dist_checkpointing/core.py``.
@@ -31,6 +32,8 @@ MODEL = "model_optim_rng.pt"
 OPTIMIZER = "distrib_optim.pt"
 COMMON = "common.pt"
 BACKEND = "metadata.json"
+DIST_FOLDER = "dist_ckpt"  # verl's
+VERL_PARTS = ("model", "optimizer", "extra")  # folders of verl, each with a DIST_FOLDER
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODELS = (MODEL, "model_rng.pt")  # the second until 2023, beside one optimizer file a rank
@@ -59,7 +62,7 @@ def detect(location: Location) -> bool:
         folder = Location(location.directories)
         return _is_rank_folder(folder) or (_is_part(location.chosen) and is_dist(folder))
     is_recognized = is_dist(location) or is_zarr(location) or _is_rank_folder(location)
-    return is_recognized or bool(list_rank_folders(location))
+    return is_recognized or bool(list_rank_folders(location)) or bool(list_parts(location))
 
 
 def holds(location: Location) -> bool:
@@ -71,6 +74,22 @@ def is_dist(location: Location) -> bool:
     """Return whether a directory has the torch_dist format."""
     # Any DCP directory has .metadata; only Megatron's has one of the others beside it.
     return _METADATA in location.files and (BACKEND in location.files or COMMON in location.files)
+
+
+def list_parts(location: Location) -> dict[str, Location]:
+    """Return the torch_dist directories in which verl saves one checkpoint, by part.
+
+    The result is empty if there is no part with weights or an optimizer.
+
+    Source: verl 0.9.1 ``utils/checkpoint/megatron_checkpoint_manager.py`` (``save_checkpoint``).
+    """
+    folders = {
+        part: location.folders[part].folders.get(DIST_FOLDER)
+        for part in VERL_PARTS
+        if part in location.folders
+    }
+    parts = {part: folder for part, folder in folders.items() if folder and is_dist(folder)}
+    return {} if parts.keys() <= {"extra"} else parts
 
 
 def is_zarr(location: Location) -> bool:

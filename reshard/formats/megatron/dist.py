@@ -36,6 +36,7 @@ from reshard.formats.megatron import (
     rank_states,
     run_config,
     train,
+    verl,
 )
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.dist_flat import CHAIN
@@ -55,7 +56,7 @@ from reshard.model_parallel.moves import take_slice
 from reshard.model_parallel.rules import Table
 from reshard.pickles import trust
 from reshard.state_dict import tree
-from reshard.state_dict.tree import GlobalTensor
+from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
@@ -75,20 +76,25 @@ def read(location: Location, table: Table) -> Manifest:
     """Return the manifest of the checkpoint in one directory.
 
     Raises:
-        IncompleteError: a file is missing.
+        IncompleteError: a file or the weights are missing.
         CorruptError: files contradict each other.
         UnsupportedError: the optimizer is in a form that core 0.13 and older wrote.
     """
-    loaded = dcp.read_flat(location)
+    loaded, common, files, seen = _read_files(location)
     tensors, objects = _separate(_strip_prefix(loaded.root))
     stored = _join_segments(_join_gated(tensors), table)
-    common, files, seen = _read_common(location, objects)
     if common.get("args") is None and run_config.NAME in location.files:
         values, others = run_config.read(location)
         common = {**common, "args": values}
         files |= {file.path: file.source() for file in others}
         seen = seen.union(*(file.globals for file in others))
     args = arguments.parse(common.get("args"), str(location))
+    run = args
+    if not args.values:
+        # verl states how ranks divide the model. That does not describe the model, so it is not
+        # among the arguments.
+        known = verl.read_grid(verl.find_root(location), is_tied=names.OUTPUT not in stored)
+        args = arguments.parse(known, str(location))
     keys = _KeyReader(table, args)
     weights = [
         replace(entry, kind=BUFFER if names.is_buffer(entry.fqn) else PARAM)
@@ -97,6 +103,7 @@ def read(location: Location, table: Table) -> Manifest:
         for entry in keys.entries(key, PARAM, tensor)
     ]
     if not weights:
+        verl.refuse_without_weights(location)
         raise CorruptError(location, "contains no model")
     slots = [
         entry
@@ -120,7 +127,7 @@ def read(location: Location, table: Table) -> Manifest:
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
         files={**loaded.files, **files},
         train=train.make_train_state(
-            {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)}, args, state, 0, 0
+            {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)}, run, state, 0, 0
         ),
         # Megatron saves the last stage's copy under the embedding's key, so its name is not here.
         tied={names.OUTPUT: names.EMBEDDING}
@@ -214,6 +221,26 @@ def _join_rows(parts: Sequence[GlobalTensor]) -> GlobalTensor:
         chunks += [replace(chunk, box=chunk.box.shift_rows(rows)) for chunk in part.chunks]
         rows += part.shape[0]
     return replace(parts[0], shape=(rows, *parts[0].shape[1:]), chunks=tuple(chunks))
+
+
+def _read_files(
+    location: Location,
+) -> tuple[ParsedTree, dict[str, Any], dict[str, SourceFile], set[str]]:
+    """Return all keys, what all ranks share, the files that have it, and their globals."""
+    parts = directory.list_parts(location)
+    stated = verl.read_stated(verl.find_root(location), parts)
+    if not parts:
+        loaded = dcp.read_flat(location)
+        common, files, seen = _read_common(location, _separate(loaded.root)[1])
+        return loaded, {**stated, **common}, files, seen
+    trees = verl.read_parts(parts)
+    found = [_read_common(folder, _separate(trees[n].root)[1]) for n, folder in parts.items()]
+    return (
+        verl.join_parts(list(trees.values())),
+        {**stated, **{key: value for common, _, _ in found for key, value in common.items()}},
+        {name: file for _, files, _ in found for name, file in files.items()},
+        set[str]().union(*(seen for _, _, seen in found)),
+    )
 
 
 def _read_common(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import UnsupportedError, UsageError
+from reshard.errors import UnsupportedError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.megatron.directory import (
     NAME,
@@ -15,9 +15,10 @@ from reshard.formats.megatron.directory import (
     holds,
     is_dist,
     is_zarr,
+    list_parts,
 )
 from reshard.location import Location
-from reshard.manifest import Entry, Manifest
+from reshard.manifest import PARAM, Entry, Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
 from reshard.units import round_up
 
@@ -53,7 +54,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
             "load it with the version that saved it, and save it with --ckpt-format torch_dist"
             " (older: --dist-ckpt-format torch_dist)",
         )
-    read = dist.read if is_dist(found) else legacy.read
+    read = dist.read if is_dist(found) or list_parts(found) else legacy.read
     table = add_user_rules(load_whole_table(NAME), hints.rules)
     return beside.with_run(read(found, table), location)
 
@@ -132,6 +133,7 @@ class Megatron(Writer):
             divisible=(
                 options.make_vocab_size_divisible_by
                 or args.get("make_vocab_size_divisible_by")
+                or _keep_rows(source, sizes.tensor)
                 or _DIVISIBLE
             ),
             dtype=request.dtype,
@@ -154,14 +156,19 @@ class Megatron(Writer):
         from reshard.model_parallel.described import Described
         from reshard.model_parallel.rules import add_user_rules, load_whole_table
         from reshard.naming import tables
+        from reshard.naming.config import describe_config
         from reshard.pickles import objects
 
         manifest, source = conversion.manifest, conversion.source
         if manifest.origin.format == NAME:
-            traits = tables.describe_source(manifest, source.names)
-            if traits is None:
-                raise UsageError(manifest.origin.path, "does not state its model family")
             table = add_user_rules(load_whole_table(NAME), names.rules)
+            traits = tables.describe_source(manifest, source.names)
+            if traits is None:  # verl and NeMo 2 save no arguments
+                family, traits = describe_config(manifest, names, conversion.request.model_hint)
+                described = Described(
+                    table, tables.build_architecture(traits, names), family.make_args(traits)
+                )
+                return _trim(Naming(manifest, described=described), conversion.request.own)
             saved = objects.attributes(manifest.train.objects.get("args"))
             architecture = tables.build_architecture(traits, names)
             # The config has what JSON can state; the saved attributes add enums and dtypes as they
@@ -210,6 +217,20 @@ class Megatron(Writer):
             return laid
         # Our trainer resumes from a run directory of its own, which Megatron-LM does not have.
         return laid._replace(skeleton=request.run.directory(laid.skeleton))
+
+
+def _keep_rows(source: Manifest, tensor_ranks: int) -> int:
+    """Return the multiple of the vocabulary that keeps its rows; 0 if they cannot be kept.
+
+    It is for a source of Megatron without arguments.
+    """
+    if source.origin.format != NAME or _read_args(source):
+        return 0
+    from reshard.formats.megatron.names import EMBEDDING
+
+    embedding = source.entries.get((PARAM, EMBEDDING))
+    rows = embedding.shape[0] if embedding else 0
+    return 0 if rows % tensor_ranks else rows // tensor_ranks
 
 
 def _trim(named: Naming, wanted: Any) -> Naming:

@@ -42,7 +42,7 @@ _SIZES = fields(
         maybe(COUNT),
     )
 )
-_RENAMED = {  # field of the model -> argument
+RENAMED = {  # field of the model -> argument
     "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
@@ -147,7 +147,7 @@ def _derive(root: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that Megatron-LM would have for the same run."""
     model = root["model"]
     args = {
-        _RENAMED.get(name, name): value for name, value in model.items() if _is_plain(value)
+        RENAMED.get(name, name): value for name, value in model.items() if _is_plain(value)
     } | _derive_activation(model)
     for section, names in _OTHERS.items():
         held = root.get(section) or {}
