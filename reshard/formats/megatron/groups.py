@@ -29,6 +29,7 @@ _ENDS = (
     "language_model.output_layer.weight",
     names.LEGACY_OUTPUT,
 )
+_MUONS = frozenset(("momentum_beta", "use_nesterov", "num_ns_steps"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,22 @@ def is_expert(fqn: str, args: Arguments, table: Table) -> bool:
     differently from the dense layers.
     """
     return args.ep > 1 and (names.find_expert(fqn, table) is not None or grouped.is_grouped(fqn))
+
+
+def is_matrix(fqn: str, shape: Index) -> bool:
+    """Return whether Muon updates a parameter, in a run that has Muon and Adam.
+
+    ``core/optimizer/muon.py`` (``get_megatron_muon_optimizer``): all others are Adam's.
+    """
+    return len(shape) == 2 and fqn not in _ENDS
+
+
+def is_of_muon(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the groups of one optimizer are Muon's.
+
+    The package ``emerging_optimizers`` names the setting ``momentum_beta``, later ``momentum``.
+    """
+    return any("betas" not in group and not _MUONS.isdisjoint(group) for group in groups)
 
 
 def classify_group(group: Mapping[str, Any]) -> GroupKind:

@@ -73,6 +73,32 @@ def divide_params(
     return [dense, experts]
 
 
+def _divide_among(
+    states: Sequence[Any], params: Sequence[RankParam], args: Arguments, table: Table
+) -> list[list[RankParam]]:
+    """Return the parameters of each optimizer of a chain, which Muon may begin.
+
+    The experts have a Muon of their own unless layers are distributed over ranks
+    (``core/optimizer/muon.py``).
+    """
+    muons = [state for state in states if groups.is_of_muon(_list_groups(state))]
+    if not muons:
+        return divide_params(len(states), params, args, table)
+    matrices = [param for param in params if groups.is_matrix(param.fqn, param.shape)]
+    others = [param for param in params if not groups.is_matrix(param.fqn, param.shape)]
+    return [
+        *divide_params(len(muons), matrices, args, table),
+        *divide_params(len(states) - len(muons), others, args, table),
+    ]
+
+
+def _list_groups(state: Any) -> list[dict[str, Any]]:
+    """Return the param groups of one optimizer's state, whatever is stored there."""
+    inner = state.get("optimizer", state) if isinstance(state, dict) else None
+    stored = inner.get("param_groups") if isinstance(inner, dict) else None
+    return [group for group in as_list(stored) or () if isinstance(group, dict)]
+
+
 def read(
     value: Any, params: Sequence[RankParam], args: Arguments, table: Table, path: str
 ) -> ParsedOptimizer:
@@ -88,7 +114,7 @@ def read(
     """
     result = ParsedOptimizer()
     states = list_states(value)
-    for state, shared in zip(states, divide_params(len(states), params, args, table), strict=False):
+    for state, shared in zip(states, _divide_among(states, params, args, table), strict=False):
         if not isinstance(state, dict):
             continue
         result.scaler = result.scaler or _read_scaler(state.get("grad_scaler"), args)

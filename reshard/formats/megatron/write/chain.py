@@ -1,7 +1,9 @@
-"""The states of an optimizer, or of a chain of two: of all parameters but the experts, and theirs.
+"""The states of an optimizer, or of a chain: of all parameters but the experts, and theirs.
+
+Muon's come before Adam's.
 
 Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer.py`` (``state_dict`` of each class),
-``core/optimizer/distrib_optimizer.py`` (``state_dict``).
+``core/optimizer/distrib_optimizer.py`` (``state_dict``), ``core/optimizer/muon.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def make_states(choice: Resolved, inner: Inner, fqns: Sequence[str]) -> list[Sta
     """
     groups = choice.groups.list_for_rank(fqns)
     chain = [
-        [group for group in groups if group.is_expert == of_experts] for of_experts in (False, True)
+        [each for each in groups if (each.is_muon, each.is_expert) == (of_muon, of_experts)]
+        for of_muon in (True, False)
+        for of_experts in (False, True)
     ]
     return [_make_state(choice, members, inner) for members in chain if members]
 

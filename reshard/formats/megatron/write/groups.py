@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CorruptError, UnsupportedError, shown
+from reshard.formats.megatron.groups import is_of_muon
 from reshard.formats.target_options import Adam
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import some
@@ -30,6 +31,7 @@ class MegatronGroup:
     hyper: Mapping[str, Any]
     fqns: frozenset[str]
     is_expert: bool
+    is_muon: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,10 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
                 **_complete_hyper(hyper, state, fused=fused),
                 "is_expert_parallel": is_expert,
             }
-            identity = tuple(_get_setting(completed, key, state) for key in _IDENTITY)
+            identity = (
+                is_of_muon([hyper]),
+                *(_get_setting(completed, key, state) for key in _IDENTITY),
+            )
             known = merged.setdefault(identity, (completed, []))
             if known[0] != completed:
                 raise UnsupportedError(
@@ -110,7 +115,9 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
                 )
             known[1].extend(members_here)
     groups = tuple(
-        MegatronGroup(hyper, frozenset(fqns), bool(hyper["is_expert_parallel"]))
+        MegatronGroup(
+            hyper, frozenset(fqns), bool(hyper["is_expert_parallel"]), is_of_muon([hyper])
+        )
         for hyper, fqns in merged.values()
         if fqns or not hyper["is_expert_parallel"]
     )
@@ -191,7 +198,7 @@ def _complete_hyper(
         _SINCE_016: True,
         **{key: value for key, value in hyper.items() if key != "param_names"},
     }
-    if not fused:
+    if not fused or is_of_muon([hyper]):  # neither counts the steps of a group
         completed.pop("step", None)
         return completed
     for key in _TORCH_ONLY:  # settings of torch's AdamW, which the fused Adams lack
