@@ -38,7 +38,8 @@ from reshard.formats.megatron import buckets, grouped, names
 from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
-from reshard.formats.megatron.directory import list_saving_ranks
+from reshard.formats.megatron.directory import covers_experts, find_ranks, list_saving_ranks
+from reshard.location import Location
 from reshard.manifest import Entry
 from reshard.model_parallel.rules import load_table
 from reshard.tensors import LazyTensor
@@ -51,6 +52,7 @@ RANGES = (
     DATA.parent / "megatron_core_0.15.3" / "llama_dp2" / "torch_dist"
 )  # fully_sharded_model_space
 PACKED = DATA.parent / "megatron_core_0.9.0" / "mixtral_ep2.tar.xz"
+MUON = DATA / "muon" / "torch"
 VERL = DATA.with_name("verl") / "megatron_pp2"
 STEP = "iter_0000003"
 
@@ -568,6 +570,36 @@ def test_verl_s_migration_links_one_directory_to_three(tmp_path):
     for part in ("model", "optimizer", "extra"):
         shutil.copytree(RANGES / STEP, tmp_path / "actor" / part / "dist_ckpt")
     assert reshard.diff(RANGES, tmp_path / "actor").same
+
+
+def test_muon_has_the_matrices_and_adam_the_rest(tmp_path):
+    """A chain of two optimizers that are not those of dense layers and of experts."""
+    reshard.split(MUON, tmp_path / "dist", to="megatron", dp=1, ckpt_format="torch_dist")
+    for place in (MUON, tmp_path / "dist"):
+        with reshard.open(place) as checkpoint:
+            matrices = set(checkpoint.optimizer("momentum_buffer"))
+            assert {name.split(".")[-2] for name in matrices} == {
+                *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+            }
+            assert set(checkpoint.optimizer("exp_avg")) == set(checkpoint) - matrices
+            groups = [set(group.fqns) for group in checkpoint.manifest.train.param_groups]
+            ends = {"embedding.word_embeddings.weight", "output_layer.weight"}
+            assert groups == [matrices, ends, set(checkpoint) - matrices - ends]
+    reshard.split(tmp_path / "dist", tmp_path / "torch", ckpt_format="torch")
+    assert reshard.diff(MUON, tmp_path / "torch").same
+    checks = {check.name: check for check in reshard.verify(MUON, deep=True).checks}
+    assert checks["masters"].status == "passed"  # the masters are in the order of the states
+    assert "9 weights" in checks["masters"].looked_at
+
+
+def test_experts_that_more_ranks_share_than_layers_are_not_all_saved():
+    """core_v0.16.1 lets two ranks write one file, of which one part of each expert is left."""
+    values = {"num_experts": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    assert not covers_experts(Arguments("args", values))
+    assert covers_experts(Arguments("args", {**values, "tensor_model_parallel_size": 2}))
+    assert covers_experts(Arguments("args", {**values, "expert_tensor_parallel_size": 1}))
+    with pytest.raises(UnsupportedError, match="2 ranks share each expert"):
+        find_ranks(Location([DIST]), Arguments("args", values))
 
 
 @pytest.mark.parametrize(("form", "told"), [("torch_dist", True), ("torch", False)])

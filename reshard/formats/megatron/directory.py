@@ -18,7 +18,7 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import IncompleteError, StaleError, UsageError
+from reshard.errors import IncompleteError, StaleError, UnsupportedError, UsageError
 from reshard.files import MAX_POINTER, read_small_file
 from reshard.location import Location
 from reshard.units import some
@@ -164,7 +164,16 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
     Raises:
         IncompleteError: a folder is missing.
         StaleError: there are folders of another grid.
+        UnsupportedError: Megatron itself did not save every part of the experts.
     """
+    if not covers_experts(args):
+        raise UnsupportedError(
+            location,
+            f"lacks a part of the experts: {args.etp} ranks share each expert (expert tensor"
+            f" parallel size), and {args.tp} each layer, so that Megatron saves several ranks to"
+            " one file, over each other",
+            "save with --ckpt-format torch_dist",
+        )
     folders = list_rank_folders(location)
     expected = {
         GridPosition(pp, ep, tp).name_folder(pp=args.pp, ep=args.ep): GridPosition(pp, ep, tp)
@@ -194,6 +203,16 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
     return {
         rank: folders[name] for name, rank in sorted(expected.items(), key=lambda item: item[1])
     }
+
+
+def covers_experts(args: Arguments) -> bool:
+    """Return whether the ranks of `list_saving_ranks` have every part of the experts.
+
+    Where more ranks share an expert than share a layer, several of them are one (tensor, expert)
+    rank. In the torch format they write one file, over each other.
+    """
+    parts = {(args.get_expert_tensor_rank(tp, ep), ep) for tp, ep in list_saving_ranks(args)}
+    return not args.experts or len(parts) == args.etp * args.ep
 
 
 def list_saving_ranks(args: Arguments) -> list[tuple[int, int]]:

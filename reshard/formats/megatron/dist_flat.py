@@ -88,7 +88,14 @@ class FlatBuffers:
 
     def find_problem(self) -> str:
         """Return why the buffers cannot be divided among the parameters; empty if they can be."""
-        if self._args.values or not (self._buckets or self._states):
+        if not (self._buckets or self._states):
+            return ""
+        if self._args.values and not directory.covers_experts(self._args):
+            return (
+                "reshard does not read the flat buffers of a distributed optimizer if more ranks"
+                f" share an expert ({self._args.etp}) than share a layer ({self._args.tp})"
+            )
+        if self._args.values:
             return ""
         return (
             "the checkpoint does not have the arguments of the run, by which the flat buffers of"

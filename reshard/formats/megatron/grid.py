@@ -47,9 +47,11 @@ def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: T
         ]
         stages.append(combine.join_tensor_ranks(dense, cut))
         for ep in sorted({ep for _, ep in manifests}):
+            # Of several copies the first is that of the weights (core/transformer/moe/experts.py,
+            # ``replica_id``). With one expert rank Megatron lets the copies of tensor ranks differ.
             pieces = {
                 args.get_expert_tensor_rank(tp, at): _select(m, table, experts=True)
-                for (tp, at), m in manifests.items()
+                for (tp, at), m in sorted(manifests.items(), key=lambda item: item[0], reverse=True)
                 if at == ep
             }
             stages.append(combine.join_tensor_ranks([pieces[etp] for etp in sorted(pieces)], cut))

@@ -40,6 +40,7 @@ def read(location: Location, table: Table) -> Manifest:
     Raises:
         IncompleteError: a rank's folder or file is missing.
         CorruptError: files contradict each other.
+        UnsupportedError: Megatron itself did not save every part of the experts.
     """
     first = next(iter(directory.list_rank_folders(location).values()))
     args = _complete_sizes(open_args(directory.find_model_file(first)), location)
