@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from reshard.box import Index
 from reshard.files import SourceFiles
-from reshard.manifest import PARAM, Entry
+from reshard.manifest import PARAM, Entry, UnnamedOptimizer
 from reshard.model import ModelShapes
 from reshard.model.weight_decay import divide_parameters
 from reshard.state_dict import flat_params, optimizer_state, sections
@@ -91,17 +93,16 @@ def _select_own(
         for p, optimizer in read.items()
         if weights & {e.fqn for e in optimizer.entries}
     }
-    claimed = Counter(
-        fqn for optimizer in fitting.values() for fqn in {e.fqn for e in optimizer.entries}
-    )
     numbered = len({sections.parse_number(path) for path in read}) == len(read)
     # Several models can share parameter names (a GAN, an EMA copy). Then the number in a section's
     # name decides: optimizer_1 belongs to model_1.
-    if any(n > 1 for n in claimed.values()) or (numbered and parts.other_models):
+    if _share_states(fitting.values()) or (numbered and parts.other_models):
         fitting = {
             p: optimizer for p, optimizer in read.items() if sections.parse_number(p) == number
         }
         fitting = _select_nearest(parts.model_path, fitting)
+    if _share_states(fitting.values()):
+        return [_leave_out(parts.model_path, fitting)]
     lost = [path for path in read if path not in fitting and not parts.other_models]
     if len(fitting) > 1:
         shown = ", ".join(map(format_path, fitting))
@@ -118,16 +119,53 @@ def _select_own(
     return [*fitting.values(), ParsedOptimizer(notes=notes, unnamed_optimizers=stated)]
 
 
+def _leave_out(
+    model: sections.Path, optimizers: Mapping[sections.Path, ParsedOptimizer]
+) -> ParsedOptimizer:
+    """Return nothing but why none of several optimizers is the model's."""
+    names = [format_path(path) for path in optimizers]
+    reason = (
+        f"{' and '.join(names)} have states of the same parameters, and nothing shows which of them"
+        f" is the optimizer of {format_path(model) or 'the top level'}"
+    )
+    return ParsedOptimizer(
+        notes=[f"the optimizers are left out: {reason}"],
+        unnamed_optimizers=tuple(names),
+        why_unnamed=UnnamedOptimizer(reason, advice="choose another model with --key NAME"),
+    )
+
+
 def _select_nearest(
     model: sections.Path, fitting: Mapping[sections.Path, ParsedOptimizer]
 ) -> dict[sections.Path, ParsedOptimizer]:
-    """Prefer optimizers under the model's own root, else those of the most files (no copy)."""
+    """Prefer optimizers near the model, by path and by name, else those of the most files."""
     if len(fitting) < 2:
         return dict(fitting)
-    same = {p: one for p, one in fitting.items() if p and model and p[0] == model[0]}
+    depths = {path: _count_common(path, model) for path in fitting}
     files = {p: len({c.file for e in one.entries for c in e.chunks}) for p, one in fitting.items()}
-    widest = {p: one for p, one in fitting.items() if files[p] == max(files.values())}
-    return same or widest
+    # A copy in one file may be beside the rank files.
+    ranks = depths if any(depths.values()) else files
+    nearest = {p: one for p, one in fitting.items() if ranks[p] == max(ranks.values())}
+    if len(nearest) < 2 or not _share_states(nearest.values()):
+        return nearest
+    # Of {"models": {"actor": ...}, "optimizers": {"actor": ...}} the names tell.
+    shared = {path: len(_list_words(path) & _list_words(model)) for path in nearest}
+    return {p: one for p, one in nearest.items() if shared[p] == max(shared.values())}
+
+
+def _count_common(one: sections.Path, other: sections.Path) -> int:
+    """Return the number of first parts that two paths share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _list_words(path: sections.Path) -> set[str]:
+    return {word for part in path for word in re.split(r"[\W_]+", str(part).lower()) if word}
+
+
+def _share_states(optimizers: Iterable[ParsedOptimizer]) -> bool:
+    """Return whether several optimizers have a state of one parameter."""
+    claimed = Counter(fqn for one in optimizers for fqn in {e.fqn for e in one.entries})
+    return any(count > 1 for count in claimed.values())
 
 
 def iterate_slots(read: Iterable[ParsedOptimizer], tied: Mapping[str, str]) -> Iterable[Entry]:

@@ -382,3 +382,38 @@ def test_a_counter_of_the_group_is_a_tensor_under_deepspeed_too(stage, tmp_path)
     for group in got["param_groups"]:
         assert torch.equal(group["step"], torch.tensor(1, dtype=torch.int32))
         assert group["step"].dtype == torch.int32
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    ("paths", "shown"),
+    [
+        (("actor", "model", "actor", "optim"), {"actor.model": 1.0, "critic.model": 2.0}),
+        (("models", "actor", "optimizers", "actor"), {"models.actor": 1.0, "models.critic": 2.0}),
+        (("", "actor", "", "actor_optim"), {"actor": 1.0, "critic": 2.0}),
+        (("run", "actor_model", "run", "optim_actor"), {"run.actor_model": 1.0}),
+    ],
+)
+def test_a_model_has_the_optimizer_near_it(paths, shown, tmp_path):
+    """A checkpoint has two models with equal names, and an average that has no optimizer."""
+    tree: dict = {"ema": {"weight": torch.zeros(3)}}
+    for model, value in (("actor", 1.0), ("critic", 2.0)):
+        above, name, above_optimizer, optimizer = (p.replace("actor", model) for p in paths)
+        moments = {"step": torch.tensor(1.0), "exp_avg": torch.full((3,), value)}
+        group = {"lr": 0.1, "params": ["weight"]}
+        (tree.setdefault(above, {}) if above else tree)[name] = {"weight": torch.full((3,), value)}
+        (tree.setdefault(above_optimizer, {}) if above_optimizer else tree)[optimizer] = {
+            "state": {"weight": {**moments, "exp_avg_sq": moments["exp_avg"]}},
+            "param_groups": [group],
+        }
+    dcp.save(tree, checkpoint_id=tmp_path / "run")
+    for key, value in shown.items():
+        with reshard.open(tmp_path / "run", key=key) as checkpoint:
+            assert checkpoint["weight"][...].tolist() == [value] * 3
+            assert checkpoint.optimizer("exp_avg")["weight"][...].tolist() == [value] * 3
+    with reshard.open(tmp_path / "run", key="ema") as checkpoint:
+        assert checkpoint["weight"][...].tolist() == [0.0] * 3
+        assert any("the optimizers are left out" in n for n in checkpoint.manifest.warnings)
+    reshard.merge(tmp_path / "run", tmp_path / "ema.safetensors", key="ema")
+    with pytest.raises(reshard.errors.ReshardError, match="nothing shows which of them"):
+        reshard.split(tmp_path / "run", tmp_path / "out", key="ema", to="dcp")
