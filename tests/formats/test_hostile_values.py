@@ -147,7 +147,7 @@ def test_what_a_reader_trips_over_is_corrupt_and_not_a_bug(monkeypatch, zero):
     with pytest.raises(CorruptError, match="not have the structure of its format") as caught:
         formats.read(zero)
     assert isinstance(caught.value.__cause__, AttributeError)
-    assert "native.py" in case.tripped(caught.value)
+    assert "format.py" in case.tripped(caught.value)
 
 
 def test_a_rank_of_a_billion_in_a_name(tmp_path):

@@ -104,17 +104,6 @@ def test_an_expert_that_lacks_a_parameter_is_detected(copied, tmp_path):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 
-def test_experts_of_autoep_are_refused(copied, tmp_path):
-    run = copied("moe_z2")
-    path = next(run.rglob("mp_rank_00_model_states.pt"))
-    held = torch.load(path, weights_only=False)
-    assert held["ds_autoep_layers"] is None  # as DeepSpeed has it where AutoEP converted nothing
-    held["ds_autoep_layers"] = ["model.layers.0.mlp"]
-    torch.save(held, path)
-    with pytest.raises(UnsupportedError, match="experts of AutoEP"):
-        reshard.merge(run, tmp_path / "x.safetensors")
-
-
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [

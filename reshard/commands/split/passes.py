@@ -210,9 +210,12 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
     conversion = _choose_form(conversion, named, options)
     manifest, request = conversion.manifest, conversion.request
     needs_order = writer.numbers_parameters(request) and not request.weights_only
-    if named.config is not None and needs_order and not manifest.ordered:
-        shapes = conversion.shapes or describe_config(named.config, manifest.origin.path)
-        manifest = order_by_model(restore_memory_form(manifest, shapes), shapes)
+    if needs_order and not manifest.ordered:
+        shapes = conversion.shapes
+        if shapes is None and named.config is not None:
+            shapes = describe_config(named.config, manifest.origin.path)
+        if shapes is not None:
+            manifest = order_by_model(restore_memory_form(manifest, shapes), shapes)
     named = replace(named, manifest=manifest)
     request = replace(request, described=named.described)
     return replace(conversion, manifest=manifest, naming=named, request=request)

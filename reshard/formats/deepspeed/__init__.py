@@ -19,6 +19,7 @@
     expert_lists    what DeepSpeed before 0.19 leaves out of their model states
     expert_optimizers   optimizers of expert-parallel ranks without ZeRO
     expert_layout   names of experts, and the ranks that hold them
+    autoep      runs with AutoEP, under the names of the model without it
     universal   one directory for each parameter
     universal_ranks the ranks that such a directory was converted from
     write       lay out the files of other ranks, native or universal

@@ -34,8 +34,11 @@ _NO_BUFFERS = (
 )
 
 
-def read(files: TagFiles) -> Manifest:
+def read(files: TagFiles, first: ModelStates) -> Manifest:
     """Describe the training state that all expert-parallel ranks hold together.
+
+    Args:
+        first: the first rank's model states.
 
     Raises:
         IncompleteError: an expert's or a rank's file is missing.
@@ -43,7 +46,6 @@ def read(files: TagFiles) -> Manifest:
         UnsupportedError: experts together with another form of model parallelism, or experts of
             another class than DeepSpeed's MoE layer.
     """
-    first = native.open_first(files.ranks[0])
     files = expert_optimizers.leave_out_repeated(files)
     _refuse(files, first)
     experts = open_experts(files, first)
@@ -106,8 +108,6 @@ def _sort_group(
 def _refuse(files: TagFiles, first: ModelStates) -> None:
     """Refuse runs with experts that are not read yet, and files of two runs."""
     where = files.location
-    if first.root.get("ds_autoep_layers"):
-        raise UnsupportedError(where, "contains experts of AutoEP, which reshard does not read yet")
     if files.layers or set(files.ranks) != {0}:
         raise UnsupportedError(
             where,

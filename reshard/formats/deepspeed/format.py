@@ -73,13 +73,18 @@ def _read_state(location: Location, rules: Path | None, find_divisions: FindDivi
 
         # No rank shares a parameter here, but a mistake in the user's file is still reported.
         add_user_rules(Table("", ()), rules)
+    from reshard.formats.deepspeed import native
+
+    first = native.open_first(files.ranks[0])
+    if first.root.get("ds_autoep_layers"):
+        from reshard.formats.deepspeed import autoep
+
+        return autoep.read(files, first)
     if has_experts:
         from reshard.formats.deepspeed import experts
 
-        return experts.read(files)
-    from reshard.formats.deepspeed import native
-
-    return native.read(files.ranks[0], find_divisions=find_divisions)
+        return experts.read(files, first)
+    return native.read(files.ranks[0], first, find_divisions=find_divisions)
 
 
 def _names_may_differ(manifest: Manifest) -> bool:

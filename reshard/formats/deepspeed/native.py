@@ -150,10 +150,12 @@ def _is_weights_only(first: ModelStates) -> bool:
 
 
 def _check_models(models: Sequence[ModelStates]) -> None:
+    # As the files state it: of AutoEP, the first rank's shapes list the experts of every rank.
+    stated = [ModelStates(model.file, model.file.root) for model in models]
     for key in ("global_steps", "dp_world_size", "ds_version", "param_shapes"):
-        require_equal(key, {model.file.path: model.root.get(key) for model in models})
-    first = models[0]
-    for model in models[1:]:
+        require_equal(key, {model.file.path: model.root.get(key) for model in stated})
+    first = stated[0]
+    for model in stated[1:]:
         # Equal dicts may list their names in another order, which is that of the flat tensors. The
         # ranks of equal pickles have one object (PickleCache) and need no comparison.
         if model.root.get("param_shapes") is not first.root.get("param_shapes"):
@@ -170,8 +172,10 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
         saved = [ranks for ranks in listed if ranks is not None]
         sizes = first.expert_ranks or (1,) * len(saved)
         # Ranks with the same experts share a group of experts, all ranks any other group.
-        expected = [world_size // size for size in sizes]
-        if saved and (set(saved) != {world_size} if not first.expert_ranks else saved != expected):
+        # Stage 3 states one number, that of all ranks.
+        is_listed = bool(first.expert_ranks) and isinstance(declared, (list, tuple))
+        expected = [world_size // size for size in sizes] if is_listed else [world_size]
+        if saved and (saved != expected if is_listed else set(saved) != {world_size}):
             raise CorruptError(
                 rank.file.path,
                 f"was saved by {sorted(set(saved))} ranks, but {Path(first.file.path).name} by"
@@ -267,7 +271,7 @@ def _read_optimizer(
     claims = {}
     if ranks[0].is_stage_3:
         stage = 3
-        entries = list(stage3.read(shapes, ranks, swapped))
+        entries = list(stage3.read(shapes, _owners(first, ranks), swapped))
     elif "single_partition_of_fp32_groups" in root:
         stage = int(root.get("zero_stage") or 1)  # BF16_Optimizer, which is stage 1, writes none
         groups = list(stage12.read_groups(shapes, ranks, _owners(first, ranks)))

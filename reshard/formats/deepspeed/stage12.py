@@ -55,11 +55,19 @@ def read_groups(
                 MIXED,
             )
     for group, (members, parts) in enumerate(zip(shapes, owners, strict=True)):
-        names = list(members)
-        size = len(names) // len(parts)
-        for part, own in enumerate(parts):
-            inside = {name: members[name] for name in names[part * size : (part + 1) * size]}
+        for inside, own in divide_members(members, parts):
             yield FlatGroup(group, inside, own, is_part=len(parts) > 1)
+
+
+def divide_members(
+    members: Mapping[str, Index], parts: Sequence[Sequence[OptimizerStates]]
+) -> Iterator[tuple[dict[str, Index], Sequence[OptimizerStates]]]:
+    """Yield the members that each expert-parallel rank has of a group, and the ranks it is of."""
+    names = list(members)
+    size = len(names) // len(parts)
+    for part, ranks in enumerate(parts):
+        inside = names[part * size : (part + 1) * size]
+        yield {name: members[name] for name in inside}, ranks
 
 
 def find_partition_claims(

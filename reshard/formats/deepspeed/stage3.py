@@ -13,7 +13,7 @@ from math import prod
 from reshard.box import Index
 from reshard.containers.torch_objects import Tensor
 from reshard.errors import MIXED, CorruptError
-from reshard.formats.deepspeed.stage12 import read_scalars
+from reshard.formats.deepspeed.stage12 import divide_members, read_scalars
 from reshard.formats.deepspeed.states import (
     FlatPiece,
     ModelStates,
@@ -29,31 +29,51 @@ from reshard.manifest import MASTER, PARAM, Entry
 Swapped = Mapping[tuple[int, int, str], FlatPiece]  # (rank, sub-group, kind) -> its swap file
 
 
-def read(shapes: Shapes, ranks: Sequence[OptimizerStates], swapped: Swapped) -> Iterator[Entry]:
+def read(
+    shapes: Shapes, owners: Sequence[Sequence[Sequence[OptimizerStates]]], swapped: Swapped
+) -> Iterator[Entry]:
     """Yield the master weights and every optimizer slot of every sub-group.
 
     Args:
+        owners: for each sub-group, the ranks that share each of its parts; see
+            `stage12.read_groups`.
         swapped: the pieces that are in swap files instead of the optimizer states.
 
     Raises:
         CorruptError: a sub-group is not as long as its parameters.
     """
-    masters = [_masters(rank, len(shapes)) for rank in ranks]
-    for index, members in enumerate(shapes):
-        states = [rank.group_state(index) for rank in ranks]
-        slots = [flat_slots(state) for state in states]
-        kinds = require_equal(
-            f"the list of optimizer slots of sub-group {index}",
-            {rank.file.path: sorted(own) for rank, own in zip(ranks, slots, strict=True)},
-        )
-        for kind in (MASTER, *kinds):
-            tensors = [m[index] for m in masters] if kind == MASTER else [s[kind] for s in slots]
-            pieces = [
-                swapped.get((rank.rank, index, kind)) or locate_piece(rank.file, tensor)
-                for rank, tensor in zip(ranks, tensors, strict=True)
-            ]
-            yield from _split(kind, members, pieces)
-        yield from read_scalars(members, list(zip(ranks, states, strict=True)))
+    for index, (members, parts) in enumerate(zip(shapes, owners, strict=True)):
+        for inside, ranks in divide_members(members, parts):
+            yield from _read_part(index, inside, ranks, len(shapes), swapped)
+
+
+def _read_part(
+    index: int,
+    members: Mapping[str, Index],
+    ranks: Sequence[OptimizerStates],
+    count: int,
+    swapped: Swapped,
+) -> Iterator[Entry]:
+    """Yield what the ranks hold that share these members of a sub-group.
+
+    Args:
+        count: number of sub-groups.
+    """
+    masters = [_masters(rank, count)[index] for rank in ranks]
+    states = [rank.group_state(index) for rank in ranks]
+    slots = [flat_slots(state) for state in states]
+    kinds = require_equal(
+        f"the list of optimizer slots of sub-group {index}",
+        {rank.file.path: sorted(own) for rank, own in zip(ranks, slots, strict=True)},
+    )
+    for kind in (MASTER, *kinds):
+        tensors = masters if kind == MASTER else [own[kind] for own in slots]
+        pieces = [
+            swapped.get((rank.rank, index, kind)) or locate_piece(rank.file, tensor)
+            for rank, tensor in zip(ranks, tensors, strict=True)
+        ]
+        yield from _split(kind, members, pieces)
+    yield from read_scalars(members, list(zip(ranks, states, strict=True)))
 
 
 def _masters(rank: OptimizerStates, count: int) -> list[Tensor]:

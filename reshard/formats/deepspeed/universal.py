@@ -21,7 +21,7 @@ from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_reader import PickleCache
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats.deepspeed import order, stage3
+from reshard.formats.deepspeed import autoep, order, stage3
 from reshard.formats.deepspeed.directory import MODEL_FILE
 from reshard.formats.deepspeed.schemas import UNIVERSAL_OPTIMIZER
 from reshard.formats.deepspeed.states import (
@@ -54,13 +54,17 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
         CorruptError: a file does not hold its parameter's tensor.
     """
     models = unwrap_names(_open_models(location))
+    listed = models[0].module
+    uses_autoep = bool(models[0].root.get("ds_autoep_layers"))
+    if uses_autoep:
+        models[0] = autoep.drop_aliases(models[0])
     model = models[0]
     module = model.module
     files: dict[str, TorchFile] = {state.file.path: state.file for state in models}
     per_rank = _has_model_file_per_rank(models)
     ranks = find_source_ranks(models if per_rank else models[:1], str(location), rules)
     shapes = {fqn: shape for group in ranks.shapes for fqn, shape in group.items()}
-    entries, steps = _read_parameters(location, module, ranks, shapes, files)
+    entries, steps = _read_parameters(location, listed, ranks, shapes, files)
     root = _read_optimizer(location, files)
     masters = {entry.fqn: None for entry in entries if entry.kind == MASTER}  # in order
     if not steps:
@@ -70,7 +74,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     entries += _module_entries(models, ranks, masters, tied, per_rank=per_rank)
     position = {name: index for index, name in enumerate(module)}
     entries.sort(key=lambda entry: position.get(entry.fqn, len(position)))
-    return Manifest(
+    manifest = Manifest(
         origin=Origin(
             format="deepspeed-universal",
             path=str(location),
@@ -95,6 +99,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
         ordered=True,  # by the module of the model states
     )
+    return autoep.restore_names(manifest, model) if uses_autoep else manifest
 
 
 def _read_parameters(
