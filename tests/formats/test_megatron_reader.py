@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
@@ -545,6 +546,25 @@ def test_verl_saves_one_checkpoint_in_three_directories(tmp_path):
     report = reshard.merge(actor, tmp_path / "model")
     assert (tmp_path / "model" / "config.json").is_file()
     assert report.tensors == 21
+    # With a bridge (verl's default) the weights are a Hugging Face model.
+    bridged = tmp_path / "bridged"
+    shutil.copytree(actor, bridged)
+    shutil.rmtree(bridged / "model" / "dist_ckpt")
+    shutil.rmtree(bridged / "model" / "huggingface")
+    reshard.merge(actor, bridged / "model" / "huggingface", dtype="bf16")
+    contents = bridged / "ckpt_contents.json"
+    contents.write_text(contents.read_text().replace("model/dist_ckpt", "model/huggingface"))
+    assert reshard.diff(actor, bridged).same
+    reshard.merge(bridged, tmp_path / "again")
+    assert reshard.diff(tmp_path / "model", tmp_path / "again").same
+    config["vocab_size"] = 23
+    (bridged / "model" / "huggingface" / "config.json").write_text(json.dumps(config))
+    weights = load_file(bridged / "model" / "huggingface" / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:23].clone()
+    save_file(weights, bridged / "model" / "huggingface" / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="Megatron padded the vocabulary"):
+        reshard.inspect(bridged)
     reshard.split(actor, tmp_path / "tp2", to="megatron", tp=2, pp=1)
     difference = reshard.diff(actor, tmp_path / "tp2", ignore=["rng"])
     assert not difference.unequal
@@ -556,10 +576,6 @@ def test_a_part_that_verl_saved_is_missed(tmp_path):
     shutil.rmtree(tmp_path / "actor" / "optimizer")
     with pytest.raises(IncompleteError, match=r"optimizer/dist_ckpt is missing or incomplete"):
         reshard.inspect(tmp_path / "actor")
-    shutil.copytree(VERL / "global_step_3" / "actor" / "optimizer", tmp_path / "a" / "optimizer")
-    (tmp_path / "a" / "model" / "huggingface").mkdir(parents=True)
-    with pytest.raises(IncompleteError, match=r"pass .*huggingface for the weights"):
-        reshard.inspect(tmp_path / "a")
     stated = tmp_path / "actor" / "ckpt_contents.json"
     stated.write_text(stated.read_text().replace('"peft": false', '"peft": true'))
     with pytest.raises(UnsupportedError, match="only the weights of an adapter"):

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from reshard import counts
 from reshard.chunks import Chunk
 from reshard.containers import torch_reader
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.megatron import (
     arguments,
@@ -66,6 +66,7 @@ _FULLY = (
     "save it once with --dist-ckpt-optim-fully-reshardable (verl:"
     " dist_ckpt_optim_fully_reshardable)"
 )
+_ADVICE_EXPORTED = "save with use_dist_checkpointing=True, or pass the Hugging Face model alone"
 _DECODER = "decoder.layers."
 _NEMO = "module."
 _STEPS = frozenset(("iteration", "global_step"))
@@ -78,7 +79,9 @@ def read(location: Location, table: Table) -> Manifest:
     Raises:
         IncompleteError: a file or the weights are missing.
         CorruptError: files contradict each other.
-        UnsupportedError: the optimizer is in a form that core 0.13 and older wrote.
+        UnsupportedError: the optimizer is in a form that core 0.13 and older wrote, or verl saved
+            weights that do not fit it.
+        UsageError: verl saved weights of a model that reshard does not know.
     """
     loaded, common, files, seen = _read_files(location)
     tensors, objects = _separate(_strip_prefix(loaded.root))
@@ -89,22 +92,25 @@ def read(location: Location, table: Table) -> Manifest:
         files |= {file.path: file.source() for file in others}
         seen = seen.union(*(file.globals for file in others))
     args = arguments.parse(common.get("args"), str(location))
+    of_model = {key: tensor for key, tensor in stored.items() if not CHAIN.fullmatch(key)}
+    exported = None if of_model else verl.read_exported(location)
+    if exported is None and not of_model:
+        raise CorruptError(location, "contains no model")
     run = args
     if not args.values:
         # verl states how ranks divide the model. That does not describe the model, so it is not
         # among the arguments.
-        known = verl.read_grid(verl.find_root(location), is_tied=names.OUTPUT not in stored)
+        fqns = {entry.fqn for entry in exported.entries.values()} if exported else of_model.keys()
+        is_tied = names.OUTPUT not in fqns
+        known = verl.read_grid(verl.find_root(location), is_tied=is_tied)
         args = arguments.parse(known, str(location))
     keys = _KeyReader(table, args)
-    weights = [
+    weights = [*keys.respell(exported.entries.values())] if exported else []
+    weights += [
         replace(entry, kind=BUFFER if names.is_buffer(entry.fqn) else PARAM)
-        for key, tensor in stored.items()
-        if not CHAIN.fullmatch(key)
+        for key, tensor in of_model.items()
         for entry in keys.entries(key, PARAM, tensor)
     ]
-    if not weights:
-        verl.refuse_without_weights(location)
-        raise CorruptError(location, "contains no model")
     slots = [
         entry
         for key, tensor in stored.items()
@@ -120,12 +126,24 @@ def read(location: Location, table: Table) -> Manifest:
     state = optimizer.read(chained or common.get("optimizer"), params, args, table, str(location))
     buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location))
     problem = buffers.find_problem()
-    flat = [] if problem else buffers.read_entries()
+    try:
+        flat = [] if problem else buffers.read_entries()
+    except CorruptError as error:
+        if exported is None:
+            raise
+        raise UnsupportedError(
+            location,
+            f"has an optimizer that does not fit the Hugging Face model ({error.problem}): it is"
+            " that of another model, or Megatron padded the vocabulary",
+            _ADVICE_EXPORTED,
+        ) from error
+    if exported:
+        _check_shapes(location, whole, [*slots, *flat])
     form = _describe_form(common, flat, slots)
     manifest = Manifest(
         origin=Origin("megatron", str(location)),
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
-        files={**loaded.files, **files},
+        files={**loaded.files, **files, **(exported.files if exported else {})},
         train=train.make_train_state(
             {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)}, run, state, 0, 0
         ),
@@ -145,6 +163,25 @@ def read(location: Location, table: Table) -> Manifest:
     )
     manifest = rank_states.attach(manifest, rank_states.collect_from_dist(loaded.root))
     return replace(manifest, origin=train.make_origin(location, args, form, manifest))
+
+
+def _check_shapes(
+    location: Location, weights: Mapping[tuple[str, str], Entry], slots: Iterable[Entry]
+) -> None:
+    """Compare the slots of an optimizer with weights that another format has.
+
+    Raises:
+        UnsupportedError: a shape differs.
+    """
+    for slot in slots:
+        weight = weights.get((PARAM, slot.fqn))
+        if weight is not None and weight.shape != slot.shape:
+            raise UnsupportedError(
+                location,
+                f"has {slot.kind} of {slot.fqn!r} in the shape {list(slot.shape)}, but the Hugging"
+                f" Face model has {list(weight.shape)}: only Megatron pads the vocabulary",
+                _ADVICE_EXPORTED,
+            )
 
 
 def _strip_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -323,6 +360,13 @@ class _KeyReader:
             return
         for index, one in enumerate(_unstack(tensor)):
             yield from self._experts(name.replace("{}", str(index), 1), kind, one)
+
+    def respell(self, entries: Collection[Entry]) -> Iterator[Entry]:
+        """Yield parameters that have the table's names under those of the saving model."""
+        fqns = {entry.fqn for entry in entries}
+        for entry in entries:
+            name = names.spell_for_dist(self._table, entry.fqn, fqns)
+            yield replace(entry, fqn=names.spell_as_saved(self._table, name, self._args))
 
     def _experts(self, name: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
         parsed = names.parse_dist_expert(name)

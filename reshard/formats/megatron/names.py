@@ -12,8 +12,10 @@ Sources: Megatron-LM core_v0.16.1 ``transformer/transformer_block.py``,
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from reshard.formats.megatron.arguments import Arguments
+from reshard.model_parallel.patterns import Pattern
 from reshard.model_parallel.rules import RuleMatch, Table
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -144,6 +146,33 @@ def parse_dist_expert(key: str) -> tuple[str, int | None] | None:
         return None
     number = int(match[2]) if match[2] else None
     return f"{match[1]}.local_experts.{{}}.{match[3]}.{match[4]}{match[5] or ''}", number
+
+
+def find_te_pattern(found: RuleMatch, fqns: Container[str]) -> Pattern | None:
+    """Return Transformer Engine's name; None for a norm without a linear layer behind it.
+
+    The norm of a layer may have several names, by the linear layer that the model has.
+
+    Args:
+        fqns: the names of the model's parameters.
+    """
+    for pattern in found.rule.get_patterns("te"):
+        linear, is_norm, _ = pattern.fill(found.fields).partition(".layer_norm_")
+        if not is_norm or f"{linear}.weight" in fqns:
+            return pattern
+    return None
+
+
+def spell_for_dist(table: Table, name: str, fqns: Container[str]) -> str:
+    """Return the name that torch_dist has for a parameter's name in the table.
+
+    Experts keep the table's name, see `spell_as_saved`.
+    """
+    found = table.find(name, {})
+    if found is None or find_expert(name) is not None:
+        return name
+    pattern = find_te_pattern(found, fqns)
+    return pattern.fill(found.fields) if pattern else name
 
 
 def spell_as_saved(table: Table, name: str, args: Arguments) -> str:

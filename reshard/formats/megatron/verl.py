@@ -24,9 +24,15 @@ from typing import Any
 from reshard.containers.json_files import read_json_object
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.dcp import reader as dcp
+from reshard.formats.huggingface import reader as huggingface
 from reshard.formats.megatron import directory, dist_flat
 from reshard.formats.megatron.run_config import RENAMED
 from reshard.location import Location
+from reshard.manifest import Manifest
+from reshard.model import library
+from reshard.model_parallel.names import rename_from_hf
+from reshard.naming.config import describe_config
+from reshard.naming.options import NameOptions
 from reshard.schema import COUNT, expect, fields, mapping, maybe
 from reshard.state_dict.tree import ParsedTree
 
@@ -38,6 +44,7 @@ _STATED = fields(
     contents=maybe(mapping()),
     backend=maybe(mapping()),
 )
+_HF_FOLDER = "huggingface"
 _RNG = "rng_state/"
 _COMMON = "common_state/"
 
@@ -111,26 +118,35 @@ def read_stated(location: Location, parts: Collection[str]) -> dict[str, Any]:
     return {} if step is None else {"iteration": step}
 
 
-def refuse_without_weights(location: Location) -> None:
-    """Refuse a part of verl that has no weights, and name the directory that has them.
+def read_exported(location: Location) -> Manifest | None:
+    """Return the weights that a bridge saved as a Hugging Face model, under Megatron's names.
+
+    Returns:
+        None if verl did not save the location.
 
     Raises:
-        IncompleteError: the location is the optimizer of verl, or all that Megatron saved for it.
+        IncompleteError: there is no such model, or the location is one part of a checkpoint.
+        UsageError, UnsupportedError: its config is not of a model that reshard knows.
     """
     root = location
     if location.name == directory.DIST_FOLDER and location.above().name in directory.VERL_PARTS:
         root = location.above().above()
     parts = directory.list_parts(root)
-    if "model" in parts:
+    if parts and root is not location:
         raise IncompleteError(location, "contains no weights", f"pass {root}, which has all parts")
-    model = root.folders["model"].folders.get("huggingface") if "model" in root.folders else None
-    if parts and model:
+    model = root.folders["model"].folders.get(_HF_FOLDER) if "model" in root.folders else None
+    if not parts or model is None:
+        return None
+    if not library.is_installed():
         raise IncompleteError(
             location,
-            f"contains an optimizer without weights: verl saved them in {model}, as a Hugging Face"
-            " model, and reshard does not read the two together",
-            f"pass {model} for the weights; for both, save with use_dist_checkpointing=True",
+            f"contains an optimizer, whose weights are in {model} under the names of Hugging Face,"
+            " and transformers, which states what that model is, is not installed",
+            f"install transformers, or pass {model} for the weights alone",
         )
+    manifest = huggingface.read(model)
+    family, traits = describe_config(manifest, NameOptions(), None)
+    return rename_from_hf(manifest, family.table, traits.architecture()).manifest
 
 
 def read_grid(location: Location, *, is_tied: bool) -> dict[str, Any]:

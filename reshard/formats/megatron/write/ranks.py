@@ -245,15 +245,8 @@ class WeightLocations:
         return te or known.found.rule.get_patterns(dialect)[0]
 
     def _find_te(self, known: KnownWeight) -> Pattern | None:
-        """Return Transformer Engine's name; None for a norm without a linear layer behind it.
-
-        The norm of a layer may have several names, by the linear layer that the model has.
-        """
-        for pattern in known.found.rule.get_patterns("te"):
-            linear, is_norm, _ = pattern.fill(known.found.fields).partition(".layer_norm_")
-            if not is_norm or f"{linear}.weight" in self._names:
-                return pattern
-        return None
+        """Return Transformer Engine's name; None for a norm without a linear layer behind it."""
+        return names.find_te_pattern(known.found, self._names)
 
     def is_latent(self, known: KnownWeight) -> bool:
         """Whether the layer of a weight has latent attention (MLA)."""
