@@ -59,6 +59,10 @@ def fix_ranks(lay_out, ranks):
     return lambda state: lay_out(state, ranks)
 
 
+def of_ranks(world_size, **options):
+    return Request(world_size=world_size, **options)
+
+
 def lay_out_one_file(state, model=None):
     """Lay out one file, as a script without sharding saves it."""
     return layouts.lay_out_torch(state, Request(world_size=1, model=model)).skeleton
@@ -82,43 +86,50 @@ def split(source, out, lay_out, *, weights_only=False, **told):
 
 
 FORMS = {  # of a state under FSDP 2 -> how it is laid out for n ranks, the wrapper, how it loads
-    "dcp": (lambda s, n: dcp.lay_out(s, shards=n), "fsdp2", "dcp"),
-    "accelerate": (lambda s, n: dcp.lay_out_accelerate(s, shards=n), "fsdp2", "accelerate"),
-    "pair": (lambda s, n: rank_files.lay_out_fsdp2(s, grid(n)), "fsdp2", "pair"),
+    "dcp": (lambda s, n: dcp.lay_out(s, of_ranks(n)), "fsdp2", "dcp"),
+    "accelerate": (lambda s, n: dcp.lay_out_accelerate(s, of_ranks(n)), "fsdp2", "accelerate"),
+    "pair": (lambda s, n: rank_files.lay_out_fsdp2(s, of_ranks(n), grid(n)), "fsdp2", "pair"),
     "one": (
-        lambda s, n: rank_files.lay_out_fsdp2(s, grid(n), naming=ONE_FILE),
+        lambda s, n: rank_files.lay_out_fsdp2(s, of_ranks(n), grid(n), naming=ONE_FILE),
         "fsdp2",
         "one",
     ),
     "verl": (
-        lambda s, n: rank_files.lay_out_fsdp2(s, grid(n, "fsdp"), naming=rank_files.VERL),
+        lambda s, n: rank_files.lay_out_fsdp2(
+            s, of_ranks(n), grid(n, "fsdp"), naming=rank_files.VERL
+        ),
         "fsdp2 named",
         "verl",
     ),
     "names": (
-        lambda s, n: rank_files.lay_out_fsdp2(s, grid(n), naming=rank_files.ACCELERATE),
+        lambda s, n: rank_files.lay_out_fsdp2(
+            s, of_ranks(n), grid(n), naming=rank_files.ACCELERATE
+        ),
         "fsdp2",
         "names",
     ),
-    "full": (lambda s, n: rank_files.lay_out_fsdp1_full(s, ranks=n), "fsdp2", "whole"),
+    "full": (lambda s, n: rank_files.lay_out_fsdp1_full(s, of_ranks(n)), "fsdp2", "whole"),
     "orig": (
         lambda s, n: flat_files.lay_out_fsdp1_sharded(
-            s, shapes(TWO), grid(n, "fsdp"), compute=dtypes.FLOAT32
+            s,
+            shapes(TWO),
+            of_ranks(n, orig_params=dtypes.FLOAT32),
+            grid(n, "fsdp"),
         ),
         "fsdp1 mesh named orig",
         "verl1",
     ),
 }
 FLAT_FORMS = {  # of a state under FSDP 1
-    "dcp": (lambda s, n: dcp.lay_out(s, shards=n), "fsdp1", "dcp"),
-    "full": (lambda s, n: rank_files.lay_out_fsdp1_full(s, ranks=n), "fsdp1", "full"),
+    "dcp": (lambda s, n: dcp.lay_out(s, of_ranks(n)), "fsdp1", "dcp"),
+    "full": (lambda s, n: rank_files.lay_out_fsdp1_full(s, of_ranks(n)), "fsdp1", "full"),
     "local": (
-        lambda s, n: flat_files.lay_out_fsdp1_local(s, shapes(ONE), ranks=n),
+        lambda s, n: flat_files.lay_out_fsdp1_local(s, shapes(ONE), of_ranks(n)),
         "fsdp1",
         "local",
     ),
     "verl": (
-        lambda s, n: flat_files.lay_out_fsdp1_sharded(s, shapes(ONE), grid(n, "fsdp")),
+        lambda s, n: flat_files.lay_out_fsdp1_sharded(s, shapes(ONE), of_ranks(n), grid(n, "fsdp")),
         NAMED,
         "verl1",
     ),
@@ -232,7 +243,10 @@ def test_fsdp2_continues_where_deepspeed_stopped(loaded, deepspeed):
     ("case", "lay_out"),
     [
         ("acc_fsdp2_sharded", FORMS["accelerate"][0]),
-        ("acc_fsdp1_full", lambda s, n: rank_files.lay_out_fsdp1_full(s, ranks=n, accelerate=True)),
+        (
+            "acc_fsdp1_full",
+            lambda s, n: rank_files.lay_out_fsdp1_full(s, of_ranks(n), accelerate=True),
+        ),
     ],
 )
 def test_accelerate_loads_what_it_would_have_saved(libraries, tmp_path, case, lay_out):
@@ -303,7 +317,7 @@ def test_a_dcp_directory_reads_back_as_its_source(case, source, tmp_path):
     made = split(
         place,
         tmp_path / "out",
-        lambda s: dcp.lay_out(s, shards=5, weights_only=only),
+        lambda s: dcp.lay_out(s, of_ranks(5, weights_only=only)),
         weights_only=only,
         **told,
     )
@@ -328,7 +342,10 @@ def test_files_of_ranks_read_back_as_their_source(case, form, source, tmp_path):
                 "one": ONE_FILE,
             }
             return rank_files.lay_out_fsdp2(
-                state, grid(ranks), naming=naming.get(form, rank_files.PAIR), model=shapes
+                state,
+                of_ranks(ranks, model=shapes),
+                grid(ranks),
+                naming=naming.get(form, rank_files.PAIR),
             )
 
     made = split(place, tmp_path / "out", fix_ranks(lay_out, 3), **told)
@@ -366,7 +383,9 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
     """The same storages, views and objects as torch's own files, at the ranks that wrote them."""
     place, _ = trained
     made = split(
-        place / "fsdp2" / "ranks", tmp_path / "out", lambda s: rank_files.lay_out_fsdp2(s, grid(2))
+        place / "fsdp2" / "ranks",
+        tmp_path / "out",
+        lambda s: rank_files.lay_out_fsdp2(s, of_ranks(2), grid(2)),
     )
     for name in ("model_rank0.pt", "model_rank1.pt", "optim_rank0.pt", "optim_rank1.pt"):
         ours, theirs = (torch.load(at / name) for at in (made, place / "fsdp2" / "ranks"))
@@ -385,7 +404,9 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
 def test_dcp_s_chunks_distinguish_parameters_from_buffers(torch_made, tmp_path):
     """A parameter of several rows lies on several ranks; a buffer lies whole on one."""
     source = torch_made / "fsdp2_dcp" / "ckpt"
-    made = split(source, tmp_path / "out", lambda s: rank_files.lay_out_fsdp2(s, grid(2)))
+    made = split(
+        source, tmp_path / "out", lambda s: rank_files.lay_out_fsdp2(s, of_ranks(2), grid(2))
+    )
     held = torch.load(made / "model_rank0.pt", weights_only=False)
     kinds = {name: type(value).__name__ for name, value in held.items()}
     assert {name for name, kind in kinds.items() if kind == "Tensor"} == {"running", "count"}
@@ -406,9 +427,9 @@ def refused(source, lay_out, error, *texts, **told):
 def test_missing_state_is_named(torch_made, made, trained):
     place, _ = trained
     ranks = torch_made / "fsdp2_ranks_model_only_ws4" / "ckpt"
-    refused(ranks, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "has no optimizer state")
+    refused(ranks, lambda s: dcp.lay_out(s, of_ranks(2)), IncompleteError, "has no optimizer state")
     elastic = made / "z1_elastic" / "run"
-    refused(elastic, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "hyper-parameters")
+    refused(elastic, lambda s: dcp.lay_out(s, of_ranks(2)), IncompleteError, "hyper-parameters")
     flat = torch_made / "fsdp1_local_flat" / "ckpt"
     said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
     refused(
@@ -425,20 +446,20 @@ def test_missing_state_is_named(torch_made, made, trained):
     wanted = [name for name in shapes("menagerie").parameters if name in numbers[0]["param_names"]]
     assert list(numbers[0]["param_names"]) == wanted
     factored = torch_made / "plain_adafactor" / "ckpt"
-    lay_out = lambda s: rank_files.lay_out_fsdp2(s, grid(2), model=shapes("menagerie"))  # noqa: E731
+    lay_out = lambda s: rank_files.lay_out_fsdp2(s, of_ranks(2, model=shapes("menagerie")), grid(2))  # noqa: E731
     refused(factored, lay_out, UnsupportedError, "has shape (7, 1)")
     decay = torch_made / "fsdp2_ranks_groups" / "ckpt"
-    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie"), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie"), of_ranks(2))  # noqa: E731
     refused(decay, lay_out, UnsupportedError, "'odd' and 'small' would be in one flat parameter")
-    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie", None), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie", None), of_ranks(2))  # noqa: E731
     refused(decay, lay_out, UsageError, "how FSDP wraps the model")
-    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes(TWO), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes(TWO), of_ranks(2))  # noqa: E731
     refused(decay, lay_out, IncompleteError, "has no 'frozen'")
-    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("mlp", "Block"), of_ranks(2))  # noqa: E731
     refused(place / "fsdp2" / "ranks", lay_out, IncompleteError, "has no 'embed.weight'")
     refused(
         decay,
-        lambda s: rank_files.lay_out_fsdp2(s, MeshGrid((2, 2))),
+        lambda s: rank_files.lay_out_fsdp2(s, of_ranks(4), MeshGrid((2, 2))),
         UnsupportedError,
         "a mesh of 2x2",
     )
@@ -462,7 +483,7 @@ def test_numbers_follow_the_model_even_if_units_have_another_order(torch_made, t
 
 
 def test_a_bf16_copy_is_written_on_request(made, tmp_path):
-    lay_out = lambda s: dcp.lay_out(s, shards=2, dtype=dtypes.BFLOAT16)  # noqa: E731
+    lay_out = lambda s: dcp.lay_out(s, of_ranks(2, dtype=dtypes.BFLOAT16))  # noqa: E731
     split(made / "z3_bf16" / "run", tmp_path / "out", lay_out)
     with reshard.open(tmp_path / "out") as found, reshard.open(made / "z3_bf16" / "run") as wanted:
         for entry in wanted.manifest.of_kind("master"):

@@ -36,12 +36,7 @@ class ColossalAI(Writer):
         from reshard.containers.skeletons import LaidOut
         from reshard.formats.colossalai import writer
 
-        skeleton = writer.lay_out(
-            state,
-            weights_only=request.weights_only,
-            model=request.model,
-            dtype=request.dtype,
-        )
+        skeleton = writer.lay_out(state, request)
         return LaidOut(skeleton, tuple(writer.notes(state, weights_only=request.weights_only)))
 
 

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
-from reshard.dtypes import DType
+from reshard.formats.request import Request
 from reshard.manifest import MASTER, Skeleton
-from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots
 from reshard.state_dict.torch_state_dict import Value
@@ -32,23 +31,18 @@ _SHARD_BYTES = 1 << 30  # ColossalAI's size_per_shard
 _MEBI = 1 << 20  # unit of the sizes in an index
 
 
-def lay_out(
-    state: WritableState, *, weights_only: bool, model: ModelShapes | None, dtype: DType | None
-) -> Skeleton:
+def lay_out(state: WritableState, request: Request) -> Skeleton:
     """Lay out the directory.
 
     Raises:
         IncompleteError: the source has no optimizer, or no numbers of its parameters.
         UnsupportedError: the optimizer has a setting that torch's lacks.
     """
-    above = "" if weights_only else "modeling/"
-    parts = [
-        *_lay_out_shards(
-            f"{above}pytorch_model", torch_state_dict.build_weights(state, dtype=dtype), {}
-        )
-    ]
-    if not weights_only:
-        optimizer = torch_state_dict.build_optimizer(state, "index", model)
+    above = "" if request.weights_only else "modeling/"
+    weights = torch_state_dict.build_weights(state, dtype=request.dtype)
+    parts = [*_lay_out_shards(f"{above}pytorch_model", weights, {})]
+    if not request.weights_only:
+        optimizer = torch_state_dict.build_optimizer(state, "index", request.model)
         about = {"param_groups": _GROUPS}
         parts += _lay_out_shards("optimizer/pytorch_optim", optimizer["state"], about)
         groups = optimizer["param_groups"]

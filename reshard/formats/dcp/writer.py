@@ -20,7 +20,8 @@ from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.containers.zip_writer import ALIGNMENT
 from reshard.dtypes import DType
-from reshard.errors import UnsupportedError, UsageError
+from reshard.errors import UnsupportedError
+from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
@@ -38,81 +39,45 @@ _METADATA = f"{_DCP}.metadata"
 _Path = tuple[Any, ...]  # str and int
 
 
-def lay_out(
-    state: WritableState,
-    *,
-    shards: int,
-    weights_only: bool = False,
-    model_key: str | None = "model",
-    optimizer_key: str | None = "optim",
-    directory: str = "",
-    dtype: DType | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> Skeleton:
-    """Lay out one DCP directory of a training state.
+def lay_out(state: WritableState, request: Request) -> Skeleton:
+    """Lay out one DCP directory of a training state, with a data file for each rank.
 
-    Args:
-        shards: number of data files; each tensor is cut along its first dim as FSDP 2 cuts it.
-        model_key, optimizer_key: the names at the top; None leaves that part out.
-        directory: path below the destination.
-        dtype: dtype of the parameters; None keeps that of each master, because PyTorch's sharded
-            training has no other copy.
-        extra: plain values beside model and optimizer; by default those that
-            `torch_state_dict.collect_extra_state` finds.
+    Each tensor is cut along its first dim as FSDP 2 cuts it.
 
     Raises:
         IncompleteError: the source lacks what the optimizer needs.
-        UsageError: there are no shards, or there is nothing to write.
     """
-    if shards < 1:
-        raise UsageError(f"{shards} shards", "at least one is needed")
-    root: dict[str, Any] = {}
-    if model_key is not None:
-        root[model_key] = torch_state_dict.build_weights(state, dtype=dtype)
-    if optimizer_key is not None and not weights_only:
-        root[optimizer_key] = torch_state_dict.build_optimizer(state, "fqn")
-    if not root:
-        raise UsageError("no model_key", "neither weights nor an optimizer are selected")
-    beside = torch_state_dict.collect_extra_state(state.manifest.train) if extra is None else extra
+    root: dict[str, Any] = {"model": torch_state_dict.build_weights(state, dtype=request.dtype)}
+    if not request.weights_only:
+        root["optim"] = torch_state_dict.build_optimizer(state, "fqn")
+    beside = torch_state_dict.collect_extra_state(state.manifest.train)
     root.update((name, value) for name, value in beside.items() if name not in root)
-    return lay_out_state(root, shards=shards, directory=directory)
+    return lay_out_state(root, shards=request.world_size)
 
 
-def lay_out_fsdp(
-    state: WritableState, *, shards: int, weights_only: bool = False, dtype: DType | None = None
-) -> Skeleton:
+def lay_out_fsdp(state: WritableState, request: Request) -> Skeleton:
     """Lay out the two directories of FSDP's ``SHARDED_STATE_DICT``, named as by Accelerate.
 
     The weights of an adapter without its base have PEFT's names beside an optimizer, as HF Trainer
     saves and loads them; the optimizer's names show those of the model.
     """
+    shards, weights_only = request.world_size, request.weights_only
     names = {} if weights_only else find_saved_names(weight.fqn for weight in state.weights)
-    weights = torch_state_dict.build_weights(state, dtype=dtype)
+    weights = torch_state_dict.build_weights(state, dtype=request.dtype)
     saved = {names.get(fqn, fqn): value for fqn, value in weights.items()}
     model = lay_out_state({"model": saved}, shards=shards, directory="pytorch_model_fsdp_0")
     if weights_only:
         return model
-    moments = lay_out(
-        state,
-        shards=shards,
-        model_key=None,
-        optimizer_key="optimizer",
-        directory="optimizer_0",
-        extra={},
-    )
+    root = {"optimizer": torch_state_dict.build_optimizer(state, "fqn")}
+    moments = lay_out_state(root, shards=shards, directory="optimizer_0")
     return skeletons.join([model, moments])
 
 
-def lay_out_accelerate(
-    state: WritableState, *, shards: int, weights_only: bool = False, dtype: DType | None = None
-) -> Skeleton:
-    """Lay out what Accelerate's ``save_state`` writes under ``SHARDED_STATE_DICT``.
-
-    There are as many ranks as shards.
-    """
-    parts = [lay_out_fsdp(state, shards=shards, weights_only=weights_only, dtype=dtype)]
-    if not weights_only:
-        parts += lay_out_accelerate_extras(state, shards)
+def lay_out_accelerate(state: WritableState, request: Request) -> Skeleton:
+    """Lay out what Accelerate's ``save_state`` writes under ``SHARDED_STATE_DICT``."""
+    parts = [lay_out_fsdp(state, request)]
+    if not request.weights_only:
+        parts += lay_out_accelerate_extras(state, request.world_size)
     return skeletons.join(parts)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import DType
-from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.fsdp.flat_optimizers import FlatOptimizer, OrigOptimizer
 from reshard.formats.fsdp.flat_units import Flat, build_flats
 from reshard.formats.fsdp.rank_files import (
@@ -27,6 +27,7 @@ from reshard.formats.fsdp.rank_files import (
     build_is_divided,
     lay_out_extras,
 )
+from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.mesh import MeshGrid, MeshPlacements
 from reshard.manifest import Skeleton
@@ -40,20 +41,20 @@ from reshard.training.state import WritableState
 def lay_out_fsdp1_local(
     state: WritableState,
     model: ModelShapes,
+    request: Request,
     *,
-    ranks: int,
     naming: FileNames = PAIR,
     sharded: bool = True,
     compute: DType | None = None,
-    weights_only: bool = False,
-    dtype: DType | None = None,
 ) -> Skeleton:
     """Lay out LOCAL_STATE_DICT and the raw optimizer of each rank.
 
     Args:
         model: what was wrapped, with its units.
         sharded: False for NO_SHARD, where each rank has whole tensors; one rank always has.
-        compute: as in `lay_out_fsdp1_sharded`. FSDP 1 itself does not load what it writes with
+        compute: with ``use_orig_params=True``, the dtype of the forward pass
+            (``MixedPrecision.param_dtype``, else the parameters' own); None writes what
+            ``use_orig_params=False`` has. FSDP 1 itself does not load what it writes with
             ``use_orig_params=True``; our trainer copies it into the live shards.
 
     Raises:
@@ -62,8 +63,7 @@ def lay_out_fsdp1_local(
             groups, or some of them are not trained.
         UsageError: the model has not what the source has, or was not told how it was wrapped.
     """
-    if ranks < 1:
-        raise UsageError(f"{ranks} ranks", "at least one is needed")
+    ranks, dtype, weights_only = request.world_size, request.dtype, request.weights_only
     flats = build_flats(state, model, dtype)
     buffers = _find_buffers(state, model)
     raw = None if weights_only else _build_raw_optimizer(state, model, flats, compute)
@@ -80,7 +80,7 @@ def lay_out_fsdp1_local(
             weights.update((name, build_whole_slot(value)) for name, value in buffers.items())
         moments = None if raw is None else raw.of(rank if pieces > 1 else 0, pieces)
         yield from _lay_out_files(state, naming, weights, moments, rank, ranks)
-        yield from lay_out_extras(state, naming, rank, ranks, version=1, weights_only=weights_only)
+        yield from lay_out_extras(state, request, naming, rank, version=1)
 
     files = [file for rank in range(ranks) for file in rank_files(rank)]
     if naming.accelerate and not weights_only:
@@ -91,19 +91,12 @@ def lay_out_fsdp1_local(
 def lay_out_fsdp1_sharded(
     state: WritableState,
     model: ModelShapes,
+    request: Request,
     grid: MeshGrid,
-    *,
-    naming: FileNames = VERL,
-    compute: DType | None = None,
-    weights_only: bool = False,
-    dtype: DType | None = None,
 ) -> Skeleton:
     """Lay out DTensors of each rank and its raw optimizer, as verl keeps them.
 
-    Args:
-        compute: with ``use_orig_params=True``, the dtype of the forward pass
-            (``MixedPrecision.param_dtype``, else the parameters' own); None writes what
-            ``use_orig_params=False`` has.
+    With ``request.orig_params``, they have the form of ``use_orig_params=True``.
 
     Raises:
         IncompleteError, UnsupportedError, UsageError: as `lay_out_fsdp1_local`.
@@ -112,19 +105,20 @@ def lay_out_fsdp1_sharded(
         raise UnsupportedError(
             f"a mesh of {grid}", "FSDP 1 does not support a mesh of several axes"
         )
-    placing, ranks = MeshPlacements(grid), grid.world
+    placing, ranks, dtype = MeshPlacements(grid), grid.world, request.dtype
     flats = build_flats(state, model, dtype)
     held = OrderedDict(
         torch_state_dict.build_weights(state, dtype=dtype, divided=build_is_divided(state, model))
     )
+    compute, weights_only = request.orig_params, request.weights_only
     raw = None if weights_only else _build_raw_optimizer(state, model, flats, compute)
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
         moments = None if raw is None else raw.of(rank, ranks)
         yield from _lay_out_files(
-            state, naming, RankSharder(placing, rank).of(held), moments, rank, ranks
+            state, VERL, RankSharder(placing, rank).of(held), moments, rank, ranks
         )
-        yield from lay_out_extras(state, naming, rank, ranks, version=1, weights_only=weights_only)
+        yield from lay_out_extras(state, request, VERL, rank, version=1)
 
     return skeletons.join(file for rank in range(ranks) for file in rank_files(rank))
 

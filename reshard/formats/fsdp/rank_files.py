@@ -22,8 +22,8 @@ from typing import Any
 
 from reshard.box import Box
 from reshard.containers import skeletons, torch_writer
-from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.mesh import MeshGrid, MeshPlacements
 from reshard.layout.partition import Cut
@@ -103,14 +103,11 @@ _SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # 
 
 def lay_out_fsdp2(
     state: WritableState,
+    request: Request,
     grid: MeshGrid,
     *,
     naming: FileNames = PAIR,
     whole_weights: bool = False,
-    tensor: TensorPlan | None = None,
-    weights_only: bool = False,
-    model: ModelShapes | None = None,
-    dtype: DType | None = None,
 ) -> Skeleton:
     """Lay out one file of DTensors for each rank, as ``fully_shard`` builds them.
 
@@ -118,9 +115,6 @@ def lay_out_fsdp2(
         grid: the device mesh of the new run, with its axis names and device type.
         whole_weights: whether each rank has whole weights but shards of the optimizer's state, as
             under FSDP 1's NO_SHARD with ``use_orig_params=False``.
-        tensor: how a tensor-parallel axis of the mesh cuts the parameters.
-        model: shows which weights are buffers, if the source does not.
-        dtype: dtype of the parameters; None keeps that of each master.
 
     Raises:
         IncompleteError: the source lacks optimizer state, or does not show which weights are
@@ -128,10 +122,11 @@ def lay_out_fsdp2(
         UnsupportedError: a slot has another shape than its parameter, or a weight is packed.
         UsageError: the plan does not fit the parameters.
     """
+    model, weights_only = request.model, request.weights_only
     values = torch_state_dict.build_weights(
-        state, dtype=dtype, divided=build_is_divided(state, model)
+        state, dtype=request.dtype, divided=build_is_divided(state, model)
     )
-    placing = MeshPlacements(grid, find_tensor_cuts(grid, tensor, values))
+    placing = MeshPlacements(grid, find_tensor_cuts(grid, request.tensor, values))
     moments = None if weights_only else torch_state_dict.build_optimizer(state, naming.keyed, model)
     _refuse_factored(moments)
 
@@ -148,9 +143,7 @@ def lay_out_fsdp2(
             yield torch_writer.lay_out_object(
                 name, RankSharder(placing, rank).of(root), stamp=stamp
             )
-        yield from lay_out_extras(
-            state, naming, rank, grid.world, version=2, weights_only=weights_only
-        )
+        yield from lay_out_extras(state, request, naming, rank, version=2)
 
     files = [file for rank in range(grid.world) for file in rank_files(rank)]
     if naming.accelerate and not weights_only:
@@ -196,15 +189,10 @@ def assign_files(names: Sequence[str], weights: Any, moments: Any) -> dict[str, 
 
 
 def lay_out_extras(
-    state: WritableState,
-    naming: FileNames,
-    rank: int,
-    world: int,
-    *,
-    version: int,
-    weights_only: bool,
+    state: WritableState, request: Request, naming: FileNames, rank: int, *, version: int
 ) -> Iterator[Skeleton]:
     """Yield the files beside weights and optimizer."""
+    world, weights_only = request.world_size, request.weights_only
     extra = {} if weights_only else torch_state_dict.collect_extra_state(state.manifest.train)
     if naming.train_state and extra and rank == 0:
         stamp = state.stamp(naming.train_state, rank, world)
@@ -297,13 +285,11 @@ def _is_parameter(model: ModelShapes, fqn: str) -> bool:
 
 def lay_out_fsdp1_full(
     state: WritableState,
+    request: Request,
     *,
     names: tuple[str, str] = ("pytorch_model_fsdp.bin", "optimizer.bin"),
     rank: int = 0,
-    ranks: int,
     accelerate: bool = False,
-    weights_only: bool = False,
-    dtype: DType | None = None,
 ) -> Skeleton:
     """Lay out FSDP 1's FULL_STATE_DICT, named as by Accelerate: whole tensors, all by fqn.
 
@@ -311,7 +297,8 @@ def lay_out_fsdp1_full(
         rank: the rank that the files' stamps name as the one that saved them.
         accelerate: whether to add the files that Accelerate needs beside them.
     """
-    weights = OrderedDict(torch_state_dict.build_weights(state, dtype=dtype))
+    weights_only, ranks = request.weights_only, request.world_size
+    weights = OrderedDict(torch_state_dict.build_weights(state, dtype=request.dtype))
     moments = None if weights_only else torch_state_dict.build_optimizer(state, "fqn")
     files = assign_files(names, weights, moments)
     laid_out = [

@@ -43,10 +43,7 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     """
     if request.own is not None:
         return saved_keys.lay_out(state, request.own, request)
-    skeleton = dcp.lay_out(
-        state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
-    )
-    return LaidOut(skeleton, _describe_lost(state))
+    return LaidOut(dcp.lay_out(state, request), _describe_lost(state))
 
 
 def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
@@ -56,7 +53,8 @@ def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
         UsageError: a form that Accelerate does not load.
         ReshardError: as the layout of that form.
     """
-    lay_out = _ddp if request.state_dict_type == "unsharded" else _accelerate
+    is_unsharded = request.state_dict_type == "unsharded"
+    lay_out = accelerate.lay_out_unsharded if is_unsharded else _accelerate
     return LaidOut(lay_out(state, request), _by_accelerate(state, request))
 
 
@@ -113,15 +111,8 @@ def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
     else:
         files = _lay_out_state_dicts(state, request)
         notes = _notes(state, request, "scheduler", "step")
-    skeleton = hf_trainer.lay_out_run(
-        state,
-        files,
-        ranks=request.world_size,
-        deepspeed=deepspeed,
-        weights_only=request.weights_only,
-    )
-    own = hf_trainer.describe_derived(state, deepspeed=deepspeed, weights_only=request.weights_only)
-    return LaidOut(skeleton, (*notes, *adapted, *own))
+    skeleton = hf_trainer.lay_out_run(state, files, request)
+    return LaidOut(skeleton, (*notes, *adapted, *hf_trainer.describe_derived(state, request)))
 
 
 def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
@@ -194,38 +185,34 @@ def _lay_out_checkpoint(state: WritableState, request: Request, run: TrainerRun)
             "leave it out, or write another layout with --to",
         )
     if form == "full":
-        return state_dict.lay_out_fsdp1_full(state, ranks=request.world_size, dtype=request.dtype)
+        return state_dict.lay_out_fsdp1_full(state, request)
     whole = run.is_whole(request.world_size)
     if form == "local" and run.settings["strategy"] == "fsdp":
         compute = run.compute if run.settings["fsdp_use_orig_params"] else None
         return flat_files.lay_out_fsdp1_local(
             state,
             _wrapped(request, "--state-dict-type local"),
-            ranks=request.world_size,
+            request,
             naming=state_dict.TRAINER_LOCAL,
             sharded=not whole,
             compute=compute,
-            dtype=request.dtype,
         )
     # Under NO_SHARD with use_orig_params, each rank saves the whole, unsharded state.
     if request.rank_files and whole and run.settings["fsdp_use_orig_params"]:
         return skeletons.join(
-            state_dict.lay_out_fsdp1_full(
-                state, names=names, rank=rank, ranks=request.world_size, dtype=request.dtype
-            )
+            state_dict.lay_out_fsdp1_full(state, request, names=names, rank=rank)
             for rank, names in enumerate(state_dict.TRAINER_RANKS.pairs(request.world_size))
         )
     if form == "local" or request.rank_files:
         mesh = run.mesh(request.world_size)
         return state_dict.lay_out_fsdp2(
             state,
+            request,
             MeshGrid(tuple(mesh.values()), tuple(mesh), request.device),
             naming=state_dict.TRAINER_LOCAL if form == "local" else state_dict.TRAINER_RANKS,
             whole_weights=whole,
-            model=request.model,
-            dtype=request.dtype,
         )
-    return dcp.lay_out_fsdp(state, shards=request.world_size, dtype=request.dtype)
+    return dcp.lay_out_fsdp(state, request)
 
 
 def _accelerate(state: WritableState, request: Request) -> Skeleton:
@@ -237,32 +224,10 @@ def _accelerate(state: WritableState, request: Request) -> Skeleton:
             " hf-trainer, one file --to torch",
         )
     if request.state_dict_type == "full":
-        return _full(state, request, accelerate=True)
+        return state_dict.lay_out_fsdp1_full(state, request, accelerate=True)
     if request.rank_files:
         return _rank_files(state, request, state_dict.ACCELERATE)
-    return dcp.lay_out_accelerate(
-        state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
-    )
-
-
-def _ddp(state: WritableState, request: Request) -> Skeleton:
-    return accelerate.lay_out_unsharded(
-        state,
-        request.world_size,
-        weights_only=request.weights_only,
-        model=request.model,
-        dtype=request.dtype,
-    )
-
-
-def _full(state: WritableState, request: Request, *, accelerate: bool) -> Skeleton:
-    return state_dict.lay_out_fsdp1_full(
-        state,
-        ranks=request.world_size,
-        accelerate=accelerate,
-        weights_only=request.weights_only,
-        dtype=request.dtype,
-    )
+    return dcp.lay_out_accelerate(state, request)
 
 
 def _local(state: WritableState, request: Request) -> Skeleton:
@@ -275,10 +240,8 @@ def _local(state: WritableState, request: Request) -> Skeleton:
     return flat_files.lay_out_fsdp1_local(
         state,
         _wrapped(request, "--state-dict-type local"),
-        ranks=request.world_size,
+        request,
         naming=state_dict.LOCAL,
-        weights_only=request.weights_only,
-        dtype=request.dtype,
     )
 
 
@@ -299,15 +262,7 @@ def _wrapped(request: Request, by: str) -> ModelShapes:
 
 
 def _rank_files(state: WritableState, request: Request, naming: state_dict.FileNames) -> Skeleton:
-    return state_dict.lay_out_fsdp2(
-        state,
-        _grid(naming, request),
-        naming=naming,
-        tensor=request.tensor,
-        weights_only=request.weights_only,
-        model=request.model,
-        dtype=request.dtype,
-    )
+    return state_dict.lay_out_fsdp2(state, request, _grid(naming, request), naming=naming)
 
 
 def _verl_ranks(state: WritableState, request: Request) -> Skeleton:
@@ -315,15 +270,8 @@ def _verl_ranks(state: WritableState, request: Request) -> Skeleton:
 
 
 def _flat_ranks(state: WritableState, request: Request) -> Skeleton:
-    return flat_files.lay_out_fsdp1_sharded(
-        state,
-        _wrapped(request, "--fsdp-version 1"),
-        _grid(state_dict.VERL, request),
-        naming=state_dict.VERL,
-        compute=request.orig_params,
-        weights_only=request.weights_only,
-        dtype=request.dtype,
-    )
+    model, grid = _wrapped(request, "--fsdp-version 1"), _grid(state_dict.VERL, request)
+    return flat_files.lay_out_fsdp1_sharded(state, model, request, grid)
 
 
 def _grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
@@ -348,19 +296,11 @@ def _grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
 def _lay_out_state_dicts(state: WritableState, request: Request) -> Skeleton:
     """Lay out model and optimizer of HF Trainer without DeepSpeed."""
     if request.state_dict_type == "unsharded":
-        return hf_trainer.lay_out_unsharded(
-            state,
-            ranks=request.world_size,
-            weights_only=request.weights_only,
-            model=request.model,
-            dtype=request.dtype,
-        )
+        return hf_trainer.lay_out_unsharded(state, request)
     if request.state_dict_type == "full":
-        return _full(state, request, accelerate=False)
+        return state_dict.lay_out_fsdp1_full(state, request)
     if request.state_dict_type == "sharded":
-        return dcp.lay_out_fsdp(
-            state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
-        )
+        return dcp.lay_out_fsdp(state, request)
     raise UsageError(
         "--state-dict-type local",
         "is not a state dict type from which the Trainer resumes",

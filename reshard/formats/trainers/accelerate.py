@@ -18,9 +18,8 @@ from typing import Any
 
 from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
-from reshard.dtypes import DType
+from reshard.formats.request import Request
 from reshard.manifest import Skeleton
-from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import ACCUMULATED
 from reshard.state_dict.slots import lay_out_optimizer
@@ -31,23 +30,17 @@ _WEIGHTS = "model.safetensors"
 _SCHEDULER = "scheduler.bin"
 
 
-def lay_out_unsharded(
-    state: WritableState,
-    ranks: int,
-    *,
-    weights_only: bool = False,
-    model: ModelShapes | None = None,
-    dtype: DType | None = None,
-) -> Skeleton:
+def lay_out_unsharded(state: WritableState, request: Request) -> Skeleton:
     """Lay out the directory for a number of ranks.
 
     Raises:
         IncompleteError: the order in which the optimizer numbers its parameters is unknown.
     """
-    tensors = torch_state_dict.choose_whole_weights(state, dtype)
+    tensors = torch_state_dict.choose_whole_weights(state, request.dtype)
+    ranks = request.world_size
     parts = [writer.lay_out_file(_WEIGHTS, tensors, writer.METADATA)]
-    if not weights_only:
-        parts.append(lay_out_optimizer(state, "optimizer.bin", ranks, model))
+    if not request.weights_only:
+        parts.append(lay_out_optimizer(state, "optimizer.bin", ranks, request.model))
         parts += lay_out_accelerate_extras(state, ranks)
     return skeletons.join(parts)
 

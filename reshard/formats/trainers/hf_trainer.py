@@ -21,11 +21,10 @@ from typing import Any
 from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import format_json
-from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
+from reshard.formats.request import Request
 from reshard.formats.trainers import hf_param_groups
 from reshard.manifest import Skeleton
-from reshard.model import ModelShapes
 from reshard.model.adapter_names import find_saved_names
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import lay_out_optimizer
@@ -49,23 +48,14 @@ def is_checkpoint(name: str) -> bool:
     return _CHECKPOINT.fullmatch(name) is not None
 
 
-def lay_out_run(
-    state: WritableState, checkpoint: Skeleton, *, ranks: int, deepspeed: bool, weights_only: bool
-) -> Skeleton:
+def lay_out_run(state: WritableState, checkpoint: Skeleton, request: Request) -> Skeleton:
     """Lay out the run directory around one form of weights and optimizer."""
-    beside = () if weights_only else _lay_out_extras(state, ranks, deepspeed=deepspeed)
+    beside = () if request.weights_only else _lay_out_extras(state, request)
     parts = [checkpoint, *beside]
     return skeletons.move_into(skeletons.join(parts), name_directory(state))
 
 
-def lay_out_unsharded(
-    state: WritableState,
-    *,
-    ranks: int = 1,
-    weights_only: bool = False,
-    model: ModelShapes | None = None,
-    dtype: DType | None = None,
-) -> Skeleton:
+def lay_out_unsharded(state: WritableState, request: Request) -> Skeleton:
     """Lay out weights in safetensors, and ``torch.optim``'s state with names for its numbers.
 
     Raises:
@@ -82,18 +72,20 @@ def lay_out_unsharded(
             " ranks",
         )
     weights = writer.lay_out(
-        torch_state_dict.choose_whole_weights(state, dtype),
+        torch_state_dict.choose_whole_weights(state, request.dtype),
         max_shard_bytes=_SHARD_BYTES,
         texts={},
         metadata=writer.METADATA,
     )
-    if weights_only:
+    if request.weights_only:
         return weights
-    return skeletons.join([weights, lay_out_optimizer(state, "optimizer.pt", ranks, model)])
+    optimizer = lay_out_optimizer(state, "optimizer.pt", request.world_size, request.model)
+    return skeletons.join([weights, optimizer])
 
 
-def _lay_out_extras(state: WritableState, ranks: int, *, deepspeed: bool) -> Iterator[Skeleton]:
-    if not (deepspeed and _is_deepspeed_scheduler(_get_scheduler(state))):
+def _lay_out_extras(state: WritableState, request: Request) -> Iterator[Skeleton]:
+    ranks = request.world_size
+    if not (request.separate_masters and _is_deepspeed_scheduler(_get_scheduler(state))):
         yield torch_writer.lay_out_object("scheduler.pt", build_scheduler(state))
     for rank, kept in enumerate(state.rng):
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
@@ -166,11 +158,11 @@ def _find_micro_batch(state: WritableState) -> int:
     return micro if type(micro) is int else 1
 
 
-def describe_derived(state: WritableState, *, deepspeed: bool, weights_only: bool) -> Iterator[str]:
+def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
     """Yield notes about what is derived beside weights and optimizer."""
-    if weights_only:
+    if request.weights_only:
         return
-    found = _get_scheduler(state)
+    found, deepspeed = _get_scheduler(state), request.separate_masters
     if deepspeed and hf_param_groups.may_differ_in_deepspeed(state):
         yield (
             f"the optimizer has {len(state.groups)} param groups, and DeepSpeed makes one if its"
