@@ -590,7 +590,8 @@ def test_verl_s_migration_links_one_directory_to_three(tmp_path):
 
 def test_muon_has_the_matrices_and_adam_the_rest(tmp_path):
     """A chain of two optimizers that are not those of dense layers and of experts."""
-    reshard.split(MUON, tmp_path / "dist", to="megatron", dp=1, ckpt_format="torch_dist")
+    report = reshard.split(MUON, tmp_path / "dist", to="megatron", dp=1, ckpt_format="torch_dist")
+    assert report.optimizer_tensors_out == report.optimizer_tensors_in  # not the modules' states
     for place in (MUON, tmp_path / "dist"):
         with reshard.open(place) as checkpoint:
             matrices = set(checkpoint.optimizer("momentum_buffer"))

@@ -72,7 +72,8 @@ def describe_split(
     notes, writer = conversion.notes, conversion.writer
     has_stage = request.separate_masters and request.parallel.is_one
     no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.ITEM, copied_files.TENSOR)
-    out = {e.key for e in skeleton.entries if e.kind not in no_slots}
+    own_kinds = {entry.kind for entry in writer.list_own_entries(request)}  # not an optimizer's
+    out = {e.key for e in skeleton.entries if e.kind not in {*no_slots, *own_kinds}}
     before = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
         **describe_common(manifest, skeleton, plan, notes.warnings),
