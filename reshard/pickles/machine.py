@@ -11,7 +11,7 @@ from typing import Any
 
 from reshard.errors import UnsafeError, shown
 from reshard.pickles import sharing, trust
-from reshard.pickles.values import ENCODE, Builder, Call, Global, Located
+from reshard.pickles.values import ENCODE, PYTHON2_NAMES, Builder, Call, Global, Located
 
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _MAX_COPIED = 1 << 20
@@ -25,8 +25,14 @@ class _Mark:
 _MARK = _Mark()
 
 
-def _python2(name: str) -> str:
-    return "builtins." + name[12:] if name.startswith("__builtin__.") else name
+_PYTHON3_NAMES = {old: name for name, old in PYTHON2_NAMES.items()}
+
+
+def _python3(name: str) -> str:
+    """Return the name in Python 3 of a builtin that protocol 2 calls as Python 2 does."""
+    if not name.startswith("__builtin__."):
+        return name
+    return _PYTHON3_NAMES.get(name) or "builtins." + name[12:]
 
 
 class Machine:
@@ -159,7 +165,7 @@ class Machine:
         Raises:
             UnsafeError: the name is of use only to an attack.
         """
-        name = _python2(name)
+        name = _python3(name)
         if name == "builtins.getattr":  # names a nested class; `call` checks which one
             return Global(name)
         if trust.runs_code(name):

@@ -20,19 +20,13 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.pickles import trust
-from reshard.pickles.values import Call, Global, Located
+from reshard.pickles.values import PYTHON2_NAMES, Call, Global, Located
 
 # CPython's `BATCHSIZE`: items that one opcode adds to a container.
 _BATCH = 1000
 _MAX_DEPTH = 100  # checkpoints are about ten levels deep; a level takes up to five Python frames
 _LONG_MEMO = struct.Struct("<cI").pack
 _ONE_BYTE = {length: bytes((0x84 + length,)) for length in (1, 2, 3)}  # TUPLE1, TUPLE2, TUPLE3
-_PYTHON2 = {  # protocol 2 uses the names of Python 2 (CPython ``Lib/_compat_pickle.py``)
-    "builtins.str": "__builtin__.unicode",
-    "builtins.int": "__builtin__.long",
-    "builtins.range": "__builtin__.xrange",
-    "builtins.chr": "__builtin__.unichr",
-}
 _PYTHON2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
 # Classes that pickles call without arguments. Python builds other objects without arguments by
 # ``cls.__new__(cls)``.
@@ -149,7 +143,7 @@ class Pickler:
         self.memoize()
 
     def _write_plain_global(self, name: str) -> None:
-        module, dot, attribute = _PYTHON2.get(name, name).rpartition(".")
+        module, dot, attribute = PYTHON2_NAMES.get(name, name).rpartition(".")
         if not dot or not name.isascii() or "\n" in name:
             raise UnsupportedError(self.where, f"{name!r} cannot be named in a pickle")
         module = _PYTHON2_MODULES.get(module, module)

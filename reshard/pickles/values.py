@@ -103,6 +103,12 @@ def _mapping(items: Any = (), /) -> dict[Any, Any]:
     return {require_hashable(key): value for key, value in pairs}
 
 
+PYTHON2_NAMES = {  # protocol 2 uses the names of Python 2 (CPython ``Lib/_compat_pickle.py``)
+    "builtins.str": "__builtin__.unicode",
+    "builtins.int": "__builtin__.long",
+    "builtins.range": "__builtin__.xrange",
+    "builtins.chr": "__builtin__.unichr",
+}
 ENCODE = "_codecs.encode"  # protocol 2 writes bytes as a call of it
 
 BUILDERS: dict[str, Builder] = {

@@ -282,3 +282,10 @@ def test_a_global_that_only_attacks_use_is_unsafe_at_once():
     with pytest.raises(UnsafeError, match=r"os\.system") as caught:
         read(b"cos\nsystem\n.")
     assert caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("kind", [int, str, range, chr, set])
+def test_builtins_have_their_names_of_python_3(kind, protocol):
+    """Protocols 0 to 2 write ``int`` as ``__builtin__.long``, e.g. in a ``defaultdict(int)``."""
+    assert read(pickle.dumps(kind, protocol)) == Global(f"builtins.{kind.__name__}")
