@@ -1,6 +1,6 @@
 """Dequantisation of an fp8 or MXFP4 model: reshard against torch's own quantised reader.
 
-    python benchmarks/quantised.py WORK [MEBIBYTES]
+    python benchmarks/quantised.py WORK [MEBIBYTES [ROUNDS]]
 
 writes random codes and scales below WORK (DeepSeek V3's blocks of 128 x 128, GPT-OSS's experts),
 and runs each program in a process of its own: into memory with `torch.distributed.checkpoint.load`,
@@ -8,20 +8,21 @@ by `QuantizedHuggingFaceStorageReader` of torch and by `reshard.dcp.StorageReade
 disk with `reshard merge --dtype bf16`. Its output is merged again, as it is (plain), with
 `--quantise-like` the model (quantise), and like a model with other values (changed). For MXFP4
 torch's reader gives matrices that are not transposed as transformers' are. Seconds are of the load
-or merge alone, as wall time and as CPU time; the peak memory is that of the whole process, imports
-and loaded tensors included.
+or merge alone, as wall time and as CPU time, the minima of all rounds, in which the programs take
+turns; the ratio is that of the CPU times to the plain merge. The peak memory is that of the whole
+process, imports and loaded tensors included.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -115,7 +116,7 @@ def merge(place: Path, program: str) -> None:
     elif program == "quantise":
         options = {"quantise_like": place}
     elif program == "changed":
-        options = {"quantise_like": change(place)}
+        options = {"quantise_like": place.parent / f"{place.name}-other"}
     began = time.perf_counter(), time.process_time()
     report = reshard.merge(source, out, **options)
     say(elapsed(began), peak(), report.bytes_written, {})
@@ -123,12 +124,11 @@ def merge(place: Path, program: str) -> None:
         shutil.rmtree(out)
 
 
-def change(place: Path) -> Path:
-    """Return a copy of a model with other codes."""
+def change(place: Path) -> None:
+    """Write a copy of a model with other codes."""
     import mmap
 
     other = place.parent / f"{place.name}-other"
-    shutil.rmtree(other, ignore_errors=True)
     shutil.copytree(place, other)
     table = bytes(number ^ 0x11 for number in range(256))
     codes = other / "model-00001-of-00002.safetensors"
@@ -136,7 +136,6 @@ def change(place: Path) -> Path:
         for at in range(8 + int.from_bytes(data[:8], "little"), len(data), 1 << 20):
             piece = data[at : at + (1 << 20)]
             data[at : at + len(piece)] = piece.translate(table)
-    return other
 
 
 def elapsed(began: tuple[float, float]) -> tuple[float, float]:
@@ -145,8 +144,12 @@ def elapsed(began: tuple[float, float]) -> tuple[float, float]:
 
 
 def peak() -> int:
-    """Return the peak memory of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    """Return the peak memory of this program so far, in bytes.
+
+    The figure of `getrusage` would begin with the memory of the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def say(
@@ -156,25 +159,35 @@ def say(
     print(json.dumps([seconds, memory, nbytes, digests]))
 
 
-def main(work: Path, mebibytes: int) -> None:
+def run(program: str, place: Path) -> Any:
+    """Run a program in a process of its own, and return what it printed."""
+    command = [sys.executable, __file__, "--run", program, str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(work: Path, mebibytes: int, rounds: int) -> None:
     for method in METHODS:
         place = work / method
         if not place.is_dir():
             make(place, method, mebibytes << 20)
-        found = {}
-        for program in PROGRAMS:
-            command = [sys.executable, __file__, "--run", program, str(place)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(done.stderr)
-            (wall, cpu), memory, nbytes, digests = json.loads(done.stdout.splitlines()[-1])
-            found[program] = digests
+            change(place)
+        found = [{program: run(program, place) for program in PROGRAMS} for _ in range(rounds)]
+        least = {
+            program: [min(one[program][0][number] for one in found) for number in range(2)]
+            for program in PROGRAMS
+        }
+        for program, (wall, cpu) in least.items():
+            _, memory, nbytes, _ = found[-1][program]
             print(
                 f"{method:6} {program:8} {nbytes / 2**20:7.0f} MiB  {wall:7.2f} s, CPU "
-                f"{cpu:7.2f} s  peak memory {memory / 2**20:6.0f} MiB",
+                f"{cpu:7.2f} s  ratio {cpu / least['plain'][1]:5.2f}  "
+                f"peak memory {memory / 2**20:6.0f} MiB",
                 flush=True,
             )
-        same = found["torch"] == found["reshard"]
+        same = found[-1]["torch"][3] == found[-1]["reshard"][3]
         print(f"{method:6} values are {'equal' if same else 'DIFFERENT'}", flush=True)
 
 
@@ -186,4 +199,5 @@ if __name__ == "__main__":
         else:
             merge(place, program)
     else:
-        main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 512)
+        sizes = [int(argument) for argument in sys.argv[2:]]
+        main(Path(sys.argv[1]), *(sizes + [512, 1][len(sizes) :]))
