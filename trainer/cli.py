@@ -153,9 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return an exit code, after one message for a failure."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = make_command().main(
-            arguments, prog_name="python -m trainer", standalone_mode=False, obj=arguments
-        )
+        code = make_command().main(arguments, prog_name="python -m trainer", standalone_mode=False)
     except click.ClickException as error:
         _print_error(f"{error.format_message()}\n  -> python -m trainer --help")
         return 2
@@ -223,21 +221,22 @@ def _start(
     if report_memory:  # the prediction is for gradients as wide as the parameters
         precision = choices.values.get("precision", Settings.precision)
         choices.assume("grad_dtype", precision, "--report-memory")
-    arguments = _choose_strategy(choices, world, ctx.obj) if auto else ctx.obj
+    if auto:
+        _choose_strategy(choices, world)
     settings = _resolve_settings(choices, world)
     _note_ineffective(choices, settings)
-    if choices.notes and environment.should_print_settings():
+    if choices.notes and environment.is_first_rank():
         click.echo(f"note: {choices.notes}", err=True)
     if print_config:
-        if environment.should_print_settings():
+        if environment.is_first_rank():
             shown = {**dataclasses.asdict(settings), "origins": choices.origins}
             click.echo(json.dumps(shown, indent=2))
         return
-    ctx.exit(launch.start(settings, arguments, "memory.report" if report_memory else "session.run"))
+    ctx.exit(launch.start(settings, "memory.report" if report_memory else "session.run"))
 
 
-def _choose_strategy(choices: Choices, world: int | None, arguments: list[str]) -> list[str]:
-    """Add what --auto chooses to the choices, and return the command line with it, for the ranks.
+def _choose_strategy(choices: Choices, world: int | None) -> None:
+    """Add what --auto chooses to the choices.
 
     One process decides: ranks that looked at the memory themselves could decide differently.
     """
@@ -255,13 +254,9 @@ def _choose_strategy(choices: Choices, world: int | None, arguments: list[str]) 
     stated = {name: each.value for name in names if (each := choices.stated(name))}
     picked = auto.pick(chosen, stated, nproc)
     click.echo(f"auto: {picked.reason}", err=True)
-    words = [word for word in arguments if word != "--auto"]
     for name, value in picked.values.items():
         if choices.stated(name) is None:
             choices.state(name, value, "--auto")
-            flag = "--" + name.replace("_", "-")
-            words += [flag, value] if isinstance(value, str) else [flag] if value else []
-    return words
 
 
 def _note_ineffective(choices: Choices, settings: Settings) -> None:

@@ -6,9 +6,6 @@ import os
 
 from trainer.errors import SettingsError
 
-STARTER = "TRAINER_STARTED_BY"
-"""Variable with the id of the process that started the ranks, if that was our own launcher."""
-
 
 def launcher_world_size() -> int | None:
     """Return the number of ranks that a launcher started, or None without a launcher.
@@ -30,8 +27,3 @@ def launcher_world_size() -> int | None:
 def is_first_rank() -> bool:
     """Return whether this process prints what all ranks find: rank 0, or the only process."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def should_print_settings() -> bool:
-    """Return whether this process prints notes on the settings: the starter, or the first rank."""
-    return is_first_rank() and not ("RANK" in os.environ and STARTER in os.environ)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -16,11 +17,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.environment import STARTER, launcher_world_size
+from trainer.environment import launcher_world_size
 from trainer.errors import TrainerError
 from trainer.settings import Settings
 
@@ -30,18 +31,20 @@ if TYPE_CHECKING:
 _PATIENCE_S = 2.0
 """Seconds that a rank that does not know the cause waits to be stopped before it reports."""
 
+_PRELOAD = ["trainer.session", "torch.optim.adamw", "transformers.models.llama.modeling_llama"]
+"""Modules that one process imports for all ranks, which are forked from it."""
+
 _LOST_RANK = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process exit|timed? ?out",
     re.IGNORECASE,
 )
 
 
-def start(settings: Settings, arguments: Sequence[str], task: str) -> int:
+def start(settings: Settings, task: str) -> int:
     """Run ``task`` on every rank: in this process if it is a rank, else on ranks started now.
 
     Args:
         settings: of the run.
-        arguments: of the command line, for the ranks.
         task: "module.function" in ``trainer``; the function gets settings and ranks.
 
     Returns:
@@ -51,10 +54,9 @@ def start(settings: Settings, arguments: Sequence[str], task: str) -> int:
         TrainerError: the only rank failed.
     """
     if settings.nproc > 1 and launcher_world_size() is None:
-        return _start_ranks(settings, arguments)
+        return _start_ranks(settings, task)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # our own launcher and torchrun set it
-        starter = int(os.environ.get(STARTER, os.getppid()))
-        threading.Thread(target=_exit_with, args=(starter,), daemon=True).start()
+        threading.Thread(target=_exit_with_starter, args=(os.getppid(),), daemon=True).start()
     with contextlib.ExitStack() as stack:
         try:
             from trainer.process_group import join_process_group
@@ -70,22 +72,39 @@ def start(settings: Settings, arguments: Sequence[str], task: str) -> int:
     return 0
 
 
-def _exit_with(starter: int) -> None:
-    """Exit if the process that started the ranks was killed and could not stop them."""
-    while os.getppid() == starter:
-        time.sleep(1)
+def _exit_with_starter(parent: int) -> None:
+    """Exit if the process that started the ranks was killed and could not stop them.
+
+    Args:
+        parent: the process id of torchrun; our own ranks are forked from a process that ends after
+            them, and know their starter from `multiprocessing`.
+    """
+    starter = multiprocessing.parent_process()
+    if starter is None:
+        while os.getppid() == parent:
+            time.sleep(1)
+    else:
+        starter.join()
     os._exit(1)
 
 
-def _start_ranks(settings: Settings, arguments: Sequence[str]) -> int:
+def _run_rank(settings: Settings, task: str) -> None:
+    """Run ``task`` as one of the ranks that `_start_ranks` starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the starter reports the interrupt
+    start(settings, task)
+    sys.stdout.flush()
+
+
+def _start_ranks(settings: Settings, task: str) -> int:
     """Start the ranks, wait for them, and return the exit code."""
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    multiprocessing.set_forkserver_preload(_PRELOAD)
+    forkserver.ensure_running()  # it imports while this process imports the launcher
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # this process only waits, and the launcher logs a lot
-    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    os.environ[STARTER] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -95,11 +114,12 @@ def _start_ranks(settings: Settings, arguments: Sequence[str]) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
+        start_method="forkserver",  # as fast as fork, and safe beside this process's threads
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "trainer", *arguments)
+        elastic_launch(config, _run_rank)(settings, task)
     except ChildFailedError as failed:
         return _report_failures(failed.failures)
     except SignalException as stopped:
