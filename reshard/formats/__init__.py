@@ -89,22 +89,22 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
     """Read a checkpoint like `read`, without the proof."""
     if force:
         registry.get_format(force)  # an unknown name is an error of its own
+        if not registry.detects(force, location):
+            raise UnrecognisedError(location, f"is not a {force} checkpoint", "leave out --from")
+        return _read_at(location, force, hints)
     # Before detection, because one shard of a model would pass for a whole one.
-    if not force:
-        unclear.refuse_one_of_many(location)
-    if force and not registry.detects(force, location):
-        raise UnrecognisedError(location, f"is not a {force} checkpoint", "leave out --from")
+    unclear.refuse_one_of_many(location)
     # A tag chooses inside a run, so a checkpoint directly at the path is not what is meant.
-    whole = None if force or hints.tag else find_whole(location)
+    whole = None if hints.tag else find_whole(location)
     if whole is not None:
         note = f"{location} is a part of {whole}, which was read"
-        manifest = _read_as(whole, force, hints)
+        manifest = _read_as(whole, None, hints)
         return replace(manifest, warnings=(*manifest.warnings, note))
-    name = force
-    if not force and hints.tag is None and unclear.is_checkpoint(location):
-        name = registry.detect(location)
-        unclear.refuse_beside_runs(location)
-    return _read_at(location, name, hints) if name else _read_run(location, hints)
+    name = unclear.find_format(location) if hints.tag is None else None
+    if name is None:
+        return _read_run(location, hints)
+    unclear.refuse_beside_runs(location)
+    return _read_at(location, name, hints)
 
 
 def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:

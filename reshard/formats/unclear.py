@@ -89,12 +89,18 @@ def refuse_one_of_many(location: Location) -> None:
 
 
 def is_checkpoint(location: Location) -> bool:
-    """Return whether a checkpoint is directly at a location.
+    """Return whether a checkpoint is directly at a location."""
+    return find_format(location) is not None
+
+
+def find_format(location: Location) -> str | None:
+    """Return the name of the format of the checkpoint directly at a location, or None.
 
     A loose file is none if a folder with a checkpoint is beside it: verl saves ``data.pt``, the
     state of its data loader, beside the folder ``actor``.
     """
-    return registry.detect(location) is not None and not _find_parts_beside(location)
+    name = registry.detect(location)
+    return None if name is None or _find_parts_beside(location) else name
 
 
 def _find_parts_beside(location: Location) -> list[str]:
