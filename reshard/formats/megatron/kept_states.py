@@ -14,7 +14,7 @@ from reshard.formats.megatron.write.written_states import WrittenStates
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
-    from reshard.formats.base import Notes, StateConversion
+    from reshard.formats.base import StateConversion
 
 
 def name_extra_states(manifest: Manifest) -> str:
@@ -45,22 +45,21 @@ def _choose_extra_states(states: RankStates, conversion: StateConversion) -> Wri
     """
     manifest, wanted, notes = conversion.manifest, conversion.request.own, conversion.notes
     policy, what = conversion.options.extra_state, name_extra_states(manifest)
-    # Also dropped states keep their keys: the files list with None which modules have a state.
-    blank = written_states.make_blank(states, manifest, wanted.impl)
     reason = "--extra-state drop"
     if policy != "drop":
         reason = written_states.find_extra_obstacle(
             states, manifest, wanted.sizes, wanted.form, wanted.impl
         )
-    if reason and policy == "keep":
-        raise UsageError(
-            "--extra-state keep",
-            f"the extra states of modules cannot be copied: {reason}",
-            "leave them out: --extra-state drop",
-        )
     if reason:
+        if policy == "keep":
+            raise UsageError(
+                "--extra-state keep",
+                f"the extra states of modules cannot be copied: {reason}",
+                "leave them out: --extra-state drop",
+            )
         notes.dropped += [f"{what}: {reason}"] if what else []
-        return blank
+        # Also dropped states keep their keys: the files list with None which modules have a state.
+        return written_states.make_blank(states, manifest, wanted.impl)
     extra, entries = written_states.lay_out_states(states, wanted.form)
     if what and (states.form, wanted.form) == ("torch", "torch_dist") and len(states.extra) > 1:
         what += ", those of the first tensor-parallel rank, as Megatron saves them"
@@ -88,18 +87,20 @@ def _choose_random_states(
         )
     if policy == "drop" or wanted.weights_only:
         reason = "--rng drop" if policy == "drop" else "--weights-only"
-        return _drop_random_states(states, notes, f"random states ({reason})")
+        notes.dropped += [f"random states ({reason})"] if states.rng else []
+        return {}
     reason = written_states.find_rng_obstacle(
         states, manifest, wanted.sizes, wanted.data, wanted.form
     )
-    if reason and policy == "keep":
-        raise UsageError(
-            "--rng keep",
-            f"random states cannot be copied: {reason}",
-            "leave them out with --rng drop: Megatron then seeds every rank",
-        )
     if reason:
-        return _drop_random_states(states, notes, f"random states: {reason}")
+        if policy == "keep":
+            raise UsageError(
+                "--rng keep",
+                f"random states cannot be copied: {reason}",
+                "leave them out with --rng drop: Megatron then seeds every rank",
+            )
+        notes.dropped += [f"random states: {reason}"] if states.rng else []
+        return {}
     try:
         rebuilt = written_states.rebuild_random(states, manifest.origin.path)
     except UnsupportedError as error:
@@ -109,10 +110,3 @@ def _choose_random_states(
         return {}
     notes.kept.append(f"random states of {len(rebuilt)} ranks")
     return dict(rebuilt)
-
-
-def _drop_random_states(
-    states: RankStates, notes: Notes, text: str
-) -> dict[rank_states.RankKey, object]:
-    notes.dropped += [text] if states.rng else []
-    return {}
