@@ -31,8 +31,9 @@ LAYOUTS = {
 """A file name pattern of each layout, of which every checkpoint in it has a file."""
 _STEP = re.compile(r"global_step(\d+)")
 _NUMBERED = re.compile(r"(?:global_step|checkpoint-)(\d{1,18})")
+# Names of directories inside a checkpoint.
 _PART = re.compile(r"pytorch_model_fsdp_0|optimizer_0|iter_\d+|mp_rank_\d+.*")
-"""Names of directories inside a checkpoint."""
+_PATIENCE_S = 30.0  # how long to wait for another run to finish its save
 
 
 def make_tag(step: int) -> str:
@@ -177,15 +178,15 @@ def _restore_replaced(path: Path) -> None:
                 aside.rename(name)
 
 
-def wait_until_free(path: Path, patience_s: float = 30.0) -> None:
+def wait_until_free(path: Path) -> None:
     """Wait until no run is writing to a directory.
 
     Raises:
-        SettingsError: a run is still writing after ``patience_s`` seconds.
+        SettingsError: a run is still writing after 30 seconds.
     """
     if not path.exists():
         return
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + _PATIENCE_S
     descriptor = os.open(path, os.O_RDONLY)
     try:
         while not _try_lock(descriptor):
