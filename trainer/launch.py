@@ -32,7 +32,7 @@ _PATIENCE_S = 2.0
 """Seconds that a rank that does not know the cause waits to be stopped before it reports."""
 
 _PRELOAD = ["trainer.session", "torch.optim.adamw", "transformers.models.llama.modeling_llama"]
-"""Modules that one process imports for all ranks, which are forked from it."""
+"""Modules that one process imports for all ranks on CPU, which are forked from it."""
 
 _LOST_RANK = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process exit|timed? ?out",
@@ -99,12 +99,16 @@ def _start_ranks(settings: Settings, task: str) -> int:
     """Start the ranks, wait for them, and return the exit code."""
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     multiprocessing.set_forkserver_preload(_PRELOAD)
-    forkserver.ensure_running()  # it imports while this process imports the launcher
+    if settings.device != "cuda":
+        forkserver.ensure_running()  # it imports while this process imports the launcher
+    import torch
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # this process only waits, and the launcher logs a lot
+    # CUDA does not work in a fork of a process that has asked for its devices, as imports may do.
+    has_gpu = settings.device != "cpu" and torch.cuda.is_available()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -114,7 +118,7 @@ def _start_ranks(settings: Settings, task: str) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        start_method="forkserver",  # as fast as fork, and safe beside this process's threads
+        start_method="spawn" if has_gpu else "forkserver",
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
