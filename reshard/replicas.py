@@ -109,7 +109,7 @@ def _rebase(chunk: Chunk) -> Chunk:
 
 @contextmanager
 def average_replicas(
-    manifest: Manifest, policy: Replicas, kinds: Sequence[str] | None = None
+    manifest: Manifest, policy: Replicas, kinds: Sequence[str] | None
 ) -> Iterator[tuple[Manifest, list[str]]]:
     """Yield a manifest in which replicas that differ are replaced by their mean, and notes.
 

@@ -121,7 +121,7 @@ def resolve_ties(
     config: Mapping[str, object] | None,
     policy: Tied,
     pool: SourceFiles,
-    aliases: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None,
 ) -> bool:
     """Drop aliases of tied weights, or write them as copies.
 

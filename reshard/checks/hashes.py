@@ -141,7 +141,7 @@ def _choose_common_dtype(entry: Entry, content: Content) -> DType | None:
 def build_contents(
     manifest: Manifest,
     digests: Mapping[Key, Mapping[Digest, str]],
-    files: Iterable[FileDigests] = (),
+    files: Iterable[FileDigests],
 ) -> Contents:
     """Build the contents of a checkpoint from the digests of its tensors and of its files."""
     contents = Contents(tied=dict(manifest.tied), train=_round_trip(manifest.train))

@@ -196,7 +196,7 @@ def open_source(
     sources: Sequence[Path],
     destination: Path,
     options: OutputOptions,
-    beside: Sequence[Path] = (),
+    beside: Sequence[Path],
 ) -> tuple[Manifest, ExistsError | None]:
     """Read the manifest of a source, and check that it is safe and that the destination is free.
 

@@ -35,7 +35,7 @@ _BY_PARAMETER = StateDictOptions(flatten_optimizer_state_dict=True)
 _OF_SCHEDULER = "initial_lr"  # torch's schedulers add it to the param groups
 
 
-def load_model(model: torch.nn.Module, manifest: Manifest, *, strict: bool = True) -> None:
+def load_model(model: torch.nn.Module, manifest: Manifest, *, strict: bool) -> None:
     """Fill the parameters and buffers of a model.
 
     Args:

@@ -114,7 +114,7 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
     """
 
     def __init__(
-        self, state: State, model: str | None, optimizer: str | None, other: State | None = None
+        self, state: State, model: str | None, optimizer: str | None, other: State | None
     ) -> None:
         super().__init__()
         self.state = state

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\d+")
 _ALWAYS_FILLED = re.compile(r"(.*\.)?(weight|bias)")  # of every module of torch's own
 
 
-def warn(manifest: Manifest, *, is_filled: bool = False) -> Manifest:
+def warn(manifest: Manifest, *, is_filled: bool) -> Manifest:
     """Return the checkpoint with a warning of its placeholders.
 
     Args:

@@ -104,10 +104,10 @@ def _get_itemsize(entry: Entry) -> int:
     return (entry.chunks[0].dtype if entry.chunks else entry.dtype).itemsize
 
 
-def map_manifest(title: str, manifest: Manifest, most: int = MOST_PIECES) -> Shards:
+def map_manifest(title: str, manifest: Manifest) -> Shards:
     """Build the map of a checkpoint that was read."""
     files = {path: file.nbytes for path, file in manifest.files.items()}
-    return _build(title, manifest.entries.values(), files, shorten_names(files), most)
+    return _build(title, manifest.entries.values(), files, shorten_names(files))
 
 
 def shorten_names(paths: Iterable[str]) -> dict[str, str]:
@@ -120,7 +120,7 @@ def shorten_names(paths: Iterable[str]) -> dict[str, str]:
 def map_skeleton(title: str, skeleton: Skeleton) -> Shards:
     """Build the map of a checkpoint that will be written."""
     files = {file.name: file.nbytes for file in skeleton.files}
-    return _build(title, skeleton.entries, files, {name: name for name in files}, MOST_PIECES)
+    return _build(title, skeleton.entries, files, {name: name for name in files})
 
 
 def _build(
@@ -128,7 +128,6 @@ def _build(
     entries: Iterable[Entry],
     files: Mapping[str, int],
     names: Mapping[str, str],
-    most: int,
 ) -> Shards:
     tensors = tuple(entries)
     pieces_of = _collect_pieces(tensors)
@@ -143,7 +142,7 @@ def _build(
             rows.append(MapRow(label, rank, tuple(numbers[path] for path in members), pieces))
             drawn.update(members)
     kinds = _sum_kinds(rows, tensors)
-    coarse, rows = _coarsen(rows, most)
+    coarse, rows = _coarsen(rows)
     listed = tuple((names[path], files[path]) for path in paths)
     undrawn = tuple(numbers[path] for path in paths if path not in drawn)
     return Shards(title, listed, tuple(rows), tensors, kinds, undrawn, coarse)
@@ -242,16 +241,16 @@ def _is_run(box: Index, shape: Index) -> bool:
     return box[first + 1 :] == shape[first + 1 :]
 
 
-def _coarsen(rows: list[MapRow], most: int) -> tuple[int, list[MapRow]]:
-    """Return the size below which pieces were joined, and rows of at most ``most`` pieces."""
-    if _count_distinct(rows) <= most:
+def _coarsen(rows: list[MapRow]) -> tuple[int, list[MapRow]]:
+    """Return the size below which pieces were joined, and rows of at most `MOST_PIECES` pieces."""
+    if _count_distinct(rows) <= MOST_PIECES:
         return 0, rows
     sizes = [sum(piece.nbytes for piece in row.pieces) for row in rows]
-    smallest = max(sum(sizes) // most, 1)
+    smallest = max(sum(sizes) // MOST_PIECES, 1)
     while True:
         joined = [replace(row, pieces=_join_small(row.pieces, smallest)) for row in rows]
         # Beyond the size of the largest row, every row is one piece already.
-        if _count_distinct(joined) <= most or smallest > max(sizes):
+        if _count_distinct(joined) <= MOST_PIECES or smallest > max(sizes):
             return smallest, joined
         smallest *= 2
 

@@ -69,7 +69,7 @@ def are_comparable(a: Entry, b: Entry) -> bool:
     return a.shape == b.shape and (a.dtype == b.dtype or floats)
 
 
-def compare_masters(manifest: Manifest, *, every_element: bool = False) -> Compared:
+def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
     """Compare the weights of the module with the cast of their master weights.
 
     Args:

@@ -30,7 +30,7 @@ class Prefix:
 
 
 def name_as_in(
-    manifest: Manifest, parameters: Collection[str], buffers: Collection[str] = ()
+    manifest: Manifest, parameters: Collection[str], buffers: Collection[str]
 ) -> tuple[Manifest, Prefix | None]:
     """Return a state under the names of a live model, and the prefix that has changed, if any.
 

@@ -268,12 +268,12 @@ def _drop_null(lines: Mapping[str, Any]) -> dict[str, Any]:
     return {key: line for key, line in lines.items() if line is not None}
 
 
-def is_known(name: object, path: Path | None = None) -> bool:
+def is_known(name: object, path: Path | None) -> bool:
     """Return whether a value is the name of a family, or a ``model_type`` of one."""
     return bool(_find_families(name, path))
 
 
-def find_base_type(model_type: object, path: Path | None = None) -> str | None:
+def find_base_type(model_type: object, path: Path | None) -> str | None:
     """Return the ``model_type`` of a family that computes what models of another one do."""
     alike = _find_alike(str(model_type), path)
     return alike[0].model_type if alike else None

@@ -14,7 +14,7 @@ def list_chunks(sizes: Sizes) -> list[tuple[int, int]]:
     return [(stage, chunk) for chunk in range(sizes.virtual) for stage in range(sizes.pipeline)]
 
 
-def assign_layers(sizes: Sizes, count: int, counts: Sequence[int] | None = None) -> list[range]:
+def assign_layers(sizes: Sizes, count: int, counts: Sequence[int] | None) -> list[range]:
     """Return the layers of each of `list_chunks`, by their numbers in the whole model.
 
     Args:

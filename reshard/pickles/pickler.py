@@ -56,7 +56,7 @@ class Pickler:
         """Return the whole pickle."""
         return bytes(self.out) + b"."
 
-    def finish_with(self, last: dict[str, Any], *, as_state: bool = False) -> tuple[int, bytes]:
+    def finish_with(self, last: dict[str, Any], *, as_state: bool) -> tuple[int, bytes]:
         """Return the pickle with more items in its dict, without keeping them in this writer.
 
         Args:

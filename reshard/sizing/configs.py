@@ -23,8 +23,8 @@ def format_config(
     cluster: Cluster,
     training: Training,
     *,
-    optimizer: Mapping[str, Any] | None = None,
-    resume: str = "",
+    optimizer: Mapping[str, Any] | None,
+    resume: str,
 ) -> str:
     """Return the text of a file for the chosen strategy; its suffix says for which program.
 
@@ -186,7 +186,7 @@ def format_yaml(document: Mapping[str, Any], indent: str = "") -> str:
 
 
 def format_command(
-    choice: Choice, model: ModelSizes, cluster: Cluster, training: Training, *, resume: str = ""
+    choice: Choice, model: ModelSizes, cluster: Cluster, training: Training, *, resume: str
 ) -> str:
     """Return the command that starts ``python -m trainer``.
 

@@ -151,7 +151,7 @@ def _build(model: str, config: Mapping[str, Any] | None = None) -> ModelSizes:
 def count_shapes(
     shapes: Mapping[str, Index],
     source: str,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None,
     *,
     frozen: Collection[str] = (),
 ) -> ModelSizes:

@@ -27,7 +27,7 @@ def select_optimizers(
     parsed: ParsedTree,
     pool: SourceFiles,
     *,
-    by_trainer: bool = False,
+    by_trainer: bool,
 ) -> tuple[list[ParsedOptimizer], dict[str, Entry]]:
     """Return the model's optimizers, and the weights with trained ones marked as parameters.
 

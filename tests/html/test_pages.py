@@ -155,10 +155,11 @@ def test_a_thousand_ranks_stay_small():
 
 
 @pytest.mark.parametrize("most", [40, 400])
-def test_what_is_too_much_is_drawn_together_and_said(most):
+def test_what_is_too_much_is_drawn_together_and_said(most, monkeypatch):
     manifest = large_manifests.irregular(SMALL, 8, random.Random(3))
     full = shards.map_manifest("x", manifest)
-    side = shards.map_manifest("x", manifest, most)
+    monkeypatch.setattr(shards, "MOST_PIECES", most)
+    side = shards.map_manifest("x", manifest)
     document = side.to_json()
     pieces = sum(len(layout["offset"]) for layout in document["layouts"])
     assert pieces <= most < sum(len(row.pieces) for row in full.rows)

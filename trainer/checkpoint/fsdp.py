@@ -143,7 +143,7 @@ def _get_model_state(model: nn.Module, form: str, ranks: Ranks) -> State:
 
 
 def _get_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, form: str, ranks: Ranks, *, flat: bool = False
+    model: nn.Module, optimizer: Optimizer, form: str, ranks: Ranks, *, flat: bool
 ) -> State:
     if form == "local":
         return optimizer.state_dict()

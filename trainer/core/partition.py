@@ -86,7 +86,7 @@ def partition_groups(groups: Sequence[Sequence[str]], shapes: Shapes, world: int
         # The 2 is DeepSpeed's nccl_start_alignment_factor.
         piece = 2 * math.ceil(total / (2 * world))
         paddings = tuple(
-            piece - _count_overlap(0, total, rank * piece, piece) for rank in range(world)
+            piece - _count_overlap(total, rank * piece, piece) for rank in range(world)
         )
         flats.append(Flat(tuple(names), group, piece, paddings))
         begin = 0
@@ -97,9 +97,9 @@ def partition_groups(groups: Sequence[Sequence[str]], shapes: Shapes, world: int
     return Partition(world, shapes, tuple(flats), runs)
 
 
-def _count_overlap(begin: int, end: int, start: int, length: int) -> int:
-    """Return the number of elements that [begin, end) and [start, start + length) share."""
-    return max(0, min(end, start + length) - max(begin, start))
+def _count_overlap(total: int, start: int, length: int) -> int:
+    """Return the number of elements that [0, total) and [start, start + length) share."""
+    return max(0, min(total, start + length) - start)
 
 
 def _cut_at_pieces(name: str, begin: int, end: int, piece: int, flat: int) -> Iterator[Run]:

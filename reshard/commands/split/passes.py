@@ -97,7 +97,7 @@ def resolve_model(
     conversion: Conversion,
     writer: Writer,
     options: SplitOptions,
-    given: ModelShapes | None = None,
+    given: ModelShapes | None,
 ) -> tuple[Conversion, ModelShapes | None]:
     """Return the model that the user names; for weights alone, the one of the config beside them.
 

@@ -63,7 +63,7 @@ def check_file(
 
 
 def check_included(
-    sources: Sequence[Path], options: VerifyOptions, meter: Meter | None = None
+    sources: Sequence[Path], options: VerifyOptions, meter: Meter | None
 ) -> VerifyReport:
     """Check the files with a matching name against a manifest.
 

@@ -76,7 +76,7 @@ class HistoryReport(VerifyReport):
 
 
 def check_run(
-    sources: Sequence[Path], options: VerifyOptions, meter: Meter | None = None
+    sources: Sequence[Path], options: VerifyOptions, meter: Meter | None
 ) -> HistoryReport:
     """Compare the checkpoints of a run with one another.
 
@@ -259,23 +259,25 @@ def _describe_groups(history: History) -> dict[str, list[float | None]]:
     return found
 
 
-def group_layers(names: Iterable[str], most: int = _MOST_GROUPS) -> dict[str, str]:
+def group_layers(names: Iterable[str]) -> dict[str, str]:
     """Return the group of each weight: its layer, several layers, or its module.
 
-    >>> group_layers(["m.layers.0.w", "m.layers.1.w", "m.layers.2.w", "head.weight"], most=2)
-    {'m.layers.0.w': 'm.layers.0-1', 'm.layers.1.w': 'm.layers.0-1', 'm.layers.2.w': 'm.layers.2', \
-'head.weight': 'head'}
+    >>> groups = group_layers([*(f"m.layers.{number}.w" for number in range(13)), "head.weight"])
+    >>> groups["m.layers.0.w"], groups["m.layers.1.w"], groups["m.layers.12.w"]
+    ('m.layers.0-1', 'm.layers.0-1', 'm.layers.12')
+    >>> groups["head.weight"]
+    'head'
     """
     names = list(names)
     found = {name: _LAYER.fullmatch(name) for name in names}
     others = {name: name.rpartition(".")[0] or name for name in names if not found[name]}
-    if len(set(others.values())) > most:
+    if len(set(others.values())) > _MOST_GROUPS:
         others = dict.fromkeys(others, "others")
     layers: dict[str, set[int]] = {}
     for match in found.values():
         if match:
             layers.setdefault(match[1], set()).add(int(match[2]))
-    ranges = {stack: _join(sorted(numbers), most) for stack, numbers in layers.items()}
+    ranges = {stack: _join(sorted(numbers)) for stack, numbers in layers.items()}
     return {
         name: f"{match[1]}{ranges[match[1]][int(match[2])]}"
         if (match := found[name])
@@ -284,9 +286,9 @@ def group_layers(names: Iterable[str], most: int = _MOST_GROUPS) -> dict[str, st
     }
 
 
-def _join(numbers: list[int], most: int) -> dict[int, str]:
+def _join(numbers: list[int]) -> dict[int, str]:
     """Return the range of layers that each layer belongs to."""
-    size = -(-len(numbers) // most)
+    size = -(-len(numbers) // _MOST_GROUPS)
     ranges: dict[int, str] = {}
     for start in range(0, len(numbers), size):
         part = numbers[start : start + size]

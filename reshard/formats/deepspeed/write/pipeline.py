@@ -73,7 +73,7 @@ def share_layers(
     manifest: Manifest,
     layers: Sequence[Layer],
     count: int,
-    given: Sequence[int] | None = None,
+    given: Sequence[int] | None,
 ) -> tuple[Stages, str]:
     """Return the layers of each stage, and a description of the rule that shares them.
 

@@ -194,8 +194,8 @@ class WeightLocations:
         *,
         dialect: str,
         tied: bool,
-        counts: Sequence[int] | None = None,
-        grouped: bool = True,
+        counts: Sequence[int] | None,
+        grouped: bool,
     ) -> None:
         self.grouped = grouped
         self.layers = 1 + max(
