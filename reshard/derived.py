@@ -24,7 +24,7 @@ class Reader(Protocol):
     def kept(self) -> Kept:
         """What computations keep for each thread between two reads; it ends with the reader."""
 
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes | bytearray:
         """Return the bytes at an offset of a file."""
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:

@@ -71,11 +71,11 @@ class _InnerFiles(SourceFiles):
         """Fill ``target`` with the bytes at an offset of a file."""
         self._filler.read_into(path, byte_offset, target)
 
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytearray:  # type: ignore[override]
         """Return the bytes at an offset of a file."""
         data = bytearray(nbytes)
         self.read_into(path, byte_offset, memoryview(data))
-        return bytes(data)
+        return data
 
 
 class Filler:

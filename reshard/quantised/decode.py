@@ -33,7 +33,7 @@ _FLOAT8 = {
 }
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, table 5
 
-_BLOCK = 1 << 17  # values; a block stays in the cache
+_BLOCK = 1 << 18  # values; a block stays in the cache
 _KEPT = 16 << 20  # bytes; an expert of GPT-OSS has 8 MiB
 
 
@@ -55,7 +55,7 @@ def read_values(pool: Reader, weight: Scaled, start: int, target: memoryview) ->
         done += count
 
 
-def decode_scales(raw: bytes, dtype: DType) -> Array:
+def decode_scales(raw: bytes | bytearray, dtype: DType) -> Array:
     """Return stored scales as float32."""
     if dtype in (UINT8, E8M0):  # an exponent; 255 is NaN
         powers: Array = np.take(_list_powers(), np.frombuffer(raw, np.uint8))
@@ -166,7 +166,7 @@ def _spread(scales: Array, width: int, column: int, columns: int) -> Array:
     return np.ascontiguousarray(wide[:, column - first * width :][:, :columns])
 
 
-def _read(pool: Reader, chunk: Chunk, first: int, count: int) -> bytes:
+def _read(pool: Reader, chunk: Chunk, first: int, count: int) -> bytes | bytearray:
     size = chunk.dtype.itemsize
     return pool.read(chunk.file, chunk.byte_offset + first * size, count * size)
 
@@ -200,7 +200,7 @@ def _read_exponents(pool: Reader, weight: Scaled, matrix: int, row: int, rows: i
 
 def _read_stored_scales(
     pool: Reader, weight: Scaled, matrix: int, row: int, rows: int
-) -> tuple[int, bytes]:
+) -> tuple[int, bytes | bytearray]:
     """Return the number of the first scale of some rows of a matrix, and the scales' bytes."""
     high, (down, across) = weight.block[0], weight.grid
     first, last = row // high, (row + rows - 1) // high
