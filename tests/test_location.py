@@ -145,4 +145,4 @@ def test_no_path_at_all():
 
 def test_an_empty_name_of_a_base_model_is_no_path(tmp_path):
     write(tmp_path / "adapter_config.json", b'{"base_model_name_or_path": ""}')
-    assert beside.nearby(Location.of([tmp_path]), None) is None
+    assert beside.find_model(Location.of([tmp_path]), None) is None

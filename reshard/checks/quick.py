@@ -173,7 +173,7 @@ def _find_newer_checkpoint(manifest: Manifest, sources: Sequence[Path]) -> Itera
     """Yield the newest checkpoint of the run, if an older one was read."""
     if len(sources) != 1 or not sources[0].is_dir():
         return
-    numbers = run.numbered(Location([sources[0]]))
+    numbers = run.list_numbered(Location([sources[0]]))
     read = {as_path(path).parent.resolve() for path in manifest.files}
     used = [n for n, each in numbers.items() if any(_is_inside(r, each.path) for r in read)]
     if used and max(numbers) > max(used):

@@ -129,7 +129,7 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
     if location.chosen and location.path.stat().st_size == 0:
         raise IncompleteError(location, "is empty", "fetch it again")
     checkpoint = (
-        None if location.chosen else run.checkpoint(location, hints.tag, unclear.is_checkpoint)
+        None if location.chosen else run.find_checkpoint(location, hints.tag, unclear.is_checkpoint)
     )
     name = registry.detect(checkpoint) if checkpoint else None
     if checkpoint and name:

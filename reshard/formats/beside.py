@@ -44,7 +44,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
     """
     # HF Trainer and Accelerate have DeepSpeed write its ranks' files into a folder of their own.
     for near in (Location(location.directories), location.above()):
-        trainer = trainer_state(near)
+        trainer = read_trainer_state(near)
         paths = {
             kind: path
             for name, path in near.files.items()
@@ -54,7 +54,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
             continue
         opened = {kind: torch_reader.read(path) for kind, path in paths.items()}
         values = {kind: to_plain(tree.convert_file(file)) for kind, file in opened.items()}
-        train, before = manifest.train, batch_before(near)
+        train, before = manifest.train, read_batch_before(near)
         unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
         extended = replace(
             manifest,
@@ -62,7 +62,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
                 train,
                 scheduler=train.scheduler or values.get("scheduler"),
                 rng=train.rng or values.get("rng"),
-                rng_files=random_files(near),
+                rng_files=list_random_files(near),
                 trainer_state=trainer or None,
                 opaque={**train.opaque, **({BATCH_BEFORE: before} if before else {})},
             ),
@@ -120,13 +120,13 @@ def with_run(manifest: Manifest, location: Location) -> Manifest:
         CorruptError: the document is damaged.
     """
     for near in (location, location.above()):
-        document = trainer_state(near)
+        document = read_trainer_state(near)
         if trainer_run.is_document(document):
             return replace(manifest, train=replace(manifest.train, trainer_state=document))
     return manifest
 
 
-def nearby(location: Location, wrap: str | None) -> ModelHint | None:
+def find_model(location: Location, wrap: str | None) -> ModelHint | None:
     """Return the model of a transformers config beside the checkpoint; None if it is broken.
 
     Beside an adapter this is the config of its base model, if that is in a directory of this
@@ -168,7 +168,7 @@ def _is_verls_first(location: Location) -> bool:
     return settings is not None and read_json_object(settings).get("FSDP_version") == 1
 
 
-def trainer_state(location: Location) -> dict[str, Any]:
+def read_trainer_state(location: Location) -> dict[str, Any]:
     """Return HF Trainer's or our trainer's document of the run, without its log.
 
     Raises:
@@ -192,17 +192,17 @@ def describe_trained_model(location: Location, given: str | None) -> ModelShapes
         UsageError, UnsupportedError: as `ModelHint.shapes`, for a given model.
     """
     for near in (location, location.above()):
-        state = trainer_state(near)
+        state = read_trainer_state(near)
         if state and not trainer_run.is_document(state):
             if given:
                 return ModelHint(given).shapes()
-            hint = nearby(near, None)
+            hint = find_model(near, None)
             with contextlib.suppress(UsageError, UnsupportedError):  # a model that is not here
                 return hint.shapes() if hint else None
     return None
 
 
-def batch_before(location: Location) -> dict[str, int] | None:
+def read_batch_before(location: Location) -> dict[str, int] | None:
     """Return the run's original number of ranks and batch of a rank; None if they are unchanged.
 
     Raises:
@@ -221,7 +221,7 @@ def batch_before(location: Location) -> dict[str, int] | None:
     return numbers
 
 
-def random_files(location: Location) -> tuple[str, ...]:
+def list_random_files(location: Location) -> tuple[str, ...]:
     """Return the files of random states, in rank order, up to the first missing rank."""
     by_rank = {
         int(match[1] or 0): str(path)

@@ -35,7 +35,7 @@ class LoadedForm:
     fsdp: FsdpVersion | None = None
 
 
-def form_of(manifest: Manifest) -> LoadedForm:
+def describe_form(manifest: Manifest) -> LoadedForm:
     """Return the form of a checkpoint that was read."""
     return LoadedForm(manifest.origin.format, tuple(manifest.files), manifest.has_optimizer)
 

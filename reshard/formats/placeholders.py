@@ -122,7 +122,7 @@ def _read_shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None
     """Return the shapes of the model of a config beside the checkpoint, if one helps."""
     from reshard.formats import beside  # imported here: it is needed for suspects alone
 
-    model_hint: ModelHint | None = beside.nearby(
+    model_hint: ModelHint | None = beside.find_model(
         Location([directory_of(manifest.origin.path)]), None
     )
     if model_hint is None:

@@ -39,7 +39,7 @@ _LISTED = 6
 _LONGEST = 20  # digits of a step
 
 
-def checkpoint(
+def find_checkpoint(
     location: Location, tag: str | None, detect: Callable[[Location], bool], depth: int = _DEPTH
 ) -> Location | None:
     """Return the checkpoint below a directory; None if there is none.
@@ -51,22 +51,26 @@ def checkpoint(
         return location
     if depth == 0:
         return None
-    chosen = _tagged(location, tag) if tag else _pointed(location) or _newest(location, detect)
+    chosen = (
+        _find_tagged(location, tag)
+        if tag
+        else _find_pointed(location) or _find_newest(location, detect)
+    )
     if chosen:
-        found = checkpoint(chosen, None, detect, depth - 1)
+        found = find_checkpoint(chosen, None, detect, depth - 1)
         if found is None:
             raise UnrecognisedError(
                 chosen,
                 f"is the checkpoint that {location} points to, but it contains no checkpoint; its"
                 " save may have been interrupted",
-                _others(location),
+                _advise_others(location),
             )
         return found
     several = [
         below
         for name in _FOLDERS
         if name in location.folders
-        and (below := checkpoint(location.folders[name], tag, detect, depth - 1))
+        and (below := find_checkpoint(location.folders[name], tag, detect, depth - 1))
     ]
     if len(several) > 1:
         shown = ", ".join(map(str, several))
@@ -78,30 +82,30 @@ def checkpoint(
     return several[0] if several else None
 
 
-def _others(location: Location) -> str:
+def _advise_others(location: Location) -> str:
     return f"choose another one with --tag; there are {', '.join(list(location.folders)[:_LISTED])}"
 
 
 def list_tags(location: Location) -> list[str]:
     """Return the names of the numbered checkpoints of a run, highest first."""
-    numbers = numbered(location)
+    numbers = list_numbered(location)
     return [numbers[number].path.name for number in sorted(numbers, reverse=True)]
 
 
-def _tagged(location: Location, tag: str) -> Location | None:
+def _find_tagged(location: Location, tag: str) -> Location | None:
     """Return the directory of that name, or of that number."""
     if tag in location.folders:
         return location.folders[tag]
-    numbers = numbered(location)
+    numbers = list_numbered(location)
     return numbers.get(int(tag)) if tag.isdecimal() and len(tag) < _LONGEST else None
 
 
-def numbered(location: Location) -> dict[int, Location]:
+def list_numbered(location: Location) -> dict[int, Location]:
     """Return the checkpoints of a run that have a number in their name."""
     return {
         number: folder
         for name, folder in location.folders.items()
-        if (number := number_of(name)) is not None
+        if (number := parse_number(name)) is not None
     }
 
 
@@ -137,7 +141,7 @@ def list_runs(
     Raises:
         UnrecognisedError: there are several runs beside one another.
     """
-    numbers = numbered(location)
+    numbers = list_numbered(location)
     if depth:
         models = [_list_models(folder, detect, depth - 1) for folder in numbers.values()]
         names = [name for name in _FOLDERS if any(name in each for each in models)] or [""]
@@ -167,7 +171,8 @@ def _list_models(location: Location, detect: Callable[[Location], bool], depth: 
     names = [
         name
         for name in _FOLDERS
-        if name in location.folders and checkpoint(location.folders[name], None, detect, depth - 1)
+        if name in location.folders
+        and find_checkpoint(location.folders[name], None, detect, depth - 1)
     ]
     return names if len(names) > 1 else []
 
@@ -177,22 +182,22 @@ def _find_model(
 ) -> Location | None:
     """Return the checkpoint in a folder of a numbered directory, or in the directory itself."""
     if not name:
-        return checkpoint(location, None, detect, depth)
+        return find_checkpoint(location, None, detect, depth)
     folder = location.folders.get(name)
-    return checkpoint(folder, None, detect, depth - 1) if folder else None
+    return find_checkpoint(folder, None, detect, depth - 1) if folder else None
 
 
-def number_of(name: str) -> int | None:
+def parse_number(name: str) -> int | None:
     """Return the number in a checkpoint's name.
 
-    >>> number_of("ep0-ba20"), number_of("model_2")
+    >>> parse_number("ep0-ba20"), parse_number("model_2")
     (20, None)
     """
     match = _NUMBERED.fullmatch(name)
     return int(match[1] or match[2]) if match else None
 
 
-def _pointed(location: Location) -> Location | None:
+def _find_pointed(location: Location) -> Location | None:
     """Return the checkpoint that the run's pointer names.
 
     Raises:
@@ -202,21 +207,21 @@ def _pointed(location: Location) -> Location | None:
     if pointer is None:
         return None
     named = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
-    found = _tagged(location, named)
+    found = _find_tagged(location, named)
     if found is None:
         raise UnrecognisedError(
             pointer,
             f"names {named[:_LONGEST]!r}, which does not exist",
-            _others(location),
+            _advise_others(location),
         )
     return found
 
 
-def _newest(location: Location, detect: Callable[[Location], bool]) -> Location | None:
+def _find_newest(location: Location, detect: Callable[[Location], bool]) -> Location | None:
     """Return the checkpoint of the highest number; None if no number has a checkpoint."""
-    # The highest number may be an interrupted save. `checkpoint` refuses it, because an older
+    # The highest number may be an interrupted save. `find_checkpoint` refuses it, because an older
     # checkpoint is not what the user expects.
-    numbers = numbered(location)
-    if any(checkpoint(folder, None, detect, 1) for folder in numbers.values()):
+    numbers = list_numbered(location)
+    if any(find_checkpoint(folder, None, detect, 1) for folder in numbers.values()):
         return numbers[max(numbers)]
     return None

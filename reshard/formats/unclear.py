@@ -123,7 +123,7 @@ def find_checkpoint_below(location: Location, read: Iterable[str]) -> str:
     Args:
         read: the files that were read.
     """
-    numbers = {} if location.chosen else run.numbered(location)
+    numbers = {} if location.chosen else run.list_numbered(location)
     newest = numbers[max(numbers)] if numbers else None
     if newest is None or any(newest.path in as_path(file).parents for file in read):
         return ""
@@ -171,7 +171,7 @@ def _is_run(location: Location) -> bool:
         return registry.detect(below) is not None and not registry.is_loose(below)
 
     try:
-        return run.checkpoint(location, None, known) is not None
+        return run.find_checkpoint(location, None, known) is not None
     except UnrecognisedError:  # its pointer names a missing checkpoint, or it has several
         return True
 
@@ -193,7 +193,7 @@ def find_run(location: Location) -> Location:
         level = [folder for items in inner for name, folder in items if not name.startswith(".")]
         runs = [folder for folder in level if _is_run(folder)]
         # The user may mean a run whose saves were all interrupted.
-        others = [each for each in level if each not in runs and run.numbered(each)]
+        others = [each for each in level if each not in runs and run.list_numbered(each)]
         if runs and len(runs + others) > 1:
             paths = sorted(map(str, runs + others), key=_split_numbers)
             newest = max(map(str, runs), key=_split_numbers)

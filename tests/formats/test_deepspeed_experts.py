@@ -172,7 +172,7 @@ def test_every_part_has_its_place(world, ranks, stage):
 @pytest.mark.parametrize("config", [{}, {"use_data_before_expert_parallelism": True}])
 def test_every_rank_has_one_place(config):
     for size in (1, 2, 3, 6):
-        owners = expert_layout.expert_data_ranks(6, size, config)
+        owners = expert_layout.list_expert_data_ranks(6, size, config)
         assert sorted(rank for ranks in owners for rank in ranks) == list(range(6))
         for rank in range(6):
             number, at = expert_layout.locate_rank(6, size, config, rank)

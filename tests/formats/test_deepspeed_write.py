@@ -16,7 +16,7 @@ from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order, write
 from reshard.formats.deepspeed.write import objects, spec, universal
-from reshard.formats.deepspeed.write.spec import precision_of, resolve_spec
+from reshard.formats.deepspeed.write.spec import find_precision, resolve_spec
 from reshard.formats.deepspeed.write.stage12 import FlatGroups
 from reshard.manifest import (
     Entry,
@@ -250,8 +250,8 @@ def test_requests_that_cannot_be(asked):
 
 def test_weights_alone_are_of_the_precision_of_the_run():
     source = manifest([[("a", (2,))]])
-    assert precision_of(build_writable_state(source, weights_only=True)) == BFLOAT16
-    assert precision_of(build_writable_state(source)) == BFLOAT16
+    assert find_precision(build_writable_state(source, weights_only=True)) == BFLOAT16
+    assert find_precision(build_writable_state(source)) == BFLOAT16
 
 
 def test_client_values_are_carried_only_as_what_they_are():
@@ -287,7 +287,7 @@ def test_a_scaler_of_stage_0_becomes_whole():
     assert whole_again["cur_scale"] == 128.0
     assert whole_again["scale_window"] == 500
     assert whole_again["cur_hysteresis"] == 3
-    assert objects.scaler_keys(whole_again, 9) == {
+    assert objects.make_scaler_keys(whole_again, 9) == {
         "dynamic_loss_scale": True,
         **loose,
         "scale_window": 500,
@@ -341,5 +341,5 @@ def test_stage_3_is_given_only_what_all_groups_share():
     groups = (first, replace(second, hyper={**ADAM, "lr": 0.2}))
     state = build_writable_state(replace(source, train=replace(source.train, param_groups=groups)))
     choice = resolve_spec(state, world_size=1, stage=3, universal=True)
-    assert universal.common_hyper(choice) == {"capturable": False}
+    assert universal.find_common_hyper(choice) == {"capturable": False}
     assert [group["lr"] for group in choice.param_groups()] == [0.1, 0.2]

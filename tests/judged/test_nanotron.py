@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats.nanotron.optimizer import piece
+from reshard.formats.nanotron.optimizer import compute_piece
 from tests.support.edited_files import edit_safetensors_header
 
 KEPT = Path(__file__).parents[1] / "data" / "nanotron"
@@ -215,6 +215,6 @@ def test_zero_pieces_are_numpys(numel, ranks):
     """As ``_partition_parameters`` counts: the last pieces are shorter by one."""
     size = (numel - 1) // ranks + 1
     sizes = [size - (rank >= ranks - (size * ranks - numel)) for rank in range(ranks)]
-    held = [piece(numel, ranks, rank) for rank in range(ranks)]
+    held = [compute_piece(numel, ranks, rank) for rank in range(ranks)]
     assert [stop - start for start, stop in held] == sizes
     assert [start for start, _ in held] == [sum(sizes[:rank]) for rank in range(ranks)]

@@ -277,8 +277,11 @@ def test_stages_equal_those_of_deepspeed():
         weights = [chance.choice([0, 1, 1, 7, 100]) for _ in range(chance.randint(1, 12))]
         count = chance.randint(1, 6)
         for stages, wanted in (
-            (pipeline.balanced(weights, count), utils.partition_balanced(weights, count)),
-            (pipeline.uniform(len(weights), count), utils.partition_uniform(len(weights), count)),
+            (pipeline.balance(weights, count), utils.partition_balanced(weights, count)),
+            (
+                pipeline.share_uniformly(len(weights), count),
+                utils.partition_uniform(len(weights), count),
+            ),
         ):
             assert [stage.start for stage in stages] + [stages[-1].stop] == list(wanted)
 

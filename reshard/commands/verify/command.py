@@ -66,7 +66,10 @@ def verify(
         manifest = keys.edit(manifest, keys.Edits()).manifest
         origin = manifest.origin
         report.format, report.detail = origin.format, origin.detail
-        report.notes = [*manifest.warnings, *engines.describe_defects(engines.form_of(manifest))]
+        report.notes = [
+            *manifest.warnings,
+            *engines.describe_defects(engines.describe_form(manifest)),
+        ]
         shapes = ModelHint(options.model, options.wrap).shapes() if options.model else None
         report.checks = _run_quick_checks(manifest, sources, options, shapes)
         if options.reads_all and report.check(names.SAFE).failures:

@@ -37,7 +37,9 @@ class ColossalAI(Writer):
         from reshard.formats.colossalai import writer
 
         skeleton = writer.lay_out(state, request)
-        return LaidOut(skeleton, tuple(writer.notes(state, weights_only=request.weights_only)))
+        return LaidOut(
+            skeleton, tuple(writer.describe_values(state, weights_only=request.weights_only))
+        )
 
 
 FORMAT = Format(

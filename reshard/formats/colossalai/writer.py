@@ -53,7 +53,7 @@ def lay_out(state: WritableState, request: Request) -> Skeleton:
     return skeletons.join(parts)
 
 
-def notes(state: WritableState, *, weights_only: bool) -> Iterator[str]:
+def describe_values(state: WritableState, *, weights_only: bool) -> Iterator[str]:
     """Yield what ColossalAI cannot store, and what it creates when it loads."""
     train = state.manifest.train
     if weights_only:

@@ -23,7 +23,7 @@ from reshard.formats.deepspeed import native
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_layout import has_experts
 from reshard.formats.deepspeed.schemas import AUTOEP_LAYERS, AUTOEP_PLACEMENTS
-from reshard.formats.deepspeed.states import ModelStates, whole_entry
+from reshard.formats.deepspeed.states import ModelStates, make_whole_entry
 from reshard.manifest import PARAM, Entry, Key, Manifest, ParamGroup, index_entries
 from reshard.renames import check_parts_dtype, restate
 from reshard.schema import expect
@@ -316,7 +316,7 @@ def _read_weights(opened: Mapping[tuple[int, int], TorchFile]) -> Iterator[Entry
         root = file.root if isinstance(file.root, dict) else {}
         for name, tensor in root.items():
             if isinstance(tensor, Tensor):
-                yield whole_entry(str(name), PARAM, tensor)
+                yield make_whole_entry(str(name), PARAM, tensor)
 
 
 def _join(

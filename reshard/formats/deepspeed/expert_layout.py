@@ -44,7 +44,7 @@ def has_experts(hyper: Mapping[str, Any]) -> bool:
     return bool(hyper.get("moe"))
 
 
-def expert_parallel_size(hyper: Mapping[str, Any]) -> int | None:
+def find_expert_parallel_size(hyper: Mapping[str, Any]) -> int | None:
     """Return how many expert-parallel ranks share the members of a group of experts.
 
     None for any other group, and if the group's name does not have DeepSpeed's form.
@@ -54,12 +54,12 @@ def expert_parallel_size(hyper: Mapping[str, Any]) -> int | None:
     return int(match[1]) if match else None
 
 
-def expert_group_name(ranks: int) -> str:
+def name_expert_group(ranks: int) -> str:
     """Return the name of a group whose members are shared by a number of ranks."""
     return f"ep_size_{ranks}"
 
 
-def expert_data_ranks(world: int, size: int, config: Mapping[str, Any]) -> list[range]:
+def list_expert_data_ranks(world: int, size: int, config: Mapping[str, Any]) -> list[range]:
     """Return for each expert-parallel rank the ranks that hold its experts, in partition order.
 
     Expert-parallel ranks are neighbours, unless ``use_data_before_expert_parallelism``.
@@ -67,9 +67,9 @@ def expert_data_ranks(world: int, size: int, config: Mapping[str, Any]) -> list[
     Args:
         size: number of expert-parallel ranks.
 
-    >>> expert_data_ranks(4, 2, {})
+    >>> list_expert_data_ranks(4, 2, {})
     [range(0, 4, 2), range(1, 4, 2)]
-    >>> expert_data_ranks(4, 2, {"use_data_before_expert_parallelism": True})
+    >>> list_expert_data_ranks(4, 2, {"use_data_before_expert_parallelism": True})
     [range(0, 2), range(2, 4)]
     """
     each = world // size
@@ -84,7 +84,7 @@ def locate_rank(world: int, size: int, config: Mapping[str, Any], rank: int) -> 
     >>> locate_rank(4, 2, {}, 3)
     (1, 1)
     """
-    for number, ranks in enumerate(expert_data_ranks(world, size, config)):
+    for number, ranks in enumerate(list_expert_data_ranks(world, size, config)):
         if rank in ranks:
             return number, ranks.index(rank)
     raise ValueError(f"rank {rank} of {world}")

@@ -15,7 +15,10 @@ from reshard.containers.torch_objects import Tensor
 from reshard.errors import MIXED, CorruptError, UnsupportedError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.directory import RankFiles
-from reshard.formats.deepspeed.expert_layout import expert_data_ranks, expert_parallel_size
+from reshard.formats.deepspeed.expert_layout import (
+    find_expert_parallel_size,
+    list_expert_data_ranks,
+)
 from reshard.formats.deepspeed.states import ModelStates, OptimizerStates, open_optimizer
 
 _MAPPINGS = "param_slice_mappings"
@@ -37,8 +40,8 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
     groups = ranks[0].optimizer.get("param_groups", [])
     shapes = []
     for index, group in enumerate(groups):
-        size = expert_parallel_size(group) or 1
-        sharing = [ranks[rank] for rank in expert_data_ranks(len(ranks), size, config)[0]]
+        size = find_expert_parallel_size(group) or 1
+        sharing = [ranks[rank] for rank in list_expert_data_ranks(len(ranks), size, config)[0]]
         names = list(dict.fromkeys(name for rank in sharing for name in _list_names(rank, index)))
         if order.requests_round_robin(config):  # the lists are made before the new order
             names = order.to_round_robin(names, len(sharing))

@@ -12,9 +12,9 @@ from reshard.errors import IncompleteError, StaleError, UnsupportedError
 from reshard.formats.deepspeed import native
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_files import Expert, count_experts, insert_experts
-from reshard.formats.deepspeed.expert_layout import expert_parallel_size, parse_expert_name
+from reshard.formats.deepspeed.expert_layout import find_expert_parallel_size, parse_expert_name
 from reshard.formats.deepspeed.schemas import OPTIMIZER
-from reshard.formats.deepspeed.stage0 import inner_optimizer
+from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.manifest import BUFFER, PARAM, Manifest
 from reshard.model_parallel import combine
@@ -103,7 +103,7 @@ def _with_global_names(
     Args:
         local: how many experts of each layer a rank has.
     """
-    inner = inner_optimizer(optimizer)
+    inner = unwrap_optimizer(optimizer)
     groups = inner.get("param_groups", [])
     if not any("param_names" in group for group in groups):
         return optimizer
@@ -127,8 +127,8 @@ def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None
     Args:
         counts: experts of each layer.
     """
-    groups = inner_optimizer(_optimizer(file)).get("param_groups", [])
-    sizes = {size for size in map(expert_parallel_size, groups) if size is not None}
+    groups = unwrap_optimizer(_optimizer(file)).get("param_groups", [])
+    sizes = {size for size in map(find_expert_parallel_size, groups) if size is not None}
     if len(sizes) > 1:
         raise UnsupportedError(
             file.path,

@@ -22,7 +22,7 @@ from reshard.formats.deepspeed.expert_files import (
     insert_experts,
     open_experts,
 )
-from reshard.formats.deepspeed.expert_layout import expert_parallel_size, parse_expert_name
+from reshard.formats.deepspeed.expert_layout import find_expert_parallel_size, parse_expert_name
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.manifest import Manifest, ParamGroup
 from reshard.units import some
@@ -90,10 +90,10 @@ def _sort_group(
             return group
         ranks.setdefault(own.number // local[own.layer], []).append(fqn)
     config, world = manifest.train.config, manifest.origin.mesh["world"]
-    stage = order.zero_section(config).get("stage", 0)
+    stage = order.get_zero_section(config).get("stage", 0)
     trained = manifest.origin.precision
     if order.uses_round_robin(config, stage, dtypes.parse(trained) if trained else None):
-        each = world // (expert_parallel_size(group.hyper) or 1)
+        each = world // (find_expert_parallel_size(group.hyper) or 1)
         ranks = {rank: order.undo_round_robin(fqns, each) for rank, fqns in ranks.items()}
 
     def at(fqn: str) -> int:

@@ -14,22 +14,22 @@ from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedErro
 from reshard.files import size_of
 from reshard.formats.deepspeed import stage0, stage3, stage12, swap
 from reshard.formats.deepspeed.directory import RankFiles
-from reshard.formats.deepspeed.expert_layout import expert_data_ranks
-from reshard.formats.deepspeed.order import zero_section
+from reshard.formats.deepspeed.expert_layout import list_expert_data_ranks
+from reshard.formats.deepspeed.order import get_zero_section
 from reshard.formats.deepspeed.states import (
     ModelStates,
     OptimizerStates,
-    by_file,
-    flat_slots,
     open_model,
     open_optimizer,
+    read_by_file,
     require_equal,
-    scalar_slots,
+    select_flat_slots,
+    select_scalar_slots,
     unwrap_names,
 )
 from reshard.formats.deepspeed.train_state import (
     OptimizerContent,
-    possible_initial_updates,
+    list_possible_initial_updates,
     read_param_groups,
     read_scaler,
     read_steps,
@@ -111,7 +111,7 @@ def _with_shapes(first: ModelStates, ranks: Sequence[OptimizerStates]) -> ModelS
     """Add ``param_shapes``, which DeepSpeed before 0.6.0 put into the optimizer's files."""
     if "param_shapes" in first.root or not ranks:
         return first
-    listed = by_file(ranks, lambda rank: rank.file.root.get("param_shapes"))
+    listed = read_by_file(ranks, lambda rank: rank.file.root.get("param_shapes"))
     return replace(
         first, root={**first.root, "param_shapes": require_equal("param_shapes", listed)}
     )
@@ -123,7 +123,7 @@ def _mics_shard_size(first: ModelStates) -> int:
     The ranks of a group share every parameter. Only the first group saves; the others hold the
     same.
     """
-    declared = zero_section(first.config).get("mics_shard_size")
+    declared = get_zero_section(first.config).get("mics_shard_size")
     is_on = type(declared) is int and declared > 0  # -1: off
     return counts.count(first.file.path, "mics_shard_size", declared) if is_on else 0
 
@@ -146,7 +146,7 @@ def _is_weights_only(first: ModelStates) -> bool:
     It lists the parameters of a pipeline at stage 0 too (`write.model_states`). Without its stamp,
     the optimizer's files may be lost.
     """
-    return first.file.stamp is not None and zero_section(first.config).get("stage") == 0
+    return first.file.stamp is not None and get_zero_section(first.config).get("stage") == 0
 
 
 def _check_models(models: Sequence[ModelStates]) -> None:
@@ -159,7 +159,7 @@ def _check_models(models: Sequence[ModelStates]) -> None:
         # Equal dicts may list their names in another order, which is that of the flat tensors. The
         # ranks of equal pickles have one object (PickleCache) and need no comparison.
         if model.root.get("param_shapes") is not first.root.get("param_shapes"):
-            lists = by_file((first, model), lambda m: [list(group) for group in m.shapes])
+            lists = read_by_file((first, model), lambda m: [list(group) for group in m.shapes])
             require_equal("the order of the names in param_shapes", lists)
 
 
@@ -183,9 +183,9 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
                 MIXED,
             )
     versions = {first.file.path: str(first.root.get("ds_version") or "")}
-    versions |= by_file(ranks, lambda rank: rank.ds_version)  # empty in old optimizer states
+    versions |= read_by_file(ranks, lambda rank: rank.ds_version)  # empty in old optimizer states
     require_equal("ds_version", {p: v for p, v in versions.items() if v} or versions)
-    require_equal("the loss scaler", by_file(ranks, lambda rank: read_scaler(rank.root)))
+    require_equal("the loss scaler", read_by_file(ranks, lambda rank: read_scaler(rank.root)))
 
 
 def _assemble(
@@ -207,7 +207,7 @@ def _assemble(
     stage, warnings = optimizer.stage, optimizer.warnings
     in_16_bit = any(entry.kind == MASTER for entry in optimizer.entries)
     module = _module_entries(models, tied, sharded=stage == 3)
-    if isinstance(zero_section(first.config).get("zenflow"), dict):
+    if isinstance(get_zero_section(first.config).get("zenflow"), dict):
         kept = _drop_older_masters(optimizer, {entry.fqn for entry in module})
     else:
         kept = optimizer.entries
@@ -236,7 +236,9 @@ def _assemble(
         files={file.path: _source(file, optimizer) for file in opened} | _swap_sources(swapped),
         train=replace(
             optimizer.train,
-            updates_at_start=possible_initial_updates(first.version, stage, in_16_bit=in_16_bit),
+            updates_at_start=list_possible_initial_updates(
+                first.version, stage, in_16_bit=in_16_bit
+            ),
         ),
         tied={alias: kept for alias, kept in tied.items() if alias != kept},
         tied_copies=tuple(first.tied_copies(tied)),
@@ -278,7 +280,7 @@ def _read_optimizer(
         entries = [entry for group in groups for entry in group.entries()]
         # Under round_robin_gradients param_slice_mappings is wrong: it is made before the new
         # order (DeepSpeed 0.19.8 ``stage_1_and_2.py``).
-        if not zero_section(first.config).get("round_robin_gradients"):
+        if not get_zero_section(first.config).get("round_robin_gradients"):
             claims = stage12.find_partition_claims(groups, first.wrapped_names)
     else:
         raise UnsupportedError(
@@ -304,7 +306,10 @@ def _owners(
     A group has one flat tensor; a group of experts has one for each expert-parallel rank.
     """
     return [
-        [[ranks[rank] for rank in own] for own in expert_data_ranks(len(ranks), size, first.config)]
+        [
+            [ranks[rank] for rank in own]
+            for own in list_expert_data_ranks(len(ranks), size, first.config)
+        ]
         for size in first.expert_ranks or (1,) * len(first.shapes)
     ]
 
@@ -313,7 +318,12 @@ def _unread_slots(rank: OptimizerStates, count: int) -> set[str]:
     """Return the slots of the flat tensors' states that have no location in a manifest."""
     odd: set[str] = set()
     for state in map(rank.group_state, range(count)):
-        odd |= state.keys() - flat_slots(state).keys() - scalar_slots(state).keys() - {"step"}
+        odd |= (
+            state.keys()
+            - select_flat_slots(state).keys()
+            - select_scalar_slots(state).keys()
+            - {"step"}
+        )
     return odd
 
 

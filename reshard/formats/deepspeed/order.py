@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import dtypes
 from reshard.dtypes import BFLOAT16, DType
-from reshard.formats.deepspeed.expert_layout import expert_parallel_size, has_experts
+from reshard.formats.deepspeed.expert_layout import find_expert_parallel_size, has_experts
 
 if TYPE_CHECKING:
     from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
@@ -23,27 +23,27 @@ _FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config accepts
 T = TypeVar("T")
 
 
-def section(config: Any, name: str) -> dict[str, Any]:
+def get_section(config: Any, name: str) -> dict[str, Any]:
     """Return a section of a configuration; empty if either of them is absent."""
     value = config.get(name) if isinstance(config, dict) else None
     return value if isinstance(value, dict) else {}
 
 
-def zero_section(config: Any) -> dict[str, Any]:
+def get_zero_section(config: Any) -> dict[str, Any]:
     """Return the section that configures ZeRO."""
-    return section(config, "zero_optimization")
+    return get_section(config, "zero_optimization")
 
 
 def uses_bf16_optimizer(config: Any, stage: int, precision: DType | None) -> bool:
     """Return whether DeepSpeed uses its BF16_Optimizer, which neither reorders nor aligns."""
-    accumulated = section(config, "data_types").get("grad_accum_dtype")
-    offloads = bool(section(zero_section(config), "offload_optimizer"))
+    accumulated = get_section(config, "data_types").get("grad_accum_dtype")
+    offloads = bool(get_section(get_zero_section(config), "offload_optimizer"))
     return precision == BFLOAT16 and stage == 1 and accumulated in _FP32 and not offloads
 
 
 def requests_round_robin(config: Any) -> bool:
     """Return whether the configuration asks to distribute parameters round robin."""
-    return zero_section(config).get("round_robin_gradients") is True
+    return get_zero_section(config).get("round_robin_gradients") is True
 
 
 def uses_round_robin(config: Any, stage: int, precision: DType | None) -> bool:
@@ -75,7 +75,7 @@ def split_sub_groups(
     members: Sequence[TrainedParameter], config: Any, ranks: int
 ) -> Iterator[tuple[TrainedParameter, ...]]:
     """Yield stage 3's flat tensors: each ends where a rank holds ``sub_group_size`` elements."""
-    size = zero_section(config).get("sub_group_size")
+    size = get_zero_section(config).get("sub_group_size")
     limit = int(size) if isinstance(size, (int, float)) else _SUB_GROUP_SIZE  # may be written 1e9
     sizes = [-(-prod(member.weight.shape) // ranks) for member in members]
     if limit >= sum(sizes):
@@ -92,7 +92,7 @@ def split_sub_groups(
 _CLIP = "gradient_clipping"  # DeepSpeed's name alone: another program's arguments, translated
 
 
-def engine_config(state: WritableState) -> dict[str, Any] | None:
+def find_engine_config(state: WritableState) -> dict[str, Any] | None:
     """Return the ``ds_config`` of the run; None if the source states nothing of the kind."""
     config, source = state.manifest.train.config, state.manifest.origin.format
     if not isinstance(config, dict):
@@ -100,7 +100,7 @@ def engine_config(state: WritableState) -> dict[str, Any] | None:
     return config if source.startswith("deepspeed") or _CLIP in config else None
 
 
-def user_order(state: WritableState) -> Iterator[Sequence[TrainedParameter]]:
+def iterate_user_order(state: WritableState) -> Iterator[Sequence[TrainedParameter]]:
     """Yield the members of each group in the order in which a script passes them to DeepSpeed.
 
     DeepSpeed finds parameters by position. Its own files have that order, except that
@@ -108,7 +108,7 @@ def user_order(state: WritableState) -> Iterator[Sequence[TrainedParameter]]:
     reader has undone that for groups of experts). For other sources it is the model's order, which
     some do not keep in their groups (FSDP 1: unit after unit).
     """
-    origin, config = state.manifest.origin, engine_config(state)
+    origin, config = state.manifest.origin, find_engine_config(state)
     groups = [group.members for group in state.groups]
     if state.regrouped or not origin.format.startswith("deepspeed"):
         position = {weight.fqn: number for number, weight in enumerate(state.weights)}
@@ -125,7 +125,7 @@ def user_order(state: WritableState) -> Iterator[Sequence[TrainedParameter]]:
 
 def find_source_stage(state: WritableState) -> int:
     """Return the ZeRO stage of the run that was saved; 0 for a source of another program."""
-    stage = zero_section(engine_config(state)).get("stage", 0)
+    stage = get_zero_section(find_engine_config(state)).get("stage", 0)
     return stage if isinstance(stage, int) else 0
 
 
@@ -151,4 +151,4 @@ def split_flat_tensors(
 
 def count_partitions(group: TrainedGroup, ranks: int) -> int:
     """Return how many ranks share a group's flat tensors: all, or those with the same experts."""
-    return ranks // (expert_parallel_size(group.hyper) or 1)
+    return ranks // (find_expert_parallel_size(group.hyper) or 1)

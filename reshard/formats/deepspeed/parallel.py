@@ -18,7 +18,7 @@ from reshard.files import SourceFiles
 from reshard.formats.deepspeed import layers, native
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.directory import RankFiles, TagFiles
-from reshard.formats.deepspeed.stage0 import inner_optimizer
+from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
 from reshard.manifest import BUFFER, WEIGHT_KINDS, Manifest
 from reshard.model_parallel import combine
@@ -145,7 +145,7 @@ def _list_flat_members(files: RankFiles, first: ModelStates) -> list[list[str]]:
 
 def _count_parameters(first: ModelStates) -> int:
     """Return how many parameters an optimizer by index has."""
-    groups = inner_optimizer(first.mapping("optimizer")).get("param_groups", [])
+    groups = unwrap_optimizer(first.mapping("optimizer")).get("param_groups", [])
     return sum(len(group.get("params", [])) for group in groups)
 
 

@@ -28,7 +28,7 @@ from reshard.errors import SAVE_NAMES, CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
 from reshard.formats.deepspeed.order import find_groups_by_shape
-from reshard.formats.deepspeed.states import ModelStates, flat_slots, whole_entry
+from reshard.formats.deepspeed.states import ModelStates, make_whole_entry, select_flat_slots
 from reshard.formats.deepspeed.train_state import (
     OptimizerContent,
     find_step,
@@ -68,7 +68,7 @@ def read(
         CorruptError: a flat tensor is not as long as its parameters.
     """
     wrapper = first.mapping("optimizer")
-    stored = inner_optimizer(wrapper).get("param_groups", [])
+    stored = unwrap_optimizer(wrapper).get("param_groups", [])
     warnings: list[str] = []
     names: _Names = []
     unnamed: UnnamedOptimizer | None = None
@@ -118,7 +118,7 @@ def _candidates(
     }
 
 
-def inner_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def unwrap_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return torch's state dict of an optimizer, which 16-bit training wraps."""
     inner = optimizer.get("optimizer_state_dict", optimizer)
     return inner if isinstance(inner, dict) else {}
@@ -141,7 +141,7 @@ def _name_members(
     if declared:
         return declared
     wrapper = model.mapping("optimizer")
-    groups = inner_optimizer(wrapper).get("param_groups", [])
+    groups = unwrap_optimizer(wrapper).get("param_groups", [])
     flats = wrapper.get("fp32_groups_flat")
     of_experts = [has_experts(group) for group in groups]
     if any(of_experts):
@@ -171,7 +171,7 @@ def _list_divisions(
 def _declared_names(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:
     """Return ``param_names`` of the groups (torch 2.6 ``optim/optimizer.py``); none if unusable."""
     listed: _Names = []
-    for group in inner_optimizer(model.mapping("optimizer")).get("param_groups", []):
+    for group in unwrap_optimizer(model.mapping("optimizer")).get("param_groups", []):
         given = group.get("param_names")
         names = list(given) if isinstance(given, (list, tuple)) else []
         if not names or not all(name in candidates for name in names):
@@ -186,7 +186,7 @@ def _member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
     masters = wrapper.get("fp32_groups")
     if masters:
         return [[tensor.shape for tensor in group] for group in masters]
-    optimizer = inner_optimizer(wrapper)
+    optimizer = unwrap_optimizer(wrapper)
     state = optimizer.get("state", {})
     return [
         [_slot_shape(state.get(index, {})) for index in group.get("params", [])]
@@ -227,14 +227,16 @@ _States = list[tuple[Sequence[str | None], Mapping[str, Any]]]
 def _states(wrapper: Mapping[str, Any], names: _Names) -> _States:
     """Return pairs of names and their state: one for each flat group, or for each parameter."""
     owners = names if wrapper.get("fp32_groups_flat") else [[fqn] for own in names for fqn in own]
-    state = inner_optimizer(wrapper).get("state", {})
+    state = unwrap_optimizer(wrapper).get("state", {})
     return [(fqns, state.get(index, {})) for index, fqns in enumerate(owners)]
 
 
 def _unread(wrapper: Mapping[str, Any], states: _States) -> set[str]:
     """Return the keys of the states that become neither an entry nor the step."""
     if wrapper.get("fp32_groups_flat"):
-        return {name for _, state in states for name in state.keys() - flat_slots(state)} - {"step"}
+        return {name for _, state in states for name in state.keys() - select_flat_slots(state)} - {
+            "step"
+        }
     return {
         str(name)
         for fqns, state in states
@@ -246,7 +248,7 @@ def _unread(wrapper: Mapping[str, Any], states: _States) -> set[str]:
 
 def _read_steps(model: ModelStates, states: _States) -> dict[str, float]:
     """Read how many updates were applied to each named parameter."""
-    optimizer = inner_optimizer(model.mapping("optimizer"))
+    optimizer = unwrap_optimizer(model.mapping("optimizer"))
     steps: dict[str, float] = {}
     for index, (fqns, state) in enumerate(states):
         step = read_number(model.file, find_step(state, optimizer, index))
@@ -262,15 +264,15 @@ def _entries(model: ModelStates, names: _Names, states: _States) -> Iterator[Ent
     for members, masters in zip(names, wrapper.get("fp32_groups") or [], strict=False):
         for fqn, tensor in zip(members, masters, strict=True):
             if fqn is not None:
-                yield whole_entry(fqn, MASTER, tensor)
+                yield make_whole_entry(fqn, MASTER, tensor)
     for number, (fqns, state) in enumerate(states):
         own = [fqn for fqn in fqns if fqn is not None]
         if number < len(flats):
-            yield from _split(model, own, {MASTER: flats[number]} | flat_slots(state))
+            yield from _split(model, own, {MASTER: flats[number]} | select_flat_slots(state))
         elif own and not flats:
             for slot, value in state.items():
                 if slot != "step" and isinstance(value, Tensor):
-                    yield whole_entry(own[0], slot, value)
+                    yield make_whole_entry(own[0], slot, value)
 
 
 def _split(

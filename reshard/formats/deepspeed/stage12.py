@@ -20,10 +20,10 @@ from reshard.errors import MIXED, CorruptError
 from reshard.formats.deepspeed.states import (
     OptimizerStates,
     Shapes,
-    by_file,
-    flat_slots,
+    read_by_file,
     require_equal,
-    scalar_slots,
+    select_flat_slots,
+    select_scalar_slots,
 )
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Claim, Entry
@@ -104,7 +104,7 @@ def read_scalars(
     Args:
         states: each rank and its state of the flat tensor.
     """
-    scalars = {rank.file.path: scalar_slots(state) for rank, state in states}
+    scalars = {rank.file.path: select_scalar_slots(state) for rank, state in states}
     names = require_equal(
         "the list of 0-d optimizer values",
         {path: sorted(slots) for path, slots in scalars.items()} or {"": []},
@@ -180,7 +180,7 @@ class FlatGroup:
     def _place_members(self) -> tuple[list[Member], int]:
         """Return where each parameter begins, and the end of the last."""
         what = f"alignment padding of group {self.index}"
-        paddings = require_equal(what, by_file(self.ranks, self._alignment))
+        paddings = require_equal(what, read_by_file(self.ranks, self._alignment))
         members, at = [], 0
         for (fqn, shape), padding in zip(self.members.items(), paddings, strict=True):
             members.append(Member(fqn, shape, at))
@@ -274,7 +274,7 @@ class FlatGroup:
         """Yield the master weights, then each slot, in flat order."""
         yield from self._split(MASTER, [_masters(rank)[self.index] for rank in self.ranks])
         states = [rank.group_state(self.index) for rank in self.ranks]
-        slots = [flat_slots(state) for state in states]
+        slots = [select_flat_slots(state) for state in states]
         inside = [
             [m for m in self._members_of(position) if m.stop > m.start]
             for position in range(len(self.ranks))

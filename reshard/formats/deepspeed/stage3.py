@@ -19,9 +19,9 @@ from reshard.formats.deepspeed.states import (
     ModelStates,
     OptimizerStates,
     Shapes,
-    flat_slots,
     locate_piece,
     require_equal,
+    select_flat_slots,
 )
 from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import MASTER, PARAM, Entry
@@ -61,7 +61,7 @@ def _read_part(
     """
     masters = [_masters(rank, count)[index] for rank in ranks]
     states = [rank.group_state(index) for rank in ranks]
-    slots = [flat_slots(state) for state in states]
+    slots = [select_flat_slots(state) for state in states]
     kinds = require_equal(
         f"the list of optimizer slots of sub-group {index}",
         {rank.file.path: sorted(own) for rank, own in zip(ranks, slots, strict=True)},

@@ -119,7 +119,7 @@ class ModelStates:
         buffers = self.buffers
         for name, tensor in self.module.items():
             if name not in skip:
-                yield whole_entry(name, BUFFER if name in buffers else PARAM, tensor)
+                yield make_whole_entry(name, BUFFER if name in buffers else PARAM, tensor)
 
     def tied_copies(self, tied: Mapping[str, str]) -> Iterator[Entry]:
         """Yield the aliases that have a storage of their own, which DeepSpeed never writes.
@@ -131,7 +131,7 @@ class ModelStates:
         for alias, kept in tied.items():
             tensor, first = module.get(alias), module.get(kept)
             if tensor and first and tensor.numel and tensor.place != first.place:
-                yield whole_entry(alias, PARAM, tensor)
+                yield make_whole_entry(alias, PARAM, tensor)
 
     def aliases(self) -> dict[str, str]:
         """Return the tied names, alias -> kept: ``shared_params``, and equal views of a storage.
@@ -202,7 +202,7 @@ class OptimizerStates:
         return list(values)
 
 
-def flat_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def select_flat_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the flat tensors of an optimizer's state, without the step, which is 0-d."""
     return {
         name: value
@@ -211,7 +211,7 @@ def flat_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def scalar_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def select_scalar_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the 0-d tensors of a state that are not its step (NAdam's ``mu_product``)."""
     return {
         name: value
@@ -244,7 +244,7 @@ def locate_piece(file: TorchFile, tensor: Tensor) -> FlatPiece:
     return FlatPiece(file.path, tensor.chunk.byte_offset, tensor.numel, tensor.dtype)
 
 
-def whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:
+def make_whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:
     """Return the entry of a tensor that one file holds whole."""
     return Entry(fqn, kind, tensor.dtype, tensor.shape, (tensor.chunk,))
 
@@ -359,6 +359,6 @@ def require_equal(what: str, values: Mapping[str, Any]) -> Any:
     return first
 
 
-def by_file(states: Iterable[Any], read: Callable[[Any], Any]) -> dict[str, Any]:
+def read_by_file(states: Iterable[Any], read: Callable[[Any], Any]) -> dict[str, Any]:
     """Return file -> the value that ``read`` returns for its opened states."""
     return {state.file.path: read(state) for state in states}

@@ -12,7 +12,7 @@ from reshard.formats.deepspeed.states import (
     ModelStates,
     OptimizerStates,
     Shapes,
-    by_file,
+    read_by_file,
     require_equal,
 )
 from reshard.manifest import Claim, Entry, ParamGroup, TrainState, UnnamedOptimizer
@@ -136,7 +136,7 @@ def read_param_groups(ranks: Sequence[OptimizerStates], shapes: Shapes) -> list[
     """
     groups: list[ParamGroup] = require_equal(
         "the list of param groups",
-        by_file(ranks, lambda rank: name_members(rank.optimizer, shapes)),
+        read_by_file(ranks, lambda rank: name_members(rank.optimizer, shapes)),
     )
     return groups or [ParamGroup({}, tuple(members)) for members in shapes]
 
@@ -167,7 +167,7 @@ def read_steps(ranks: Sequence[OptimizerStates], shapes: Shapes) -> dict[str, fl
     for index, members in enumerate(shapes):
         step = require_equal(
             f"the optimizer step of group {index}",
-            by_file(ranks, lambda rank, i=index: _read_step(rank, i)),  # type: ignore[misc]
+            read_by_file(ranks, lambda rank, i=index: _read_step(rank, i)),  # type: ignore[misc]
         )
         if step is not None:
             steps.update(dict.fromkeys(members, step))
@@ -190,7 +190,7 @@ def find_step(
     return next((g["step"] for g in groups if index in g["params"] and "step" in g), otherwise)
 
 
-def possible_initial_updates(version: str, stage: int, *, in_16_bit: bool) -> tuple[int, ...]:
+def list_possible_initial_updates(version: str, stage: int, *, in_16_bit: bool) -> tuple[int, ...]:
     """Return how many updates with zero gradients a run may have started with.
 
     DeepSpeed makes them to allocate the moments (``initialize_optimizer_states``):

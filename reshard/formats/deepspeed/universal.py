@@ -27,10 +27,10 @@ from reshard.formats.deepspeed.schemas import UNIVERSAL_OPTIMIZER
 from reshard.formats.deepspeed.states import (
     BUILDERS,
     ModelStates,
+    make_whole_entry,
     open_model,
     unwrap_name,
     unwrap_names,
-    whole_entry,
 )
 from reshard.formats.deepspeed.train_state import name_members, read_train_state
 from reshard.formats.deepspeed.universal_ranks import SourceRanks, find_source_ranks
@@ -163,7 +163,7 @@ def _entry(
     """Return a tensor in its own shape: from stage 3, ds_to_universal writes it flattened."""
     shape = shapes.get(fqn, tensor.shape)
     if len(tensor.shape) != 1 or shape == tensor.shape or prod(shape) != tensor.numel:
-        return whole_entry(fqn, kind, tensor)
+        return make_whole_entry(fqn, kind, tensor)
     start = tensor.chunk.byte_offset
     chunk = contiguous(file.path, start, tensor.dtype, whole(shape), shape)
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
@@ -263,14 +263,14 @@ def _read_common_step(
 
 def _find_precision(model: ModelStates) -> str:
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        if order.section(model.config, key).get("enabled") is True:
+        if order.get_section(model.config, key).get("enabled") is True:
             return name
     return "float32"
 
 
 def _find_configured_stage(model: ModelStates) -> int | None:
     """Return the stage of the run that the checkpoint was converted from, if its config has one."""
-    stage = order.zero_section(model.config).get("stage")
+    stage = order.get_zero_section(model.config).get("stage")
     return stage if isinstance(stage, int) and stage in range(4) else None
 
 
@@ -278,7 +278,7 @@ def _warnings(model: ModelStates) -> Iterator[str]:
     if model.root.get("module") is None:
         yield "the model states contain no module (pipeline): buffers and tied names are not known"
     config, ranks = model.config, model.data_ranks or 1
-    stage = order.zero_section(config).get("stage", 0)
+    stage = order.get_zero_section(config).get("stage", 0)
     if ranks > 1 and order.uses_round_robin(config, stage, dtypes.parse(_find_precision(model))):
         yield (
             "converted from a run with round_robin_gradients: DeepSpeed's converter (0.12 to 0.19"

@@ -97,7 +97,7 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
     Raises:
         CorruptError: the ranks' tensors do not add up to that width.
     """
-    width = names.latent_width(name, args)
+    width = names.find_latent_width(name, args)
     rows = shape[0] * (1 if split.dim is None else args.tp)
     if width and rows != width:
         raise CorruptError(

@@ -36,7 +36,7 @@ _EXTRA = "_extra_state"
 _BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
 
 
-def latent_width(name: str, args: Arguments) -> int:
+def find_latent_width(name: str, args: Arguments) -> int:
     """Return the rows of a down projection of latent attention (MLA); 0 for other parameters.
 
     Source: ``core/transformer/multi_latent_attention.py`` (MLASelfAttention.__init__).

@@ -31,7 +31,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
 def _describe_model(manifest: Manifest) -> Traits:
     from reshard.formats.meta import reader
 
-    return reader.traits(manifest)
+    return reader.find_traits(manifest)
 
 
 def _get_family() -> Family:
@@ -82,7 +82,7 @@ class Meta(Writer):
         # Meta's files have both tensors: a tied model writes its embedding under two names.
         head = {OUTPUT: EMBEDDING} if traits.tied else {}
         described = Described(
-            table, tables.build_architecture(traits, names), writer.params_of(traits)
+            table, tables.build_architecture(traits, names), writer.build_params(traits)
         )
         named = replace(renamed.manifest, tied={**renamed.manifest.tied, **head})
         return Naming(named, (*renamed.notes, "renamed to Meta's names"), described=described)
@@ -107,7 +107,7 @@ class Meta(Writer):
         skeleton = writer.lay_out(
             state, ranks=ranks, table=described.table, params=described.args, dtype=request.dtype
         )
-        return LaidOut(skeleton, tuple(writer.notes(state, ranks=ranks)))
+        return LaidOut(skeleton, tuple(writer.describe_values(state, ranks=ranks)))
 
 
 FORMAT = Format(

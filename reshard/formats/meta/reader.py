@@ -158,7 +158,7 @@ def _check_vocabulary(manifest: Manifest, params: Mapping[str, Any], location: L
         )
 
 
-def traits(manifest: Manifest) -> Traits:
+def find_traits(manifest: Manifest) -> Traits:
     """Return the properties of the model that params.json and the tensors state.
 
     Neither has the maximum number of positions; no computed value depends on it.

@@ -56,7 +56,7 @@ def lay_out(
     return skeletons.join([*files, skeletons.lay_out_bytes(PARAMS, format_json(params))])
 
 
-def notes(state: WritableState, *, ranks: int) -> Iterator[str]:
+def describe_values(state: WritableState, *, ranks: int) -> Iterator[str]:
     """Yield what the user must know about derived and dropped values."""
     rows = next(weight.shape[0] for weight in state.weights if weight.fqn == EMBEDDING)
     if ranks > 1:
@@ -64,7 +64,7 @@ def notes(state: WritableState, *, ranks: int) -> Iterator[str]:
         yield f"the embedding of {rows} rows is cut along its {how}"
 
 
-def params_of(traits: Traits) -> dict[str, Any]:
+def build_params(traits: Traits) -> dict[str, Any]:
     """Return params.json of a Llama, with the width of its feed-forward layer as a multiplier.
 
     ``hidden_dim`` in ``llama/model.py`` is two thirds of four times the width, times the

@@ -128,7 +128,7 @@ def add_layout(state: WritableState, described: Described, pipeline: int) -> Wri
     """
     config, path = described.args["config"], state.manifest.origin.path
     weights = sorted(state.weights, key=lambda weight: _order(weight.fqn, config))
-    held = stages.blocks(path, config, [weight.fqn for weight in weights]).stages(pipeline)
+    held = stages.list_blocks(path, config, [weight.fqn for weight in weights]).stages(pipeline)
     stages.refuse_empty(held)
     # Reversed, so that the first of two stages wins: that one saves a tied parameter.
     first = {fqn: stage for stage, fqns in reversed([*enumerate(held)]) for fqn in fqns}

@@ -35,7 +35,7 @@ class Wanted:
     weights_only: bool
 
 
-def layout_of(state: WritableState) -> RunFacts:
+def get_layout(state: WritableState) -> RunFacts:
     """Return the layout that the source states, or that was made for it."""
     stated = state.manifest.train.opaque.get(layout.KEY)
     if not isinstance(stated, RunFacts):
@@ -51,7 +51,7 @@ def resolve_layout(state: WritableState, wanted: Wanted) -> RunFacts:
         IncompleteError: a moment of a parameter, or a step, is missing.
         UnsupportedError: a parameter is cut in an unknown way.
     """
-    stated, mesh = layout_of(state), state.manifest.origin.mesh
+    stated, mesh = get_layout(state), state.manifest.origin.mesh
     before = parse_mesh(mesh)
     if state.manifest.origin.format != NAME:  # the layout was made for the requested run
         before, mesh = replace(wanted.sizes, expert=1), {}
@@ -91,7 +91,7 @@ def _change_stages(state: WritableState, stated: RunFacts, before: int, after: i
     """
     path, entries = state.manifest.origin.path, state.manifest.entries
     fqns = [fqn for kind, fqn in entries if kind == PARAM]
-    blocks = stages.blocks(path, stated.config, fqns)
+    blocks = stages.list_blocks(path, stated.config, fqns)
     # The rule is trusted for the new stages only if it gives the stages of the source.
     own, others = blocks.stages(before), blocks.stages(after)
     for stage, (here, stored) in enumerate(zip(own, stated.stages, strict=False)):

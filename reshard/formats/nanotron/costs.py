@@ -37,7 +37,7 @@ _FAMILIES = (
 )
 
 
-def blocks(config: Mapping[str, Any]) -> dict[str, int]:
+def list_blocks(config: Mapping[str, Any]) -> dict[str, int]:
     """Return the cost of each block with parameters, in the model's order.
 
     The result is empty if the configuration is not one of a known model.
@@ -63,10 +63,10 @@ def blocks(config: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def stages(costs: Sequence[int], ranks: int) -> list[int]:
+def assign_stages(costs: Sequence[int], ranks: int) -> list[int]:
     """Return the stage of each block: a stage ends with the block that exceeds its share.
 
-    >>> stages([0, 40, 40, 40, 0, 16], 2), stages([0, 40, 40, 40, 0, 500], 3)
+    >>> assign_stages([0, 40, 40, 40, 0, 16], 2), assign_stages([0, 40, 40, 40, 0, 500], 3)
     ([0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0])
     """
     # The operations and their order are those of ``build_model``: a share that is rounded

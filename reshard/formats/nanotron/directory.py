@@ -102,13 +102,13 @@ def _holds_weights(location: Location | None, depth: int) -> bool:
     return any(_holds_weights(folder, depth - 1) for folder in location.folders.values())
 
 
-def beside(location: Location) -> tuple[str, ...]:
+def list_other_files(location: Location) -> tuple[str, ...]:
     """Return the names of other files in the step's directory: configuration, random states."""
     known = (METADATA, MODEL_CONFIG, _MODEL, _OPTIMIZER, SCHEDULER)
     return tuple(sorted(name for name in (*location.files, *location.folders) if name not in known))
 
 
-def census(location: Location) -> Census:
+def take_census(location: Location) -> Census:
     """List all files, and check that none is missing.
 
     Raises:

@@ -80,7 +80,9 @@ class Nanotron(Writer):
         if request.described is not None:
             state = begin.add_layout(state, request.described, request.parallel.pipeline)
             notes = tuple(begin.describe(request.described))
-        return LaidOut(writer.lay_out(state, wanted), (*writer.notes(state, wanted), *notes))
+        return LaidOut(
+            writer.lay_out(state, wanted), (*writer.describe_omissions(state, wanted), *notes)
+        )
 
 
 FORMAT = Format(

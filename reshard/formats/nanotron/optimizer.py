@@ -46,10 +46,10 @@ class StagedOptimizer(ParsedOptimizer):
     unnamed: int = 0  # number of parameters without state, and therefore without a name
 
 
-def piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
+def compute_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
     """Return the run ``[start, stop)`` of a rank: equal pieces, the last ones one element shorter.
 
-    >>> [piece(10, 4, rank) for rank in range(4)]
+    >>> [compute_piece(10, 4, rank) for rank in range(4)]
     [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
     size = -(-numel // ranks)
@@ -77,7 +77,7 @@ def read(census: Census, parts: PartTable, pool: SourceFiles) -> StagedOptimizer
             part = _find_part(file, rank, parts, fqn)
             _add_tensor(chunks, part, (kind, fqn), tensor.chunk, rank)
         _add_non_tensors(parsed, file, names, pool)
-        # The first rank has elements of every parameter (`piece`), so its groups are complete.
+        # The first rank has elements of every parameter (`compute_piece`): its groups are complete.
         if all(rank.rank(axis) == 0 for axis in ("dp", "tp", "exp")):
             parsed.stages.append(_read_groups(parsed, file, names))
     parsed.entries = [
@@ -149,7 +149,7 @@ def _add_tensor(
     """
     kind, fqn = key
     if "dp" in rank.ranks:
-        start, stop = piece(prod(place.local), rank.sizes["dp"], rank.rank("dp"))
+        start, stop = compute_piece(prod(place.local), rank.sizes["dp"], rank.rank("dp"))
         expected: Index = (stop - start,)
     else:
         start, stop = 0, prod(place.local)

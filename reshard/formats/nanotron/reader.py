@@ -14,7 +14,7 @@ from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
-from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, beside
+from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, list_other_files
 from reshard.formats.nanotron.layout import ParameterCut, RunFacts
 from reshard.formats.nanotron.optimizer import StagedOptimizer
 from reshard.formats.nanotron.slices import Placed
@@ -48,7 +48,7 @@ def read(location: Location) -> Manifest:
         IncompleteError: a rank's file is missing.
         UnsupportedError: the checkpoint has an unknown variant of the format.
     """
-    census = directory.census(directory.locate(location) or location)
+    census = directory.take_census(directory.locate(location) or location)
     files: dict[str, SourceFile] = {}
     places: dict[str, dict[tuple[int, int], Placed]] = {}
     cuts: dict[str, ParameterCut | None] = {}
@@ -89,7 +89,7 @@ def read(location: Location) -> Manifest:
                     stages=stage_list,
                     config=_read_json(census.location, MODEL_CONFIG) or None,
                     unnamed=states.unnamed,
-                    beside=beside(census.location),
+                    beside=list_other_files(census.location),
                 ),
             },
         ),

@@ -167,12 +167,14 @@ class Blocks:
     def stages(self, ranks: int) -> list[tuple[str, ...]]:
         """Return the parameters of each stage, in the model's order; a tied one may be in two."""
         by_stage: list[dict[str, None]] = [{} for _ in range(ranks)]
-        for block, stage in zip(self.cost, costs.stages([*self.cost.values()], ranks), strict=True):
+        for block, stage in zip(
+            self.cost, costs.assign_stages([*self.cost.values()], ranks), strict=True
+        ):
             by_stage[stage].update(dict.fromkeys(self.members[block]))
         return [tuple(stage) for stage in by_stage]
 
 
-def blocks(path: str, config: Mapping[str, Any] | None, fqns: Iterable[str]) -> Blocks:
+def list_blocks(path: str, config: Mapping[str, Any] | None, fqns: Iterable[str]) -> Blocks:
     """Return the blocks of a model, with the parameters of each.
 
     Args:
@@ -183,7 +185,7 @@ def blocks(path: str, config: Mapping[str, Any] | None, fqns: Iterable[str]) -> 
         UsageError: the costs of the blocks are not known.
         UnsupportedError: a parameter is in no block of nanotron's model.
     """
-    cost = costs.blocks(config) if config else {}
+    cost = costs.list_blocks(config) if config else {}
     if not cost:
         raise UsageError(
             "--pp",

@@ -24,7 +24,7 @@ from reshard.formats.nanotron import choice, slices
 from reshard.formats.nanotron.choice import Wanted
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER
 from reshard.formats.nanotron.layout import RunFacts
-from reshard.formats.nanotron.optimizer import piece
+from reshard.formats.nanotron.optimizer import compute_piece
 from reshard.formats.nanotron.slices import Placed
 from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
 from reshard.state_dict import torch_state_dict
@@ -49,7 +49,7 @@ def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
     return skeletons.join([skeletons.lay_out_bytes("latest.txt", step.encode()), *moved])
 
 
-def notes(state: WritableState, wanted: Wanted) -> Iterator[str]:
+def describe_omissions(state: WritableState, wanted: Wanted) -> Iterator[str]:
     """Yield a note on each part of the source that is not copied."""
     train = state.manifest.train
     if not wanted.weights_only:
@@ -58,7 +58,7 @@ def notes(state: WritableState, wanted: Wanted) -> Iterator[str]:
             *train.client.keys() & train.objects.keys(),
         ):
             yield f"not copied: {name}"
-    for name in choice.layout_of(state).beside:
+    for name in choice.get_layout(state).beside:
         why = " (nanotron does not load it either)" if name == "random" else ""
         yield f"not copied: {name}{why}"
 
@@ -179,7 +179,7 @@ class _RunWriter:
 
     def _iterate_offsets(self, numel: int) -> Iterator[tuple[str, list[str]]]:
         for rank in range(self._wanted.data):
-            start, stop = piece(numel, self._wanted.data, rank)
+            start, stop = compute_piece(numel, self._wanted.data, rank)
             if start < stop:
                 yield str(rank), [str(start), str(stop)]
 
@@ -208,7 +208,7 @@ class _RunWriter:
         numel = prod(place.local)
         if data is None:
             return _OptimizedRun(member, place, 0, numel, place.local)
-        start, stop = piece(numel, self._wanted.data, data)
+        start, stop = compute_piece(numel, self._wanted.data, data)
         return _OptimizedRun(member, place, start, stop, (stop - start,))
 
     def _build_slots(self, own: _OptimizedRun) -> dict[str, Any]:

@@ -63,7 +63,10 @@ def read(
         saved, trainer = [(OpenedRanks.open({0: location.path}).joined(location), list[str]())], {}
     else:
         chosen, location = location.chosen, Location(location.directories)
-        (saved, key), trainer = _read_stages(location, key, chosen), beside.trainer_state(location)
+        (saved, key), trainer = (
+            _read_stages(location, key, chosen),
+            beside.read_trainer_state(location),
+        )
     first = saved[0][0]
     run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
     origin = Origin(
@@ -74,7 +77,7 @@ def read(
     )
     model_hint = ModelHint(model, wrap) if model else None
     own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
-    nearby = beside.nearby(location, wrap or own_wrap)
+    nearby = beside.find_model(location, wrap or own_wrap)
     if live is not None and not (wrap or own_wrap):
         nearby = ModelHint("the live model", known=live)
     if wrap and not (model_hint or nearby):
@@ -88,7 +91,7 @@ def read(
     train = _complete_train_state(manifest.train, location, trainer, run_of_trainer)
     if location.chosen:
         return replace(manifest, train=train)
-    train = replace(train, rng_files=beside.random_files(location))
+    train = replace(train, rng_files=beside.list_random_files(location))
     notes = beside.describe_recipe(location)
     manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
     return beside.with_kept_files(manifest, location)
@@ -104,7 +107,7 @@ def _complete_train_state(
         own_run: the run of our trainer.
     """
     if trainer:
-        step, before = trainer.get("global_step"), beside.batch_before(location)
+        step, before = trainer.get("global_step"), beside.read_batch_before(location)
         train = replace(
             train,
             step=step if type(step) is int else train.step,
@@ -178,7 +181,7 @@ def _find_newest(families: Mapping[str, OpenedRanks]) -> str | None:
 
     That is Composer's ``latest-rank0.pt``, else the highest number (``ep1-ba20-rank0.pt``).
     """
-    numbers = {stem: run.number_of(stem) for stem in families if stem != _LATEST}
+    numbers = {stem: run.parse_number(stem) for stem in families if stem != _LATEST}
     if len(families) < _SEVERAL or None in numbers.values():
         return None
     if not all(map(_is_checkpoint, families.values())):

@@ -36,7 +36,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write import experts, files, gpt_neox, grid, report, universal
 from reshard.formats.deepspeed.write.grid import GridOptions, ModelGrid, ModelRank
-from reshard.formats.deepspeed.write.spec import OutputSpec, precision_of, resolve_spec
+from reshard.formats.deepspeed.write.spec import OutputSpec, find_precision, resolve_spec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
 from reshard.manifest import Skeleton
 from reshard.training.state import WritableState
@@ -83,7 +83,7 @@ def lay_out(
         "weights_only": weights_only,
         "config": config,
     }
-    notes = tuple(gpt_neox.notes(state, grid_options.sizes))
+    notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
     state = gpt_neox.adapt_settings(state, grid_options.sizes)
     mixture = experts.find_mixture(state, grid_options, world_size, weights_only=weights_only)
     if mixture is not None:
@@ -107,7 +107,7 @@ def lay_out(
         models.entries + optimizers.entries,
         models.checksums + optimizers.checksums,
     )
-    return LaidOut(skeleton, (*report.notes(spec), *notes))
+    return LaidOut(skeleton, (*report.describe_output(spec), *notes))
 
 
 def _resolve_ranks(
@@ -120,7 +120,7 @@ def _resolve_ranks(
     **options: Any,
 ) -> Iterator[tuple[OutputSpec, ModelRank]]:
     """Yield what is written of each model-parallel rank."""
-    trained = precision_of(state)  # of the run: a rank's own parameters may have another one
+    trained = find_precision(state)  # of the run: a rank's own parameters may have another one
     _refuse_stage(cut, stage, options["precision"] or trained, weights_only=weights_only)
     for rank in cut.ranks:
         spec = resolve_spec(
@@ -188,7 +188,7 @@ def lay_out_universal(
         ReshardError: as `lay_out`; and UnsafeError for a parameter that cannot name a directory.
     """
     grid_options = grid_options or GridOptions()
-    neox_notes = tuple(gpt_neox.notes(state, grid_options.sizes))
+    neox_notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
     state = gpt_neox.adapt_settings(state, grid_options.sizes)
     experts.refuse_universal(state)
     options: dict[str, Any] = {

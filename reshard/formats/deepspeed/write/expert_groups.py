@@ -14,8 +14,8 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.expert_layout import (
-    expert_group_name,
     has_experts,
+    name_expert_group,
     parse_expert_name,
 )
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
@@ -81,7 +81,7 @@ class _FirstRank:
         own = parse_expert_name(expert)
         if own is None:  # the caller passes only names of experts
             raise AssertionError(expert)
-        return expert_group_name(self._sizes[own.layer])
+        return name_expert_group(self._sizes[own.layer])
 
     def select(self, members: Sequence[TrainedParameter]) -> list[TrainedParameter]:
         """Return the members that the first rank has."""

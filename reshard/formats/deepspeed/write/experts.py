@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.expert_layout import (
-    expert_data_ranks,
-    expert_parallel_size,
+    find_expert_parallel_size,
+    list_expert_data_ranks,
     locate_rank,
     parse_expert_name,
 )
@@ -67,9 +67,9 @@ class Mixture:
 
     def optimizer_ranks(self) -> list[int]:
         """Return the ranks that save their optimizer without ZeRO: the first with its experts."""
-        config = order.engine_config(self.state) or {}
+        config = order.find_engine_config(self.state) or {}
         most = max(self.sizes.values())  # the engine names these files by the largest group
-        return [ranks[0] for ranks in expert_data_ranks(self.world, most, config)]
+        return [ranks[0] for ranks in list_expert_data_ranks(self.world, most, config)]
 
     def files(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield each expert's file, and its content: name -> the name whose values it has."""
@@ -92,7 +92,7 @@ class Mixture:
 
     def of_rank(self, rank: int) -> ExpertRank:
         """Return what a rank holds; ranks with the same experts share one value."""
-        config = order.engine_config(self.state) or {}
+        config = order.find_engine_config(self.state) or {}
         positions = {
             size: locate_rank(self.world, size, config, rank)[0]
             for size in sorted(set(self.sizes.values()))
@@ -233,7 +233,7 @@ def _find_sizes(state: WritableState, counts: Mapping[str, int]) -> dict[str, in
     sizes: dict[str, int] = {}
     for number, group in enumerate(state.groups):
         members = [parse_expert_name(fqn) for fqn in group.fqns]
-        size = expert_parallel_size(group.hyper)
+        size = find_expert_parallel_size(group.hyper)
         if any(members) and (size is None or not all(members)):
             raise UnsupportedError(
                 state.manifest.origin.path,

@@ -17,7 +17,7 @@ from reshard.formats.deepspeed.write import model_states, stage3, stage12
 from reshard.formats.deepspeed.write.experts import Mixture, refuse_stage
 from reshard.formats.deepspeed.write.grid import ModelRank
 from reshard.formats.deepspeed.write.objects import WRITTEN_AS
-from reshard.formats.deepspeed.write.spec import OutputSpec, precision_of, resolve_spec
+from reshard.formats.deepspeed.write.spec import OutputSpec, find_precision, resolve_spec
 from reshard.formats.deepspeed.write.stage0 import make_optimizer
 from reshard.manifest import Skeleton
 from reshard.training.state import WritableState
@@ -48,7 +48,7 @@ def lay_out_experts(
     """
     refuse_stage(mixture, stage, weights_only=weights_only)
     stage = 0 if weights_only else stage
-    trained = precision_of(mixture.state)
+    trained = find_precision(mixture.state)
 
     def resolve(state: WritableState) -> OutputSpec:
         spec = resolve_spec(

@@ -56,7 +56,7 @@ def concatenate(members: Iterable[TrainedParameter], ranks: int = 1) -> tuple[li
     return runs, at
 
 
-def flat_tensor(
+def build_flat_tensor(
     dtype: DType, numel: int, runs: Iterable[MemberRun], value: Value, *, grad: bool = False
 ) -> Slot:
     """Return a flat tensor; it has zeros where a parameter has no such value."""
@@ -83,12 +83,12 @@ def _place_boxes(entry: Entry, start: int, stop: int, at: int) -> Iterator[tuple
         at += box.volume
 
 
-def master_of(member: TrainedParameter) -> Entry:
+def get_master(member: TrainedParameter) -> Entry:
     """Return a parameter's most precise value."""
     return member.weight.value
 
 
-def master_dtype(members: Sequence[TrainedParameter]) -> DType:
+def choose_master_dtype(members: Sequence[TrainedParameter]) -> DType:
     """Return the dtype of the masters: the source's, if it has masters of one dtype.
 
     They are 16-bit with ``bf16_master_weights_and_grads``. Parameters of which the source has no
@@ -103,7 +103,7 @@ def pick_slot(name: str) -> Value:
     return lambda member: member.slots.get(name)
 
 
-def slot_dtypes(members: Sequence[TrainedParameter]) -> dict[str, DType]:
+def collect_slot_dtypes(members: Sequence[TrainedParameter]) -> dict[str, DType]:
     """Return the slots that have the members' shapes, in order of first appearance.
 
     A slot has the dtype that all members have it in, or float32 if they differ.
@@ -128,7 +128,7 @@ def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
     return build_shared_scalars(members, why, remedy)
 
 
-def common_step(members: Sequence[TrainedParameter], path: str) -> float | None:
+def find_common_step(members: Sequence[TrainedParameter], path: str) -> float | None:
     """Return how many updates all members with state have seen; None if nothing counts them.
 
     Args:

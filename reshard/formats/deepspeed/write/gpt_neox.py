@@ -52,7 +52,7 @@ def adapt_settings(state: WritableState, sizes: Sizes) -> WritableState:
     return replace(state, manifest=replace(state.manifest, train=train))
 
 
-def notes(state: WritableState, sizes: Sizes) -> Iterator[str]:
+def describe_settings(state: WritableState, sizes: Sizes) -> Iterator[str]:
     """Yield the settings with which GPT-NeoX loads the output, if they are not the source's."""
     if not _is_neox(state):
         return

@@ -11,7 +11,7 @@ from typing import Any
 from reshard.box import Index
 from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
 from reshard.formats.deepspeed.expert_layout import parse_expert_name
-from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS, torch_size
+from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS, make_torch_size
 from reshard.formats.deepspeed.write.pipeline import Layer
 from reshard.formats.deepspeed.write.spec import OutputSpec, adapt_args
 from reshard.formats.deepspeed.write.stage0 import make_optimizer
@@ -164,4 +164,4 @@ def _shared_params(spec: OutputSpec) -> dict[str, str]:
 
 def _size(spec: OutputSpec, shape: Index) -> Index | Call:
     """Return a ``torch.Size``; a tuple in runs with experts, of which the engine saves a copy."""
-    return shape if spec.experts else torch_size(shape)
+    return shape if spec.experts else make_torch_size(shape)

@@ -23,23 +23,23 @@ _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")  # of a scaler at stage 0
 
 
-def torch_size(shape: Index) -> Call:
+def make_torch_size(shape: Index) -> Call:
     """Return a ``torch.Size``."""
     return Call("torch.Size", (shape,))
 
 
-def stage_enum(stage: int) -> Call:
+def make_stage_enum(stage: int) -> Call:
     """Return a member of ``ZeroStageEnum``."""
     return Call("deepspeed.runtime.zero.config.ZeroStageEnum", (stage,))
 
 
-def fragment_address(numel: int, start: int) -> Call:
+def make_fragment_address(numel: int, start: int) -> Call:
     """Return the position of a parameter's fragment in a rank's flat piece."""
     name = "deepspeed.utils.tensor_fragment.fragment_address"
     return Call(name, (), {"numel": numel, "start": start})
 
 
-def step_counter(count: float, hyper: Mapping[str, Any]) -> Slot | int:
+def make_step_counter(count: float, hyper: Mapping[str, Any]) -> Slot | int:
     """Return a step counter as the group's optimizer keeps it.
 
     torch's optimizers count in a 0-d tensor. DeepSpeed's own (FusedAdam, CPUAdam), known by their
@@ -53,7 +53,7 @@ def is_deepspeed_optimizer(hyper: Mapping[str, Any]) -> bool:
     return "bias_correction" in hyper and "capturable" not in hyper
 
 
-def initial_scaler(fp16: Mapping[str, Any]) -> dict[str, Any]:
+def make_initial_scaler(fp16: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the loss scaler with which a run begins.
 
     Args:
@@ -82,18 +82,18 @@ def complete_scaler(state: Mapping[str, Any], fp16: Mapping[str, Any]) -> dict[s
     if not state.get("dynamic", "scale_window" in state):
         return {"cur_scale": state["cur_scale"], "dynamic": False}
     # A loss_scale of 0 selects the initial values of a dynamic scaler.
-    whole = {**initial_scaler({**fp16, "loss_scale": 0}), **state, "dynamic": True}
+    whole = {**make_initial_scaler({**fp16, "loss_scale": 0}), **state, "dynamic": True}
     return {key: value for key, value in whole.items() if key not in ("class", "dtype")}
 
 
-def scaler_object(state: Mapping[str, Any]) -> Call:
+def make_scaler_object(state: Mapping[str, Any]) -> Call:
     """Return a loss scaler; a dynamic one names the dtype that it scales for."""
     if not state["dynamic"]:
         return Call(f"{_SCALERS}.LossScaler", (), dict(state))
     return Call(f"{_SCALERS}.DynamicLossScaler", (), {**state, "dtype": Global("torch.float16")})
 
 
-def scaler_keys(state: Mapping[str, Any], step: int) -> dict[str, Any]:
+def make_scaler_keys(state: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Return the keys of a loss scaler that stage 0 stores.
 
     Args:

@@ -144,9 +144,9 @@ def _methods(
         parameters[layer.number] = sum(sizes[fqn] for fqn in trained)
         blocks[layer.number] = int(frozenset(layer.names) == common)
     methods = {
-        "parameters": lambda count: balanced(parameters, count),
-        "type:": lambda count: balanced(blocks, count),
-        "uniform": lambda count: uniform(total, count),
+        "parameters": lambda count: balance(parameters, count),
+        "type:": lambda count: balance(blocks, count),
+        "uniform": lambda count: share_uniformly(total, count),
     }
     # PipelineModule's default is "parameters"; Megatron's descendants pass "type:" and a class.
     order = ["parameters", "uniform", "type:"]
@@ -169,7 +169,7 @@ def _ranges(ends: Sequence[int]) -> Stages:
     return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
-def uniform(total: int, count: int) -> Stages:
+def share_uniformly(total: int, count: int) -> Stages:
     """Return stages of equal length; the first ones have one more if they do not divide."""
     if total <= count:
         return _ranges([min(n, total) for n in range(count + 1)])
@@ -177,11 +177,11 @@ def uniform(total: int, count: int) -> Stages:
     return _ranges([n * size + min(n, rest) for n in range(count + 1)])
 
 
-def balanced(weights: Sequence[int], count: int) -> Stages:
+def balance(weights: Sequence[int], count: int) -> Stages:
     """Return the stages whose heaviest and lightest differ least; of equals the last one found."""
     total = len(weights)
     if total <= count:
-        return uniform(total, count)
+        return share_uniformly(total, count)
     sums = [0, *accumulate(weights)]
     empty = (0.0, 0.0, float("inf"), 0)  # cost, heaviest, lightest, first layer of the last stage
     best: dict[tuple[int, int], tuple[float, float, float, int]] = {(0, 0): empty}

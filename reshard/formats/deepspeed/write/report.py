@@ -11,7 +11,7 @@ from reshard.formats.deepspeed.write.objects import is_deepspeed_optimizer
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import NOT_DESCRIBED
 from reshard.formats.deepspeed.write.stage12 import ALIGNMENT
-from reshard.formats.deepspeed.write.universal import common_hyper, count_steps
+from reshard.formats.deepspeed.write.universal import count_steps, find_common_hyper
 from reshard.training import loss_scale, optimizers
 from reshard.training.state import describe_lost_state
 from reshard.units import some
@@ -20,7 +20,7 @@ _LISTED = 4
 _STAGE_3 = optimizers.MOMENTS  # the slots that it loads of a universal checkpoint
 
 
-def notes(spec: OutputSpec) -> Iterator[str]:
+def describe_output(spec: OutputSpec) -> Iterator[str]:
     """Yield the notes on a native directory, each a sentence."""
     yield from _note_lost(spec)
     if spec.weights_only:
@@ -177,7 +177,7 @@ def _note_hyper(spec: OutputSpec) -> Iterator[str]:
                 ' "lr" that engine.lr_scheduler.get_lr() returns for it'
             )
         return
-    common = common_hyper(spec)
+    common = find_common_hyper(spec)
     differing = dict.fromkeys(key for g in spec.groups for key in g.hyper if key not in common)
     if differing:
         yield (

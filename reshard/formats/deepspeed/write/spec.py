@@ -12,7 +12,7 @@ from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO
 from reshard.formats.deepspeed.expert_layout import locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
-from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, initial_scaler
+from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, make_initial_scaler
 from reshard.manifest import Entry
 from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.pickles import objects
@@ -172,8 +172,8 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
     else:
         refuse_without_optimizer(state)
     _check_source(state, needs_hyper=not (universal or weights_only))
-    of_run = precision or trained or precision_of(state)
-    config = _adapt_config(config or order.engine_config(state), stage, of_run)
+    of_run = precision or trained or find_precision(state)
+    config = _adapt_config(config or order.find_engine_config(state), stage, of_run)
     # DeepSpeed loads a universal checkpoint into the wrong places under round_robin_gradients.
     drops_round_robin = universal and order.requests_round_robin(config)
     if drops_round_robin:
@@ -202,7 +202,7 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
         buffers=tuple(weight for weight in rest if not weight.is_float),
         extra_state=extra_state,
         lost=tuple(lost),
-        scaler=scaler or initial_scaler(order.section(config, "fp16")),
+        scaler=scaler or make_initial_scaler(order.get_section(config, "fp16")),
         scaler_is_new=scaler is None,
         weights_only=weights_only,
         drops_round_robin=drops_round_robin,
@@ -274,7 +274,7 @@ def _check_source(state: WritableState, *, needs_hyper: bool) -> None:
             )
 
 
-def precision_of(state: WritableState) -> DType:
+def find_precision(state: WritableState) -> DType:
     """Return the dtype of most trained elements; without optimizer, of all trainable ones."""
     groups = state.groups or _without_optimizer(state).groups
     return find_most_common_dtype(member.weight for group in groups for member in group.members)
@@ -286,12 +286,12 @@ def _adapt_config(config: Mapping[str, Any] | None, stage: int, precision: DType
     MiCS is left out: every rank will have its own part.
     """
     adapted = dict(config or {})
-    zero = {k: v for k, v in order.zero_section(config).items() if not k.startswith("mics_")}
+    zero = {k: v for k, v in order.get_zero_section(config).items() if not k.startswith("mics_")}
     adapted["zero_optimization"] = {**zero, "stage": stage}
     for name, dtype in _SECTIONS.items():
         # "bfloat16" is the older name of "bf16": adapted where it is used, but never added.
         if name in adapted or (dtype == precision and name != "bfloat16"):
-            adapted[name] = {**order.section(adapted, name), "enabled": dtype == precision}
+            adapted[name] = {**order.get_section(adapted, name), "enabled": dtype == precision}
     return adapted
 
 
@@ -305,7 +305,7 @@ def _sort_groups(state: WritableState, stage: int, *, keep_empty: bool) -> tuple
     if stage == order.find_source_stage(state) == 3:
         by_shape = frozenset()  # of shapes, or the model's: zero.Init hides shapes from Muon
     groups = []
-    for number, members in enumerate(order.user_order(state)):
+    for number, members in enumerate(order.iterate_user_order(state)):
         kept = [m for m in members if m.weight.value.numel or keep_empty]
         if number in by_shape:
             kept.sort(key=lambda member: member.weight.shape, reverse=True)
@@ -322,7 +322,7 @@ def _convert_scaler(
     if loss_scale.is_idle(state.manifest.train.scaler):
         return None
     scaler = loss_scale.convert_to_deepspeed(state.manifest.train.scaler, state.step())
-    return scaler and complete_scaler(scaler, order.section(config, "fp16"))
+    return scaler and complete_scaler(scaler, order.get_section(config, "fp16"))
 
 
 RANDOM_STATES = frozenset(

@@ -16,17 +16,17 @@ from reshard.dtypes import FLOAT32
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
 from reshard.formats.deepspeed.order import find_groups_by_shape
 from reshard.formats.deepspeed.write.flat_tensors import (
-    common_step,
+    build_flat_tensor,
+    collect_slot_dtypes,
     concatenate,
-    flat_tensor,
-    master_of,
+    find_common_step,
+    get_master,
     pick_slot,
-    slot_dtypes,
 )
 from reshard.formats.deepspeed.write.objects import (
     is_deepspeed_optimizer,
-    scaler_keys,
-    step_counter,
+    make_scaler_keys,
+    make_step_counter,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.state_dict import optimizer_names, torch_state_dict
@@ -40,14 +40,14 @@ def make_optimizer(spec: OutputSpec) -> dict[str, Any]:
     """Return what the model states hold under ``optimizer``."""
     if spec.precision == FLOAT32:
         return _by_parameter(spec)
-    scaler = scaler_keys(spec.scaler, spec.state.step())
+    scaler = make_scaler_keys(spec.scaler, spec.state.step())
     if any(is_deepspeed_optimizer(group.hyper) for group in spec.groups):
         joined = [concatenate(group.members) for group in spec.groups]
         return {
             **scaler,
             "optimizer_state_dict": _by_group(spec),
             "fp32_groups_flat": [
-                flat_tensor(FLOAT32, numel, runs, master_of) for runs, numel in joined
+                build_flat_tensor(FLOAT32, numel, runs, get_master) for runs, numel in joined
             ],
             "clip_grad": _CLIP if spec.clip is None else spec.clip,
         }
@@ -76,7 +76,7 @@ def _by_parameter(spec: OutputSpec) -> dict[str, Any]:
 def _state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any]:
     if not member.slots:
         return {}
-    counter = {} if member.step is None else {"step": step_counter(member.step, group.hyper)}
+    counter = {} if member.step is None else {"step": make_step_counter(member.step, group.hyper)}
     return counter | {
         name: build_whole_tensor(slot, slot.dtype) for name, slot in member.slots.items()
     }
@@ -87,11 +87,13 @@ def _by_group(spec: OutputSpec) -> dict[str, Any]:
     path = spec.state.manifest.origin.path
     states: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(spec.groups):
-        count = common_step(group.members, path)
-        state: dict[str, Any] = {} if count is None else {"step": step_counter(count, group.hyper)}
+        count = find_common_step(group.members, path)
+        state: dict[str, Any] = (
+            {} if count is None else {"step": make_step_counter(count, group.hyper)}
+        )
         runs, numel = concatenate(group.members)
-        for name, dtype in slot_dtypes(group.members).items():
-            state[name] = flat_tensor(dtype, numel, runs, pick_slot(name))
+        for name, dtype in collect_slot_dtypes(group.members).items():
+            state[name] = build_flat_tensor(dtype, numel, runs, pick_slot(name))
         if state:
             states[number] = state
     param_groups = spec.param_groups()

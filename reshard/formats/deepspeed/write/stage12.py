@@ -20,22 +20,22 @@ from reshard.containers.torch_writer import Slot
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.write.flat_tensors import (
     MemberRun,
-    common_step,
+    build_flat_tensor,
+    choose_master_dtype,
+    collect_slot_dtypes,
     concatenate,
     cut_run,
-    flat_tensor,
+    find_common_step,
+    get_master,
     make_scalars,
-    master_dtype,
-    master_of,
     pick_slot,
-    slot_dtypes,
 )
 from reshard.formats.deepspeed.write.objects import (
     WRITTEN_AS,
-    fragment_address,
-    scaler_object,
-    stage_enum,
-    step_counter,
+    make_fragment_address,
+    make_scaler_object,
+    make_stage_enum,
+    make_step_counter,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.pickles.values import Call
@@ -63,7 +63,7 @@ class FlatGroups:
             for group, flat in zip(spec.groups, self._groups, strict=True)
         ]
         return {
-            "loss_scaler": scaler_object(spec.scaler),
+            "loss_scaler": make_scaler_object(spec.scaler),
             "dynamic_loss_scale": spec.scaler["dynamic"],
             "overflow": False,
             **({} if spec.clip is None else {"clip_grad": spec.clip}),  # else the new run's own
@@ -72,7 +72,7 @@ class FlatGroups:
                 "param_groups": spec.param_groups(),
             },
             "single_partition_of_fp32_groups": [partition.master for partition in partitions],
-            "zero_stage": stage_enum(spec.stage),
+            "zero_stage": make_stage_enum(spec.stage),
             "group_paddings": [partition.padding for partition in partitions],
             "param_alignment_paddings": [list(flat.paddings) for flat in self._groups],
             "partition_count": [spec.count_partitions(group) for group in spec.groups],
@@ -110,10 +110,10 @@ class _WrittenGroup:
         self._stops = [start + numel for start, numel in zip(self._starts, sizes, strict=True)]
         self._end = self._stops[-1] if flat else 0
         self._numel = -(-self._end // (ALIGNMENT * spec.count_partitions(group))) * ALIGNMENT
-        self._master = master_dtype(flat)
-        self._dtypes = slot_dtypes(flat)
+        self._master = choose_master_dtype(flat)
+        self._dtypes = collect_slot_dtypes(flat)
         self._scalars = make_scalars(flat)
-        self._step = common_step(flat, spec.state.manifest.origin.path)
+        self._step = find_common_step(flat, spec.state.manifest.origin.path)
 
     def cut_partition(self, position: int) -> _WrittenPartition:
         """Return what one rank holds, by its position among the ranks that share the group."""
@@ -121,15 +121,15 @@ class _WrittenGroup:
         padding = min(max((position + 1) * self._numel - self._end, 0), self._numel)
         state: dict[str, Any] = {}
         if self._step is not None:
-            state["step"] = step_counter(self._step, self._group.hyper)
+            state["step"] = make_step_counter(self._step, self._group.hyper)
         inside, numel = runs, self._numel
         if _keeps_whole_momenta(self._spec, self._group):
             inside, numel = concatenate(run.member for run in runs)
         for name, dtype in self._dtypes.items() if numel else ():
-            state[name] = flat_tensor(dtype, numel, inside, pick_slot(name))
+            state[name] = build_flat_tensor(dtype, numel, inside, pick_slot(name))
         state.update(self._scalars)
         stored = self._numel - padding
-        master = flat_tensor(self._master, stored, runs, master_of, grad=True)
+        master = build_flat_tensor(self._master, stored, runs, get_master, grad=True)
         return _WrittenPartition(master, state, padding, self._addresses(runs))
 
     def _cut_runs(self, position: int) -> Iterator[MemberRun]:
@@ -143,7 +143,7 @@ class _WrittenGroup:
         """Return the position of each parameter's fragment, in the user's order."""
         ordered = sorted(runs, key=lambda run: self._order[run.member.fqn])
         return OrderedDict(
-            (self._spec.listed_name(run.member.fqn), fragment_address(run.numel, run.offset))
+            (self._spec.listed_name(run.member.fqn), make_fragment_address(run.numel, run.offset))
             for run in ordered
         )
 
@@ -154,7 +154,7 @@ def _keeps_whole_momenta(spec: OutputSpec, group: TrainedGroup) -> bool:
     DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``_muon_momentum_buffer``). An offloaded optimizer
     (``_apply_muon_updates_cpu_offload``) and ``bf16_optimizer.py`` keep equal partitions.
     """
-    offloads = order.section(order.zero_section(spec.config), "offload_optimizer")
+    offloads = order.get_section(order.get_zero_section(spec.config), "offload_optimizer")
     return (
         group.hyper.get("use_muon") is True
         and offloads.get("device", "none") == "none"
@@ -164,7 +164,7 @@ def _keeps_whole_momenta(spec: OutputSpec, group: TrainedGroup) -> bool:
 
 def _alignment(spec: OutputSpec, flat: Sequence[TrainedParameter]) -> int:
     """Return the unit at whose multiples parameters begin, in elements of the module's dtype."""
-    is_aligned = order.zero_section(spec.config).get("parameter_alignment") is True
+    is_aligned = order.get_zero_section(spec.config).get("parameter_alignment") is True
     uses_bf16 = order.uses_bf16_optimizer(spec.config, spec.stage, spec.precision)
     if not is_aligned or not flat or uses_bf16:
         return 1

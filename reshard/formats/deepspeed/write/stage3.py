@@ -13,17 +13,21 @@ from reshard.containers.torch_writer import Slot, Storage
 from reshard.dtypes import DType
 from reshard.formats.deepspeed.write.flat_tensors import (
     MemberRun,
-    common_step,
+    build_flat_tensor,
+    choose_master_dtype,
+    collect_slot_dtypes,
     concatenate,
-    flat_tensor,
+    find_common_step,
+    get_master,
     make_scalars,
-    master_dtype,
-    master_of,
     pick_slot,
     run_parts,
-    slot_dtypes,
 )
-from reshard.formats.deepspeed.write.objects import scaler_object, stage_enum, step_counter
+from reshard.formats.deepspeed.write.objects import (
+    make_scaler_object,
+    make_stage_enum,
+    make_step_counter,
+)
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry
@@ -41,15 +45,15 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
     states: list[dict[str, Any]] = []
     masters: list[Slot] = []
     for group, flats in zip(spec.groups, spec.flats_of, strict=True):
-        count = common_step(group.members, path)
+        count = find_common_step(group.members, path)
         for members in flats:
             runs, numel = concatenate(members, spec.world_size)
-            dtype = master_dtype(members)
-            masters.append(flat_tensor(dtype, numel, runs, master_of, grad=True))
+            dtype = choose_master_dtype(members)
+            masters.append(build_flat_tensor(dtype, numel, runs, get_master, grad=True))
             states.append(_state(group, count, (runs, numel)))
     return {
-        "zero_stage": stage_enum(spec.stage),
-        "loss_scaler": scaler_object(spec.scaler),
+        "zero_stage": make_stage_enum(spec.stage),
+        "loss_scaler": make_scaler_object(spec.scaler),
         "dynamic_loss_scale": spec.scaler["dynamic"],
         "overflow": False,
         "partition_count": spec.world_size,
@@ -67,9 +71,9 @@ def _state(group: TrainedGroup, count: float | None, runs: _Runs) -> dict[str, A
     A sub-group that alone was never stepped has the slots of its group, because all share one step.
     """
     inside, numel = runs
-    state: dict[str, Any] = {} if count is None else {"step": step_counter(count, group.hyper)}
-    for name, dtype in slot_dtypes(group.members).items():
-        state[name] = flat_tensor(dtype, numel, inside, pick_slot(name))
+    state: dict[str, Any] = {} if count is None else {"step": make_step_counter(count, group.hyper)}
+    for name, dtype in collect_slot_dtypes(group.members).items():
+        state[name] = build_flat_tensor(dtype, numel, inside, pick_slot(name))
     return state | make_scalars(group.members)
 
 

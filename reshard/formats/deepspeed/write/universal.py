@@ -29,13 +29,17 @@ from reshard.containers.torch_writer import Slot, Storage
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsafeError
 from reshard.formats.deepspeed.write.flat_tensors import (
-    common_step,
-    master_dtype,
+    choose_master_dtype,
+    collect_slot_dtypes,
+    find_common_step,
     run_parts,
-    slot_dtypes,
 )
 from reshard.formats.deepspeed.write.model_states import make_universal_file
-from reshard.formats.deepspeed.write.objects import WRITTEN_AS, scaler_object, step_counter
+from reshard.formats.deepspeed.write.objects import (
+    WRITTEN_AS,
+    make_scaler_object,
+    make_step_counter,
+)
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
 from reshard.manifest import Entry, Skeleton
@@ -87,10 +91,10 @@ def _model(spec: OutputSpec, name: str, *, weights: bool) -> Skeleton:
 def count_steps(spec: OutputSpec) -> list[float | None]:
     """Return the updates that each group has seen; None for a group that was never updated."""
     path = spec.state.manifest.origin.path
-    return [common_step(group.members, path) for group in spec.groups]
+    return [find_common_step(group.members, path) for group in spec.groups]
 
 
-def common_hyper(spec: OutputSpec) -> dict[str, Any]:
+def find_common_hyper(spec: OutputSpec) -> dict[str, Any]:
     """Return the hyper-parameters that all groups share.
 
     Stage 3 gives every group those of the first. Values that differ are left out, so that each
@@ -109,20 +113,20 @@ def common_hyper(spec: OutputSpec) -> dict[str, Any]:
 def _zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[Skeleton]:
     """Yield the files of ``zero/``."""
     folder, counts = f"{spec.tag}/zero", count_steps(spec)
-    dtypes_of = [slot_dtypes(group.members) for group in spec.groups]
+    dtypes_of = [collect_slot_dtypes(group.members) for group in spec.groups]
     all_dtypes = {name: dtype for dtypes in dtypes_of for name, dtype in dtypes.items()}
     whole = _TensorFiles({"cat_dim": 0})
     for group, count, own_dtypes in zip(spec.groups, counts, dtypes_of, strict=True):
         dtypes = own_dtypes or dict.fromkeys(all_dtypes, FLOAT32)  # never updated: zeros
         counter = None
         if dtypes and _has_counts(counts):
-            counter = torch_writer.lay_out_object(_STEP, step_counter(count or 0, group.hyper))
+            counter = torch_writer.lay_out_object(_STEP, make_step_counter(count or 0, group.hyper))
         for member in group.members:
             name = spec.listed_name(member.fqn)
             for part in (name, *dtypes):
                 _check_name(spec, part)
             files = _TensorFiles(metadata.describe(member.fqn)) if metadata else whole
-            value, dtype = member.weight.value, master_dtype([member])
+            value, dtype = member.weight.value, choose_master_dtype([member])
             yield files.lay_out(f"{folder}/{name}/fp32.pt", member, value, dtype)
             for slot, dtype in dtypes.items():
                 path = f"{folder}/{name}/{slot}.pt"
@@ -191,9 +195,9 @@ def _optimizer(spec: OutputSpec, counts: Sequence[float | None]) -> dict[str, An
     state: dict[str, Any] = {}
     for group, count in zip(spec.groups, counts, strict=True):
         if count is not None and not state:
-            state["step"] = step_counter(count, group.hyper)
+            state["step"] = make_step_counter(count, group.hyper)
     scaler = {
-        "loss_scaler": scaler_object(spec.scaler),
+        "loss_scaler": make_scaler_object(spec.scaler),
         "dynamic_loss_scale": spec.scaler["dynamic"],
     }
     return {
@@ -204,6 +208,6 @@ def _optimizer(spec: OutputSpec, counts: Sequence[float | None]) -> dict[str, An
         "param_groups": spec.param_groups(),
         "optimizer_state_dict": {
             "state": {0: state},
-            "param_groups": [{**common_hyper(spec), "params": [0]}],
+            "param_groups": [{**find_common_hyper(spec), "params": [0]}],
         },
     }

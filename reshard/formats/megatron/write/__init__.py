@@ -38,9 +38,9 @@ def lay_out(state: WritableState, wanted: MegatronOptions, described: Described)
     choice = resolve(state, wanted, described)
     inside = legacy.name_directory(choice)
     if wanted.form == "torch_dist":
-        laid_out = dist.files(choice, inside, wanted.sizes.model * wanted.data)
+        laid_out = dist.lay_out_files(choice, inside, wanted.sizes.model * wanted.data)
     else:
-        laid_out = legacy.files(choice, inside)
+        laid_out = legacy.lay_out_files(choice, inside)
     return LaidOut(
         skeletons.join([legacy.lay_out_tracker(choice), *laid_out]), tuple(_notes(choice))
     )

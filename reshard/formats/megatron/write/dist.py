@@ -63,7 +63,7 @@ _METADATA = {
 }
 
 
-def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
+def lay_out_files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
     """Yield the files of one iteration's directory.
 
     Args:

@@ -36,7 +36,7 @@ _STATEFUL = re.compile(
 _INPUT = re.compile(r"\.(?:linear_qkv|linear_kv_up_proj)$")  # of attention, whose core follows
 
 
-def files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
+def lay_out_files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
     """Yield the files of every rank, below the iteration's directory."""
     sizes = choice.wanted.sizes
     for rank in list_ranks(sizes):
