@@ -178,7 +178,7 @@ def contiguous_cuts(shape: Sequence[int], limit: int) -> Iterator[Box]:
         yield Box((index, *zeros), (min(step, shape[0] - index), *shape[1:]))
 
 
-def first_overlap(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, int] | None:
+def find_first_overlap(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, int] | None:
     """Return the indices of two boxes that share an element, or None.
 
     Sorting is enough if the flat spans are disjoint, as in flat partitions (``n log n``). Boxes

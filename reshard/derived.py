@@ -86,4 +86,4 @@ def list_files(file: str) -> tuple[str, ...]:
     """Return the files on disk that hold the bytes read under a file name."""
     if isinstance(file, Derived):
         return file.computation.files
-    return (escaped.real(file),)
+    return (escaped.get_real_file(file),)

@@ -49,15 +49,15 @@ def is_escaped(file: str) -> bool:
     return _MARK in file
 
 
-def place_of(file: str) -> Escaped:
+def parse_place(file: str) -> Escaped:
     """Return the location that `name` turned into a file name."""
     path, _, numbers = file.rpartition(_MARK)
     return Escaped(path, *map(int, numbers.split(":")))
 
 
-def real(file: str) -> str:
+def get_real_file(file: str) -> str:
     """Return the file on disk that holds the bytes read under a file name."""
-    return place_of(file).file if is_escaped(file) else file
+    return parse_place(file).file if is_escaped(file) else file
 
 
 class Decoder:
@@ -70,7 +70,7 @@ class Decoder:
     """
 
     def __init__(self, file: str, read: Read) -> None:
-        self._place = place_of(file)
+        self._place = parse_place(file)
         self._read = read
         self._starts = [0]  # the decoded offset at which each block of text begins
         for block in range(0, self._place.text_nbytes, _BLOCK):

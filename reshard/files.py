@@ -272,7 +272,7 @@ class Descriptor:
             self.close()
 
 
-def size_of(path: str | Path) -> int:
+def get_size(path: str | Path) -> int:
     """Return the size of a file in bytes.
 
     Raises:
@@ -314,7 +314,7 @@ def read_small_file(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
         CorruptError: it is larger than `most` bytes.
         ReshardError: it cannot be read.
     """
-    nbytes = size_of(path)
+    nbytes = get_size(path)
     if nbytes > most:
         raise CorruptError(
             path,

@@ -189,7 +189,7 @@ def _build_checkpoint(trainer: Any, manifest: Manifest) -> dict[str, Any]:
     if scaler is not None and plugin.state_dict():
         checkpoint[type(plugin).__qualname__] = scaler
     if _SCHEDULERS not in checkpoint:
-        processes = schedules.steps_per_update(manifest.train, manifest.origin.world) or 1
+        processes = schedules.count_steps_per_update(manifest.train, manifest.origin.world) or 1
         checkpoint[_SCHEDULERS] = [
             schedules.scale(each, Fraction(1, processes)).state if processes > 1 else each
             for each in (scheduler if isinstance(scheduler, list) else [scheduler])

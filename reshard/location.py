@@ -20,7 +20,7 @@ _PARTS = (  # endings of checkpoint files; logs and configs may differ between n
 _COMPARED = 1 << 20  # bytes at a time
 
 
-def directory_of(path: str | Path) -> Path:
+def get_directory(path: str | Path) -> Path:
     """Return the directory that a path is, or that contains its file."""
     path = as_path(path)
     return path if path.is_dir() else path.parent
@@ -162,7 +162,7 @@ def _suggest_path(missing: Path) -> str:
     return f"the path is relative to {Path.cwd()}; pass an absolute path or change the directory"
 
 
-def missing_ranks(present: Container[int], world: int) -> list[int]:
+def list_missing_ranks(present: Container[int], world: int) -> list[int]:
     """Return the first few ranks below ``world`` that are not present."""
     return list(islice((rank for rank in range(world) if rank not in present), _LISTED))
 

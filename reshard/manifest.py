@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal
 
 from reshard import escaped
-from reshard.box import Index, first_overlap, whole
+from reshard.box import Index, find_first_overlap, whole
 from reshard.chunks import Chunk, Chunks, FileSizes, ListedChunks, Partition
 from reshard.derived import Derived
 from reshard.dtypes import BFLOAT16, DType
@@ -381,7 +381,7 @@ def index_entries(entries: Iterable[Entry]) -> dict[Key, Entry]:
     return table
 
 
-def most_common_dtype(dtypes: Iterable[DType]) -> str:
+def find_most_common_dtype(dtypes: Iterable[DType]) -> str:
     """Return the most common float dtype, the first one of several; empty if there is none."""
     counts = Counter(dtype for dtype in dtypes if dtype.family == "float")
     return str(max(counts, key=counts.__getitem__)) if counts else ""
@@ -393,7 +393,7 @@ def find_source_file(files: Mapping[str, SourceFile], file: str) -> SourceFile:
         return SourceFile(file, file.computation.nbytes, lasting=False)
     if not escaped.is_escaped(file):
         return files[file]
-    return SourceFile(file, escaped.place_of(file).nbytes, lasting=False)
+    return SourceFile(file, escaped.parse_place(file).nbytes, lasting=False)
 
 
 def check(manifest: Manifest) -> None:
@@ -451,7 +451,7 @@ def _check_coverage(entry: Entry) -> None:
             f"{entry.fqn!r} ({entry.kind}): the shards contain {stored} of {entry.numel} elements",
             "a shard is missing or belongs to another checkpoint",
         )
-    pair = first_overlap(distinct, entry.shape)
+    pair = find_first_overlap(distinct, entry.shape)
     if pair:
         a, b = (distinct[i] for i in pair)
         raise CorruptError(

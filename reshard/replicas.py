@@ -20,7 +20,7 @@ from reshard.dtypes import DType
 from reshard.errors import DifferentError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.manifest import BUFFER, WEIGHT_KINDS, Entry, Manifest, SourceFile, find_source_file
-from reshard.tensors import first_difference, read_block
+from reshard.tensors import find_first_difference, read_block
 
 Replicas = Literal["error", "first", "mean"]
 
@@ -84,7 +84,7 @@ def _find_difference(
         for other in others:
             if checksum is not None and checksum == _read_checksum(other, files):
                 continue
-            at = first_difference(pool, block, replace(block, chunks=(_rebase(other),)))
+            at = find_first_difference(pool, block, replace(block, chunks=(_rebase(other),)))
             if at is not None:
                 return first, other, at
     return None

@@ -85,7 +85,7 @@ def read(root: Any, where: object = "this file") -> Stamp | None:
     return stamp
 
 
-def claims(stamp: Stamp | None) -> list[Claim]:
+def list_claims(stamp: Stamp | None) -> list[Claim]:
     """Return what a stamp states, to be compared with the other files of the checkpoint."""
     if stamp is None:
         return []

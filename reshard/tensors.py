@@ -34,7 +34,7 @@ def read_block(pool: SourceFiles, entry: Entry, box: Box, dtype: DType | None = 
     return buffer
 
 
-def first_difference(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
+def find_first_difference(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
     """Return the first flat element at which two tensors differ bitwise, or None.
 
     The tensors must have the same shape and dtype. Both are read block by block.

@@ -79,10 +79,10 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def nearest_divisors(number: int, near: int) -> list[int]:
+def find_nearest_divisors(number: int, near: int) -> list[int]:
     """Return the four divisors of a number that are nearest to another one, in ascending order.
 
-    >>> nearest_divisors(12, 5), nearest_divisors(7, 5)
+    >>> find_nearest_divisors(12, 5), find_nearest_divisors(7, 5)
     ([2, 3, 4, 6], [1, 7])
     """
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]

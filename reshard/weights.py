@@ -19,7 +19,7 @@ from reshard.manifest import (
     Manifest,
 )
 from reshard.model.library import EMBEDDINGS, HEAD
-from reshard.tensors import first_difference
+from reshard.tensors import find_first_difference
 from reshard.units import some
 
 Tied = Literal["auto", "keep", "drop"]
@@ -276,7 +276,7 @@ def check_tied_copies(manifest: Manifest, pool: SourceFiles) -> None:
 def _differ_at(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
     """Return the first element where two tensors differ, or None; 0 if shape or dtype differ."""
     comparable = (a.shape, a.dtype) == (b.shape, b.dtype)
-    return first_difference(pool, a, b) if comparable else 0
+    return find_first_difference(pool, a, b) if comparable else 0
 
 
 def is_untrained(manifest: Manifest, head: str, embedding: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from reshard.box import (
     Box,
     contiguous_cuts,
-    first_overlap,
+    find_first_overlap,
     flat_span,
     intersect,
     row_major,
@@ -137,7 +137,7 @@ def test_first_overlap_agrees_with_brute_force(disjoint):
                 if not any(intersect(box, other) for other in kept):
                     kept.append(box)
             boxes = kept
-        pair = first_overlap(boxes, shape)
+        pair = find_first_overlap(boxes, shape)
         brute = any(intersect(a, b) for a, b in combinations(boxes, 2))
         assert (pair is not None) == brute
         if pair:
@@ -148,17 +148,17 @@ def test_first_overlap_agrees_with_brute_force(disjoint):
 
 
 def test_first_overlap_of_two_scalars_is_found():
-    assert first_overlap([Box((), ()), Box((), ())], ()) == (0, 1)
-    assert first_overlap([Box((), ())], ()) is None
+    assert find_first_overlap([Box((), ()), Box((), ())], ()) == (0, 1)
+    assert find_first_overlap([Box((), ())], ()) is None
 
 
 def test_first_overlap_is_quick_on_a_large_grid():
     edge = 64
     boxes = [Box((3 * i, 5 * j), (3, 5)) for i in range(edge) for j in range(edge)]
     shape = (3 * edge, 5 * edge)
-    assert first_overlap(boxes, shape) is None
+    assert find_first_overlap(boxes, shape) is None
     moved = [*boxes[:-1], Box((3 * edge - 4, 5 * edge - 5), (3, 5))]
-    pair = first_overlap(moved, shape)
+    pair = find_first_overlap(moved, shape)
     assert pair is not None
     assert intersect(moved[pair[0]], moved[pair[1]])
 

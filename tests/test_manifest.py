@@ -10,7 +10,7 @@ from math import prod
 import pytest
 
 from reshard import dtypes
-from reshard.box import Box, first_overlap, row_major, whole
+from reshard.box import Box, find_first_overlap, row_major, whole
 from reshard.chunks import Chunk, contiguous
 from reshard.dtypes import BFLOAT16, UINT8
 from reshard.errors import CorruptError
@@ -22,8 +22,8 @@ from reshard.manifest import (
     Record,
     SourceFile,
     check,
+    find_most_common_dtype,
     index_entries,
-    most_common_dtype,
 )
 
 F32 = dtypes.FLOAT32
@@ -201,7 +201,7 @@ def test_any_set_of_boxes_is_accepted_exactly_when_it_paints_every_element_once(
             boxes.append(Box(origin, extent))
         distinct = list(dict.fromkeys(boxes))
         volume = sum(box.volume for box in distinct)
-        right = volume == prod(shape) and first_overlap(distinct, shape) is None
+        right = volume == prod(shape) and find_first_overlap(distinct, shape) is None
         chunks = [contiguous("a", 0, F32, box, box.shape) for box in boxes]
         try:
             check(manifest(shape, chunks))
@@ -258,6 +258,6 @@ def test_a_checkpoint_of_which_nothing_says_its_ranks_is_of_one():
 
 
 def test_the_dtype_of_most_tensors():
-    assert most_common_dtype([F32, UINT8, BFLOAT16, UINT8, UINT8, BFLOAT16]) == "bfloat16"
-    assert most_common_dtype([F32, BFLOAT16, BFLOAT16, F32]) == "float32"
-    assert most_common_dtype([UINT8]) == ""
+    assert find_most_common_dtype([F32, UINT8, BFLOAT16, UINT8, UINT8, BFLOAT16]) == "bfloat16"
+    assert find_most_common_dtype([F32, BFLOAT16, BFLOAT16, F32]) == "float32"
+    assert find_most_common_dtype([UINT8]) == ""

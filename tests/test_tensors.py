@@ -18,7 +18,7 @@ from reshard.containers import torch_reader
 from reshard.errors import UnsupportedError, UsageError
 from reshard.files import Section, SourceFiles
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, index_entries
-from reshard.tensors import Checkpoint, LazyTensor, first_difference, read_block
+from reshard.tensors import Checkpoint, LazyTensor, find_first_difference, read_block
 from tests.support.random_checkpoints import scene
 from tests.support.sample_tensors import raw, same, sample_tensors
 
@@ -214,7 +214,7 @@ def test_first_difference_finds_the_first_element(tmp_path, at):
     save_file({"a": left, "b": right}, tmp_path / "x.safetensors")
     with reshard.open(tmp_path / "x.safetensors") as checkpoint, SourceFiles() as pool:
         held = checkpoint.manifest.entries
-        assert first_difference(pool, held["param", "a"], held["param", "b"]) == at
+        assert find_first_difference(pool, held["param", "a"], held["param", "b"]) == at
 
 
 def test_a_negative_zero_is_different_and_equal_nans_are_not(tmp_path):
@@ -222,8 +222,8 @@ def test_a_negative_zero_is_different_and_equal_nans_are_not(tmp_path):
     save_file({**tensors, "c": tensors["a"].clone()}, tmp_path / "x.safetensors")
     with reshard.open(tmp_path / "x.safetensors") as checkpoint, SourceFiles() as pool:
         held = checkpoint.manifest.entries
-        assert first_difference(pool, held["param", "a"], held["param", "b"]) == 1
-        assert first_difference(pool, held["param", "a"], held["param", "c"]) is None
+        assert find_first_difference(pool, held["param", "a"], held["param", "b"]) == 1
+        assert find_first_difference(pool, held["param", "a"], held["param", "c"]) is None
 
 
 def test_a_checkpoint_is_a_mapping_with_its_aliases(zoo):

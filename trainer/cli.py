@@ -204,7 +204,7 @@ def _start(
     **flags: Any,
 ) -> None:
     """Resolve the settings, then train in this process or on new ranks."""
-    world = environment.launcher_world_size()
+    world = environment.read_launcher_world_size()
     choices = Choices()
     for name, value in flags.items():
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:

@@ -7,7 +7,7 @@ import os
 from trainer.errors import SettingsError
 
 
-def launcher_world_size() -> int | None:
+def read_launcher_world_size() -> int | None:
     """Return the number of ranks that a launcher started, or None without a launcher.
 
     Raises:

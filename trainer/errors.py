@@ -31,7 +31,7 @@ class TrainerError(Exception):
         return f"{self.problem}\n  -> {self.remedy}" if self.remedy else self.problem
 
 
-def first_line(error: Exception) -> str:
+def get_first_line(error: Exception) -> str:
     """Return the first line of a foreign error's message, or its class if the message is empty."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

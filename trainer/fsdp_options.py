@@ -25,7 +25,7 @@ def is_hybrid(settings: Settings) -> bool:
     return "HYBRID" in settings.fsdp_sharding_strategy and settings.grid.dp > 1
 
 
-def data_mesh_axes(settings: Settings) -> dict[str, int]:
+def list_data_mesh_axes(settings: Settings) -> dict[str, int]:
     """Return the mesh axes of the data-parallel ranks: (shard), or (replicate, shard) if hybrid.
 
     Raises:

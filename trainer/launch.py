@@ -21,7 +21,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.environment import launcher_world_size
+from trainer.environment import read_launcher_world_size
 from trainer.errors import TrainerError
 from trainer.settings import Settings
 
@@ -53,7 +53,7 @@ def start(settings: Settings, task: str) -> int:
     Raises:
         TrainerError: the only rank failed.
     """
-    if settings.nproc > 1 and launcher_world_size() is None:
+    if settings.nproc > 1 and read_launcher_world_size() is None:
         return _start_ranks(settings, task)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # our own launcher and torchrun set it
         threading.Thread(target=_exit_with_starter, args=(os.getppid(),), daemon=True).start()

@@ -19,7 +19,7 @@ from reshard.adapters.product import Order, Product, add_product
 from reshard.box import Box
 from reshard.chunks import Chunk
 from reshard.errors import CorruptError, UnsupportedError, UsageError
-from reshard.manifest import PARAM, Entry, Manifest, index_entries, most_common_dtype
+from reshard.manifest import PARAM, Entry, Manifest, find_most_common_dtype, index_entries
 from reshard.model.adapter_names import IN, MAGNITUDE, OUT, TOKENS, parse_part
 from reshard.training.companion_files import is_embedding
 from reshard.views import Put, Take, apply_views
@@ -156,7 +156,7 @@ class _Merger:
         self._entries = {entry.fqn: entry for entry in base.entries.values()}
         self._modules = base_names.group_by_module(self._entries)
         self._merged = Merged(base, prefix, base)
-        common = most_common_dtype(entry.dtype for entry in base.entries.values())
+        common = find_most_common_dtype(entry.dtype for entry in base.entries.values())
         self._dtype = dtypes.parse(common) if common else dtypes.FLOAT32
 
     @property

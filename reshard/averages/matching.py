@@ -11,7 +11,7 @@ from reshard.dtypes import DType
 from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import BUFFER, PARAM, Entry
-from reshard.tensors import first_difference, read_block
+from reshard.tensors import find_first_difference, read_block
 from reshard.units import counted, some
 from reshard.weights import Weights
 
@@ -113,7 +113,7 @@ def _drop_aliases(
 
 def _is_equal(one: Entry, other: Entry, pool: SourceFiles) -> bool:
     alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return alike and first_difference(pool, one, other) is None
+    return alike and find_first_difference(pool, one, other) is None
 
 
 def _check_names(

@@ -23,7 +23,7 @@ from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.manifest import Manifest
 from reshard.options import option
-from reshard.training.copied_files import TENSOR, own_tensors
+from reshard.training.copied_files import TENSOR, collect_own_tensors
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
@@ -220,7 +220,7 @@ def compare(
 
 def _pair_own_tensors(a: Manifest, b: Manifest) -> Iterator[TensorPair]:
     """Yield the tensors in the script's own values that both sides have, paired by name."""
-    left, right = (own_tensors(each.train) for each in (a, b))
+    left, right = (collect_own_tensors(each.train) for each in (a, b))
     for name in left.keys() & right.keys():
         yield TensorPair(TENSOR, name, left[name], right[name])
 

@@ -20,7 +20,7 @@ from reshard.box import Index, whole
 from reshard.chunks import Chunk, contiguous
 from reshard.dtypes import DType
 from reshard.errors import DAMAGED, CorruptError, UnsupportedError
-from reshard.files import Section, SourceFiles, refuse_lfs_pointer, size_of
+from reshard.files import Section, SourceFiles, get_size, refuse_lfs_pointer
 from reshard.manifest import Entry, SourceFile
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
@@ -45,7 +45,7 @@ def read(path: str | Path) -> SafetensorsFile:
         UnsupportedError: a tensor has an unknown dtype.
     """
     with SourceFiles() as files:
-        return read_section(Section(files, str(path), 0, size_of(path)))
+        return read_section(Section(files, str(path), 0, get_size(path)))
 
 
 def read_section(section: Section) -> SafetensorsFile:

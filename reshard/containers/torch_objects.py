@@ -94,7 +94,7 @@ class TorchFile:
 
     def _claims(self) -> tuple[Claim, ...]:
         """Return what the file states about its own name and, if it has a stamp, its save."""
-        claims = stamps.claims(self.stamp)
+        claims = stamps.list_claims(self.stamp)
         if self.archive:
             claims.append(Claim(stamps.FILE_NAME, self.archive, "the name of its zip archive"))
         return tuple(claims)

@@ -28,7 +28,7 @@ from reshard.containers.torch_objects import (
 )
 from reshard.containers.zip_reader import ZipMember, read_directory
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.files import Section, SourceFiles, refuse_lfs_pointer, size_of
+from reshard.files import Section, SourceFiles, get_size, refuse_lfs_pointer
 from reshard.manifest import Record
 from reshard.pickles.unpickle import Unpickled, loads
 from reshard.pickles.values import Builder
@@ -51,7 +51,7 @@ def read(
         UnsupportedError: its tensors are big-endian.
     """
     path = str(path)
-    size = size_of(path)
+    size = get_size(path)
     with SourceFiles() as files:
         head = files.read(path, 0, min(size, 16))
         if head.startswith(ZIP):

@@ -55,7 +55,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
         opened = {kind: torch_reader.read(path) for kind, path in paths.items()}
         values = {kind: to_plain(tree.convert_file(file)) for kind, file in opened.items()}
         train, before = manifest.train, read_batch_before(near)
-        unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
+        unknown = trust.list_unknown(set().union(*(file.globals for file in opened.values())))
         extended = replace(
             manifest,
             train=replace(
@@ -102,7 +102,7 @@ def with_kept_files(manifest: Manifest, location: Location) -> Manifest:
         for name, file in opened.items()
         if copied_files.is_accelerates_own(name)
     }
-    unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
+    unknown = trust.list_unknown(set().union(*(file.globals for file in opened.values())))
     train = manifest.train
     values = {stem: to_plain(tree.convert_file(file)) for stem, file in shown.items()}
     return replace(

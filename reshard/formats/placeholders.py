@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.location import Location, directory_of
+from reshard.location import Location, get_directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelHint
 from reshard.units import counted, some
@@ -107,7 +107,7 @@ def _describe(hollow: Sequence[str]) -> str:
 
 def _find_ranks(manifest: Manifest) -> str:
     """Return the DeepSpeed checkpoint near the file that has the weights; empty without one."""
-    directory = directory_of(manifest.origin.path)
+    directory = get_directory(manifest.origin.path)
     near = [p for p in (directory, *directory.glob("global_step*")) if p.is_dir()]
     return next((str(p) for p in near if any(p.glob("*_optim_states.pt"))), "")
 
@@ -123,7 +123,7 @@ def _read_shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None
     from reshard.formats import beside  # imported here: it is needed for suspects alone
 
     model_hint: ModelHint | None = beside.find_model(
-        Location([directory_of(manifest.origin.path)]), None
+        Location([get_directory(manifest.origin.path)]), None
     )
     if model_hint is None:
         return None

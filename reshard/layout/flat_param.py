@@ -1,7 +1,7 @@
 """Offsets of parameters in an FSDP1 flat parameter, in elements.
 
 Source: torch 2.13 ``torch/distributed/fsdp/_flat_param.py``, ``_init_flat_param_and_metadata`` and
-``_get_aligned_numel``. `partition.equal_piece` then cuts the whole over the ranks.
+``_get_aligned_numel``. `partition.compute_equal_piece` then cuts the whole over the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reshard.units import round_up
 _ALIGNMENT = 16  # bytes; TorchInductor requires it of addresses
 
 
-def alignment(compute: DType) -> int:
+def get_alignment(compute: DType) -> int:
     """Return the elements to which ``use_orig_params=True`` aligns each member.
 
     Args:
@@ -24,7 +24,7 @@ def alignment(compute: DType) -> int:
             The flat parameter may be stored in another dtype (float32 beside bfloat16).
 
     >>> from reshard.dtypes import parse
-    >>> alignment(parse("fp32")), alignment(parse("bf16"))
+    >>> get_alignment(parse("fp32")), get_alignment(parse("bf16"))
     (4, 8)
     """
     return _ALIGNMENT // compute.itemsize
@@ -38,8 +38,8 @@ def place_members(
     Args:
         members: names and shapes, in flat order.
         aligned_to: 1 puts the members end to end (``use_orig_params=False``). A larger number
-            (``use_orig_params=True``: `alignment`) starts each at a multiple of it, and pads the
-            end to a multiple of ``ranks``.
+            (``use_orig_params=True``: `get_alignment`) starts each at a multiple of it, and pads
+            the end to a multiple of ``ranks``.
         ranks: number of ranks that share the flat parameter; with hybrid sharding, those of one
             replica.
 

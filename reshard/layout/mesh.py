@@ -23,7 +23,7 @@ from typing import Literal
 
 from reshard.box import Box, Index, row_major
 from reshard.errors import UnsupportedError, UsageError
-from reshard.layout.partition import Cut, mesh_box
+from reshard.layout.partition import Cut, compute_mesh_box
 
 Role = Literal["replicate", "shard", "tensor"]
 Cuts = Sequence[Cut | None]  # one for each mesh axis; None replicates
@@ -132,7 +132,7 @@ class MeshGrid:
         """
         at = self.coordinate(rank)
         sizes = [self.sizes[axis] for axis in placed.axes]
-        box = mesh_box(shape, placed.cuts, sizes, [at[axis] for axis in placed.axes])
+        box = compute_mesh_box(shape, placed.cuts, sizes, [at[axis] for axis in placed.axes])
         if box is None:
             raise UnsupportedError(f"{placed.cuts}", f"cannot be placed on a mesh of {self}")
         return box

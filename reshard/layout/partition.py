@@ -23,12 +23,12 @@ def run_chunks(
         yield Chunk(box, file, byte_offset + skipped * dtype.itemsize, strides, dtype)
 
 
-def equal_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
+def compute_equal_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
     """Return one rank's run of a tensor that is cut into ``ceil(numel / ranks)`` elements each.
 
     The last ranks own less, or nothing.
 
-    >>> [equal_piece(5, 4, rank) for rank in range(4)]
+    >>> [compute_equal_piece(5, 4, rank) for rank in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
     step = -(-numel // ranks)
@@ -49,7 +49,7 @@ class Member:
         return self.start + prod(self.shape)
 
 
-def flat_chunks(
+def build_flat_chunks(
     members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]
 ) -> dict[str, list[Chunk]]:
     """Return the chunks of every member of a flat tensor that is stored in pieces.
@@ -91,7 +91,7 @@ class Cut:
     split_factor: int = 1
 
 
-def mesh_box(
+def compute_mesh_box(
     shape: Sequence[int],
     cuts: Sequence[Cut | None],
     sizes: Sequence[int],
@@ -116,7 +116,7 @@ def mesh_box(
         if axes is None:
             return None
         for axis in axes:
-            start, stop = equal_piece(extent[dim], sizes[axis], coordinate[axis])
+            start, stop = compute_equal_piece(extent[dim], sizes[axis], coordinate[axis])
             origin[dim] += start
             extent[dim] = stop - start
     return Box(tuple(origin), tuple(extent))

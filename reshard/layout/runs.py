@@ -22,7 +22,7 @@ from reshard.chunks import (
     contiguous,
 )
 from reshard.dtypes import DType
-from reshard.layout.partition import equal_piece
+from reshard.layout.partition import compute_equal_piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class RankOffsets:
 
 
 class EqualRuns(Partition):
-    """A tensor cut into ``ceil(numel / ranks)`` elements per rank (see `partition.equal_piece`).
+    """A tensor cut into ``ceil(numel / ranks)`` elements a rank (`partition.compute_equal_piece`).
 
     Args:
         offsets: where the flat tensor of each rank begins.
@@ -56,7 +56,7 @@ class EqualRuns(Partition):
 
     def run(self, rank: int) -> tuple[int, int]:
         """Return the elements ``[start, stop)`` of the flattened tensor that a rank stores."""
-        return equal_piece(self.numel, len(self.offsets.files), rank)
+        return compute_equal_piece(self.numel, len(self.offsets.files), rank)
 
     def byte_offset(self, rank: int) -> int:
         """Return the byte offset of a rank's run in the rank's file."""

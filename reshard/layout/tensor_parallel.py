@@ -102,7 +102,7 @@ def of_model(model: ModelShapes) -> TensorPlan:
     return TensorPlan(model.source, styles, model.embeddings)
 
 
-def cuts(
+def find_cuts(
     plan: TensorPlan, parameters: Iterable[tuple[Sequence[str], Index]]
 ) -> dict[str, Cut | None]:
     """Return the cut of each parameter that the plan matches, by its first name; None: replicated.

@@ -11,7 +11,7 @@ from reshard.manifest import Manifest
 from reshard.move.on_demand import OnDemandFiles
 from reshard.planning.planner import Plan
 from reshard.state_dict import torch_state_dict
-from reshard.training.copied_files import own_tensors
+from reshard.training.copied_files import collect_own_tensors
 
 _NAME = "extra.pt"
 
@@ -27,7 +27,7 @@ def load_extra_state(manifest: Manifest) -> dict[str, Any]:
     """
     extra = torch_state_dict.collect_extra_state(manifest.train)
     skeleton = torch_writer.lay_out_object(_NAME, extra)
-    entries = {entry.key: entry for entry in own_tensors(manifest.train).values()}
+    entries = {entry.key: entry for entry in collect_own_tensors(manifest.train).values()}
     with SourceFiles() as pool:
         files = OnDemandFiles(Plan(entries, skeleton), manifest.files, pool)
         loaded: dict[str, Any] = load_safely(files.open(_NAME, checks=False), manifest.origin.path)

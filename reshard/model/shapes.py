@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.box import Index
 from reshard.errors import UnsupportedError, UsageError
-from reshard.model.wrap import Policy, batch_norm, wrapped_in
+from reshard.model.wrap import Policy, find_wrapped, get_batch_norm
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,10 +90,10 @@ def of_module(
     """
     from torch import nn
 
-    wrapped = wrapped_in(root, policy or Policy(), mixed_precision=mixed_precision)
+    wrapped = find_wrapped(root, policy or Policy(), mixed_precision=mixed_precision)
     owners = _find_owners(root, wrapped)
     names = {module: fqn for fqn, module in root.named_modules()}
-    excluded = batch_norm() if mixed_precision else ()
+    excluded = get_batch_norm() if mixed_precision else ()
     units = []
     # By unit as well, because a parameter of two units has a first name in each of them.
     firsts: dict[tuple[nn.Module, nn.Parameter], str] = {}

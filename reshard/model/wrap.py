@@ -79,14 +79,14 @@ def _parse_count(text: str) -> int:
     return count
 
 
-def wrapped_in(root: nn.Module, policy: Policy, *, mixed_precision: bool) -> set[nn.Module]:
+def find_wrapped(root: nn.Module, policy: Policy, *, mixed_precision: bool) -> set[nn.Module]:
     """Return the modules inside the root that FSDP1 wraps.
 
     Raises:
         UsageError: the model has no module of a class that the policy names.
         UnsupportedError: the result of ``size=`` depends on the number of ranks.
     """
-    always = (batch_norm(),) if mixed_precision else ()
+    always = (get_batch_norm(),) if mixed_precision else ()
     if policy.least is not None:
         by_size = _BySize(policy.least, always)
         by_size.search(root)
@@ -99,7 +99,7 @@ def wrapped_in(root: nn.Module, policy: Policy, *, mixed_precision: bool) -> set
     return modules - {root}
 
 
-def batch_norm() -> type[nn.Module]:
+def get_batch_norm() -> type[nn.Module]:
     """Return the class of ``MixedPrecision._module_classes_to_ignore``, wrapped separately."""
     from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -31,7 +31,7 @@ from reshard.output.temporary import temporary
 from reshard.output.uploads import Uploads
 from reshard.planning.planner import Plan
 from reshard.remote import objects
-from reshard.remote.store import version_of
+from reshard.remote.store import get_version
 
 MIN_BYTES = 1 << 20
 """Size in bytes from which a file gets a receipt; uploading a smaller one again is as fast."""
@@ -151,7 +151,7 @@ class Receipts(Unfinished[RemotePartial]):
         info = path.store.info(str(path))
         whole_file = Spans([(file.name, 0, file.nbytes, None)])
         document = {
-            "version": version_of(info) if info else (),
+            "version": get_version(info) if info else (),
             "verified": self._options.verify,
             "seen": replace(seen, windows=whole_file).to_json(),
         }
@@ -177,7 +177,7 @@ class Receipts(Unfinished[RemotePartial]):
         """Return whether the store still has the version of the file that the receipt names."""
         output = self._partial.output
         info = output.store.info(str(output / receipt.file))
-        version = version_of(info) if info else ()
+        version = get_version(info) if info else ()
         # A tuple comes back from JSON as a list.
         return bool(version) and list(version) == receipt.version
 

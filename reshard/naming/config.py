@@ -14,7 +14,7 @@ from reshard.model_parallel.families import Family
 from reshard.model_parallel.traits import Traits
 from reshard.naming.options import NameOptions
 from reshard.paths import as_path
-from reshard.training.companion_files import config_beside
+from reshard.training.companion_files import find_config
 
 
 def describe_config(
@@ -26,7 +26,7 @@ def describe_config(
         UsageError: there is no config, or transformers does not know it.
         UnsupportedError: there is no table of its model.
     """
-    path = as_path(model) if model else config_beside(manifest)
+    path = as_path(model) if model else find_config(manifest)
     if path is not None and path.is_dir():
         path /= "config.json"
     if path is None or not path.is_file():

@@ -19,7 +19,7 @@ from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.model import library
 from reshard.model.adapter_names import find_saved_names
 from reshard.naming.options import Names
-from reshard.training.companion_files import config_beside, is_embedding
+from reshard.training.companion_files import find_config, is_embedding
 from reshard.units import some
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def restore_memory_form(manifest: Manifest) -> Manifest | None:
 
     if manifest.origin.format not in FILE_FORMATS:
         return None
-    path = config_beside(manifest)
+    path = find_config(manifest)
     content = read_json_object(path) if path else None
     if path is None or content is None or not library.may_be_converted(content):
         return None

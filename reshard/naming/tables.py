@@ -16,7 +16,7 @@ from reshard.model_parallel.rules import add_user_rules, load_whole_table
 from reshard.model_parallel.traits import Traits
 from reshard.naming.config import describe_config
 from reshard.naming.options import ModelNames, NameOptions, Naming
-from reshard.training.companion_files import config_beside
+from reshard.training.companion_files import find_config
 
 # Keys of a config that may differ: values show a tie (`weights.resolve_ties`), and a router's loss
 # acts in training alone.
@@ -54,7 +54,7 @@ def describe_model(
     traits = describe_source(manifest, own)
     if traits is not None or not own.of_own_models or not library.is_installed():
         return traits
-    if model is None and config_beside(manifest) is None:
+    if model is None and find_config(manifest) is None:
         return None
     return describe_config(manifest, options, model)[1]
 

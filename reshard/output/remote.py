@@ -30,7 +30,7 @@ class RemotePartial:
 
     def __init__(self, destination: RemotePath) -> None:
         self.destination = destination
-        self.path = partial_path(destination)
+        self.path = get_partial_path(destination)
         self.output = self.path / OUTPUT
         self.resumable_bytes = 0  # bytes of the output from which a later run could continue
         self.published = False
@@ -149,11 +149,11 @@ class RemotePartial:
             raise holder.build_conflict_error(self.destination)
 
 
-def partial_path(destination: RemotePath) -> RemotePath:
+def get_partial_path(destination: RemotePath) -> RemotePath:
     """Return the hidden folder in which the output of a destination grows."""
     return destination.parent / f".{destination.name}.partial"
 
 
 def is_moving(destination: RemotePath) -> bool:
     """Return whether a run is copying its output to `destination`, or died while copying."""
-    return destination.store.info(str(partial_path(destination) / _MOVING)) is not None
+    return destination.store.info(str(get_partial_path(destination) / _MOVING)) is not None

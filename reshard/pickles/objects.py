@@ -30,7 +30,7 @@ def can_be_written(value: Any, *others: type) -> bool:
         others: types that the target's pickler writes besides plain values and descriptions.
     """
     return _is_shallow(value) and all(
-        isinstance(part, others) or _is_known(part) for part in parts_of(value)
+        isinstance(part, others) or _is_known(part) for part in iterate_parts(value)
     )
 
 
@@ -46,11 +46,11 @@ def _is_shallow(value: Any) -> bool:
 
 def _is_known(part: Any) -> bool:
     if isinstance(part, (Global, Call)):
-        return trust.expected(part.name)
+        return trust.is_expected(part.name)
     return isinstance(part, _CONTAINERS) or type(part) in _PLAIN
 
 
-def parts_of(value: Any) -> Iterator[Any]:
+def iterate_parts(value: Any) -> Iterator[Any]:
     """Yield the value and each of its parts; a container that occurs twice is entered once."""
     waiting, seen = [value], set[int]()
     while waiting:
@@ -71,7 +71,7 @@ def _inside(part: Any) -> Collection[Any]:
     return part if isinstance(part, _CONTAINERS) else ()
 
 
-def left_out(name: str, described: Any, value: Any) -> list[str]:
+def list_left_out(name: str, described: Any, value: Any) -> list[str]:
     """Return the attributes of a namespace that were left out, by dotted name.
 
     Args:
@@ -88,7 +88,7 @@ def is_namespace(value: Any) -> TypeGuard[Call]:
     return isinstance(value, Call) and value.name == NAMESPACE and isinstance(value.state, dict)
 
 
-def attributes(value: Any) -> Mapping[str, Any]:
+def get_attributes(value: Any) -> Mapping[str, Any]:
     """Return the attributes of a namespace; an empty dict for any other value."""
     return value.state if is_namespace(value) else {}
 

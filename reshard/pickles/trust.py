@@ -96,10 +96,10 @@ def runs_code(name: str) -> bool:
     if module == "builtins":
         return bool(attributes) and attributes[0] in _RUNS_CODE_BUILTINS
     # Some harmless names of these modules are expected: types.SimpleNamespace, signal.Signals.
-    return module in _RUNS_CODE_MODULES and not expected(name)
+    return module in _RUNS_CODE_MODULES and not is_expected(name)
 
 
-def expected(name: str) -> bool:
+def is_expected(name: str) -> bool:
     """Return whether the frameworks that reshard knows write this name into their checkpoints."""
     top, _, rest = name.partition(".")
     return top in _EXPECTED and _follows(top).fullmatch(rest) is not None
@@ -110,6 +110,6 @@ def _follows(top: str) -> re.Pattern[str]:
     return re.compile(_EXPECTED[top], re.VERBOSE)
 
 
-def unknown(names: set[str]) -> tuple[str, ...]:
+def list_unknown(names: set[str]) -> tuple[str, ...]:
     """Return the names that no known framework writes, sorted."""
-    return tuple(sorted(name for name in names if not expected(name)))
+    return tuple(sorted(name for name in names if not is_expected(name)))

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from reshard.errors import IncompleteError, UsageError
 from reshard.remote import reading
 from reshard.remote.attempts import attempt
-from reshard.remote.store import Info, Store, modified_at, store, version_of
+from reshard.remote.store import Info, Store, get_modification_time, get_store, get_version
 
 _BUFFER = 64 << 10
 
@@ -39,7 +39,7 @@ class RemotePath(PosixPath):
         scheme = self.parts[0] if self.parts else ""
         if not scheme.endswith(":"):
             raise UsageError(self, "is a local path, but was joined to a path in an object store")
-        return store(scheme[:-1])
+        return get_store(scheme[:-1])
 
     @property
     def key(self) -> str:
@@ -86,14 +86,14 @@ class RemotePath(PosixPath):
         if info is None:
             raise FileNotFoundError(2, "there is no such object", str(self))
         kind = stat.S_IFREG if info["type"] == "file" else stat.S_IFDIR
-        when = modified_at(info)
+        when = get_modification_time(info)
         return os.stat_result((kind, 0, 0, 1, 0, 0, info["size"] or 0, when, when, when))
 
     @property
     def version(self) -> tuple[str, ...]:
         """Values that change whenever the object is rewritten; () if they are unknown."""
         info = self.info()
-        return () if info is None else version_of(info)
+        return () if info is None else get_version(info)
 
     def iterdir(self) -> Generator[RemotePath, None, None]:
         """Yield the children of this folder.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from reshard.errors import CorruptError, IncompleteError, ReshardError
 from reshard.remote.attempts import attempt
-from reshard.remote.store import Store, store_of, version_of
+from reshard.remote.store import Store, find_store, get_version
 
 _BLOCK = 256 << 10
 _KEPT = 64  # blocks in the cache of a process: 16 MiB
@@ -56,13 +56,13 @@ class RemoteFile:
     """One object, read by ranges."""
 
     def __init__(self, url: str) -> None:
-        self._store = store_of(url)
+        self._store = find_store(url)
         info = self._store.find(url)
         if info is None:
             raise IncompleteError(url, "does not exist", "was the checkpoint moved?")
         self.url = url
         self.nbytes: int = info["size"]
-        self._version = version_of(info)
+        self._version = get_version(info)
 
     def pread(self, target: memoryview, byte_offset: int) -> int:
         """Fill the target from an offset on and return the number of bytes before the end."""
@@ -183,7 +183,7 @@ class RemoteFiles:
         """Fetch ranges concurrently, adjacent ones as one; return what is kept until `drop`."""
         spans = list(_merge_ranges(ranges))
         if spans:
-            for span, data in zip(spans, fetch_ranges(store_of(spans[0][0]), spans), strict=True):
+            for span, data in zip(spans, fetch_ranges(find_store(spans[0][0]), spans), strict=True):
                 self._store(span, data)
         return spans
 

@@ -83,7 +83,7 @@ class Store:
             self._listed.clear()
 
 
-def version_of(info: Info) -> tuple[str, ...]:
+def get_version(info: Info) -> tuple[str, ...]:
     """Return values that change whenever an object is rewritten: size and tags, or size and times.
 
     The result is empty if the store reports neither tags nor times.
@@ -95,7 +95,7 @@ def version_of(info: Info) -> tuple[str, ...]:
     return ()
 
 
-def modified_at(info: Info) -> int:
+def get_modification_time(info: Info) -> int:
     """Return the modification time in seconds; each filesystem has its own key for it."""
     when = next((info[key] for key in _TIMES if info.get(key)), 0)
     if isinstance(when, str):
@@ -107,7 +107,7 @@ def modified_at(info: Info) -> int:
 
 
 @cache
-def store(scheme: str) -> Store:
+def get_store(scheme: str) -> Store:
     """Return the store of a URL scheme; the result is cached.
 
     Raises:
@@ -116,9 +116,9 @@ def store(scheme: str) -> Store:
     return Store(scheme)
 
 
-def store_of(url: str) -> Store:
+def find_store(url: str) -> Store:
     """Return the store of a URL."""
-    return store(url.partition("://")[0])
+    return get_store(url.partition("://")[0])
 
 
 def _filesystem(scheme: str) -> Any:

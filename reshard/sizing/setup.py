@@ -119,7 +119,7 @@ def count_data_ranks(cluster: Cluster, training: Training) -> int:
         raise UsageError(
             f"--ep {training.ep}",
             f"does not divide the {data} data-parallel ranks",
-            f"use --ep {units.either(units.nearest_divisors(data, training.ep))}",
+            f"use --ep {units.either(units.find_nearest_divisors(data, training.ep))}",
         )
     return data
 

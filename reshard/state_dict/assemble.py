@@ -21,8 +21,8 @@ from reshard.manifest import (
     Origin,
     SourceFile,
     TrainState,
+    find_most_common_dtype,
     index_entries,
-    most_common_dtype,
 )
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import find_parts, find_trained_names
@@ -110,7 +110,7 @@ def build_manifest(
         origin=replace(
             origin,
             mesh=origin.mesh or {"world": parsed.world},
-            precision=origin.precision or most_common_dtype(e.dtype for e in entries.values()),
+            precision=origin.precision or find_most_common_dtype(e.dtype for e in entries.values()),
         ),
         entries=index_entries(all_entries),
         files=_add_step_claims(parsed.files, read),
@@ -122,7 +122,7 @@ def build_manifest(
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
         unnamed=next((one.why_unnamed for one in read if one.why_unnamed), None),
         unread=_describe_unread(parts, train.objects),
-        unknown_globals=trust.unknown(parsed.globals),
+        unknown_globals=trust.list_unknown(parsed.globals),
         ordered=ordered or model is not None or bool(trained),
         # An index of FSDP 1's optimizer counts in the order of its units, not in that of the model.
         keyed=None if flats or units else optimizer_state.find_keying(parts.optimizers.values()),

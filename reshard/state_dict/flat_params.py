@@ -22,7 +22,7 @@ from reshard.box import Box, Index, as_index
 from reshard.chunks import Chunk
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.layout import flat_param
-from reshard.layout.partition import Member, flat_chunks, run_chunks
+from reshard.layout.partition import Member, build_flat_chunks, run_chunks
 from reshard.model import ModelShapes
 from reshard.schema import COUNT, SHAPE, TEXT, expect, mapping, record, sequence
 from reshard.state_dict.tree import GlobalTensor, LocalTensors
@@ -47,7 +47,7 @@ class FlatUnit:
     def tensors(self, pieces: Iterable[tuple[int, Chunk]]) -> dict[str, GlobalTensor]:
         """Build the members' global tensors from pieces, each with its first flat element."""
         pieces = list(pieces)
-        chunks = flat_chunks(self.members, pieces)
+        chunks = build_flat_chunks(self.members, pieces)
         dtype = pieces[0][1].dtype
         return {
             member.fqn: GlobalTensor(dtype, member.shape, tuple(chunks[member.fqn]))

@@ -18,7 +18,7 @@ from reshard.pickles.objects import (
     SCHEDULER,
     can_be_written,
     is_namespace,
-    parts_of,
+    iterate_parts,
 )
 from reshard.pickles.values import Call
 from reshard.state_dict.plain_values import is_plain, to_plain
@@ -40,7 +40,7 @@ def keep_own_values(root: Mapping[Any, Any], names: Iterable[Any]) -> dict[str, 
 
 def _describe_tensors(copier: _Copier, value: Any, name: str) -> Any:
     """Return a value with entries for its tensors; one without tensors is not copied."""
-    has_tensors = any(isinstance(part, Tensor) or is_tensor(part) for part in parts_of(value))
+    has_tensors = any(isinstance(part, Tensor) or is_tensor(part) for part in iterate_parts(value))
     return copier.copy(value, name) if has_tensors else value
 
 

@@ -17,7 +17,7 @@ from reshard.chunks import Chunk
 from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, parse_dtype
 from reshard.dtypes import DType
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
-from reshard.layout.partition import Cut, mesh_box
+from reshard.layout.partition import Cut, compute_mesh_box
 from reshard.pickles.values import Call
 
 _SHARDED_TENSOR = "ShardedTensor"
@@ -110,7 +110,9 @@ def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> li
             f"a DTensor's rank has coordinates {coordinate} on a mesh of {sizes}",
             ALTERED,
         )
-    box = mesh_box(shape, placements, sizes, coordinate, _read_shard_order(spec, placements))
+    box = compute_mesh_box(
+        shape, placements, sizes, coordinate, _read_shard_order(spec, placements)
+    )
     if box is None:
         raise UnsupportedError(
             file.path,

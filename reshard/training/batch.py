@@ -9,7 +9,7 @@ from reshard.manifest import Manifest
 from reshard.model_parallel.sizes import parse_mesh
 from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun
-from reshard.units import counted, either, nearest_divisors
+from reshard.units import counted, either, find_nearest_divisors
 
 BATCH = "train_batch_size"  # of one rank, in HF Trainer's trainer_state.json
 # The file that reshard writes beside trainer_state.json at another size: the run's own number of
@@ -54,19 +54,19 @@ def rebalance_batch(manifest: Manifest, world_size: int) -> Rebalanced:
     return Rebalanced(manifest, [_describe_rule(before, world_size)], [])
 
 
-def advice(total: int, micro: int, ranks: int) -> str:
+def describe_misfit(total: int, micro: int, ranks: int) -> str:
     """Describe why a global batch does not fit, and which batches and numbers of ranks do.
 
-    >>> advice(12, 1, 5)  # doctest: +ELLIPSIS
+    >>> describe_misfit(12, 1, 5)  # doctest: +ELLIPSIS
     'a global batch of 12 is not divisible by 5 ranks x micro batch 1; use 10 or 15, or 2, 3, ...'
-    >>> advice(7, 2, 2)
+    >>> describe_misfit(7, 2, 2)
     'a global batch of 7 is not divisible by 2 ranks x micro batch 2; use 4 or 8'
     """
     unit = micro * ranks
     below = total // unit * unit
     ways = either([batch for batch in (below, below + unit) if batch])
     if total % micro == 0:
-        sizes = nearest_divisors(total // micro, ranks)
+        sizes = find_nearest_divisors(total // micro, ranks)
         ways += f", or {either(sizes)} {'rank' if sizes == [1] else 'ranks'}"
     factors = f"{counted(ranks, 'rank')} x micro batch {micro}"
     return f"a global batch of {total} is not divisible by {factors}; use {ways}"
@@ -88,7 +88,7 @@ def _describe_rule(before: int, ranks: int) -> str:
 def _find_problem_of_our_trainer(run: TrainerRun, ranks: int) -> str:
     """Return why a resume on so many data-parallel ranks would refuse the run's global batch."""
     total, micro = (int(run.settings[name]) for name in ("global_batch", "micro_batch"))
-    return advice(total, micro, ranks) if micro and total % (micro * ranks) else ""
+    return describe_misfit(total, micro, ranks) if micro and total % (micro * ranks) else ""
 
 
 def _rebalance_sequences(
@@ -137,7 +137,7 @@ def _rebalance_deepspeed(
         new = max(1, round(total / (micro * world_size)))
         reached, chosen = micro * world_size * new, micro
         written = f"the configuration written has a global batch of {reached}"
-        warnings = [f"{advice(total, micro, world_size)}; {written}"]
+        warnings = [f"{describe_misfit(total, micro, world_size)}; {written}"]
     else:
         new, reached = total // (chosen * world_size), total
     changed = {**config, _MICRO: chosen, _STEPS: new, _TOTAL: reached}

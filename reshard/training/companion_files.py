@@ -14,8 +14,8 @@ from reshard.containers.json_files import format_json, read_json_object
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.files import read_small_file
-from reshard.location import directory_of
-from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, most_common_dtype
+from reshard.location import get_directory
+from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, find_most_common_dtype
 from reshard.quantised.statement import CONFIG, OTHERS, remove_statement
 from reshard.training.batch import BATCH_BEFORE
 
@@ -50,7 +50,7 @@ class Companions:
     others: tuple[Path, ...]
 
 
-def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
+def find_companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
     """Find config, tokenizer and processor files in ``hf_dir``, else beside the checkpoint.
 
     Raises:
@@ -65,13 +65,13 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
             if not hf_dir and not is_model_config(config):
                 continue  # some other program's config.json
             parsed = read_json_object(config)
-            return Companions(directory, parsed, others(directory, parsed))
+            return Companions(directory, parsed, list_model_files(directory, parsed))
     if hf_dir:
         raise UsageError(hf_dir, "has no config.json", "--hf-dir needs a Hugging Face model")
     return Companions(None, None, ())
 
 
-def others(directory: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
+def list_model_files(directory: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
     """Return the files of a directory that belong to a model, except its config."""
     children = [child for child in sorted(directory.iterdir()) if child.is_file()]
     return tuple(child for child in children if _belongs(child.name, config))
@@ -98,7 +98,7 @@ def is_embedding(fqn: str) -> bool:
     return _EMBEDDING.fullmatch(fqn) is not None
 
 
-def matched_config(
+def match_config(
     config: Mapping[str, Any],
     tensors: Sequence[tuple[Entry, DType]],
     dtype: str,
@@ -154,8 +154,8 @@ def with_derived_config(
     """
     name = f"{at}/config.json" if at else "config.json"
     tensors = [(weight.value, dtype or weight.dtype) for weight in state.weights]
-    main = dtype.name if dtype else most_common_dtype(each for _, each in tensors)
-    matched, _ = matched_config(config, tensors, main, untied=False, known={})
+    main = dtype.name if dtype else find_most_common_dtype(each for _, each in tensors)
+    matched, _ = match_config(config, tensors, main, untied=False, known={})
     data = format_json(matched)
     kind = config["architectures"][0]
     added = OutputFile(name, len(data), ((0, data),))
@@ -176,7 +176,7 @@ def with_companions(
         beside: folder in the skeleton for the files of the checkpoint's directory.
         above: folder for those of the directory above (HF Trainer's are above DeepSpeed's).
     """
-    place = directory_of(manifest.origin.path)
+    place = get_directory(manifest.origin.path)
     taken = {file.name for file in skeleton.files}
     added: dict[str, OutputFile] = {}
     for folder, below in ((place, beside), (place.resolve().parent, above)):
@@ -211,19 +211,19 @@ def _read_copy(path: Path, manifest: Manifest) -> bytes | None:
     return read_small_file(path)
 
 
-def config_beside(manifest: Manifest) -> Path | None:
+def find_config(manifest: Manifest) -> Path | None:
     """Return the transformers ``config.json`` of the checkpoint's directory, or of the run's.
 
     Raises:
         CorruptError: the file is not JSON.
     """
-    directory = directory_of(manifest.origin.path)
-    folder = companions(None, [directory, directory.resolve().parent]).directory
+    directory = get_directory(manifest.origin.path)
+    folder = find_companions(None, [directory, directory.resolve().parent]).directory
     return folder / "config.json" if folder else None
 
 
 def describe_beside(manifest: Manifest, wrap: str | None = None) -> ModelShapes | None:
-    """Return the model of the config that `config_beside` finds; None without one.
+    """Return the model of the config that `find_config` finds; None without one.
 
     Args:
         wrap: how FSDP 1 wrapped the model, see `ModelHint`.
@@ -234,7 +234,7 @@ def describe_beside(manifest: Manifest, wrap: str | None = None) -> ModelShapes 
     """
     from reshard.model import ModelHint  # a merge does not need it
 
-    config = config_beside(manifest)
+    config = find_config(manifest)
     return ModelHint(str(config), wrap).shapes() if config else None
 
 
@@ -250,7 +250,7 @@ def _progress(path: Path, manifest: Manifest) -> bytes:
 
 def _beside(folder: Path) -> list[Path]:
     """Return a model's files and the run's progress; nothing if a directory has neither."""
-    paths = list(companions(None, [folder]).others)
+    paths = list(find_companions(None, [folder]).others)
     config = folder / "config.json"
     if config.is_file() and is_model_config(config):
         paths.append(config)

@@ -19,10 +19,10 @@ from reshard.box import whole
 from reshard.chunks import contiguous
 from reshard.containers.torch_detect import is_torch_file
 from reshard.dtypes import UINT8
-from reshard.files import size_of
+from reshard.files import get_size
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, TrainState
-from reshard.pickles.objects import parts_of
+from reshard.pickles.objects import iterate_parts
 
 KIND = "file"  # kind of an entry whose elements are the bytes of a whole file
 ITEM = "item"  # kind of an entry whose elements are the bytes of a range of a file
@@ -56,21 +56,21 @@ def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
     """Return the entries of the source that fill copies of files, and of a script's tensors."""
     names = {entry.fqn for entry in skeleton.entries if entry.kind == KIND}
     kept = manifest.train.kept_files
-    files = [build_file(name, kept[name], size_of(kept[name])) for name in kept if name in names]
+    files = [build_file(name, kept[name], get_size(kept[name])) for name in kept if name in names]
     names = {entry.fqn for entry in skeleton.entries if entry.kind == TENSOR}
-    tensors = own_tensors(manifest.train).items() if names else ()
+    tensors = collect_own_tensors(manifest.train).items() if names else ()
     return [*files, *(entry for name, entry in tensors if name in names)]
 
 
-def own_tensors(train: TrainState) -> dict[str, Entry]:
+def collect_own_tensors(train: TrainState) -> dict[str, Entry]:
     """Return the tensors in a script's own values by name."""
-    parts = (part for value in train.objects.values() for part in parts_of(value))
+    parts = (part for value in train.objects.values() for part in iterate_parts(value))
     return {part.fqn: part for part in parts if isinstance(part, Entry)}
 
 
 def lay_out(name: str, path: str) -> Skeleton:
     """Lay out a copy of a source file under the same name."""
-    size = size_of(path)
+    size = get_size(path)
     return Skeleton((OutputFile(name, size),), (build_file(name, name, size),))
 
 

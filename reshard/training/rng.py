@@ -115,7 +115,7 @@ def _find_dialect(file: TorchFile) -> Dialect | None:
 
 
 def _read(file: TorchFile, pool: SourceFiles) -> RankRng:
-    dialect, unknown = _find_dialect(file), trust.unknown(file.globals)
+    dialect, unknown = _find_dialect(file), trust.list_unknown(file.globals)
     if unknown:
         raise UnsafeError(file.path, f"its pickle names {unknown[0]}", "leave it out: --rng drop")
     if dialect is None:

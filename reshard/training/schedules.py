@@ -30,7 +30,7 @@ _STEPS = "last_epoch"
 _WHOLE = ("step_size", "total_iters", "patience")  # exact only if they stay whole numbers
 
 
-def steps_per_update(train: TrainState, processes: int) -> int | None:
+def count_steps_per_update(train: TrainState, processes: int) -> int | None:
     """Return how many steps the scheduler makes for one update of the optimizer.
 
     The optimizer's own count of updates is the evidence. One process cannot tell the two rules
@@ -56,7 +56,7 @@ def find_factor(manifest: Manifest, processes: int) -> Fraction:
     before = manifest.origin.world
     if not manifest.train.kept_files:  # not Accelerate's
         return Fraction(1)
-    counted = steps_per_update(manifest.train, before)
+    counted = count_steps_per_update(manifest.train, before)
     return Fraction(processes, before) if counted == before else Fraction(1)
 
 
@@ -76,7 +76,7 @@ def describe_changes(manifest: Manifest, processes: int) -> Iterator[str]:
         return
     by = find_factor(manifest, processes)
     if by == 1:
-        counted = steps_per_update(train, before)
+        counted = count_steps_per_update(train, before)
         if counted is None:
             yield _UNTOLD.format(", ".join(files), before)
         return

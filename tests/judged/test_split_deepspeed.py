@@ -27,7 +27,7 @@ from reshard.dtypes import BFLOAT16
 from reshard.errors import IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed import write
-from reshard.layout.partition import equal_piece
+from reshard.layout.partition import compute_equal_piece
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call
@@ -219,7 +219,7 @@ class Held:
             return [(0, numel)]
         spans, at = [], 0
         for shape in members:
-            start, stop = equal_piece(prod(shape), self.ranks, self.rank)
+            start, stop = compute_equal_piece(prod(shape), self.ranks, self.rank)
             spans.append((at, at + stop - start))
             at += -(-prod(shape) // self.ranks)
         assert at == numel

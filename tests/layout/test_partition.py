@@ -12,7 +12,14 @@ from reshard import dtypes
 from reshard.box import Box, flat_span, whole
 from reshard.chunks import contiguous
 from reshard.dtypes import FLOAT32
-from reshard.layout.partition import Cut, Member, equal_piece, flat_chunks, mesh_box, run_chunks
+from reshard.layout.partition import (
+    Cut,
+    Member,
+    build_flat_chunks,
+    compute_equal_piece,
+    compute_mesh_box,
+    run_chunks,
+)
 
 
 def test_run_chunks_point_at_the_run_stored_contiguously():
@@ -58,7 +65,7 @@ def test_run_chunks_follow_one_another_in_the_tensor_and_in_the_file():
 def test_equal_pieces_cover_without_overlap():
     for numel in range(40):
         for ranks in range(1, 13):
-            pieces = [equal_piece(numel, ranks, rank) for rank in range(ranks)]
+            pieces = [compute_equal_piece(numel, ranks, rank) for rank in range(ranks)]
             covered = [i for start, stop in pieces for i in range(start, stop)]
             assert covered == list(range(numel))
             assert all(0 <= start <= stop <= numel for start, stop in pieces)
@@ -71,7 +78,8 @@ def test_equal_pieces_are_those_of_torch_chunk():
         for ranks in range(1, 9):
             sizes = [len(piece) for piece in torch.arange(numel).chunk(ranks)]
             ours = [
-                stop - start for start, stop in (equal_piece(numel, ranks, r) for r in range(ranks))
+                stop - start
+                for start, stop in (compute_equal_piece(numel, ranks, r) for r in range(ranks))
             ]
             assert ours == sizes + [0] * (ranks - len(sizes))
 
@@ -112,21 +120,21 @@ def test_mesh_boxes_are_torchs():
             wanted = _compute_local_shape_and_global_offset(
                 shape, sizes, coordinate.__getitem__, placements
             )
-            box = mesh_box(shape, cuts, sizes, coordinate)
+            box = compute_mesh_box(shape, cuts, sizes, coordinate)
             assert box.shape == wanted[0], (shape, sizes, placements, coordinate)
             if box.volume:
                 assert box.origin == wanted[1], (shape, sizes, placements, coordinate)
 
 
 def test_split_factors_of_no_order_are_refused():
-    assert mesh_box((12,), [Cut(0, 5), Cut(0)], (2, 2), (0, 0)) is None
+    assert compute_mesh_box((12,), [Cut(0, 5), Cut(0)], (2, 2), (0, 0)) is None
 
 
 def test_flat_chunks_leave_padding_out():
     members = [Member("a", (2, 3), 0), Member("b", (4,), 8), Member("c", (), 12)]
     pieces = [(0, contiguous("f0", 100, FLOAT32, whole((7,)), (7,)))]
     pieces += [(7, contiguous("f1", 0, FLOAT32, whole((9,)), (9,)))]
-    found = flat_chunks(members, pieces)
+    found = build_flat_chunks(members, pieces)
     assert [(c.box, c.file, c.byte_offset) for c in found["b"]] == [
         (Box((0,), (4,)), "f1", 4),
     ]

@@ -15,7 +15,7 @@ from reshard.chunks import contiguous
 from reshard.commands.output import check_overlaps
 from reshard.containers import skeletons
 from reshard.errors import CorruptError, DifferentError
-from reshard.layout.partition import equal_piece, run_chunks
+from reshard.layout.partition import compute_equal_piece, run_chunks
 from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import (
     Entry,
@@ -87,7 +87,7 @@ def test_runs_are_the_chunks_of_equal_pieces(shape, ranks):
         (chunk.box, chunk.file, chunk.byte_offset)
         for rank, file in enumerate(held.offsets.files)
         for chunk in run_chunks(
-            file, 4 * rank + 8, held.dtype, shape, *equal_piece(prod(shape), ranks, rank)
+            file, 4 * rank + 8, held.dtype, shape, *compute_equal_piece(prod(shape), ranks, rank)
         )
     ]
     assert [(chunk.box, chunk.file, chunk.byte_offset) for chunk in held] == boxes

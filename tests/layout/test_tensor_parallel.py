@@ -10,7 +10,7 @@ from reshard import model as models
 from reshard.errors import UnsupportedError, UsageError
 from reshard.layout import tensor_parallel
 from reshard.layout.partition import Cut
-from reshard.layout.tensor_parallel import TensorPlan, cuts
+from reshard.layout.tensor_parallel import TensorPlan, find_cuts
 
 LAYER = {
     "layers.0.up.weight": (6, 4),
@@ -23,7 +23,7 @@ LAYER = {
 
 def cut(styles, shapes, **told):
     plan = TensorPlan("plan", styles, **told)
-    return cuts(plan, [((name,), shape) for name, shape in shapes.items()])
+    return find_cuts(plan, [((name,), shape) for name, shape in shapes.items()])
 
 
 def test_a_linear_is_cut_as_torch_cuts_it():
@@ -60,10 +60,10 @@ def test_the_names_of_one_tensor_are_cut_alike():
     tied = [(("embed.weight", "head.weight"), (10, 4))]
     known = frozenset({"embed.weight"})
     good = TensorPlan("plan", {"embed": "rowwise", "head": "colwise"}, known)
-    assert cuts(good, tied) == {"embed.weight": Cut(0)}
+    assert find_cuts(good, tied) == {"embed.weight": Cut(0)}
     for styles in ({"embed": "colwise", "head": "colwise"}, {"head": "colwise"}):
         with pytest.raises(UsageError, match="are one tensor, but have different cuts"):
-            cuts(TensorPlan("plan", styles, known), tied)
+            find_cuts(TensorPlan("plan", styles, known), tied)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_models_plan_is_transformers_own():
     assert plan.styles["llama.lm_head"] == "colwise"
     assert "llama.model.embed_tokens.weight" in plan.embeddings
     names = ("llama.model.embed_tokens.weight", "llama.lm_head.weight")
-    assert cuts(plan, [(names, (64, 32))]) == {names[0]: Cut(0)}
+    assert find_cuts(plan, [(names, (64, 32))]) == {names[0]: Cut(0)}
     with pytest.raises(UsageError, match="has no tensor-parallel plan"):
         tensor_parallel.of_model(models.describe("tests.judges.torch_models:mlp"))
 

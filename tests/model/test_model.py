@@ -19,8 +19,8 @@ from torch import nn
 
 from reshard import dtypes
 from reshard.errors import UnsupportedError, UsageError
-from reshard.layout.flat_param import alignment, place_members
-from reshard.layout.partition import equal_piece
+from reshard.layout.flat_param import get_alignment, place_members
+from reshard.layout.partition import compute_equal_piece
 from reshard.model import Unit, describe, shapes_of
 from tests.support.programs import run_python
 
@@ -121,7 +121,7 @@ def predicted(shapes, *, orig, dtype, mixed, count):
     found = []
     for unit in shapes.units:
         compute = dtype if mixed is None or unit.full_precision else mixed
-        aligned_to = alignment(dtypes.parse(str(compute))) if orig else 1
+        aligned_to = get_alignment(dtypes.parse(str(compute))) if orig else 1
         members = [(fqn, shapes.parameters[fqn]) for fqn in unit.members]
         starts, total = place_members(members, aligned_to=aligned_to, ranks=count)
         assert tuple(starts) == unit.members
@@ -273,7 +273,7 @@ def test_the_values_of_the_flat_parameters_lie_there(wrap, orig):
         members = [(fqn, shapes.parameters[fqn]) for fqn in unit.members]
         starts, total = place_members(members, aligned_to=4 if orig else 1, ranks=count)
         whole = torch.cat(pieces)
-        assert [equal_piece(total, count, rank)[0] for rank in range(count)] == [
+        assert [compute_equal_piece(total, count, rank)[0] for rank in range(count)] == [
             rank * pieces[0].numel() for rank in range(count)
         ]
         for fqn, shape in members:

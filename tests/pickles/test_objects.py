@@ -48,7 +48,7 @@ def test_a_namespace_keeps_its_enums_and_dtypes():
     wanted = vars(NAMESPACE).copy()
     del wanted["odd"]
     assert vars(found) == wanted
-    assert objects.left_out("args", to_plain(root["args"]), held["args"]) == ["args.odd"]
+    assert objects.list_left_out("args", to_plain(root["args"]), held["args"]) == ["args.odd"]
 
 
 def test_a_signal_that_python_3_10_saved_is_kept():

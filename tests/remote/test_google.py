@@ -35,9 +35,9 @@ def proxy():
         # gcsfs waits one second and more before it repeats a request
         patch.setattr(retry, "asyncio", SimpleNamespace(sleep=wait_briefly))
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        store.store.cache_clear()
+        store.get_store.cache_clear()
         yield proxy
-    store.store.cache_clear()
+    store.get_store.cache_clear()
     proxy.shutdown()
     proxy.server_close()
     server.stop()
@@ -45,13 +45,13 @@ def proxy():
 
 @pytest.fixture
 def files(proxy):
-    files = store.store("gs").files
+    files = store.get_store("gs").files
     yield files
     proxy.reset()
     files.invalidate_cache()
     for name in files.find("bucket/out"):
         files.rm_file(name)
-    store.store("gs").forget()
+    store.get_store("gs").forget()
 
 
 def split(source=EXAMPLE, **options):

@@ -7,7 +7,7 @@ from itertools import accumulate
 from reshard import dtypes
 from reshard.box import Box, row_major
 from reshard.chunks import Chunk
-from reshard.layout.partition import equal_piece, run_chunks
+from reshard.layout.partition import compute_equal_piece, run_chunks
 from reshard.manifest import (
     Entry,
     Manifest,
@@ -45,7 +45,7 @@ def _run(shape, ranks, rank):
     numel = 1
     for size in shape:
         numel *= size
-    return equal_piece(numel, ranks, rank)
+    return compute_equal_piece(numel, ranks, rank)
 
 
 def zero3(shapes, ranks):
@@ -100,7 +100,7 @@ def irregular(shapes, ranks, chance):
         for fqn, shape in shapes.items():
             chunks = []
             for rank, name in enumerate(names):
-                start, stop = equal_piece(shape[0], ranks, rank)
+                start, stop = compute_equal_piece(shape[0], ranks, rank)
                 box = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
                 strides = row_major(box.shape, 4)
                 chunks.append(Chunk(box, name, ends[name], strides, dtypes.FLOAT32))

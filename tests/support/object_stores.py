@@ -125,10 +125,10 @@ def started():
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setattr(attempts, "FIRST_WAIT", 0.01)
         patch.setitem(store._S3["config_kwargs"], "retries", {"total_max_attempts": 1})
-        store.store.cache_clear()
+        store.get_store.cache_clear()
         s3fs.S3FileSystem.clear_instance_cache()  # it holds another module's server
         yield proxy
-    store.store.cache_clear()
+    store.get_store.cache_clear()
     proxy.shutdown()
     proxy.server_close()
     server.stop()
@@ -137,7 +137,7 @@ def started():
 @pytest.fixture(scope="module", name="files")
 def bucket(proxy):
     """Create a bucket with the example run; return the store's own view of the server."""
-    files = store.store("s3").files
+    files = store.get_store("s3").files
     files.mkdir("bucket")
     files.put(f"{EXAMPLE}/", "bucket/run/", recursive=True)
     return files
@@ -146,7 +146,7 @@ def bucket(proxy):
 @pytest.fixture(autouse=True)
 def calm(proxy):
     proxy.reset()
-    store.store("s3").forget()
+    store.get_store("s3").forget()
     yield
     proxy.reset()
 

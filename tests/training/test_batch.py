@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.manifest import Manifest, Origin, TrainState
-from reshard.training.batch import advice, rebalance_batch
+from reshard.training.batch import describe_misfit, rebalance_batch
 
 
 def manifest(ranks, **train):
@@ -31,7 +31,7 @@ def configured(ranks, micro, steps):
 )
 def test_the_advice_can_be_followed(batch, ways):
     total, _, _ = batch
-    assert advice(*batch) == f"a global batch of {total} is not divisible by {ways}"
+    assert describe_misfit(*batch) == f"a global batch of {total} is not divisible by {ways}"
 
 
 def test_deepspeeds_configuration_keeps_the_batch_or_takes_the_nearest():
@@ -42,7 +42,7 @@ def test_deepspeeds_configuration_keeps_the_batch_or_takes_the_nearest():
     changed = rebalance_batch(configured(2, 1, 6), 5)
     assert changed.manifest.train.config["train_batch_size"] == 10
     (warning,) = changed.warnings
-    assert warning.startswith(advice(12, 1, 5))
+    assert warning.startswith(describe_misfit(12, 1, 5))
     assert "has a global batch of 10" in warning
 
 

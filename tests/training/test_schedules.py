@@ -100,4 +100,4 @@ def test_a_patience_without_a_whole_equivalent_is_told():
 )
 def test_the_optimizer_tells_how_the_scheduler_is_stepped(processes, steps, updates, told):
     train = TrainState(scheduler={"last_epoch": steps}, optimizer_step={"weight": float(updates)})
-    assert schedules.steps_per_update(train, processes) == told
+    assert schedules.count_steps_per_update(train, processes) == told

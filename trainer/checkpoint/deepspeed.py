@@ -27,12 +27,12 @@ WRITTEN_AS = "0.19.8"
 MODEL = "mp_rank_00_model_states.pt"
 
 
-def model_file(stage: int, rank: int) -> str:
+def name_model_file(stage: int, rank: int) -> str:
     """Return the name of the model file: one for all ranks; in stage 3, one for each rank."""
     return f"zero_pp_rank_{rank}_{MODEL}" if stage == 3 else MODEL
 
 
-def optimizer_file(precision: str, rank: int) -> str:
+def name_optimizer_file(precision: str, rank: int) -> str:
     """Return the name of a rank's optimizer file, in stages 1 to 3."""
     prefix = "bf16_" if precision == "bf16" else ""
     return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -48,7 +48,7 @@ def collect(engine: ZeroEngine, progress: dict[str, Any]) -> Iterator[Content]:
     stage, rank = engine.settings.zero_stage, engine.ranks.rank
     if rank == 0 or stage == 3:
         states = _make_model_states(engine, progress)
-        yield TorchFile(model_file(stage, rank), states, foreign)
+        yield TorchFile(name_model_file(stage, rank), states, foreign)
     else:
         yield Nothing()
     if stage:
@@ -57,7 +57,7 @@ def collect(engine: ZeroEngine, progress: dict[str, Any]) -> Iterator[Content]:
             "ds_config": make_basic_config(engine.settings),
             "ds_version": WRITTEN_AS,
         }
-        name = optimizer_file(engine.settings.precision, rank)
+        name = name_optimizer_file(engine.settings.precision, rank)
         yield TorchFile(name, states, foreign)
 
 

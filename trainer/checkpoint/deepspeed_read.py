@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import files, foreign
-from trainer.checkpoint.deepspeed import MODEL, model_file
+from trainer.checkpoint.deepspeed import MODEL, name_model_file
 from trainer.core.partition import (
     Partition,
     Run,
@@ -84,7 +84,7 @@ class _Saved:
         files_of_ranks = dict(_find_optimizer_files(directory))
         # Stages 1 and 2 have the same layout, so 2 stands for both.
         self.stage = 3 if not whole else min(2, len(files_of_ranks))
-        path = directory / model_file(self.stage, 0)
+        path = directory / name_model_file(self.stage, 0)
         self.model = self.load(path)
         shapes = ["param_shapes"] if files_of_ranks else ["optimizer"]
         keys = ["module", "dp_world_size", "global_steps", "skipped_steps", *shapes]
@@ -281,7 +281,7 @@ def _fill_frozen(saved: _Saved, engine: ZeroEngine) -> None:
     values = saved.model["module"]
     if saved.stage == 3:
         ranks = [
-            saved.model if rank == 0 else saved.load(saved.directory / model_file(3, rank))
+            saved.model if rank == 0 else saved.load(saved.directory / name_model_file(3, rank))
             for rank in range(saved.world)
         ]
         fragments = [states["frozen_param_fragments"] or {} for states in ranks]

@@ -32,10 +32,10 @@ _LINEAR = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_laye
 """Modules that have an ``_extra_state`` for fp8; None here."""
 
 
-def file_name(grid: Grid, tp: int, pp: int, ep: int) -> str:
+def name_file(grid: Grid, tp: int, pp: int, ep: int) -> str:
     """Return the name of a model-parallel rank's file, relative to ``iter_NNNNNNN``.
 
-    >>> file_name(Grid(tp=2, pp=2), 1, 0, 0), file_name(Grid(tp=2, ep=2), 1, 0, 1)
+    >>> name_file(Grid(tp=2, pp=2), 1, 0, 0), name_file(Grid(tp=2, ep=2), 1, 0, 1)
     ('mp_rank_01_000/model_optim_rng.pt', 'mp_rank_01_001/model_optim_rng.pt')
     """
     name = f"mp_rank_{tp:02d}"
@@ -89,7 +89,7 @@ def collect(engine: ShardedEngine, progress: dict[str, Any]) -> Iterator[Content
         "rng_state": megatron_args.get_random_states(),
         "num_floating_point_operations_so_far": 0,
     }
-    name = f"iter_{progress['step']:07d}/{file_name(grid, tp, pp, ep)}"
+    name = f"iter_{progress['step']:07d}/{name_file(grid, tp, pp, ep)}"
     yield TorchFile(name, content, foreign) if writes else Nothing()
     yield TextFile(MEGATRON_LATEST, str(progress["step"])) if engine.ranks.is_first else Nothing()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.checkpoint import files, foreign, fsdp_match
 from trainer.checkpoint.directory import MEGATRON_LATEST
-from trainer.checkpoint.megatron import MOMENTS, file_name, list_stage_rules
+from trainer.checkpoint.megatron import MOMENTS, list_stage_rules, name_file
 from trainer.checkpoint.megatron_rules import Rule, derive_sizes
 from trainer.config.huggingface import load_model_config
 from trainer.core.fsdp import ShardedEngine
@@ -109,7 +109,7 @@ class Saved:
     def _open(self, tp: int, stage: int, ep: int) -> _File:
         place = (tp, stage, ep)
         if place not in self._files:
-            path = self._directory / file_name(self._grid, *place)
+            path = self._directory / name_file(self._grid, *place)
             own = list_stage_rules(self._sizes, stage, self._grid.pp)
             self._files[place] = _File(path, own, separate_experts=self._grid.ep > 1)
         return self._files[place]

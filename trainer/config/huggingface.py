@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import SettingsError, first_line
+from trainer.errors import SettingsError, get_first_line
 from trainer.settings import Settings
 from trainer.tokenizer import VOCABULARY
 
@@ -65,7 +65,7 @@ def load_model_config(settings: Settings) -> Any:
             config = AutoConfig.from_pretrained(settings.model)
         except Exception as error:  # the file chooses which code of transformers checks it
             raise SettingsError(
-                f"cannot read a model configuration from {settings.model}: {first_line(error)}",
+                f"cannot read a model configuration from {settings.model}: {get_first_line(error)}",
                 "give a config.json of transformers, or a directory that has one, with --model",
             ) from error
     else:

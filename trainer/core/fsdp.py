@@ -31,7 +31,12 @@ from trainer.core.optimizer import (
     make_param_groups,
 )
 from trainer.core.ranks import Ranks
-from trainer.fsdp_options import InitialWeights, choose_units, data_mesh_axes, ignore_known_warnings
+from trainer.fsdp_options import (
+    InitialWeights,
+    choose_units,
+    ignore_known_warnings,
+    list_data_mesh_axes,
+)
 from trainer.settings import Settings
 
 
@@ -100,7 +105,7 @@ class ShardedEngine(NativeEngine):
 
     def _make_data_mesh(self) -> DeviceMesh:
         """Return the mesh of the ranks that share the model."""
-        axes = data_mesh_axes(self.settings)
+        axes = list_data_mesh_axes(self.settings)
         names, sizes = tuple(axes), tuple(axes.values())
         return init_device_mesh(self.ranks.device.type, sizes, mesh_dim_names=names)
 

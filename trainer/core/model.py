@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.config.huggingface import load_model_config
-from trainer.errors import SettingsError, first_line
+from trainer.errors import SettingsError, get_first_line
 from trainer.settings import Settings
 
 
@@ -38,7 +38,7 @@ def build_model(settings: Settings, *, meta: bool = False) -> nn.Module:
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # the configuration chooses which code of transformers runs
         raise SettingsError(
-            f"cannot build a causal language model from {settings.model}: {first_line(error)}",
+            f"cannot build a causal language model from {settings.model}: {get_first_line(error)}",
             "check --model: its config.json and, if there are any, its *.safetensors",
         ) from error
     if settings.activation_checkpointing:

@@ -14,7 +14,7 @@ import torch
 
 from trainer.checkpoint import files, foreign
 from trainer.checkpoint.contents import Content
-from trainer.checkpoint.deepspeed import model_file, optimizer_file
+from trainer.checkpoint.deepspeed import name_model_file, name_optimizer_file
 from trainer.core.optimizer import make_hyperparameters
 from trainer.core.ranks import Ranks
 from trainer.errors import CheckpointError, TrainingError
@@ -188,15 +188,15 @@ def _check_loadable(directory: Path, engine: DeepSpeedEngine) -> None:
     """Raise CheckpointError for what DeepSpeed would not notice, or report badly."""
     settings, ranks = engine.settings, engine.ranks
     stage = settings.zero_stage
-    stages = [s for s in (3, 0) if (directory / model_file(s, 0)).exists()]
+    stages = [s for s in (3, 0) if (directory / name_model_file(s, 0)).exists()]
     if not stages:
         raise CheckpointError(
-            f"{directory / model_file(stage, 0)} is missing",
+            f"{directory / name_model_file(stage, 0)} is missing",
             "resume from a checkpoint in DeepSpeed's layout, or copy the file from where the run "
             "was saved",
         )
     with foreign.allow_classes():
-        world = int(files.load(directory / model_file(stages[0], 0))["dp_world_size"])
+        world = int(files.load(directory / name_model_file(stages[0], 0))["dp_world_size"])
     if world != ranks.world and (stage or stages[0]):
         raise CheckpointError(
             f"{directory} was saved by {world} ranks, and DeepSpeed loads it only with as many; "
@@ -204,8 +204,8 @@ def _check_loadable(directory: Path, engine: DeepSpeedEngine) -> None:
             f"reshard split {directory} OUT --world-size {ranks.world}; "
             "or --engine native, which reads it as it is",
         )
-    expected = [model_file(stage, ranks.rank)]
-    expected += [optimizer_file(settings.precision, ranks.rank)] if stage else []
+    expected = [name_model_file(stage, ranks.rank)]
+    expected += [name_optimizer_file(settings.precision, ranks.rank)] if stage else []
     for name in expected:
         if not (directory / name).exists():
             there = ", ".join(sorted(path.name for path in directory.glob("*_states.pt")))

@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from trainer.core.ranks import Ranks
-from trainer.errors import SettingsError, first_line
+from trainer.errors import SettingsError, get_first_line
 from trainer.settings import Settings
 
 
@@ -49,7 +49,7 @@ def build_disk_operation() -> None:
             raise RuntimeError("libaio is not installed")  # noqa: TRY301
         AsyncIOBuilder().load(verbose=False)
     except Exception as error:  # a compiler's failure has no type of its own
-        reason = first_line(error)
+        reason = get_first_line(error)
         raise SettingsError(
             f"offload to nvme needs DeepSpeed's aio operation: {reason}",
             "install libaio (libaio-dev), ninja and a C++ compiler, or offload to cpu",

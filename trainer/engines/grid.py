@@ -21,7 +21,7 @@ from trainer.core.norm import compute_norm
 from trainer.core.optimizer import ParamGroup
 from trainer.core.ranks import Ranks
 from trainer.errors import SettingsError
-from trainer.fsdp_options import data_mesh_axes, ignore_known_warnings
+from trainer.fsdp_options import ignore_known_warnings, list_data_mesh_axes
 from trainer.parallel import experts, pipeline, tensor
 from trainer.settings import Settings
 
@@ -51,7 +51,7 @@ class GridEngine(Fsdp2Engine):
     def _make_data_mesh(self) -> DeviceMesh:
         settings, grid = self.settings, self.settings.grid
         ddp = settings.strategy == "ddp"
-        data = {"replicate": grid.dp, "shard": 1} if ddp else data_mesh_axes(settings)
+        data = {"replicate": grid.dp, "shard": 1} if ddp else list_data_mesh_axes(settings)
         data = {f"dp_{name}": size for name, size in data.items()}
         axes = {"pp": grid.pp, **data, "ep": grid.ep, "tp": grid.tp}
         self.grid_mesh = init_device_mesh(

@@ -16,7 +16,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
 from reshard.errors import ReshardError
 from reshard.formats import registry
-from reshard.manifest import Manifest, Origin, index_entries, most_common_dtype
+from reshard.manifest import Manifest, Origin, find_most_common_dtype, index_entries
 from reshard.output.temporary import temporary
 from reshard.paths import as_path
 
@@ -69,7 +69,7 @@ def _describe_model(merge: Merge, folder: str) -> Manifest:
             format=registry.MODEL,
             path=folder,
             mesh={"world": 1},
-            precision=most_common_dtype(dtypes.values()),
+            precision=find_most_common_dtype(dtypes.values()),
         ),
         entries=index_entries(entry for entry, _ in weights.tensors),
         files=merge.manifest.files,

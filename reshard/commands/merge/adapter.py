@@ -90,7 +90,7 @@ def select_adapter(merge: Merge) -> Merge:
     configs.check(config, own, shapes)
     saved = names.choose_saved(shapes, parts, in_names, config.values)
     left = f"; {len(shapes) - len(saved)} others are left out" if len(shapes) > len(saved) else ""
-    beside = companions.others(config.path.parent, {})
+    beside = companions.list_model_files(config.path.parent, {})
     merge.notes.derived.append(f"adapter {name}: {len(saved)} tensors, with {config.path}{left}")
     adapter = Adapter(
         name,

@@ -22,14 +22,14 @@ from reshard.commands.merge.passes import Addition, Merge
 from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import placeholders, registry
-from reshard.location import directory_of
+from reshard.location import get_directory
 from reshard.manifest import PARAM, Entry, Manifest
 from reshard.model import library
 from reshard.model.adapter_names import add_root, find_parts
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.paths import as_path
-from reshard.tensors import first_difference, is_zero, read_block
+from reshard.tensors import find_first_difference, is_zero, read_block
 from reshard.training import companion_files
 from reshard.training.companion_files import Companions
 from reshard.units import some
@@ -53,7 +53,7 @@ def add_adapter(merge: Merge) -> Merge:
     """
     options, run = merge.options, merge.manifest
     path = as_path(str(options.merge_lora))
-    companions = companion_files.companions(None, [directory_of(path)])
+    companions = companion_files.find_companions(None, [get_directory(path)])
     config = companions.config or {}
     selected = adapter.select_adapter(merge)
     if selected.adapter is None:
@@ -208,7 +208,7 @@ def _find_changed(merged: Merged, pool: SourceFiles) -> Iterator[str]:
     for fqn in (*merged.replaced, *merged.token_rows):
         old, new = before.get(fqn), after[fqn]
         same = old is not None and old.shape == new.shape
-        if old is None or not same or first_difference(pool, old, new) is not None:
+        if old is None or not same or find_first_difference(pool, old, new) is not None:
             yield fqn
 
 
@@ -224,7 +224,7 @@ def _check_ties(merged: Merged, pool: SourceFiles, policy: weights.Tied) -> bool
         (head, embedding)
         for head, embedding in merged.untied.items()
         if entries[head].shape != entries[embedding].shape
-        or first_difference(pool, entries[head], entries[embedding]) is not None
+        or find_first_difference(pool, entries[head], entries[embedding]) is not None
     ]
     for head, embedding in differing:
         if policy != "keep" and not merged.products.keys().isdisjoint((head, embedding)):
@@ -261,7 +261,7 @@ def find_revision(path: Path) -> str:
     Source: huggingface_hub 1.0, ``file_download.py``: a cache has ``snapshots/COMMIT``, a
     ``local_dir`` has ``.cache/huggingface/download/FILE.metadata`` with the commit in line 1.
     """
-    directory = directory_of(path)
+    directory = get_directory(path)
     for folder in (directory, directory.resolve()):
         if folder.parent.name == "snapshots":
             return folder.name

@@ -18,14 +18,14 @@ from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles, read_small_file
 from reshard.formats.base import Conversion
-from reshard.location import directory_of
+from reshard.location import get_directory
 from reshard.manifest import Entry, Skeleton
 from reshard.model import adapter_names as adapters
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.paths import as_path
 from reshard.training import companion_files
-from reshard.training.companion_files import Companions, matched_config
+from reshard.training.companion_files import Companions, match_config
 from reshard.weights import Tied, Weights
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Merge(Conversion):
 
     def list_config_places(self) -> list[Path]:
         """Return the directories where the model's config may be: the checkpoint's, the run's."""
-        directory = directory_of(self.manifest.origin.path)
+        directory = get_directory(self.manifest.origin.path)
         near = [directory, directory.resolve().parent]
         return [self.path, *near] if self.path.is_dir() and self.path != directory else near
 
@@ -137,11 +137,11 @@ def find_companions(merge: Merge) -> Merge:
     """Return the merge with the model's config and the files beside it."""
     near, options = merge.list_config_places(), merge.options
     if options.fill_missing_from:
-        near.append(directory_of(options.fill_missing_from))
+        near.append(get_directory(options.fill_missing_from))
     if options.quantise_like:
-        near.append(directory_of(options.quantise_like))
+        near.append(get_directory(options.quantise_like))
     try:
-        return replace(merge, companions=companion_files.companions(options.hf_dir, near))
+        return replace(merge, companions=companion_files.find_companions(options.hf_dir, near))
     except CorruptError:
         if merge.is_directory:
             raise
@@ -299,7 +299,7 @@ def build_companions(merge: Merge) -> dict[str, bytes]:
     texts = {path.name: read_small_file(path) for path in companions.others}
     if companions.config is None:
         return texts
-    config, changes = matched_config(
+    config, changes = match_config(
         companions.config,
         tensors,
         _find_main_dtype(tensors),

@@ -13,7 +13,7 @@ from reshard.commands.output_options import ReadOptions
 from reshard.commands.reading import read_trusted
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
-from reshard.location import directory_of
+from reshard.location import get_directory
 from reshard.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.paths import as_path
 from reshard.quantised.pairs import QuantisedPair, find_pairs, list_unused_scales
@@ -204,7 +204,7 @@ def _note_differences(release: Release, tensors: Tensors) -> Iterator[str]:
 
 def _state_method(companions: Companions, release: Release) -> Companions:
     """Return the merged model's companions with the release's quantization_config and dtype."""
-    found = companion_files.companions(directory_of(release.path), [])
+    found = companion_files.find_companions(get_directory(release.path), [])
     if companions.config is None:
         return found
     config = remove_statement(companions.config)

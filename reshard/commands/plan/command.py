@@ -135,12 +135,12 @@ def _describe_source(manifest: Manifest, options: PlanOptions) -> ModelSizes:
     Raises:
         UsageError: it has no weights.
     """
-    from reshard.training.companion_files import config_beside
+    from reshard.training.companion_files import find_config
 
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(PARAM, MASTER)}
     if not shapes:
         raise UsageError(manifest.origin.path, "has no weights")
-    file = sources.find_config(options.model) if options.model else config_beside(manifest)
+    file = sources.find_config(options.model) if options.model else find_config(manifest)
     config = sources.read_config(file) if file else None
     model = sources.count_shapes(shapes, manifest.origin.path, config, frozen=manifest.frozen)
     return replace(model, counted_by="the tensors of the checkpoint")

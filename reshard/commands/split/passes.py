@@ -21,7 +21,7 @@ from reshard.formats.base import Conversion, StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.identity import refuse_conflicts
 from reshard.layout.mesh import MeshGrid
-from reshard.location import directory_of
+from reshard.location import get_directory
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.model import ModelHint, ModelShapes, describe_config, library
 from reshard.model.order import match_weights, order_by_model, restore_memory_form
@@ -33,7 +33,7 @@ from reshard.stamps import Save
 from reshard.state_dict.torch_state_dict import refuse_unwritable_hyper
 from reshard.training import batch as batches
 from reshard.training import fresh_adam, param_groups, rng
-from reshard.training.companion_files import config_beside, is_model_config
+from reshard.training.companion_files import find_config, is_model_config
 from reshard.training.state import WritableState, build_writable_state, refuse_without_optimizer
 
 _ID = 32  # characters of a save's id
@@ -123,7 +123,7 @@ def resolve_model(
         return conversion, shapes
     if shapes is not None:
         return conversion.with_manifest(match_weights(manifest, shapes)), shapes
-    config = directory_of(manifest.origin.path) / "config.json"
+    config = get_directory(manifest.origin.path) / "config.json"
     problem = ""
     if config.is_file() and is_model_config(config):
         try:
@@ -254,7 +254,7 @@ def _choose_form(
             "choose --names module, or leave out --names",
         )
     config = ModelConfig(named.config) if named.config is not None else None
-    path = as_path(options.model) if options.model else config_beside(manifest)
+    path = as_path(options.model) if options.model else find_config(manifest)
     if config is None and path is not None:
         content = _read_config(path)
         config = ModelConfig(content, path) if content is not None else None

@@ -197,10 +197,10 @@ def _run_deep_checks(
 
 def _read_config(manifest: Manifest) -> dict[str, Any] | None:
     """Return the transformers config beside the checkpoint; None if it is missing or damaged."""
-    from reshard.training.companion_files import config_beside
+    from reshard.training.companion_files import find_config
 
     try:
-        path = config_beside(manifest)
+        path = find_config(manifest)
         return read_json_object(path) if path else None
     except CorruptError:
         return None

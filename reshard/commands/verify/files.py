@@ -19,8 +19,8 @@ from reshard.commands.reading import Meter, open_progress
 from reshard.commands.verify.options import VerifyOptions
 from reshard.commands.verify.report import VerifyReport
 from reshard.errors import CorruptError, ReshardError, UsageError
-from reshard.files import size_of
-from reshard.location import directory_of
+from reshard.files import get_size
+from reshard.location import get_directory
 from reshard.paths import as_path
 from reshard.units import counted, some
 
@@ -119,7 +119,7 @@ def _find_problem(
         ReshardError: the file cannot be read, or a range is not inside it.
     """
     blocks = digests.find_blocks([(0, digests.nbytes)] if ranges is None else ranges)
-    found = size_of(path)
+    found = get_size(path)
     if found != digests.nbytes:
         return f"has {found} bytes, but {digests.nbytes} in the manifest"
     other = find_other_blocks(digests, path, blocks, workers=workers)
@@ -183,7 +183,7 @@ def _find_places(sources: Sequence[Path], chosen: Sequence[FileDigests]) -> dict
     Raises:
         UsageError: the files are in several folders of the source.
     """
-    folders = [directory_of(str(path)) for path in sources]
+    folders = [get_directory(str(path)) for path in sources]
     for _ in range(_DEPTH + 1):
         having = [
             folder for folder in folders if any((folder / each.name).exists() for each in chosen)

@@ -25,7 +25,7 @@ from reshard.history.checks import History, check_history
 from reshard.history.movement import Movement, count_bytes, measure
 from reshard.history.tags import Tag
 from reshard.location import Location
-from reshard.tensors import first_difference
+from reshard.tensors import find_first_difference
 from reshard.units import counted
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _differs(first: Tag, last: Tag, fqn: str) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return True
     with SourceFiles() as pool:
-        return first_difference(pool, a, b) is not None
+        return find_first_difference(pool, a, b) is not None
 
 
 def _describe_tags(history: History) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from reshard.chunks import Chunk
 from reshard.containers import safetensors
 from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
 from reshard.formats.dcp.directory import HF_SHARD, is_hf_shard
-from reshard.location import Location, missing_ranks
+from reshard.location import Location, list_missing_ranks
 from reshard.manifest import SourceFile
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
@@ -39,7 +39,7 @@ def read(location: Location) -> ParsedTree:
     shards = {name: path for name, path in location.files.items() if is_hf_shard(name)}
     ranks = {int(HF_SHARD.fullmatch(name)[1]) for name in shards}  # type: ignore[index]
     # The ranks in these names count from 1 (``_gen_file_name``).
-    missing = missing_ranks({rank - 1 for rank in ranks}, max(ranks))
+    missing = list_missing_ranks({rank - 1 for rank in ranks}, max(ranks))
     if missing:
         raise IncompleteError(
             location,

@@ -16,7 +16,7 @@ from reshard.containers import safetensors, torch_objects
 from reshard.containers.torch_objects import Tensor
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.files import Section, SourceFiles, size_of
+from reshard.files import Section, SourceFiles, get_size
 from reshard.formats.dcp.archives import ArchiveCache
 from reshard.formats.dcp.metadata import Block
 from reshard.manifest import Record, SourceFile
@@ -101,7 +101,7 @@ class Items:
 
     def _size(self, name: str) -> int:
         if name not in self._sizes:
-            self._sizes[name] = size_of(name)
+            self._sizes[name] = get_size(name)
             self._records[name] = []
         return self._sizes[name]
 

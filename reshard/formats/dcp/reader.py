@@ -17,7 +17,7 @@ from reshard.formats.dcp.directory import METADATA
 from reshard.formats.dcp.flattened import restore
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Metadata
-from reshard.location import Location, missing_ranks
+from reshard.location import Location, list_missing_ranks
 from reshard.state_dict import tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
@@ -120,7 +120,7 @@ def find_metadata_files(location: Location) -> list[Path]:
             " directory as a second source",
         )
     writers = {int(match[1]) for name in location.files if (match := _DATA.fullmatch(name))}
-    missing = missing_ranks(ranks, max(ranks) + 1) or sorted(writers - ranks.keys())
+    missing = list_missing_ranks(ranks, max(ranks) + 1) or sorted(writers - ranks.keys())
     if missing:
         raise IncompleteError(
             location,

@@ -23,7 +23,7 @@ from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
-from reshard.layout.partition import equal_piece
+from reshard.layout.partition import compute_equal_piece
 from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
 from reshard.model.adapter_names import find_saved_names
 from reshard.pickles.canonical import Canonicalizer
@@ -192,7 +192,7 @@ def divide(value: Value, shards: int) -> list[tuple[int, Box]]:
     by_origin: dict[Index, tuple[int, Box]] = {}
     zeros = (0,) * (len(value.shape) - 1)
     for rank in range(shards):
-        start, stop = equal_piece(value.shape[0], shards, rank)
+        start, stop = compute_equal_piece(value.shape[0], shards, rank)
         box = Box((start, *zeros), (stop - start, *value.shape[1:]))
         by_origin.setdefault(box.origin, (rank, box))
     return list(by_origin.values())

@@ -18,7 +18,7 @@ from reshard.formats.base import (
 )
 from reshard.formats.deepspeed import directory
 from reshard.formats.deepspeed.directory import NAME, detect
-from reshard.location import Location, directory_of
+from reshard.location import Location, get_directory
 from reshard.manifest import Manifest
 from reshard.model.weight_decay import Division, FindDivisions, divide_parameters
 from reshard.naming.options import ModelNames
@@ -45,7 +45,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
 
     manifest = _read_state(place, hints.rules, find_divisions)
     manifest = beside.with_companions(manifest, location)
-    return beside.with_run(manifest, Location([directory_of(manifest.origin.path)]))
+    return beside.with_run(manifest, Location([get_directory(manifest.origin.path)]))
 
 
 def _read_state(location: Location, rules: Path | None, find_divisions: FindDivisions) -> Manifest:

@@ -11,7 +11,7 @@ from reshard import counts
 from reshard.containers.torch_objects import TorchFile
 from reshard.containers.torch_reader import PickleCache
 from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError
-from reshard.files import size_of
+from reshard.files import get_size
 from reshard.formats.deepspeed import stage0, stage3, stage12, swap
 from reshard.formats.deepspeed.directory import RankFiles
 from reshard.formats.deepspeed.expert_layout import list_expert_data_ranks
@@ -45,8 +45,8 @@ from reshard.manifest import (
     Origin,
     Padding,
     SourceFile,
+    find_most_common_dtype,
     index_entries,
-    most_common_dtype,
 )
 from reshard.model.weight_decay import FindDivisions, no_divisions
 from reshard.pickles import trust
@@ -226,7 +226,7 @@ def _assemble(
             detail=f"ZeRO stage {stage}",
             versions={"deepspeed": first.version},
             mesh={"world": world_size, "dp": world_size},
-            precision=most_common_dtype(
+            precision=find_most_common_dtype(
                 tensor.dtype for name, tensor in first.module.items() if name not in first.buffers
             ),
             zero_stage=stage,
@@ -249,7 +249,7 @@ def _assemble(
         warnings=tuple(warnings),
         unread=first.unread,
         unnamed=optimizer.unnamed,
-        unknown_globals=trust.unknown(set().union(*(file.globals for file in opened))),
+        unknown_globals=trust.list_unknown(set().union(*(file.globals for file in opened))),
         ordered=True,  # by the module's state dict, or by param_shapes at stage 3
         without_frozen=without_frozen,
     )
@@ -262,7 +262,7 @@ def _source(file: TorchFile, optimizer: OptimizerContent) -> SourceFile:
 
 def _swap_sources(swapped: stage3.Swapped) -> dict[str, SourceFile]:
     paths = {piece.file for piece in swapped.values()}
-    return {path: SourceFile(path, size_of(path)) for path in sorted(paths)}
+    return {path: SourceFile(path, get_size(path)) for path in sorted(paths)}
 
 
 def _read_optimizer(

@@ -25,7 +25,7 @@ from reshard.formats.deepspeed.states import (
     select_flat_slots,
     select_scalar_slots,
 )
-from reshard.layout.partition import Member, flat_chunks
+from reshard.layout.partition import Member, build_flat_chunks
 from reshard.manifest import MASTER, Claim, Entry
 
 _MAPPINGS = "param_slice_mappings"
@@ -343,7 +343,7 @@ class FlatGroup:
         stored = [piece.chunk for piece in pieces]
         # A range has no step of 0, the length of the pieces if all members are empty.
         starts = range(0, self.piece_numel * len(stored), self.piece_numel or 1)
-        chunks = flat_chunks(self.flat, zip(starts, stored, strict=False))
+        chunks = build_flat_chunks(self.flat, zip(starts, stored, strict=False))
         for member in self.flat:
             own = tuple(chunks[member.fqn])
             yield Entry(member.fqn, kind, pieces[0].dtype, member.shape, own)

@@ -20,7 +20,7 @@ from pathlib import Path
 from reshard import dtypes
 from reshard.containers.torch_objects import Tensor
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.files import size_of
+from reshard.files import get_size
 from reshard.formats.deepspeed.stage3 import Swapped, count_piece_elements
 from reshard.formats.deepspeed.states import FlatPiece, OptimizerStates, Shapes
 from reshard.location import Location
@@ -82,7 +82,7 @@ def _pieces_of_rank(
         )
     if _count_groups(offloaded, rank) > 1:
         offloaded = sorted(offloaded, key=lambda index: count_piece_elements(shapes[index], ranks))
-        ids.sort(key=lambda pair: size_of(folder / f"{pair[0]}_{pair[1]}.tensor.swp"))
+        ids.sort(key=lambda pair: get_size(folder / f"{pair[0]}_{pair[1]}.tensor.swp"))
     for index, (begin, end) in zip(offloaded, ids, strict=True):
         numel = count_piece_elements(shapes[index], ranks)
         slots = [
@@ -98,7 +98,7 @@ def _pieces_of_rank(
 
 
 def _check_size(path: Path, numel: int) -> None:
-    size, needed = size_of(path), numel * dtypes.FLOAT32.itemsize
+    size, needed = get_size(path), numel * dtypes.FLOAT32.itemsize
     if size % _ALIGNMENT or not needed <= size < needed + _MAX_PADDING:
         raise CorruptError(
             path,

@@ -96,7 +96,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
         wrapped_names=model.wrapped_names,
         warnings=(*_warnings(model), *ranks.notes),
         unread=model.unread,
-        unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
+        unknown_globals=trust.list_unknown(set().union(*(file.globals for file in files.values()))),
         ordered=True,  # by the module of the model states
     )
     return autoep.restore_names(manifest, model) if uses_autoep else manifest

@@ -10,7 +10,7 @@ from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.formats.fsdp.flat_units import Flat, iterate_run
-from reshard.layout.partition import equal_piece
+from reshard.layout.partition import compute_equal_piece
 from reshard.manifest import Entry
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, torch_state_dict
@@ -50,7 +50,7 @@ class _FlatState:
 
     def values(self, rank: int, ranks: int) -> dict[str, Any]:
         """Return a rank's pieces, padded with zeros to equal length."""
-        start, stop = equal_piece(self.flat.numel, ranks, rank)
+        start, stop = compute_equal_piece(self.flat.numel, ranks, rank)
         size = -(-self.flat.numel // ranks)
         made = _build_step(self.step, self.slots)
         for name, (dtype, entries) in self.slots.items():
@@ -224,7 +224,7 @@ class OrigOptimizer:
         found = {}
         for flat in self._flats:
             starts, total = flat.aligned(self._compute, ranks)
-            low, high = equal_piece(total, ranks, rank)
+            low, high = compute_equal_piece(total, ranks, rank)
             for _, weight in flat.members:
                 start = starts[weight.fqn]
                 stop = start + weight.value.numel

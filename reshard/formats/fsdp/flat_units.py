@@ -10,7 +10,7 @@ from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.layout import flat_param
-from reshard.layout.partition import equal_piece
+from reshard.layout.partition import compute_equal_piece
 from reshard.manifest import Entry
 from reshard.model import ModelShapes, Unit
 from reshard.pickles.values import Call
@@ -42,7 +42,7 @@ class Flat:
         dtype = self.dtype if self.unit.full_precision else compute
         return flat_param.place_members(
             [(weight.fqn, weight.shape) for _, weight in self.members],
-            aligned_to=flat_param.alignment(dtype),
+            aligned_to=flat_param.get_alignment(dtype),
             ranks=ranks,
         )
 
@@ -53,7 +53,7 @@ class Flat:
         2.13 ``_flat_param.py`` (``_use_sharded_views``).
         """
         starts, numel = self.aligned(compute, ranks)
-        pieces = [equal_piece(numel, ranks, each) for each in range(ranks)]
+        pieces = [compute_equal_piece(numel, ranks, each) for each in range(ranks)]
         low, high = pieces[rank]
         entries = [(starts[weight.fqn], weight.value) for _, weight in self.members]
         storage = Storage(self.dtype, high - low, tuple(iterate_run(entries, low, high)))
@@ -70,7 +70,7 @@ class Flat:
 
     def shard(self, rank: int, ranks: int) -> Call:
         """Return a rank's piece of it, without padding."""
-        pieces = [equal_piece(self.numel, ranks, each) for each in range(ranks)]
+        pieces = [compute_equal_piece(self.numel, ranks, each) for each in range(ranks)]
         start, stop = pieces[rank]
         entries = [(at, weight.value) for at, weight in self.members]
         storage = Storage(self.dtype, stop - start, tuple(iterate_run(entries, start, stop)))

@@ -27,7 +27,7 @@ from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.mesh import MeshGrid, MeshPlacements
 from reshard.layout.partition import Cut
-from reshard.layout.tensor_parallel import TensorPlan, cuts
+from reshard.layout.tensor_parallel import TensorPlan, find_cuts
 from reshard.manifest import Keyed, Skeleton
 from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonicalizer
@@ -161,7 +161,7 @@ def find_tensor_cuts(
 
     Raises:
         UsageError: there is no plan.
-        UsageError, UnsupportedError: as `tensor_parallel.cuts`.
+        UsageError, UnsupportedError: as `tensor_parallel.find_cuts`.
     """
     if "tensor" not in grid.roles:
         return {}
@@ -175,7 +175,7 @@ def find_tensor_cuts(
     for name, value in weights.items():
         if value.divided:
             names.setdefault(value.owner, []).append(name)
-    return cuts(plan, [(owned, weights[owned[0]].shape) for owned in names.values()])
+    return find_cuts(plan, [(owned, weights[owned[0]].shape) for owned in names.values()])
 
 
 def assign_files(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from reshard.manifest import (
     Manifest,
     Origin,
     SourceFile,
+    find_most_common_dtype,
     index_entries,
-    most_common_dtype,
 )
 from reshard.pickles import trust
 from reshard.quantised.statement import find_statement
@@ -184,11 +184,11 @@ def _build_manifest(
             path=str(path),
             detail=f"{len(sources)} file{'s' if len(sources) != 1 else ''}",
             mesh={"world": 1},
-            precision=most_common_dtype(entry.dtype for entry in entries),
+            precision=find_most_common_dtype(entry.dtype for entry in entries),
         ),
         entries=index_entries(entries),
         files=sources,
         trained_dtypes={entry.fqn: entry.dtype for entry in entries},
-        unknown_globals=trust.unknown(globals_),
+        unknown_globals=trust.list_unknown(globals_),
         ordered=False,  # files and index are sorted by name, or by dtype and name
     )

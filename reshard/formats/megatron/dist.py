@@ -158,7 +158,7 @@ def read(location: Location, table: Table) -> Manifest:
         ),
         unnamed_optimizers=("optimizer",) if problem else (),
         unnamed=UnnamedOptimizer(problem, advice=_FULLY) if problem else None,
-        unknown_globals=trust.unknown(loaded.globals | seen),
+        unknown_globals=trust.list_unknown(loaded.globals | seen),
         ordered=True,  # see `grid.sort_entries`
     )
     manifest = rank_states.attach(manifest, rank_states.collect_from_dist(loaded.root))

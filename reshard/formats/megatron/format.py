@@ -169,7 +169,7 @@ class Megatron(Writer):
                     table, tables.build_architecture(traits, names), family.make_args(traits)
                 )
                 return _trim(Naming(manifest, described=described), conversion.request.own)
-            saved = objects.attributes(manifest.train.objects.get("args"))
+            saved = objects.get_attributes(manifest.train.objects.get("args"))
             architecture = tables.build_architecture(traits, names)
             # The config has what JSON can state; the saved attributes add enums and dtypes as they
             # were.

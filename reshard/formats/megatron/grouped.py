@@ -17,7 +17,7 @@ from reshard.box import Box, Index, flat_span
 from reshard.chunks import Chunk
 from reshard.errors import CorruptError
 from reshard.formats.megatron.arguments import Arguments
-from reshard.layout.partition import Member, flat_chunks
+from reshard.layout.partition import Member, build_flat_chunks
 from reshard.manifest import Entry
 from reshard.model_parallel.moves import Move, apply_moves, make_row_moves
 from reshard.views import Permute
@@ -52,7 +52,7 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
         names = name_separated(entry.fqn, count, first)
         numel = stored[0] * stored[1]
         members = [Member(name, stored, e * numel) for e, name in enumerate(names)]
-        chunks_of = flat_chunks(members, (_make_run(c, entry.shape) for c in entry.chunks))
+        chunks_of = build_flat_chunks(members, (_make_run(c, entry.shape) for c in entry.chunks))
         for name in names:
             chunks = tuple(Permute((1, 0)).apply(chunks_of[name]))
             yield Entry(name, entry.kind, entry.dtype, stored[::-1], chunks)

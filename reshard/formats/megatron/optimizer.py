@@ -23,7 +23,7 @@ from reshard.files import SourceFiles
 from reshard.formats.megatron import buckets, groups, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Bucket, Param
-from reshard.layout.partition import Member, flat_chunks
+from reshard.layout.partition import Member, build_flat_chunks
 from reshard.manifest import MASTER, Entry, ParamGroup
 from reshard.model_parallel.rules import Table
 from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
@@ -384,7 +384,7 @@ def split_flat(
     slot: str, flat: Sequence[Member], pieces: Sequence[tuple[int, Chunk]]
 ) -> Iterator[Entry]:
     """Yield a slot of each member of a flat tensor, given pieces with their first elements."""
-    chunks = flat_chunks(flat, pieces)
+    chunks = build_flat_chunks(flat, pieces)
     for member in flat:
         dtype = pieces[0][1].dtype
         yield Entry(member.fqn, get_kind(slot), dtype, member.shape, tuple(chunks[member.fqn]))

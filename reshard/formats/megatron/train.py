@@ -8,7 +8,7 @@ from typing import Any
 from reshard.formats.megatron import grouped
 from reshard.formats.megatron.arguments import Arguments
 from reshard.location import Location
-from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, most_common_dtype
+from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, find_most_common_dtype
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
@@ -31,7 +31,7 @@ def make_origin(location: Location, args: Arguments, detail: str, manifest: Mani
         detail=detail,
         form=detail.partition(",")[0],
         mesh=args.make_mesh(),
-        precision=most_common_dtype(entry.dtype for entry in manifest.of_kind(PARAM)),
+        precision=find_most_common_dtype(entry.dtype for entry in manifest.of_kind(PARAM)),
     )
 
 

@@ -12,15 +12,15 @@ from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.meta.directory import EMBEDDING, FILE, NAME, PARAMS
-from reshard.location import Location, missing_ranks
+from reshard.location import Location, list_missing_ranks
 from reshard.manifest import (
     BUFFER,
     PARAM,
     Entry,
     Manifest,
     Origin,
+    find_most_common_dtype,
     index_entries,
-    most_common_dtype,
 )
 from reshard.model_parallel.combine import join_tensor_ranks
 from reshard.model_parallel.rules import Table, load_table
@@ -60,7 +60,7 @@ def read(location: Location, table: Table | None = None) -> Manifest:
     files = {
         int(m[1]): path for name, path in location.files.items() if (m := FILE.fullmatch(name))
     }
-    missing = missing_ranks(files, max(files) + 1)
+    missing = list_missing_ranks(files, max(files) + 1)
     if missing:
         raise IncompleteError(
             location,
@@ -117,7 +117,7 @@ def _read_rank(path: Path, location: Location, params: Mapping[str, Any], world:
         path=str(location),
         detail="consolidated",
         mesh={"world": world, "tp": world},
-        precision=most_common_dtype(entry.dtype for entry in entries),
+        precision=find_most_common_dtype(entry.dtype for entry in entries),
     )
     source = file.source()
     manifest = Manifest(
@@ -127,7 +127,7 @@ def _read_rank(path: Path, location: Location, params: Mapping[str, Any], world:
         ordered=False,  # the order is that of the program that wrote the file
         trained_dtypes={entry.fqn: entry.dtype for entry in entries if entry.kind == PARAM},
         unread=unread,
-        unknown_globals=trust.unknown(file.globals),
+        unknown_globals=trust.list_unknown(file.globals),
     )
     return with_params(manifest, params)
 

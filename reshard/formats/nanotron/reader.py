@@ -28,8 +28,8 @@ from reshard.manifest import (
     ParamGroup,
     SourceFile,
     TrainState,
+    find_most_common_dtype,
     index_entries,
-    most_common_dtype,
 )
 from reshard.pickles import trust
 from reshard.state_dict.plain_values import to_plain
@@ -71,7 +71,7 @@ def read(location: Location) -> Manifest:
             zero_stage=1 if census.is_zero else None,
             versions=versions,
             mesh=_build_mesh(census, about),
-            precision=most_common_dtype(entry.dtype for entry in weights.values()),
+            precision=find_most_common_dtype(entry.dtype for entry in weights.values()),
         ),
         entries=index_entries([*(weights[fqn] for fqn in order), *states.entries]),
         files=files,
@@ -95,7 +95,7 @@ def read(location: Location) -> Manifest:
         ),
         trained_dtypes={fqn: entry.dtype for fqn, entry in weights.items()},
         warnings=tuple(_notes(census, states)),
-        unknown_globals=trust.unknown(
+        unknown_globals=trust.list_unknown(
             set().union(*(file.globals for file in [*states.files, *opened]))
         ),
         ordered=ordered,

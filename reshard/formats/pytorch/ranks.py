@@ -12,7 +12,7 @@ from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
 from reshard.errors import FETCH_MISSING, IncompleteError, StaleError
 from reshard.formats.pytorch.directory import RANK, is_of_rank
-from reshard.location import missing_ranks
+from reshard.location import list_missing_ranks
 from reshard.state_dict import tree
 from reshard.state_dict.tree import ParsedTree
 
@@ -118,7 +118,7 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
             "files of two runs are mixed: move one run's files away",
         )
     world = int(stated.pop()) if stated else max(ranks) + 1
-    missing = missing_ranks(ranks, world)
+    missing = list_missing_ranks(ranks, world)
     if missing:
         raise IncompleteError(
             first.parent,

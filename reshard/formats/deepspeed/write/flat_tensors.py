@@ -13,7 +13,7 @@ from reshard.box import Box, run_boxes
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError
-from reshard.layout.partition import equal_piece
+from reshard.layout.partition import compute_equal_piece
 from reshard.manifest import MASTER, Entry
 from reshard.training import optimizers
 from reshard.training.shared_scalars import build_shared_scalars
@@ -51,7 +51,7 @@ def concatenate(members: Iterable[TrainedParameter], ranks: int = 1) -> tuple[li
     runs, at = [], 0
     for member in members:
         numel = prod(member.weight.shape)
-        runs.append(cut_run(member, *equal_piece(numel, ranks, 0), at))
+        runs.append(cut_run(member, *compute_equal_piece(numel, ranks, 0), at))
         at += -(-numel // ranks)
     return runs, at
 

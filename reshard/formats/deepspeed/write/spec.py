@@ -347,7 +347,7 @@ def select_extra_state(state: WritableState) -> tuple[dict[str, Any], list[str]]
         for name, value in values.items():
             if name in fits and name in train.objects:
                 kept[name] = train.objects[name]
-                lost += objects.left_out(name, value, kept[name])
+                lost += objects.list_left_out(name, value, kept[name])
             elif name in fits and is_plain(value):
                 kept[name] = value
             elif name != BATCH_BEFORE:  # which is written beside trainer_state.json

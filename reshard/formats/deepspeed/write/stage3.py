@@ -29,7 +29,7 @@ from reshard.formats.deepspeed.write.objects import (
     make_step_counter,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
-from reshard.layout.partition import equal_piece
+from reshard.layout.partition import compute_equal_piece
 from reshard.manifest import Entry
 from reshard.training.state import TrainedGroup
 
@@ -80,5 +80,5 @@ def _state(group: TrainedGroup, count: float | None, runs: _Runs) -> dict[str, A
 def make_fragment(entry: Entry, dtype: DType, ranks: int, rank: int) -> Slot:
     """Return a rank's piece of a parameter that is not optimized."""
     numel = -(-entry.numel // ranks)
-    parts = run_parts(entry, *equal_piece(entry.numel, ranks, rank))
+    parts = run_parts(entry, *compute_equal_piece(entry.numel, ranks, rank))
     return Slot(Storage(dtype, numel, parts), (numel,))
