@@ -197,7 +197,7 @@ def _find_frozen(
     """Return the parameters of param groups that have no state, where others have one."""
     stated = {entry.fqn for entry in entries if entry.kind not in (PARAM, BUFFER)}
     named = {fqn for group in train.param_groups for fqn in group.fqns}
-    idle = named - stated - train.opaque.get("optimizer", {}).keys()
+    idle = named - stated - train.non_tensor_state.keys()
     unstated = (fqn for fqn in idle if fqn in weights and weights[fqn].kind == PARAM)
     # An optimizer without any state has not made a step yet: then nothing shows what is frozen.
     return frozenset(unstated) if stated else frozenset()

@@ -274,9 +274,23 @@ def get_non_tensor_state(state: WritableState, member: TrainedParameter) -> Mapp
         raise UnsupportedError(
             state.manifest.origin.path,
             f"stores {lost[0]!r} of {member.fqn!r} as an object, which cannot be written",
-            "pass --weights-only",
+            "write only the weights with --weights-only, or start a new Adam with --init-optimizer"
+            " zeros",
         )
     return other
+
+
+def refuse_lost_state(state: WritableState) -> None:
+    """Refuse to drop optimizer state that only its own class can compute, such as torchao's.
+
+    For targets that store nothing but tensors and steps.
+
+    Raises:
+        UnsupportedError: naming the first such state.
+    """
+    for group in state.groups:
+        for member in group.members:
+            get_non_tensor_state(state, member)
 
 
 def _build_slots(

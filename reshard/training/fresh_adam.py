@@ -46,7 +46,9 @@ def start_adam(state: WritableState, dtype: DType) -> Made:
     if own:
         defaults = ", ".join(f"{key} {_ADAMW[key]}" for key in own)
         notes.append(f"hyper-parameters that nothing gives are torch.optim.AdamW's own: {defaults}")
-    return replace(state, groups=groups), notes
+    # The values that the source's optimizer keeps beside tensors are not this Adam's.
+    train = replace(state.manifest.train, non_tensor_state={})
+    return replace(state, manifest=replace(state.manifest, train=train), groups=groups), notes
 
 
 def _build_group(

@@ -132,6 +132,18 @@ def test_torchaos_moments_are_reported_and_never_dropped(library, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("library", COMPUTED)
+def test_targets_without_objects_refuse_torchaos_moments_too(library, stage, tmp_path):
+    source, out = DATA / library / "ckpt", tmp_path / "out"
+    with pytest.raises(UnsupportedError, match=r"stores 'exp_avg' of '0\.weight' as an object"):
+        reshard.split(source, out, to="deepspeed", zero_stage=stage)
+    assert not out.exists()
+    reshard.split(source, out, to="deepspeed", zero_stage=stage, init_optimizer="zeros")
+    with reshard.open(out) as checkpoint:
+        assert not checkpoint.optimizer("exp_avg")["0.weight"][...].any()
+
+
 def test_verl_fsdp1_wrapping_follows_from_its_config(tmp_path):
     """By transformers' own blocks, as verl does by default: no --wrap, and the moments are read."""
     actor = DATA / "verl" / "verl_sample" / "ckpt" / "global_step_3" / "actor"

@@ -209,6 +209,18 @@ def test_all_its_tensors_can_be_opened(tmp_path):
     )
 
 
+def test_a_parameter_whose_state_is_an_object_is_not_frozen(tmp_path):
+    """torchao keeps the moments of large parameters in a class of its own, those of others not."""
+    model, optimizer = fresh(torch.optim.AdamW)
+    train(model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.device("cpu"))
+    states["state"]["0.weight"] |= moments
+    torch.save({"model": weights, "optimizer": states}, tmp_path / "a.pt")
+    with reshard.open(tmp_path / "a.pt") as checkpoint:
+        assert not checkpoint.manifest.frozen
+
+
 def test_half_an_adam_is_refused(tmp_path):
     model, optimizer = fresh(torch.optim.AdamW)
     train(model, optimizer)

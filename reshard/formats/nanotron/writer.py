@@ -220,7 +220,7 @@ class _RunWriter:
         for name, entry in member.slots.items():
             parts = tuple(own.parts(entry))
             slots[name] = Slot(Storage(entry.dtype, own.numel, parts), own.shape)
-        return {**slots, **self._state.manifest.train.non_tensor_state.get(member.fqn, {})}
+        return {**slots, **torch_state_dict.get_non_tensor_state(self._state, member)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from reshard.stamps import Stamp
 from reshard.state_dict.hyper_parameters import build_tensors
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import is_plain
+from reshard.state_dict.torch_state_dict import refuse_lost_state
 from reshard.training import loss_scale
 from reshard.training.batch import BATCH_BEFORE
 from reshard.training.state import (
@@ -171,6 +172,7 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
         state, stage = _without_optimizer(state), 3 if stage == 3 else 0
     else:
         refuse_without_optimizer(state)
+        refuse_lost_state(state)
     _check_source(state, needs_hyper=not (universal or weights_only))
     of_run = precision or trained or find_precision(state)
     config = _adapt_config(config or order.find_engine_config(state), stage, of_run)

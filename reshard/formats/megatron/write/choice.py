@@ -21,6 +21,7 @@ from reshard.model_parallel.described import Described
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
 from reshard.state_dict.plain_values import is_plain
+from reshard.state_dict.torch_state_dict import refuse_lost_state
 from reshard.training import loss_scale, optimizers
 from reshard.training.state import (
     Weight,
@@ -150,6 +151,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     """
     if not wanted.weights_only:
         refuse_without_optimizer(state)
+        refuse_lost_state(state)
     table, architecture, args = described.table, described.architecture, described.args
     constants = {"layers": architecture.layers} if architecture.layers else {}
     gated = any(args.get(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
