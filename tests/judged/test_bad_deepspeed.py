@@ -72,6 +72,10 @@ DAMAGES = {
             "rank 1 stores 114 elements of master .* take 117 elements on each of 2 ranks",
         ),
     ),
+    "a rank of a run with other settings": (
+        *(STAGE_3, RANK_1, lambda root: root["ds_config"].update(gradient_clipping=7.0)),
+        *(CorruptError, "rank_1.* gradient_clipping of ds_config is 7.0, but 1.0 in .*rank_0"),
+    ),
     "no sub-groups": (
         *(STAGE_3, RANK_1, of_optimizer(lambda held: held.pop("fp32_flat_groups"))),
         *(CorruptError, "has no fp32_flat_groups, but other ranks have it"),

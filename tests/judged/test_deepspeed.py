@@ -78,6 +78,13 @@ def test_the_base_model_supplies_weights_that_deepspeed_left_out(case, made, tmp
     assert_weights(load_file(tmp_path / "x.safetensors"), reference)
 
 
+@pytest.mark.parametrize(("stage", "is_needed"), [(2, True), (3, False)])
+def test_a_split_says_that_deepspeed_requires_left_out_weights(stage, is_needed, made, tmp_path):
+    run = find_checkpoint(f"z{stage}_exclude_frozen", made)
+    notes = reshard.split(run, tmp_path / "run", world_size=1).notes
+    assert any("load_module_strict=False" in note for note in notes) == is_needed
+
+
 @pytest.mark.parametrize("case", MERGED)
 def test_default_merge_is_the_live_module(case, made, tmp_path):
     reference = reference_of(case, made)

@@ -103,7 +103,7 @@ def describe_split(
     if masters:
         report.kept.append(f"{masters} fp32 master weights")
     if state.groups and not state.zero_slots:
-        names = ", ".join(state.slots)
+        names = ", ".join(state.slots) or "no optimizer tensors, as its optimizer has made no step"
         groups = units.counted(len(state.groups), "param group")
         report.kept.append(f"{names}; step {state.step()}; {groups}")
     elif before:

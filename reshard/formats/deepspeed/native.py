@@ -50,9 +50,15 @@ from reshard.manifest import (
 )
 from reshard.model.weight_decay import FindDivisions, no_divisions
 from reshard.pickles import trust
+from reshard.state_dict.plain_values import to_plain
 from reshard.units import some
 
 _LISTED = 4
+
+_SETTINGS = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    optimizer scheduler fp16 bf16
+""".split()
 
 # What DeepSpeed leaves in padding, as every real checkpoint that was tried shows. Stages 1 and 2
 # (0.19.8 ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned``) fill it with zeros; its gradient
@@ -104,6 +110,7 @@ def read(
     _check_models(models)
     models = unwrap_names([_with_shapes(first, ranks), *models[1:]])
     _check_ranks(ranks, models[0], savers)
+    _check_settings(models, ranks)
     return _assemble(files.location, models, ranks, world_size, layers, find_divisions)
 
 
@@ -186,6 +193,21 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
     versions |= read_by_file(ranks, lambda rank: rank.ds_version)  # empty in old optimizer states
     require_equal("ds_version", {p: v for p, v in versions.items() if v} or versions)
     require_equal("the loss scaler", read_by_file(ranks, lambda rank: read_scaler(rank.root)))
+
+
+def _check_settings(models: Sequence[ModelStates], ranks: Sequence[OptimizerStates]) -> None:
+    """Check that all files state the settings of one run, as every file of a save has them.
+
+    At stage 3 no value is in two files, so settings can be the only evidence of another run.
+    Paths, logging and communication may differ between nodes, so they are not compared.
+    """
+    files = [*(model.file for model in models), *(rank.file for rank in ranks)]
+    found = {file.path: file.root.get("ds_config") for file in files}
+    configs = {path: config for path, config in found.items() if isinstance(config, dict)}
+    for key in _SETTINGS:
+        stated = {path: to_plain(each[key]) for path, each in configs.items() if key in each}
+        if stated:
+            require_equal(f"{key} of ds_config", stated)
 
 
 def _assemble(

@@ -26,6 +26,11 @@ def describe_output(spec: OutputSpec) -> Iterator[str]:
     if spec.weights_only:
         yield from _note_weights_only(spec)
         return
+    if spec.lacks_frozen and spec.stage != 3:
+        yield (
+            "frozen parameters are not in the source: without load_module_strict=False,"
+            " load_checkpoint fails on them"
+        )
     yield from _note_scaler(spec, f"one starts at {spec.scaler['cur_scale']}")
     if spec.stage:
         yield from _note_never_stepped(spec)
