@@ -231,6 +231,13 @@ def test_exchanged_folders_are_found_by_the_rank_that_saved_them(ranks):
         formats.read(ranks)
 
 
+def test_an_optimizer_that_is_too_small_may_lack_frozen_parameters(ranks):
+    first, second = sorted((ranks / STEP).iterdir())
+    shutil.copy(second / "distrib_optim.pt", first / "distrib_optim.pt")
+    with pytest.raises(CorruptError, match="froze parameters, .* save it with --no-save-optim"):
+        formats.read(ranks)
+
+
 def test_an_optimizer_file_of_another_rank_does_not_fit(ranks):
     first, second = sorted((ranks / STEP).iterdir())
     shutil.copy(first / "distrib_optim.pt", second / "distrib_optim.pt")

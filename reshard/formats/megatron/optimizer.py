@@ -371,12 +371,19 @@ def _place_members(
 def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
     """Return the error for flat elements that are not those of the parameters."""
     expected = sum(prod(param.shape) for param in members)
+    # Frozen parameters have no place in a buffer (``_ParamAndGradBuffer``).
+    frozen = (
+        "; or the run froze parameters, and no file states which: for the weights alone, load it"
+        " in Megatron and save it with --no-save-optim"
+        if numel < expected
+        else ""
+    )
     return CorruptError(
         path,
         f"{what} has {numel} elements, but Megatron's layout of its {len(members)} parameters has"
         f" {expected}",
         "it belongs to another run than the weights, or was written by a Megatron version that"
-        " reshard does not support",
+        f" reshard does not support{frozen}",
     )
 
 
