@@ -261,11 +261,11 @@ def check_padding(manifest: Manifest, block_bytes: int) -> Check:
     nonzero = [(gap, count) for gap, count in counts if count]
     if expected == "uninitialized":
         total = sum(count for _, count in nonzero)
-        not_zero = f"{counted(total, 'element')} not zero, as the framework allocated them"
+        not_zero = f"not zero: {counted(total, 'element')}, which the framework did not initialize"
         return not_applicable(names.PADDING, f"{check.looked_at}; {not_zero}")
     lines = [
-        f"{gap.file}: {counted(count, 'element')} of padding near {gap.fqn} not zero (byte"
-        f" {gap.byte_offset})"
+        f"{gap.file}: the padding near {gap.fqn} (byte {gap.byte_offset}) has"
+        f" {counted(count, 'element')} that should be zero"
         for gap, count in nonzero
     ]
     if expected == "zero":
@@ -316,8 +316,8 @@ def check_moments(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Che
     kinds = list(dict.fromkeys(entry.kind for entry, _ in examined))
     check = Check(names.MOMENTS, f"{', '.join(kinds)} of {counted(len(examined), 'tensor')}")
     check.failures = [
-        f"{_describe_element(entry, facts.first_negative)}: {facts.negative} negative of"
-        f" {entry.numel}"
+        f"{_describe_element(entry, facts.first_negative)}: {facts.negative} of"
+        f" {entry.numel} values are negative"
         for entry, facts in examined
         if facts.first_negative is not None
     ]

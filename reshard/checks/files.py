@@ -76,7 +76,7 @@ class FileDigests:
             if not 0 <= first <= stop <= self.nbytes:
                 raise UsageError(
                     self.name,
-                    f"has {self.nbytes} bytes; the range {first}:{stop} is not inside",
+                    f"has {self.nbytes} bytes; the range {first}:{stop} is not inside it",
                     "pass (start, stop) in bytes",
                 )
             if first < stop:

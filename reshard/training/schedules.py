@@ -98,7 +98,7 @@ _LENGTHS = (
 )
 _SPLIT = (
     "if the program sets split_batches=True or steps the scheduler itself, copy {} from the source:"
-    " one process does not tell"
+    " the checkpoint of one process does not show whether it does"
 )
 
 
