@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 from reshard.pickles import trust
-from reshard.pickles.values import Call, Global, Located
+from reshard.pickles.values import Call, DictObject, Global, ListObject, Located
 
 NAMESPACE = "argparse.Namespace"
 SCHEDULER = "<scheduler>"  # name of the scheduler's state among these values
@@ -47,6 +47,8 @@ def _is_shallow(value: Any) -> bool:
 def _is_known(part: Any) -> bool:
     if isinstance(part, (Global, Call)):
         return trust.is_expected(part.name)
+    if isinstance(part, (DictObject, ListObject)):  # in itself, so not replaced by its call
+        return False
     return isinstance(part, _CONTAINERS) or type(part) in _PLAIN
 
 

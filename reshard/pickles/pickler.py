@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.pickles import trust
-from reshard.pickles.values import PYTHON2_NAMES, Call, Global, Located
+from reshard.pickles.values import PYTHON2_NAMES, Call, DictObject, Global, ListObject, Located
 
 # CPython's `BATCHSIZE`: items that one opcode adds to a container.
 _BATCH = 1000
@@ -328,6 +328,8 @@ _NESTING: dict[type, _Writer] = {
     list: Pickler._list,  # noqa: SLF001
     dict: Pickler._dict,  # noqa: SLF001
     OrderedDict: Pickler._ordered,  # noqa: SLF001
+    DictObject: Pickler._dict,  # noqa: SLF001
+    ListObject: Pickler._list,  # noqa: SLF001
     set: Pickler._set,  # noqa: SLF001
     frozenset: Pickler._set,  # noqa: SLF001
     bytes: Pickler._bytes,  # noqa: SLF001

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from reshard.pickles.values import Call
+from reshard.pickles.values import Call, DictObject, ListObject
 
 _MOST = 1 << 23  # values that any pickle may expand to
 _EACH = 8  # further values for every byte of the pickle
 _FEW = 16
 
-HOLDERS = frozenset((dict, list, tuple, set, frozenset))
+HOLDERS = frozenset((dict, list, tuple, set, frozenset, DictObject, ListObject))
 
 
 def may_grow(value: Any) -> bool:

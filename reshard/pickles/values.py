@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 Builder = Callable[..., Any]
@@ -103,6 +104,42 @@ def _mapping(items: Any = (), /) -> dict[Any, Any]:
     return {require_hashable(key): value for key, value in pairs}
 
 
+class DictObject(dict[Any, Any]):
+    """A dict of a class of ``collections``, read as a plain dict.
+
+    Attributes:
+        call: the class, and what its constructor gets beside the items.
+    """
+
+    __slots__ = ("call",)
+    call: Call
+
+    @classmethod
+    def of(cls, name: str, items: Any = (), *args: Any) -> DictObject:
+        """Return a dict of items that knows its class."""
+        value = cls(_mapping(items))
+        value.call = Call(name, args)
+        return value
+
+
+class ListObject(list[Any]):
+    """A deque, read as a plain list.
+
+    Attributes:
+        call: the class, and what its constructor gets beside the elements.
+    """
+
+    __slots__ = ("call",)
+    call: Call
+
+    @classmethod
+    def of(cls, name: str, elements: Any = (), *args: Any) -> ListObject:
+        """Return a list of elements that knows its class."""
+        value = cls(elements)
+        value.call = Call(name, ((), *args) if args else ())
+        return value
+
+
 PYTHON2_NAMES = {  # protocol 2 uses the names of Python 2 (CPython ``Lib/_compat_pickle.py``)
     "builtins.str": "__builtin__.unicode",
     "builtins.int": "__builtin__.long",
@@ -112,11 +149,11 @@ PYTHON2_NAMES = {  # protocol 2 uses the names of Python 2 (CPython ``Lib/_compa
 ENCODE = "_codecs.encode"  # protocol 2 writes bytes as a call of it
 
 BUILDERS: dict[str, Builder] = {
-    "collections.OrderedDict": _mapping,
+    "collections.OrderedDict": partial(DictObject.of, "collections.OrderedDict"),
     # The factory would be code of the file. The items follow as opcodes of their own.
-    "collections.defaultdict": lambda *_factory: {},
-    "collections.Counter": _mapping,
-    "collections.deque": lambda *items: list(*items[:1]),
+    "collections.defaultdict": lambda *args: DictObject.of("collections.defaultdict", (), *args),
+    "collections.Counter": partial(DictObject.of, "collections.Counter"),
+    "collections.deque": partial(ListObject.of, "collections.deque"),
     "builtins.set": lambda *items: set(map(require_hashable, *items)) if items else set(),
     "builtins.frozenset": lambda *items: (
         frozenset(map(require_hashable, *items)) if items else frozenset()

@@ -20,7 +20,7 @@ from reshard.pickles.objects import (
     is_namespace,
     iterate_parts,
 )
-from reshard.pickles.values import Call
+from reshard.pickles.values import Call, DictObject, ListObject
 from reshard.state_dict.plain_values import is_plain, to_plain
 from reshard.state_dict.tree import LocalTensors, as_global, is_tensor
 from reshard.training.copied_files import TENSOR
@@ -31,17 +31,29 @@ def keep_own_values(root: Mapping[Any, Any], names: Iterable[Any]) -> dict[str, 
 
     A namespace is kept without the attributes that cannot be written.
     """
-    changed = {str(name): root[name] for name in names if to_plain(root[name]) != root[name]}
+    changed = {str(name): root[name] for name in names if _is_changed(root[name])}
     copier = _Copier()
     copies = {name: _describe_tensors(copier, value, name) for name, value in changed.items()}
     kept = {name: _drop_attributes(value) for name, value in copies.items()}
     return {name: value for name, value in kept.items() if can_be_written(value, Entry)}
 
 
+def _is_changed(value: Any) -> bool:
+    """Return whether `to_plain` changes a value; of an OrderedDict it changes only the class."""
+    return _has_class(value) or bool(to_plain(value) != value)
+
+
+def _has_class(value: Any) -> bool:
+    return any(isinstance(part, (DictObject, ListObject)) for part in iterate_parts(value))
+
+
 def _describe_tensors(copier: _Copier, value: Any, name: str) -> Any:
-    """Return a value with entries for its tensors; one without tensors is not copied."""
+    """Return a value with entries for its tensors, and calls for its containers of a class.
+
+    A value without both is not copied.
+    """
     has_tensors = any(isinstance(part, Tensor) or is_tensor(part) for part in iterate_parts(value))
-    return copier.copy(value, name) if has_tensors else value
+    return copier.copy(value, name) if has_tensors or _has_class(value) else value
 
 
 def find_scheduler(train: TrainState) -> Any:
@@ -52,7 +64,7 @@ def find_scheduler(train: TrainState) -> Any:
 
 
 class _Copier:
-    """Copies a value: tensors become entries, numpy arrays the calls that build them.
+    """Copies a value: tensors become entries, arrays and OrderedDicts the calls that build them.
 
     A tensor of several ranks, which may differ, stays as it is, and so does a tensor in a value
     that refers to itself: such a value cannot be written.
@@ -77,8 +89,12 @@ class _Copier:
             parts = {part: self.copy(getattr(value, part), f"{name}.{part}") for part in OF_CALLS}
             return replace(value, **parts)
         if isinstance(value, dict):
-            return {key: self.copy(item, f"{name}.{key}") for key, item in value.items()}
-        return type(value)(self.copy(item, f"{name}.{at}") for at, item in enumerate(value))
+            items = {key: self.copy(item, f"{name}.{key}") for key, item in value.items()}
+            return replace(value.call, items=items) if isinstance(value, DictObject) else items
+        elements = [self.copy(item, f"{name}.{at}") for at, item in enumerate(value)]
+        if isinstance(value, ListObject):
+            return replace(value.call, elements=elements)
+        return type(value)(elements)
 
     def _describe(self, value: Any, name: str) -> Any:
         array = getattr(value, "call" if isinstance(value, Array) else "array", None)
