@@ -210,7 +210,8 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
     conversion = _choose_form(conversion, named, options)
     manifest, request = conversion.manifest, conversion.request
     needs_order = writer.numbers_parameters(request) and not request.weights_only
-    if needs_order and not manifest.ordered:
+    has_model_names = named.described is None
+    if needs_order and has_model_names and not manifest.ordered:
         shapes = conversion.shapes
         if shapes is None and named.config is not None:
             shapes = describe_config(named.config, manifest.origin.path)
