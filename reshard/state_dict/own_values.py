@@ -40,20 +40,18 @@ def keep_own_values(root: Mapping[Any, Any], names: Iterable[Any]) -> dict[str, 
 
 def _is_changed(value: Any) -> bool:
     """Return whether `to_plain` changes a value; of an OrderedDict it changes only the class."""
-    return _has_class(value) or bool(to_plain(value) != value)
-
-
-def _has_class(value: Any) -> bool:
-    return any(isinstance(part, (DictObject, ListObject)) for part in iterate_parts(value))
+    has_class = any(isinstance(part, (DictObject, ListObject)) for part in iterate_parts(value))
+    return has_class or bool(to_plain(value) != value)
 
 
 def _describe_tensors(copier: _Copier, value: Any, name: str) -> Any:
     """Return a value with entries for its tensors, and calls for its containers of a class.
 
-    A value without both is not copied.
+    A value that has neither is not copied.
     """
-    has_tensors = any(isinstance(part, Tensor) or is_tensor(part) for part in iterate_parts(value))
-    return copier.copy(value, name) if has_tensors or _has_class(value) else value
+    replaced = (Tensor, DictObject, ListObject)
+    is_plain = not any(isinstance(p, replaced) or is_tensor(p) for p in iterate_parts(value))
+    return value if is_plain else copier.copy(value, name)
 
 
 def find_scheduler(train: TrainState) -> Any:

@@ -60,7 +60,7 @@ class _ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class _ModelPlace:
-    """Where a part of the state is in a tensor of the model that the program built."""
+    """The position of a part of the state in a tensor of the model that the program built."""
 
     fqn: str
     shape: Index
