@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import re
 import shutil
 import tarfile
-import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +42,7 @@ from reshard.location import Location
 from reshard.manifest import Entry
 from reshard.model_parallel.rules import load_table
 from reshard.tensors import LazyTensor
+from tests.support.megatron_values import change
 from tests.support.sample_tensors import built
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
@@ -212,7 +211,7 @@ def test_a_truncated_file_is_named(ranks):
 
 
 def test_a_rank_of_another_step_is_named(ranks):
-    changed(ranks / STEP / "mp_rank_00_001", iteration=7)
+    change(ranks / STEP / "mp_rank_00_001" / "model_optim_rng.pt", iteration=7)
     with pytest.raises(
         CorruptError, match=r"mp_rank_00_001.*states iteration 7, but mp_rank_00_000 states 3"
     ):
@@ -221,7 +220,7 @@ def test_a_rank_of_another_step_is_named(ranks):
 
 def test_exchanged_folders_are_found_by_the_rank_that_saved_them(ranks):
     for rank, folder in enumerate(sorted((ranks / STEP).iterdir())):
-        changed(folder, rank=2 * rank)
+        change(folder / "model_optim_rng.pt", rank=2 * rank)
     assert formats.read(ranks).train.step == 3
     first, second = sorted((ranks / STEP).iterdir())
     first.rename(ranks / "kept")
@@ -285,28 +284,6 @@ def test_copies_that_differ_are_refused_or_the_first_is_taken(ranks, tmp_path):
     assert any("the first rank's is written" in text for text in report.warnings)
     reshard.merge(RANKS, tmp_path / "whole.safetensors")
     assert reshard.diff(tmp_path / "first.safetensors", tmp_path / "whole.safetensors").same
-
-
-class Names(pickle.Unpickler):
-    """Unpickles files of Megatron without it: its enums become their names."""
-
-    def find_class(self, module, name):
-        return (
-            (lambda *_: name) if module.startswith("megatron") else super().find_class(module, name)
-        )
-
-
-def changed(folder, **values):
-    """Write a rank's file again with other values, of its own or of its arguments."""
-    file = folder / "model_optim_rng.pt"
-    module = types.SimpleNamespace(Unpickler=Names, load=pickle.load, __name__="names")
-    root = torch.load(file, weights_only=False, pickle_module=module)
-    for name, value in values.items():
-        if name in root:
-            root[name] = value
-        else:
-            setattr(root["args"], name, value)
-    torch.save(root, file)
 
 
 # The rules, against what Megatron-core's own functions gave for these arguments

@@ -37,6 +37,7 @@ _STATE = fields(
 )
 _FULL = "float32"
 _MASTERS = ("param", "fp32_param", "master_param")  # of the flat form, torch_dist, and TE's own
+CHAINED = "chained"  # in a loss scaler: those of all optimizers of a chain, if they differ
 _MASTER_LISTS = ("fp32_from_fp16_params", "fp32_from_fp16")  # the second until 2020
 
 
@@ -114,10 +115,10 @@ def read(
     """
     result = ParsedOptimizer()
     states = list_states(value)
+    result.scaler = _read_scalers(result, states, args)
     for state, shared in zip(states, _divide_among(states, params, args, table), strict=False):
         if not isinstance(state, dict):
             continue
-        result.scaler = result.scaler or _read_scaler(state.get("grad_scaler"), args)
         inner = state.get("optimizer", state.get("optimizer_state_dict", state))
         if inner is None:
             continue
@@ -127,6 +128,29 @@ def read(
         _read_indexed(result, inner, members)
         _read_masters(result, state, shared, members, path)
     return result
+
+
+def _read_scalers(
+    result: ParsedOptimizer, states: Sequence[Any], args: Arguments
+) -> dict[str, Any] | None:
+    """Return the loss scaler, with those of a chain's optimizers if they differ.
+
+    Each optimizer of a chain lowers its own scale where its own gradients overflow
+    (``core/optimizer/optimizer.py``, ChainedOptimizer.prepare_grads). The first scales the loss.
+    """
+    found = [
+        _read_scaler(state.get("grad_scaler"), args) for state in states if isinstance(state, dict)
+    ]
+    first = next(filter(None, found), None)
+    if first is None or all(scaler == first for scaler in found):
+        return first
+    scales = " and ".join(f"{scaler['scale']:g}" for scaler in found if scaler)
+    result.notes.append(
+        f"the optimizers of the dense parameters and of the experts have different loss scalers"
+        f" (scales {scales}): Megatron scales the loss by the first, and divides the gradients of"
+        " each by its own"
+    )
+    return {**first, CHAINED: found}
 
 
 def _read_scaler(state: Any, args: Arguments) -> dict[str, Any] | None:

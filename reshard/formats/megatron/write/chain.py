@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reshard.formats.megatron.write.choice import Resolved
-from reshard.formats.megatron.write.groups import MegatronGroup
+from reshard.formats.megatron.write.groups import MegatronGroup, count_updates
 
 State = dict[str, Any]
 Inner = Callable[[Sequence[MegatronGroup]], tuple[State, State]]
@@ -32,14 +32,26 @@ def make_states(choice: Resolved, inner: Inner, fqns: Sequence[str]) -> list[Sta
         for of_muon in (True, False)
         for of_experts in (False, True)
     ]
-    return [_make_state(choice, members, inner) for members in chain if members]
+    chain = list(filter(None, chain))
+    scalers = [choice.make_grad_scaler(number, len(chain)) for number in range(len(chain))]
+    return [
+        _make_state(choice, members, inner, {} if scaler is None else {"grad_scaler": scaler})
+        for members, scaler in zip(chain, scalers, strict=True)
+    ]
 
 
-def _make_state(choice: Resolved, groups: Sequence[MegatronGroup], inner: Inner) -> State:
-    scaler = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
+def _make_state(
+    choice: Resolved, groups: Sequence[MegatronGroup], inner: Inner, scaler: State
+) -> State:
     if choice.wanted.distributed:  # its tensors are stored apart from this state
-        step = {"step": int(choice.state.step())}
-        stored = [{**group.hyper, **step} for group in groups]
+        members = choice.groups.members
+        stored = [
+            {
+                "step": count_updates(map(members.__getitem__, group.fqns), choice.state),
+                **group.hyper,
+            }
+            for group in groups
+        ]
         return {"optimizer": {"param_groups": stored}, **scaler}
     state, masters = inner(groups)
     return {"optimizer": state, **scaler, **masters} if choice.mixed else state

@@ -9,6 +9,7 @@ from typing import Any
 from reshard.containers.torch_writer import build_number
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.megatron.optimizer import CHAINED
 from reshard.formats.megatron.write import args as arguments
 from reshard.formats.megatron.write import groups, scheduler
 from reshard.formats.megatron.write.groups import Groups
@@ -108,16 +109,21 @@ class Resolved:
         others = [name for name in self.state.manifest.train.client if name not in written]
         return [*others, *self.args_lost]
 
-    @property
-    def grad_scaler(self) -> dict[str, Any] | None:
-        """The loss scaler of an fp16 run, as far as the source has one.
+    def make_grad_scaler(self, number: int, count: int) -> dict[str, Any] | None:
+        """Return the loss scaler of an optimizer, as far as an fp16 run's source has one.
 
         Source: ``core/optimizer/grad_scaler.py`` (``DynamicGradScaler.state_dict``).
+
+        Args:
+            number: number of the optimizer in the chain, which has ``count`` of them.
         """
-        converted = loss_scale.convert_to_torch(self.state.manifest.train.scaler)
+        scaler = self.state.manifest.train.scaler
+        chained = self._list_chained_scalers()
+        if len(chained) == count:
+            scaler = chained[number]
+        converted = loss_scale.convert_to_torch(scaler)
         if converted is None or self.precision != FLOAT16:
             return None
-        scaler = self.state.manifest.train.scaler
         return {
             "scale": build_number(converted["scale"], (1,)),
             "growth_tracker": int(converted["_growth_tracker"]),
@@ -126,14 +132,23 @@ class Resolved:
             ),
         }
 
+    def _list_chained_scalers(self) -> list[Any]:
+        scaler = self.state.manifest.train.scaler
+        return list(scaler.get(CHAINED, ())) if isinstance(scaler, Mapping) else []
+
     def scaler_lost(self) -> str:
         """Return the note about a loss scaler that the output cannot have; else empty."""
         scaler = self.state.manifest.train.scaler
-        if self.grad_scaler is not None or loss_scale.is_idle(scaler):
+        if loss_scale.is_idle(scaler):
             return ""
         if self.precision != FLOAT16:
             return f"not copied: the loss scaler, which a run in {self.precision} does not have"
-        return "not copied: the loss scaler, because it is not dynamic"
+        if loss_scale.convert_to_torch(scaler) is None:
+            return "not copied: the loss scaler, because it is not dynamic"
+        count = len({(group.is_muon, group.is_expert) for group in self.groups.groups})
+        if len(self._list_chained_scalers()) in (0, count):
+            return ""
+        return "not copied: the loss scaler of the experts' optimizer, which the new run lacks"
 
     @property
     def mixed(self) -> bool:

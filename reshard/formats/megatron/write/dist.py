@@ -34,7 +34,7 @@ from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.train import SHARDING, STATE_SHARDING
 from reshard.formats.megatron.write import chain
 from reshard.formats.megatron.write.choice import Resolved
-from reshard.formats.megatron.write.groups import MegatronGroup
+from reshard.formats.megatron.write.groups import MegatronGroup, find_common_count
 from reshard.formats.megatron.write.ranks import KnownWeight
 from reshard.formats.megatron.write.written_states import KIND
 from reshard.manifest import Entry, Key, Skeleton
@@ -431,20 +431,7 @@ def _get_common_step(choice: Resolved, groups: Sequence[MegatronGroup]) -> Slot 
     Raises:
         UnsupportedError: parameters were updated different numbers of times.
     """
-    members: Mapping[str, Any] = choice.groups.members
-    steps = {
-        members[fqn].step
-        for group in groups
-        if "step" not in group.hyper
-        for fqn in group.fqns
-        if members[fqn].step is not None
-    }
-    if len(steps) > 1:
-        raise UnsupportedError(
-            choice.state.manifest.origin.path,
-            f"has parameters that were updated {sorted(steps)} times, but torch_dist has one step",
-            "write --ckpt-format torch",
-        )
-    if not steps:
-        return None
-    return torch_writer.build_number(steps.pop())
+    members = choice.groups.members
+    counted = [members[fqn] for g in groups if "step" not in g.hyper for fqn in g.fqns]
+    step = find_common_count(counted, choice.state, "torch_dist has one number for all of them")
+    return None if step is None else torch_writer.build_number(step)

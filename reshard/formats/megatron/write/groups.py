@@ -8,7 +8,7 @@ have no ``default_config``, and each rank orders them by their first members.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
             if not members_here and (is_expert or not is_megatron):
                 continue
             completed = {
-                **_complete_hyper(hyper, state, fused=fused),
+                **_complete_hyper(hyper, fused=fused),
                 "is_expert_parallel": is_expert,
             }
             identity = (
@@ -116,7 +116,12 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
             known[1].extend(members_here)
     groups = tuple(
         MegatronGroup(
-            hyper, frozenset(fqns), bool(hyper["is_expert_parallel"]), is_of_muon([hyper])
+            hyper
+            if not fused or is_of_muon([hyper])
+            else {**hyper, "step": count_updates(map(members.__getitem__, fqns), state)},
+            frozenset(fqns),
+            bool(hyper["is_expert_parallel"]),
+            is_of_muon([hyper]),
         )
         for hyper, fqns in merged.values()
         if fqns or not hyper["is_expert_parallel"]
@@ -186,9 +191,7 @@ def _decays(groups: Sequence[TrainedGroup]) -> bool:
     return any(group.hyper.get("weight_decay", 0.0) for group in groups)
 
 
-def _complete_hyper(
-    hyper: Mapping[str, Any], state: WritableState, *, fused: bool
-) -> dict[str, Any]:
+def _complete_hyper(hyper: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
     """Return a group's hyperparameters with the further ones that Megatron's groups have."""
     completed = {
         "wd_mult": 1.0,
@@ -198,14 +201,51 @@ def _complete_hyper(
         _SINCE_016: True,
         **{key: value for key, value in hyper.items() if key != "param_names"},
     }
-    if not fused or is_of_muon([hyper]):  # neither counts the steps of a group
-        completed.pop("step", None)
+    completed.pop("step", None)
+    if not fused or is_of_muon([hyper]):
         return completed
     for key in _TORCH_ONLY:  # settings of torch's AdamW, which the fused Adams lack
         completed.pop(key, None)
     completed.setdefault("bias_correction", True)
-    completed["step"] = int(state.step())
     return completed
+
+
+def find_common_count(
+    members: Iterable[TrainedParameter], state: WritableState, why: str
+) -> float | None:
+    """Return how many updates the parameters have seen; None if nothing counts them.
+
+    The run's own counter is another number: Megatron skips the update of a step whose gradients
+    overflow.
+
+    Args:
+        why: why the number must be the same for all of them.
+
+    Raises:
+        UnsupportedError: they have seen different numbers of updates.
+    """
+    counts = {member.step for member in members if member.step is not None}
+    if len(counts) > 1:
+        numbers = some([f"{count:g}" for count in sorted(counts)], _SHOWN)
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            f"has parameters that were updated {numbers} times, but {why}",
+            "write --ckpt-format torch --adam torch --no-distributed-optimizer, which counts the"
+            " updates of each parameter",
+        )
+    return next(iter(counts), None)
+
+
+def count_updates(members: Iterable[TrainedParameter], state: WritableState) -> int:
+    """Return the number of updates of a group, for an optimizer that counts those of groups.
+
+    Raises:
+        UnsupportedError: its parameters have seen different numbers of updates.
+    """
+    why = "this optimizer counts the updates of a param group"
+    count = find_common_count(members, state, why)
+    known = state.manifest.train.optimizer_step.values()
+    return int(max(known, default=state.step()) if count is None else count)
 
 
 def _name_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:

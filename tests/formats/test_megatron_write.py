@@ -1,0 +1,92 @@
+"""What ``--to megatron`` writes beside tensors, for runs that skipped updates."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import UnsupportedError
+from tests.support.megatron_values import change, read_root
+
+DATA = Path(__file__).parents[1] / "data"
+DISTRIBUTED = DATA / "megatron" / "gpt2_vpp_distopt" / "torch"
+COUNTED = DATA / "megatron" / "llama_tp2pp2" / "ckpt"  # torch's AdamW
+PACKED = DATA / "megatron_core_0.9.0" / "mixtral_ep2.tar.xz"  # an optimizer of experts
+STEP, LATER = "iter_0000003", 5
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+@pytest.mark.parametrize("adam", ["fused", "torch"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_skipped_updates_are_not_counted_by_the_optimizer(tmp_path, form, adam, distributed):
+    """Three updates in five iterations: in two of them gradients overflowed."""
+    source = shutil.copytree(DISTRIBUTED, tmp_path / "source")
+    for file in source.rglob("model_optim_rng.pt"):
+        change(file, iteration=LATER)
+    out = tmp_path / "out"
+    reshard.split(
+        source,
+        out,
+        pp=1,
+        vpp=1,
+        dp=1,
+        ckpt_format=form,
+        adam=adam,
+        distributed_optimizer=distributed,
+    )
+    (file,) = [*out.rglob("model_optim_rng.pt"), *out.rglob("common.pt")]
+    assert file.is_relative_to(out / f"iter_{LATER:07d}")
+    if adam == "fused" or distributed:
+        optimizer = read_root(file)["optimizer"]["optimizer"]
+        assert [group["step"] for group in optimizer["param_groups"]] == [3, 3]
+    with reshard.open(out) as checkpoint:
+        train = checkpoint.manifest.train
+    assert train.step == LATER
+    assert set(train.optimizer_step.values()) == {3.0}
+
+
+@pytest.mark.parametrize("options", [{"adam": "fused"}, {"distributed_optimizer": True}])
+def test_parameters_of_a_group_must_have_as_many_updates(tmp_path, options):
+    source = shutil.copytree(COUNTED, tmp_path / "source")
+    for file in source.rglob("mp_rank_*_001/model_optim_rng.pt"):
+        optimizer = read_root(file)["optimizer"]
+        for state in optimizer["state"].values():
+            state["step"] += 1
+        change(file, optimizer=optimizer)
+    with pytest.raises(UnsupportedError, match=r"updated 3, 4 times"):
+        reshard.split(source, tmp_path / "no", tp=1, pp=1, **options)
+    advised = {"ckpt_format": "torch", "adam": "torch", "distributed_optimizer": False}
+    reshard.split(source, tmp_path / "out", tp=1, pp=1, **advised)
+    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
+
+
+def test_each_optimizer_of_a_chain_keeps_its_loss_scaler(tmp_path):
+    """Where the gradients of dense parameters overflowed, the experts keep their scale."""
+    with tarfile.open(PACKED) as packed:
+        packed.extractall(tmp_path, filter="data")
+    source = tmp_path / "torch_dist"
+    common = source / STEP / "common.pt"
+    optimizers = read_root(common)["optimizer"]
+    scalers = [
+        {"scale": [64.0], "growth_tracker": 0, "hysteresis_tracker": 1},
+        {"scale": [1024.0], "growth_tracker": 7, "hysteresis_tracker": 2},
+    ]
+    for number, scaler in enumerate(scalers):
+        optimizers[number]["grad_scaler"] = scaler | {"scale": torch.tensor(scaler["scale"])}
+    change(common, optimizer=optimizers)
+    reshard.split(source, tmp_path / "same", dtype="fp16", ep=2, dp=2, ckpt_format="torch")
+    for file in (tmp_path / "same").rglob("model_optim_rng.pt"):
+        found = [each["grad_scaler"] for each in read_root(file)["optimizer"]]
+        assert [each | {"scale": each["scale"].tolist()} for each in found] == scalers
+    report = reshard.split(source, tmp_path / "one", dtype="fp16", ep=1, dp=1, ckpt_format="torch")
+    assert "not copied: the loss scaler of the experts' optimizer, which the new run lacks" in (
+        report.notes
+    )
+    assert any("scales 64 and 1024" in warning for warning in report.warnings)
+    (file,) = (tmp_path / "one").rglob("model_optim_rng.pt")
+    assert read_root(file)["optimizer"]["grad_scaler"]["scale"].item() == 64.0
