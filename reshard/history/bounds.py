@@ -6,20 +6,14 @@ from collections.abc import Collection, Mapping
 from math import inf, sqrt
 from typing import Any
 
+from reshard.training import optimizers
 from reshard.training.optimizers import AMSGRAD, MOMENTS
 
-# Groups of torch's Adam and AdamW have "amsgrad"; those of DeepSpeed's and apex's FusedAdam have
-# "bias_correction", and those of FusedLamb, which scales updates, "max_coeff" as well (DeepSpeed
-# 0.19.8 ops/lamb/fused_lamb.py). RAdam and NAdam of torch 2.13 have neither of the first two.
-_OF_ADAM = ("amsgrad", "bias_correction")
-_OF_OTHERS = ("max_coeff", "momentum_decay")
 
-
-def is_adam(hyper: Mapping[str, Any], slots: Collection[str]) -> bool:
+def is_bounded(hyper: Mapping[str, Any], slots: Collection[str]) -> bool:
     """Return whether a param group is that of an Adam or AdamW, whose updates are bounded."""
     has_slots = set(MOMENTS) <= set(slots) <= {*MOMENTS, AMSGRAD}
-    named = any(name in hyper for name in _OF_ADAM)
-    return has_slots and named and not any(name in hyper for name in _OF_OTHERS)
+    return has_slots and optimizers.is_adam(hyper)
 
 
 def bound_update(hyper: Mapping[str, Any], largest: float, updates: float) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from reshard.checks.result import Check, not_applicable
-from reshard.history.bounds import bound_update, is_adam
+from reshard.history.bounds import bound_update, is_bounded
 from reshard.history.movement import Change, Movement
 from reshard.history.tags import Tag
 from reshard.identity import find_conflicts
@@ -341,7 +341,7 @@ def _find_limit(
     fqn, change = movement.fqn, movement.changes[number]
     group, slots = now.groups.get(fqn), now.slots.get(fqn, {})
     one, other = before.count_updates(fqn), now.count_updates(fqn)
-    if group is None or not is_adam(group.hyper, slots) or one is None or other is None:
+    if group is None or not is_bounded(group.hyper, slots) or one is None or other is None:
         return None
     # A schedule can have been higher between two saves than in either, so the
     # highest known rate counts.

@@ -11,9 +11,9 @@ torch-optimi 0.3.3.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Counter = Literal["state", "group", "none"]
 
@@ -52,6 +52,11 @@ class OptimizerTraits:
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of every Adam
 AMSGRAD = "max_exp_avg_sq"
 _OF_ADAM = {"betas", "eps"}  # hyper-parameters
+# Groups of torch's Adam and AdamW have "amsgrad"; those of DeepSpeed's and apex's FusedAdam have
+# "bias_correction", and those of FusedLamb, which scales updates, "max_coeff" as well (DeepSpeed
+# 0.19.8 ops/lamb/fused_lamb.py). RAdam and NAdam of torch 2.13 have neither of the first two.
+_ADAM_ALONE = ("amsgrad", "bias_correction")
+_RELATIVES = ("max_coeff", "momentum_decay")
 ROWS = (
     OptimizerTraits(
         *("Adam, AdamW, RAdam, LAMB", MOMENTS, (AMSGRAD,)),
@@ -138,6 +143,12 @@ def needs_count(slots: Collection[str]) -> bool:
 def has_moments(slots: Collection[str]) -> bool:
     """Return whether both moments of Adam are among the slots, those of its relatives included."""
     return set(MOMENTS) <= set(slots)
+
+
+def is_adam(hyper: Mapping[str, Any]) -> bool:
+    """Return whether a param group is that of an Adam or AdamW, and of none of their relatives."""
+    named = any(name in hyper for name in _ADAM_ALONE)
+    return named and not any(name in hyper for name in _RELATIVES)
 
 
 def find_missing_of_adam(

@@ -11,12 +11,17 @@ from reshard.formats.deepspeed.write.objects import is_deepspeed_optimizer
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import NOT_DESCRIBED
 from reshard.formats.deepspeed.write.stage12 import ALIGNMENT
-from reshard.formats.deepspeed.write.universal import count_steps, find_common_hyper
+from reshard.formats.deepspeed.write.universal import (
+    count_steps,
+    find_common_hyper,
+    find_new_slots,
+)
 from reshard.training import loss_scale, optimizers
 from reshard.training.state import describe_lost_state
 from reshard.units import some
 
 _LISTED = 4
+_NATIVE = "for stage 3, write --to deepspeed --zero-stage 3"
 _STAGE_3 = optimizers.MOMENTS  # the slots that it loads of a universal checkpoint
 
 
@@ -204,12 +209,19 @@ def _note_stage_3(spec: OutputSpec) -> Iterator[str]:
             " engine.basic_optimizer): DeepSpeed lets them share one, which torch then increments"
             " once for each"
         )
-    slots = spec.state.slots
+    new = find_new_slots(spec)
+    if new:
+        yield (
+            f"the Adam has made no step, so {some(new, _LISTED)} are zeros at step 0, without which"
+            " stage 3 loads no optimizer"
+        )
+    slots = spec.state.slots or new
     if missing := [name for name in _STAGE_3 if name not in slots]:
         needed = some(missing, _LISTED)
-        yield f"does not load at stage 3, which needs {needed} of every parameter"
+        yield f"does not load at stage 3, which needs {needed} of every parameter; {_NATIVE}"
     elif others := [name for name in slots if name not in _STAGE_3]:
-        yield f"stage 3 does not load {some(others, _LISTED)}"
+        lost = some(others, _LISTED)
+        yield f"stage 3 does not load {lost}, without which the optimizer fails; {_NATIVE}"
 
 
 def _note_small_groups(spec: OutputSpec) -> Iterator[str]:

@@ -44,6 +44,7 @@ from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
 from reshard.manifest import Entry, Skeleton
 from reshard.state_dict.hyper_parameters import build_tensors
+from reshard.training import optimizers
 from reshard.training.state import TrainedParameter
 
 _MODEL = "mp_rank_00_model_states.pt"
@@ -88,8 +89,26 @@ def _model(spec: OutputSpec, name: str, *, weights: bool) -> Skeleton:
     return torch_writer.lay_out_object(f"{spec.tag}/{name}", root, stamp=spec.stamp(name))
 
 
+def find_new_slots(spec: OutputSpec) -> tuple[str, ...]:
+    """Return the slots of an Adam that has made no step; none for any other optimizer.
+
+    Stage 3 loads no optimizer without moments. Those of an Adam start as zeros, so writing them
+    changes nothing. Of other optimizers the files do not tell the slots and their first values.
+    """
+    hypers = [group.hyper for group in spec.groups]
+    if spec.state.slots or not all(map(optimizers.is_adam, hypers)):
+        return ()
+    amsgrad = any(hyper.get("amsgrad") for hyper in hypers)
+    return (*optimizers.MOMENTS, *[optimizers.AMSGRAD] * amsgrad)
+
+
 def count_steps(spec: OutputSpec) -> list[float | None]:
-    """Return the updates that each group has seen; None for a group that was never updated."""
+    """Return the updates that each group has seen.
+
+    None for a group that was never updated, if its optimizer is no Adam that has made no step.
+    """
+    if find_new_slots(spec):
+        return [0.0] * len(spec.groups)
     path = spec.state.manifest.origin.path
     return [find_common_step(group.members, path) for group in spec.groups]
 
@@ -115,6 +134,7 @@ def _zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[Skeleton
     folder, counts = f"{spec.tag}/zero", count_steps(spec)
     dtypes_of = [collect_slot_dtypes(group.members) for group in spec.groups]
     all_dtypes = {name: dtype for dtypes in dtypes_of for name, dtype in dtypes.items()}
+    all_dtypes = all_dtypes or dict.fromkeys(find_new_slots(spec), FLOAT32)
     whole = _TensorFiles({"cat_dim": 0})
     for group, count, own_dtypes in zip(spec.groups, counts, dtypes_of, strict=True):
         dtypes = own_dtypes or dict.fromkeys(all_dtypes, FLOAT32)  # never updated: zeros

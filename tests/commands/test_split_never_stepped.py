@@ -1,0 +1,70 @@
+"""Parameters and whole optimizers that have made no step, written where DeepSpeed needs a state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import reshard
+
+WEIGHT, BIAS = "0.weight", "0.bias"
+TARGETS = (
+    {"to": "ds-universal"},
+    {"to": "deepspeed", "zero_stage": 1},
+    {"to": "deepspeed", "zero_stage": 3},
+)
+
+
+def save(path, optimizer_of, *, stepped):
+    """Save a layer, its optimizer's state by name; only what is in ``stepped`` has a gradient."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5))
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = optimizer_of(model.parameters())
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter) if name in stepped else None
+    optimizer.step()
+    held = optimizer.state_dict()
+    held["state"] = {names[number]: state for number, state in held["state"].items()}
+    for group in held["param_groups"]:
+        group["params"] = [names[number] for number in group["params"]]
+    torch.save({"model": model.state_dict(), "optimizer": held}, path)
+    return path
+
+
+def load_file(root, name):
+    (path,) = root.rglob(name)
+    return torch.load(path, weights_only=False)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=["universal", "stage 1", "stage 3"])
+def test_a_parameter_that_was_never_stepped_gets_moments_of_zeros(target, tmp_path):
+    source = save(tmp_path / "source.pt", torch.optim.AdamW, stepped=(WEIGHT,))
+    report = reshard.split(source, tmp_path / "out", world_size=2, **target)
+    assert any(f"its state starts at zero: {BIAS}" in note for note in report.notes)
+    with reshard.open(tmp_path / "out") as written:
+        moments = written.optimizer("exp_avg")
+        assert not torch.any(moments[BIAS][...])
+        assert torch.all(moments[WEIGHT][...])
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_universal_adam_that_made_no_step_has_the_moments_that_stage_3_loads(amsgrad, tmp_path):
+    def adam(parameters):
+        return torch.optim.AdamW(parameters, amsgrad=amsgrad)
+
+    source = save(tmp_path / "source.pt", adam, stepped=())
+    report = reshard.split(source, tmp_path / "out", to="ds-universal")
+    assert any("the Adam has made no step" in note for note in report.notes)
+    for slot in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad):
+        value = load_file(tmp_path / "out" / "global_step0_universal" / "zero" / BIAS, f"{slot}.pt")
+        assert torch.equal(value["param"], torch.zeros(5))
+    held = load_file(tmp_path / "out", "optimizer_state.pt")["optimizer_state_dict"]
+    assert held["state"][0]["step"] == 0
+    assert held["param_groups"][0]["lr"] == 1e-3
+
+
+def test_other_optimizers_that_made_no_step_keep_no_state(tmp_path):
+    source = save(tmp_path / "source.pt", torch.optim.NAdam, stepped=())
+    report = reshard.split(source, tmp_path / "out", to="ds-universal")
+    assert any("write --to deepspeed --zero-stage 3" in note for note in report.notes)
+    assert not list(tmp_path.rglob("exp_avg.pt"))
