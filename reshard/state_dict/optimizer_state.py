@@ -30,9 +30,14 @@ from reshard.state_dict.optimizer_layouts import (
 from reshard.state_dict.optimizer_names import AmbiguousError, may_be_divided_by_decay
 from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import GlobalTensor, LocalTensors, as_list, is_tensor
+from reshard.training import optimizers
 
 _STATE, _GROUPS = "state", "param_groups"
 _ASK = " (pass --model config.json|DIR|module:factory to name its parameters)"
+_JOINT = UnnamedOptimizer(
+    "LBFGS keeps one state for all parameters together, which reshard does not convert",
+    advice="resume from the source itself",
+)
 _FAIRSCALE = "param_id_map"  # FairScale's consolidated form numbers parameters by unit
 
 
@@ -126,6 +131,11 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
     if _FAIRSCALE in value:
         known = replace(known, ordered=False)
     parsed = ParsedOptimizer()
+    if any(map(optimizers.has_joint_state, groups)):
+        parsed.why_unnamed = _JOINT
+        parsed.notes.append(f"the optimizer is left out: {_JOINT.reason}")
+        parsed.groups += [ParamGroup(read_hyper(group, pool), ()) for group in groups]
+        return parsed
     keys = [key for group in groups for key in _list_members(group)] or list(state)
     if all(isinstance(key, str) and not key.isdecimal() for key in [*keys, *state]):
         owned = _add_states(

@@ -151,6 +151,15 @@ def is_adam(hyper: Mapping[str, Any]) -> bool:
     return named and not any(name in hyper for name in _RELATIVES)
 
 
+def has_joint_state(hyper: Collection[str]) -> bool:
+    """Return whether an optimizer keeps one state for all parameters (torch's LBFGS).
+
+    Args:
+        hyper: the keys of a param group.
+    """
+    return {"history_size", "line_search_fn"} <= set(hyper)
+
+
 def find_missing_of_adam(
     slots: Collection[str], hyper: Collection[str], step: float | None
 ) -> str | None:

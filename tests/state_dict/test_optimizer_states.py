@@ -429,3 +429,28 @@ def test_a_model_has_the_optimizer_near_it(paths, shown, tmp_path):
     reshard.merge(tmp_path / "run", tmp_path / "ema.safetensors", key="ema")
     with pytest.raises(reshard.errors.ReshardError, match="nothing shows which of them"):
         reshard.split(tmp_path / "run", tmp_path / "out", key="ema", to="dcp")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_joint_state_of_lbfgs_is_refused_and_freezes_nothing(named, tmp_path):
+    """Its one state, of all parameters, is stored as that of the first."""
+    model = torch.nn.Linear(3, 5)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def loss():
+        optimizer.zero_grad()
+        value = model(torch.ones(2, 3)).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    held = optimizer.state_dict()
+    if named:
+        held["param_groups"][0]["params"] = ["weight", "bias"]
+        held["state"] = {"weight": held["state"][0]}
+    torch.save({"model": model.state_dict(), "optimizer": held}, tmp_path / "source.pt")
+    with reshard.open(tmp_path / "source.pt") as checkpoint:
+        assert not checkpoint.manifest.frozen
+    with pytest.raises(IncompleteError, match="LBFGS keeps one state for all parameters"):
+        reshard.split(tmp_path / "source.pt", tmp_path / "out.pt", to="torch")
+    reshard.split(tmp_path / "source.pt", tmp_path / "out.pt", to="torch", init_optimizer="none")
