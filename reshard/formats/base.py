@@ -164,6 +164,10 @@ class Writer(ABC):
         """Return whether the optimizer updates fp32 copies and not the module's parameters."""
         return False
 
+    def writes_zero(self, request: Request) -> bool:
+        """Return whether a DeepSpeed engine with a ZeRO stage loads the output."""
+        return request.separate_masters and "zero_stage" in self.options
+
     def resolve(self, request: Request, _source: Manifest, _options: TargetOptions) -> Request:
         """Return the request with what this writer alone derives from source and options.
 

@@ -90,3 +90,23 @@ def test_each_optimizer_of_a_chain_keeps_its_loss_scaler(tmp_path):
     assert any("scales 64 and 1024" in warning for warning in report.warnings)
     (file,) = (tmp_path / "one").rglob("model_optim_rng.pt")
     assert read_root(file)["optimizer"]["grad_scaler"]["scale"].item() == 64.0
+
+
+def test_a_new_optimizer_updates_masters_of_weights_in_16_bits(tmp_path):
+    out = tmp_path / "out"
+    options = {"pp": 1, "vpp": 1, "dp": 1, "distributed_optimizer": False}
+    reshard.split(DISTRIBUTED, out, init_optimizer="zeros", **options)
+    (file,) = out.rglob("model_optim_rng.pt")
+    root = read_root(file)
+    weights = [weight for weight in root["model"].values() if weight is not None]
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+    assert root["args"].bf16
+    optimizer = root["optimizer"]
+    assert [group["step"] for group in optimizer["optimizer"]["param_groups"]] == [0, 0]
+    masters = [weight for group in optimizer["fp32_from_fp16_params"] for weight in group]
+    moments = [
+        slot for state in optimizer["optimizer"]["state"].values() for slot in state.values()
+    ]
+    assert {tensor.dtype for tensor in (*masters, *moments)} == {torch.float32}
+    assert len(masters) == len(weights)
+    assert not any(moment.any() for moment in moments)

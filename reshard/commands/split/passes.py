@@ -381,7 +381,7 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
     if groups:
         state, derived = param_groups.regroup(state, groups)
         notes.derived += derived
-    if request.separate_masters and not request.weights_only:
+    if conversion.writer.writes_zero(request) and not request.weights_only:
         state, derived = param_groups.drop_empty_groups(state)
         notes.derived += derived
     if is_new:

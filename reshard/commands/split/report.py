@@ -70,7 +70,7 @@ def describe_split(
     """Return the part of a report that is known before the first byte moves."""
     manifest, request = state.manifest, conversion.request
     notes, writer = conversion.notes, conversion.writer
-    has_stage = request.separate_masters and request.parallel.is_one
+    has_stage = writer.writes_zero(request) and request.parallel.is_one
     no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.ITEM, copied_files.TENSOR)
     own_kinds = {entry.kind for entry in writer.list_own_entries(request)}  # not an optimizer's
     out = {e.key for e in skeleton.entries if e.kind not in {*no_slots, *own_kinds}}

@@ -98,6 +98,10 @@ class Megatron(Writer):
     needs_shapes = False
     keeps_grid_of = (NAME,)
 
+    def has_separate_masters(self, _source: Manifest, _options: TargetOptions) -> bool:
+        """Return True: optimizers of a model in 16 bits update fp32 copies."""
+        return True
+
     def resolve(self, request: Request, source: Manifest, options: TargetOptions) -> Request:
         """Return the request with the directory's form, grid and vocabulary.
 
