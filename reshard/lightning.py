@@ -26,6 +26,7 @@ from reshard.commands.output_options import ValueOptions
 from reshard.errors import UnsupportedError, UsageError
 from reshard.live.source import read_for_model
 from reshard.manifest import Manifest
+from reshard.model import shapes_of
 from reshard.training import schedules
 from reshard.training.state import find_clip
 
@@ -94,6 +95,8 @@ class _StrategyLoader:
             self._manifest = None
             return type(strategy).load_checkpoint(strategy, checkpoint_path, weights_only)
         module = self._trainer.lightning_module
+        if fitting:
+            _refuse_average(self._trainer)
         manifest = self._read()
         self._manifest = manifest
         checkpoint = _build_checkpoint(self._trainer, manifest)
@@ -143,7 +146,10 @@ class _StrategyLoader:
         module = self._trainer.lightning_module
         parameters = [name for name, _ in module.named_parameters()]
         buffers = [name for name, _ in module.named_buffers()]
-        return read_for_model(self._source, parameters, buffers, options)
+        # Strategies that restore after the setup have cut the parameters by then.
+        is_whole = not self._trainer.strategy.restore_checkpoint_after_setup
+        live = shapes_of(module) if is_whole else None
+        return read_for_model(self._source, parameters, buffers, options, live)
 
     def _load_model(self, *, strict: bool) -> None:
         from reshard.dcp.objects import load_model
@@ -163,6 +169,20 @@ class _StrategyLoader:
                 "load such a checkpoint with Lightning, at the number of ranks that saved it",
             )
         load_optimizer(self._trainer.strategy.model, optimizers[0], self._manifest)
+
+
+def _refuse_average(trainer: Any) -> None:
+    """Refuse a callback that averages weights: it takes its average from the checkpoint's tensors.
+
+    Source: Lightning 2.6 ``callbacks/weight_averaging.py`` (``on_load_checkpoint``).
+    """
+    for callback in trainer.callbacks:
+        if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
+            raise UnsupportedError(
+                "trainer",
+                f"has the callback {type(callback).__name__}, whose average reshard does not load",
+                "load its checkpoint with Lightning, or leave out the callback",
+            )
 
 
 def _build_checkpoint(trainer: Any, manifest: Manifest) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from reshard.dcp.reader import StorageReader
 from reshard.errors import DifferentError
 from reshard.keys import canonical
 from reshard.manifest import BUFFER, WEIGHT_KINDS, Manifest
+from reshard.training.state import build_unnamed_error
 from reshard.units import some
 
 _NAMED = 5  # names in a message
@@ -82,8 +83,10 @@ def fill_optimizer_state(state: dict[str, Any], manifest: Manifest) -> None:
     """Fill a flat state dict of an optimizer: ``state.FQN.SLOT``, ``param_groups.FQN.NAME``.
 
     Raises:
-        ReshardError: the checkpoint lacks a value.
+        ReshardError: the checkpoint lacks a value, or does not state which parameter it belongs to.
     """
+    if manifest.unnamed is not None:
+        raise build_unnamed_error(manifest)
     own = {}
     if not any(_OF_SCHEDULER in group.hyper for group in manifest.train.param_groups):
         own = {key: state.pop(key) for key in list(state) if key.endswith(f".{_OF_SCHEDULER}")}

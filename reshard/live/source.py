@@ -12,6 +12,7 @@ from reshard.identity import check_identity
 from reshard.live.files import compute_on_first_rank
 from reshard.live.names import name_as_in
 from reshard.manifest import Manifest
+from reshard.model import ModelShapes
 
 _logger = logging.getLogger("reshard")
 
@@ -21,6 +22,7 @@ def read_for_model(
     parameters: Collection[str],
     buffers: Collection[str] = (),
     options: ValueOptions | None = None,
+    live: ModelShapes | None = None,
 ) -> Manifest:
     """Return a checkpoint under the names of a live model; rank 0 reads it for every rank.
 
@@ -28,6 +30,8 @@ def read_for_model(
         source: a path as for `reshard.open`.
         parameters: the names of the model's parameters.
         buffers: the names of its buffers, if they are known.
+        live: the shapes of its parameters, if it holds them whole: they name what an optimizer
+            numbers.
 
     Raises:
         ReshardError: on every rank, if the source cannot be read or trusted.
@@ -35,7 +39,7 @@ def read_for_model(
     options = options or ValueOptions()
 
     def read() -> Manifest:
-        manifest = read_trusted(formats.as_paths(source), options)
+        manifest = read_trusted(formats.as_paths(source), options, live)
         check_identity(manifest, options.trust)
         _logger.info("loading %s without a copy on a disk", manifest.origin.path)
         manifest, prefix = name_as_in(manifest, parameters, buffers)

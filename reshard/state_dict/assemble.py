@@ -272,8 +272,9 @@ def _resolve_model(
     unordered = numbered and not parsed.ordered
     open_end = [] if parsed.proved else [_OPEN_END.format(parsed.world)]
     wrapped = nearby and (nearby.wrap or (nearby.by_blocks and numbered))
-    needed = wrapped or unordered or open_end or (prefixes and not named)
-    if nearby is None or not needed or (nearby.known is not None and prefixes):
+    is_live = nearby and nearby.known is not None
+    needed = wrapped or unordered or open_end or (prefixes and not named) or (numbered and is_live)
+    if nearby is None or not needed or (is_live and prefixes):
         return None, open_end
     try:
         model = nearby.shapes(prefixes)

@@ -85,6 +85,12 @@ def _select_own(
     parts: sections.Sections, read: Mapping[sections.Path, ParsedOptimizer], weights: set[str]
 ) -> list[ParsedOptimizer]:
     """Return the optimizers of the chosen model, where a checkpoint has those of several."""
+    if sections.is_average(parts):
+        reason = (
+            "state_dict holds the averaged weights of Lightning's WeightAveraging, and the"
+            f" optimizer trains those of {sections.TRAINED}"
+        )
+        return [_leave_out(read, reason, f"choose the trained weights: --key {sections.TRAINED}")]
     if len(read) == 1:
         return list(read.values())
     number = sections.parse_number(parts.model_path)
@@ -102,7 +108,12 @@ def _select_own(
         }
         fitting = _select_nearest(parts.model_path, fitting)
     if _share_states(fitting.values()):
-        return [_leave_out(parts.model_path, fitting)]
+        names = " and ".join(map(format_path, fitting))
+        reason = (
+            f"{names} have states of the same parameters, and nothing shows which of them is the"
+            f" optimizer of {format_path(parts.model_path) or 'the top level'}"
+        )
+        return [_leave_out(fitting, reason, "choose another model with --key NAME")]
     lost = [path for path in read if path not in fitting and not parts.other_models]
     if len(fitting) > 1:
         shown = ", ".join(map(format_path, fitting))
@@ -116,22 +127,20 @@ def _select_own(
     stated = tuple(
         format_path(path) for path in lost if optimizer_state.has_state(parts.optimizers[path])
     )
-    return [*fitting.values(), ParsedOptimizer(notes=notes, unnamed_optimizers=stated)]
+    why = next((read[path].why_unnamed for path in lost if read[path].why_unnamed), None)
+    left = ParsedOptimizer(notes=notes, unnamed_optimizers=stated, why_unnamed=why)
+    return [*fitting.values(), left]
 
 
 def _leave_out(
-    model: sections.Path, optimizers: Mapping[sections.Path, ParsedOptimizer]
+    optimizers: Mapping[sections.Path, ParsedOptimizer], reason: str, advice: str
 ) -> ParsedOptimizer:
-    """Return nothing but why none of several optimizers is the model's."""
-    names = [format_path(path) for path in optimizers]
-    reason = (
-        f"{' and '.join(names)} have states of the same parameters, and nothing shows which of them"
-        f" is the optimizer of {format_path(model) or 'the top level'}"
-    )
+    """Return nothing but why none of the optimizers is the model's."""
+    left = "optimizer is" if len(optimizers) == 1 else "optimizers are"
     return ParsedOptimizer(
-        notes=[f"the optimizers are left out: {reason}"],
-        unnamed_optimizers=tuple(names),
-        why_unnamed=UnnamedOptimizer(reason, advice="choose another model with --key NAME"),
+        notes=[f"the {left} left out: {reason}"],
+        unnamed_optimizers=tuple(map(format_path, optimizers)),
+        why_unnamed=UnnamedOptimizer(reason, advice=advice),
     )
 
 

@@ -46,6 +46,7 @@ _NAMED = {
     "samples": re.compile(r"global_samples"),  # these two as DeepSpeed calls them
     "skipped_steps": re.compile(r"skipped_steps"),
 }
+TRAINED = "current_model_state"  # where Lightning's WeightAveraging puts the model that it trains
 _COUNTERS = ("step", "samples", "skipped_steps")
 TRAIN_STATE = "train_state"  # the file in which reshard writes what is neither model nor optimizer
 _OF_FRAMEWORKS = (TRAIN_STATE, "meta")  # Lightning 2.6 calls its dict of counters ``meta``
@@ -224,6 +225,15 @@ def _resolve_key(tree: Any, where: str, key: str, models: Mapping[Path, Any]) ->
     if not collect_tensors(node):
         raise UsageError(f"--key {key}", f"the value in {where} is not a state dict")
     return path
+
+
+def is_average(parts: Sections) -> bool:
+    """Return whether the model is an average of the weights that the optimizer trains.
+
+    Lightning's callback WeightAveraging puts the average in place of the model (Lightning 2.6
+    ``callbacks/weight_averaging.py``, ``on_save_checkpoint``).
+    """
+    return parts.model_path == ("state_dict",) and TRAINED in parts.other_models
 
 
 def parse_number(path: Path) -> int:

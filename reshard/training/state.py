@@ -24,7 +24,6 @@ from reshard.manifest import (
     Key,
     Manifest,
     TrainState,
-    UnnamedOptimizer,
     index_entries,
 )
 from reshard.stamps import Save, Stamp
@@ -273,17 +272,8 @@ def refuse_without_optimizer(state: WritableState) -> None:
     if not unnamed_optimizers and any(group.members for group in state.groups):
         return
     if unnamed_optimizers or state.groups:
-        which = (
-            f"an optimizer ({some(unnamed_optimizers, 1)})"
-            if unnamed_optimizers
-            else "an optimizer"
-        )
-        unnamed = state.manifest.unnamed
-        raise IncompleteError(
-            state.manifest.origin.path,
-            f"contains {which}, but no file states which parameters its states belong to"
-            + (f": {unnamed.reason}" if unnamed else ""),
-            _advise(unnamed),
+        raise build_unnamed_error(
+            state.manifest, ", or leave out the optimizer: --init-optimizer none"
         )
     below = state.manifest.checkpoint_below
     raise IncompleteError(
@@ -295,11 +285,23 @@ def refuse_without_optimizer(state: WritableState) -> None:
     )
 
 
-def _advise(unnamed: UnnamedOptimizer | None) -> str:
+def build_unnamed_error(manifest: Manifest, otherwise: str = "") -> IncompleteError:
+    """Return the error for an optimizer whose states belong to unknown parameters.
+
+    Args:
+        otherwise: what else the user can do.
+    """
+    which = some(manifest.unnamed_optimizers, 1)
+    which, unnamed = f"an optimizer ({which})" if which else "an optimizer", manifest.unnamed
     advice = _NAME_MODEL
     if unnamed is not None:
         advice = unnamed.advice or (_TRY_ANOTHER if unnamed.model else _NAME_MODEL)
-    return f"{advice}, or leave out the optimizer: --init-optimizer none"
+    return IncompleteError(
+        manifest.origin.path,
+        f"contains {which}, but no file states which parameters its states belong to"
+        + (f": {unnamed.reason}" if unnamed else ""),
+        advice + otherwise,
+    )
 
 
 def describe_lost_state(state: WritableState) -> list[str]:

@@ -9,9 +9,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import reshard
+from reshard import formats
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
+from reshard.dcp import objects
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.model import shapes_of
 from tests.support.installed import TORCH_2_6
 
 
@@ -454,3 +457,34 @@ def test_the_joint_state_of_lbfgs_is_refused_and_freezes_nothing(named, tmp_path
     with pytest.raises(IncompleteError, match="LBFGS keeps one state for all parameters"):
         reshard.split(tmp_path / "source.pt", tmp_path / "out.pt", to="torch")
     reshard.split(tmp_path / "source.pt", tmp_path / "out.pt", to="torch", init_optimizer="none")
+
+
+def save_batch_norm(path, **also):
+    """Save a numbered optimizer and a model whose buffers have the shapes of parameters."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    state = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    torch.save({**state, **also}, path)
+    return model
+
+
+def test_a_live_model_names_what_the_files_number(tmp_path):
+    model = save_batch_norm(tmp_path / "run.ckpt")
+    assert not formats.read(tmp_path / "run.ckpt").has_optimizer
+    manifest = formats.read(tmp_path / "run.ckpt", live=shapes_of(model))
+    assert [e.fqn for e in manifest.of_kind("exp_avg")] == [n for n, _ in model.named_parameters()]
+
+
+def test_the_optimizer_is_not_that_of_lightnings_averaged_weights(tmp_path):
+    """They are under state_dict, and the weights that the optimizer trains beside it."""
+    trained = save_batch_norm(tmp_path / "other.ckpt").state_dict()
+    model = save_batch_norm(tmp_path / "run.ckpt", current_model_state=trained, averaging_state={})
+    manifest = formats.read(tmp_path / "run.ckpt", live=shapes_of(model))
+    with pytest.raises(IncompleteError, match="holds the averaged weights") as refused:
+        objects.fill_optimizer_state({}, manifest)
+    assert refused.value.remedy == "choose the trained weights: --key current_model_state"
+    manifest = formats.read(tmp_path / "run.ckpt", key="current_model_state", live=shapes_of(model))
+    assert len(list(manifest.of_kind("exp_avg"))) == len(list(model.parameters()))
+    reshard.merge(tmp_path / "run.ckpt", tmp_path / "average.safetensors")
