@@ -14,10 +14,12 @@ from functools import cache
 from typing import Any
 
 from reshard.model_parallel.rules import load_document
+from reshard.units import shorten
 
 ANY = "any"  # no value of the key changes what the family computes
 EACH = "each"  # a list, each of whose elements is one of these
 _EXPERTS = "moe_"
+_SHOWN = 60  # letters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def find_changing_args(
         if name in implemented or value is None or (name.startswith(_EXPERTS) and not has_experts):
             continue
         if not _is_neutral(value, allowed):
-            yield f"{settings.meanings[name]} ({name} {value!r})"
+            yield f"{settings.meanings[name]} ({name} {shorten(repr(value), _SHOWN)})"
 
 
 def get_default_arg(name: str) -> Any:

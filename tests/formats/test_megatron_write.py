@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
 from reshard.errors import UnsupportedError
@@ -17,6 +18,7 @@ DATA = Path(__file__).parents[1] / "data"
 DISTRIBUTED = DATA / "megatron" / "gpt2_vpp_distopt" / "torch"
 COUNTED = DATA / "megatron" / "llama_tp2pp2" / "ckpt"  # torch's AdamW
 PACKED = DATA / "megatron_core_0.9.0" / "mixtral_ep2.tar.xz"  # an optimizer of experts
+HETEROGENEOUS = DATA / "megatron" / "heterogeneous.tar.xz"
 STEP, LATER = "iter_0000003", 5
 
 
@@ -110,3 +112,60 @@ def test_a_new_optimizer_updates_masters_of_weights_in_16_bits(tmp_path):
     assert {tensor.dtype for tensor in (*masters, *moments)} == {torch.float32}
     assert len(masters) == len(weights)
     assert not any(moment.any() for moment in moments)
+
+
+@pytest.fixture(scope="module")
+def heterogeneous(tmp_path_factory):
+    """A run whose layers differ: linear layers, or nothing, for attention and MLP."""
+    folder = tmp_path_factory.mktemp("heterogeneous")
+    with tarfile.open(HETEROGENEOUS) as packed:
+        packed.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_layers_that_differ_go_to_other_ranks(heterogeneous, tmp_path, form):
+    own, there, back = heterogeneous / form, tmp_path / "there", tmp_path / "back"
+    other = "torch" if form == "torch_dist" else "torch_dist"
+    reshard.split(own, there, tp=2, pp=4, dp=1, ckpt_format=other)
+    reshard.split(there, back, tp=1, pp=2, dp=1, ckpt_format=form)
+    for found in (there, back):
+        assert reshard.diff(own, found, kinds=["weight", "optimizer"]).same
+    if form == "torch_dist":
+        assert _list_keys(back) == _list_keys(own)
+        return
+    for file in own.rglob("model_optim_rng.pt"):
+        theirs, ours = read_root(file), read_root(back / file.relative_to(own))
+        # torch_dist does not list the extra state of the output layer, which is empty.
+        wanted = [name for name in theirs["model"] if name != "output_layer._extra_state"]
+        assert [name for name in ours["model"] if name in wanted] == wanted
+        optimizer, own_optimizer = (each["optimizer"]["optimizer"] for each in (ours, theirs))
+        for number, state in own_optimizer["state"].items():
+            assert torch.equal(optimizer["state"][number]["exp_avg"], state["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("stated", "is_stacked"),
+    [
+        ({}, True),
+        ({"moe_layer_freq": 1}, True),
+        ({"moe_layer_freq": [0, 0, 0, 0]}, False),
+        ({"linear_attention_freq": [0, 0, 0, 0]}, False),
+        ({"hetereogenous_dist_checkpoint": True}, False),
+    ],
+)
+def test_layers_have_numbers_where_megatron_expects_them(tmp_path, stated, is_stacked):
+    """Megatron decides it by the arguments, also if all layers are alike."""
+    source = shutil.copytree(COUNTED, tmp_path / "source")
+    for file in source.rglob("model_optim_rng.pt"):
+        change(file, **stated)
+    reshard.split(source, tmp_path / "out", ckpt_format="torch_dist")
+    keys = _list_keys(tmp_path / "out")
+    assert ("decoder.layers.self_attention.linear_proj.weight" in keys) is is_stacked
+    assert ("decoder.layers.3.self_attention.linear_proj.weight" in keys) is not is_stacked
+
+
+def _list_keys(run):
+    """Return the keys of a torch_dist directory, but those of random states."""
+    held = DcpReader(run / STEP).read_metadata().state_dict_metadata
+    return {key: getattr(stored, "size", None) for key, stored in held.items() if "rng" not in key}

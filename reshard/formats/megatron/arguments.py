@@ -31,6 +31,7 @@ _COUNTS = (
     *("num_moe_experts", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
 _KNOWN = fields(**dict.fromkeys((*_PARALLEL, *_COUNTS), maybe(INTEGER)))
+_OWN_CONFIGS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 _BUCKET = 40_000_000  # elements: the smallest default of --ddp-bucket-size
 
 
@@ -232,6 +233,27 @@ class Arguments:
         """Return all arguments as values that print and serialize as JSON."""
         values: dict[str, Any] = to_plain(dict(self.values))
         return values
+
+
+def has_own_configs(args: Mapping[str, Any]) -> bool:
+    """Return whether each layer has a configuration of its own: heads, widths, or nothing at all.
+
+    Source: ``core/transformer/heterogeneous/heterogeneous_config.py``.
+    """
+    return any(args.get(name) for name in _OWN_CONFIGS)
+
+
+def numbers_layers(args: Mapping[str, Any]) -> bool:
+    """Return whether torch_dist numbers the layers, also if they are alike, instead of stacking.
+
+    Source: ``core/transformer/transformer_block.py`` (``sharded_state_dict``).
+    """
+    patterns = (args.get(name) for name in ("moe_layer_freq", "linear_attention_freq"))
+    return (
+        has_own_configs(args)
+        or args.get("hetereogenous_dist_checkpoint") is True  # so Megatron spells it
+        or any(isinstance(each, list) or (type(each) is int and each > 1) for each in patterns)
+    )
 
 
 def parse(value: Any, source: str) -> Arguments:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
+from operator import le
 from typing import Any
 
 from reshard.dtypes import UINT8
 from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.formats.megatron import directory, grid, grouped, names, optimizer, rank_states, train
+from reshard.formats.megatron import (
+    arguments,
+    directory,
+    grid,
+    grouped,
+    names,
+    optimizer,
+    rank_states,
+    train,
+)
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
 from reshard.formats.megatron.optimizer import RankParam
@@ -261,6 +271,8 @@ def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -
     chunks = len(counts[0])
     flat = [counts[pp][vp] for vp in range(chunks) for pp in range(args.pp)]
     total = args.number("num_layers", "encoder_num_layers", default=sum(flat))
+    if sum(flat) != total and arguments.has_own_configs(args.values):
+        flat = _add_empty_layers(flat, args)
     if sum(flat) != total:
         raise CorruptError(
             args.source,
@@ -269,6 +281,17 @@ def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -
         )
     starts = [0, *accumulate(flat)]
     return [[starts[vp * args.pp + pp] for vp in range(chunks)] for pp in range(args.pp)]
+
+
+def _add_empty_layers(found: Sequence[int], args: Arguments) -> list[int]:
+    """Return the layers of each chunk, with those that have no parameters: no attention, no MLP.
+
+    Args:
+        found: numbers of layers that have parameters.
+    """
+    stated = list(chain.from_iterable(args.list_layers()))
+    fits = len(stated) == len(found) and all(map(le, found, stated))
+    return stated if fits else list(found)
 
 
 def _read_rank(

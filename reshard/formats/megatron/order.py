@@ -3,9 +3,9 @@
 Sources: Megatron-LM core_v0.16.1 ``models/gpt/gpt_model.py``, ``transformer/transformer_layer.py``,
 ``transformer/attention.py``, ``transformer/moe/moe_layer.py``,
 ``transformer/multi_token_prediction.py``, ``ssm/mamba_mixer.py``, ``ssm/mamba_layer.py``,
-``ssm/gated_delta_net.py``: the order in which modules are made;
-of a module, its own parameters come before those of the modules in it. Megatron-LM 2.x
-``megatron/model/transformer.py``.
+``ssm/gated_delta_net.py``, ``transformer/heterogeneous/linear_replacements.py``: the order in
+which modules are made; of a module, its own parameters come before those of the modules in it.
+Megatron-LM 2.x ``megatron/model/transformer.py``.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
     "self_attention.conv1d.",
     "self_attention.out_norm.",
     "self_attention.out_proj.",
+    "self_attention.layer_norm_",  # of a linear layer in the place of attention
+    "self_attention.weight",
+    "self_attention.bias",
     "pre_mlp_layernorm.",
     "post_attention_layernorm.",
     "mlp.router.",
@@ -70,6 +73,9 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
     "mlp.linear_fc1.layer_norm_",
     "mlp.linear_fc1.",
     "mlp.linear_fc2.",
+    "mlp.layer_norm_",  # of a linear layer in the place of an MLP
+    "mlp.weight",
+    "mlp.bias",
     "mlp.dense_h_to_4h.",
     "mlp.dense_4h_to_h.",
 )

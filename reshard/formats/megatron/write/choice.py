@@ -9,6 +9,7 @@ from typing import Any
 from reshard.containers.torch_writer import build_number
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.megatron.arguments import has_own_configs
 from reshard.formats.megatron.optimizer import CHAINED
 from reshard.formats.megatron.write import args as arguments
 from reshard.formats.megatron.write import groups, scheduler
@@ -185,6 +186,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         dialect=wanted.dialect,
         tied=tied,
         counts=wanted.stage_layers,
+        stated=args.get("num_layers") if has_own_configs(args) else None,
         grouped=wanted.impl != "local" and bool(args.get("moe_grouped_gemm")),
     )
     missing = arguments.list_missing({"num_layers": places.layers, **args})

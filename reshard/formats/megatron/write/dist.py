@@ -29,6 +29,7 @@ from reshard.containers.torch_writer import Slot
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp import writer as dcp
+from reshard.formats.megatron.arguments import numbers_layers
 from reshard.formats.megatron.dist_flat import CHAIN
 from reshard.formats.megatron.rank_states import RNG
 from reshard.formats.megatron.train import SHARDING, STATE_SHARDING
@@ -46,7 +47,7 @@ from reshard.state_dict.torch_state_dict import Value
 _LAYERS = re.compile(r"decoder\.layers\.\d+\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _LINEAR = re.compile(
-    r"(.*(?:eh_proj|\.(?:in|out)_proj|linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)))"
+    r"(.*(?:\.layers\.\d+\.(?:self_attention|mlp)|eh_proj|\.(?:in|out)_proj|linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)))"
     r"\.(?:weight|bias)(?:\.\w+)?"
 )
 _MIXER = "mixer."  # of MambaModel's layers
@@ -213,7 +214,9 @@ class _Stacks:
     def __init__(self, choice: Resolved) -> None:
         self._stacks: dict[str, _Stack] = {}
         self._places = choice.places
-        self._alike = _is_homogeneous(choice.weights, choice.places.layers)
+        self._alike = not numbers_layers(choice.args) and _are_alike(
+            choice.weights, choice.places.layers
+        )
         self._te = choice.wanted.dialect == "te"
         self._hybrid = any(_MIXER in known.found.name for known in choice.weights)
 
@@ -362,11 +365,10 @@ def _list_segments(known: KnownWeight) -> Iterator[tuple[str, int, int | None]]:
         row += part * unit
 
 
-def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
-    """Return whether all layers have the same parameters, and Megatron stacks them then.
+def _are_alike(weights: Sequence[KnownWeight], layers: int) -> bool:
+    """Return whether all layers have the same parameters.
 
-    It numbers layers of models with Mamba or gated delta nets in any case
-    (``core/ssm/mamba_block.py``, ``core/transformer/transformer_block.py``).
+    Those with Mamba are not, as Megatron numbers them in any case (``core/ssm/mamba_block.py``).
     """
     if any(known.found.rule.segments for known in weights):
         return False

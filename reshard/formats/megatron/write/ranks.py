@@ -183,6 +183,7 @@ class WeightLocations:
 
     Args:
         counts: number of layers of each stage (and chunk); None: the same in each.
+        stated: number of layers where some may have no parameters; None: the last one has some.
         dialect: of the module's names: ``te`` or ``local``.
         grouped: whether a module holds all experts of a rank (``moe_grouped_gemm``).
     """
@@ -195,12 +196,12 @@ class WeightLocations:
         dialect: str,
         tied: bool,
         counts: Sequence[int] | None,
+        stated: int | None,
         grouped: bool,
     ) -> None:
         self.grouped = grouped
-        self.layers = 1 + max(
-            (each.layer for each in weights if each.layer is not None), default=-1
-        )
+        last = max((each.layer for each in weights if each.layer is not None), default=-1)
+        self.layers = max(1 + last, stated or 0)
         self._experts = 1 + max((w.expert for w in weights if w.expert is not None), default=-1)
         self._sizes = sizes
         self._dialect = dialect
