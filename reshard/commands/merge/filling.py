@@ -8,7 +8,7 @@ scripts), and a module that was saved under ZeRO 3 without being gathered has pl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from reshard import keys, units, weights
@@ -44,103 +44,82 @@ def read_model(path: Path, flag: str, allow_pickle: Sequence[str]) -> tuple[Mani
     return keys.edit(manifest, keys.Edits()).manifest, notes
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
-    """A model that supplies weights; its names are without wrappers.
+def fill(manifest: Manifest, base: Manifest, path: Path) -> tuple[Manifest, list[str], list[str]]:
+    """Fill a checkpoint; return it, the names of the weights from the base, and notes.
+
+    A weight is also missing if the checkpoint has only a placeholder for it: shape [0] where the
+    base has elements.
 
     Args:
-        notes: what was dequantised.
+        base: the model that supplies weights; its names are without wrappers.
+        path: the path of that model, for messages.
+
+    Raises:
+        UsageError: the base is another model: no names are equal, or shapes differ.
+        IncompleteError: the weights of the placeholders are in a checkpoint beside the source.
     """
+    offered = {entry.fqn: entry for entry in base.of_kind(PARAM, BUFFER)}
+    hollow = _find_placeholders(manifest, offered)
+    placeholders.refuse_beside_ranks(manifest, hollow)
+    present = {e.fqn: e for e in manifest.of_kind(*WEIGHT_KINDS) if e.fqn not in hollow}
+    _check_same_model(path, present, offered)
+    taken = [
+        entry for fqn, entry in offered.items() if fqn not in present and fqn not in manifest.tied
+    ]
+    names = [entry.fqn for entry in taken]
+    kept = (entry for entry in manifest.entries.values() if entry.fqn not in hollow)
+    files = {file for entry in taken for chunk in entry.chunks for file in list_files(chunk.file)}
+    filled = replace(
+        manifest,
+        entries=index_entries((*kept, *taken)),
+        files={
+            **manifest.files,
+            **{name: source for name, source in base.files.items() if name in files},
+        },
+        trained_dtypes={**manifest.trained_dtypes, **{entry.fqn: entry.dtype for entry in taken}},
+        frozen=manifest.frozen | set(names),
+        absent=tuple(fqn for fqn in (*manifest.absent, *hollow) if fqn not in names),
+    )
+    return filled, names, list(_write_notes(names, hollow))
 
-    path: Path
-    manifest: Manifest
-    notes: tuple[str, ...] = ()
 
-    @classmethod
-    def open(cls, path: Path, allow_pickle: Sequence[str]) -> Base:
-        """Read the headers of the model.
+def _find_placeholders(manifest: Manifest, offered: Mapping[str, Entry]) -> list[str]:
+    """Return the placeholders in the checkpoint for weights that the base has.
 
-        Raises:
-            ReshardError: as `read_model`.
-        """
-        manifest, notes = read_model(path, FILL, allow_pickle)
-        return cls(path, manifest, tuple(notes))
+    A base with a tied head stores no head; its embedding decides about the checkpoint's head.
+    """
+    suspects = manifest.placeholders
+    heads = dict(weights.find_heads(suspects))
+    return [
+        fqn
+        for fqn in suspects
+        if (base := offered.get(fqn) or offered.get(heads.get(fqn, ""))) and base.numel
+    ]
 
-    def fill(self, manifest: Manifest) -> tuple[Manifest, list[str], list[str]]:
-        """Fill a checkpoint; return it, the names of the weights from the base, and notes.
 
-        A weight is also missing if the checkpoint has only a placeholder for it: shape [0] where
-        the base has elements.
+def _check_same_model(
+    path: Path, present: Mapping[str, Entry], offered: Mapping[str, Entry]
+) -> None:
+    """Check that both have common names, and that their shapes are equal.
 
-        Raises:
-            UsageError: the base is another model: no names are equal, or shapes differ.
-            IncompleteError: the weights of the placeholders are in a checkpoint beside the source.
-        """
-        offered = {entry.fqn: entry for entry in self.manifest.of_kind(PARAM, BUFFER)}
-        hollow = self._find_placeholders(manifest, offered)
-        placeholders.refuse_beside_ranks(manifest, hollow)
-        present = {e.fqn: e for e in manifest.of_kind(*WEIGHT_KINDS) if e.fqn not in hollow}
-        self._check_same_model(present, offered)
-        taken = [
-            entry
-            for fqn, entry in offered.items()
-            if fqn not in present and fqn not in manifest.tied
-        ]
-        names = [entry.fqn for entry in taken]
-        kept = (entry for entry in manifest.entries.values() if entry.fqn not in hollow)
-        files = {
-            file for entry in taken for chunk in entry.chunks for file in list_files(chunk.file)
-        }
-        filled = replace(
-            manifest,
-            entries=index_entries((*kept, *taken)),
-            files={
-                **manifest.files,
-                **{path: source for path, source in self.manifest.files.items() if path in files},
-            },
-            trained_dtypes={
-                **manifest.trained_dtypes,
-                **{entry.fqn: entry.dtype for entry in taken},
-            },
-            frozen=manifest.frozen | set(names),
-            absent=tuple(fqn for fqn in (*manifest.absent, *hollow) if fqn not in names),
+    Raises:
+        UsageError: the base is another model.
+    """
+    both = [fqn for fqn in offered if fqn in present]
+    if not both:
+        raise UsageError(
+            f"{FILL} {path}",
+            f"no tensor name is in both: the model has {units.some(list(offered))}, the"
+            f" checkpoint {units.some(list(present)) or 'only placeholders'}",
+            "pass the model that was trained; --rename changes the names of the checkpoint",
         )
-        return filled, names, list(_write_notes(names, hollow))
-
-    def _find_placeholders(self, manifest: Manifest, offered: Mapping[str, Entry]) -> list[str]:
-        """Return the placeholders in the checkpoint for weights that the base has.
-
-        A base with a tied head stores no head; its embedding decides about the checkpoint's head.
-        """
-        suspects = manifest.placeholders
-        heads = dict(weights.find_heads(suspects))
-        return [
-            fqn
-            for fqn in suspects
-            if (base := offered.get(fqn) or offered.get(heads.get(fqn, ""))) and base.numel
-        ]
-
-    def _check_same_model(self, present: Mapping[str, Entry], offered: Mapping[str, Entry]) -> None:
-        """Check that both have common names, and that their shapes are equal.
-
-        Raises:
-            UsageError: the base is another model.
-        """
-        both = [fqn for fqn in offered if fqn in present]
-        if not both:
+    for fqn in both:
+        if offered[fqn].shape != present[fqn].shape:
             raise UsageError(
-                f"{FILL} {self.path}",
-                f"no tensor name is in both: the model has {units.some(list(offered))}, the"
-                f" checkpoint {units.some(list(present)) or 'only placeholders'}",
-                "pass the model that was trained; --rename changes the names of the checkpoint",
+                f"{FILL} {path}",
+                f"is another model: {fqn!r} has shape {offered[fqn].shape}, but shape"
+                f" {present[fqn].shape} in the checkpoint",
             )
-        for fqn in both:
-            if offered[fqn].shape != present[fqn].shape:
-                raise UsageError(
-                    f"{FILL} {self.path}",
-                    f"is another model: {fqn!r} has shape {offered[fqn].shape}, but shape"
-                    f" {present[fqn].shape} in the checkpoint",
-                )
 
 
 def _write_notes(names: Sequence[str], hollow: Sequence[str]) -> Iterator[str]:

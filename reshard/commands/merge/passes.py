@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reshard import formats, keys, naming, replicas, weights
 from reshard.box import Index
-from reshard.commands.merge.options import MergeOptions
+from reshard.commands.merge.options import FILL, MergeOptions
 from reshard.commands.output import is_single_file
 from reshard.commands.passes import apply_names
 from reshard.containers import safetensors_shards as writer
@@ -101,7 +101,7 @@ class Merge(Conversion):
         skeleton: the files to write.
         adapter: the LoRA adapter to write; None: the whole model.
         addition: what the adapter changed in the base that it was added to; None: there is no base.
-        worker_nbytes: the memory that each worker needs for quantised weights, in bytes.
+        worker_nbytes: the memory that each worker needs for quantised weights or means, in bytes.
     """
 
     options: MergeOptions
@@ -222,9 +222,10 @@ def fill(merge: Merge) -> Merge:
         return merge
     from reshard.commands.merge import filling
 
-    base = filling.Base.open(as_path(options.fill_missing_from), options.allow_pickle)
-    manifest, filled, notes = base.fill(merge.manifest)
-    merge.notes.derived += base.notes
+    path = as_path(options.fill_missing_from)
+    base, decoded = filling.read_model(path, FILL, options.allow_pickle)
+    manifest, filled, notes = filling.fill(merge.manifest, base, path)
+    merge.notes.derived += decoded
     merge.notes.warnings += notes
     return replace(merge, manifest=manifest, filled=filled)
 
