@@ -303,6 +303,16 @@ class Options:
             if each.name in names and _as_json(value) != _as_json(each.default):
                 raise UsageError(each.flags[0], problem, remedy)
 
+    def convert_to(self, kind: type[_O], **changed: Any) -> _O:
+        """Return options of another command, with the values of those that both commands have.
+
+        Args:
+            changed: values that differ.
+        """
+        own = {each.name for each in fields(self)}
+        shared = {each.name: getattr(self, each.name) for each in fields(kind) if each.name in own}
+        return kind(**shared | changed)
+
     def shaping_output(self) -> dict[str, Any]:
         """Return the fields on which the bytes of the output depend, name -> value."""
         return {

@@ -25,6 +25,8 @@ from reshard.move.on_demand import OnDemandFiles
 from reshard.options import option
 from reshard.paths import as_path
 
+_OF_THIS_COMMAND: dict[str, Any] = {"html": None, "overwrite": False}  # no files are written
+
 
 @dataclass(frozen=True, kw_only=True)
 class FilesOptions(ValueOptions):
@@ -63,21 +65,14 @@ def open_files(
 
 
 def _plan(manifest: Manifest, source: Path, options: FilesOptions) -> Job[Any]:
-    inherited = {
-        name: getattr(options, name)
-        for name in ValueOptions.__dataclass_fields__
-        if name not in ("html", "overwrite")
-    }
     if options.to == registry.MODEL:
         from reshard.commands.merge.command import plan_merge
 
         if options.world_size is not None:
             raise UsageError("--world-size", "has no effect on a model's files", "leave it out")
-        chosen = MergeOptions(**inherited, dtype=options.dtype)
+        chosen = options.convert_to(MergeOptions, **_OF_THIS_COMMAND)
         return plan_merge(manifest, source, as_path("unwritten"), chosen)
     from reshard.commands.split.command import plan_split
 
-    split = SplitOptions(
-        **inherited, dtype=options.dtype, to=options.to, world_size=options.world_size
-    )
+    split = options.convert_to(SplitOptions, **_OF_THIS_COMMAND)
     return plan_split(manifest, as_path("unwritten"), split)

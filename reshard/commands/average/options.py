@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from reshard.averages.coefficients import EMA, WEIGHTS
 from reshard.commands.merge.options import MergeOptions, WeightsOptions
@@ -82,19 +82,9 @@ class AverageOptions(
 
     def for_merge(self) -> MergeOptions:
         """Return the options with which `merge` would write one of the checkpoints."""
-        inherited = {
-            each.name: getattr(self, each.name)
-            for kind in (WeightsOptions, NamingOptions, OutputOptions)
-            for each in fields(kind)
-        }
-        return MergeOptions(**inherited)
+        return self.convert_to(MergeOptions)
 
     def for_split(self) -> SplitOptions:
         """Return the options with which `split` would write the mean as a model of its own."""
-        own = {each.name for each in fields(self)}
-        inherited = {
-            each.name: getattr(self, each.name) for each in fields(SplitOptions) if each.name in own
-        }
         # The weights have the dtype to write already.
-        dtype = None if self.dtype == "keep" else self.dtype
-        return SplitOptions(**inherited | {"dtype": dtype})
+        return self.convert_to(SplitOptions, dtype=None if self.dtype == "keep" else self.dtype)
