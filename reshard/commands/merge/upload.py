@@ -66,10 +66,15 @@ def upload(
         plan: plans a merge, given the source, its path and the name of the output.
 
     Raises:
+        UsageError: an option that needs files is given.
         ReshardError: the source cannot be read, trusted or laid out, the repository does not
             exist or has one of the files, or the Hub refuses the commit. It is then unchanged.
     """
-    _refuse_options(options)
+    options.refuse_given(
+        ("resume", "html"),
+        "is not possible for an upload to the Hub",
+        "leave it out, or merge to a disk",
+    )
     began = time.perf_counter()
     job = plan_unwritten(
         source, options, lambda manifest, first: plan(manifest, first, as_path("uploaded"))
@@ -84,23 +89,6 @@ def upload(
     report.done = True
     report.seconds = time.perf_counter() - began
     return report
-
-
-def _refuse_options(options: MergeOptions) -> None:
-    """Refuse options that need files.
-
-    Raises:
-        UsageError: one is given.
-    """
-    given = {
-        "--resume": options.resume,
-        "--html": options.html is not None,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise UsageError(
-                name, "is not possible for an upload to the Hub", "leave it out, or merge to a disk"
-            )
 
 
 def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) -> None:
