@@ -52,11 +52,6 @@ class _WeightedCheckpoint:
     manifest: Manifest
     weight: Fraction | None
 
-    @property
-    def rank(self) -> Rank:
-        """What decides its place in the sum."""
-        return Rank(self.manifest.origin.path, self.manifest.train.step)
-
 
 def average(
     sources: formats.Paths,
@@ -226,8 +221,7 @@ def _plan(
     merge = passes.lay_out(means.merge)
 
     def describe(manifest: Manifest, merge: Merge, plan: Plan) -> AverageReport:
-        base = describe_merge(manifest, merge, plan, sums=WORKER_NBYTES)
-        facts = {**_fields_of(base), **means.describe(members)}
+        facts = {**_fields_of(describe_merge(manifest, merge, plan)), **means.describe(members)}
         return MergedAverage(**facts | {"warnings": merge.notes.warnings})
 
     return merging.plan_files(merge, members[-1].manifest, describe)
@@ -328,6 +322,7 @@ def _average(
         last,
         manifest=replace(last.manifest, files=files),
         weights=_count_weights(last.weights, [merge.weights for merge in merges], averaged),
+        worker_nbytes=WORKER_NBYTES,
     )
     result.notes.warnings[:] = [*_join_warnings(members, merges), *averaged.notes]
     return _Means(result, averaged, merges)

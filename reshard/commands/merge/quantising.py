@@ -100,10 +100,7 @@ def quantise(merge: Merge) -> Merge:
         UnsupportedError: the release is quantised by a method that cannot be written.
         ReshardError: the release cannot be read or trusted.
     """
-    options = merge.options
-    if options.quantise_like is None:
-        return merge
-    path = as_path(str(options.quantise_like))
+    path = as_path(str(merge.options.quantise_like))
     if not merge.is_directory:
         raise UsageError(
             str(merge.output),
@@ -111,7 +108,7 @@ def quantise(merge: Merge) -> Merge:
             " config.json states how to read the codes",
             "pass a name without that suffix",
         )
-    release = Release.open(path, options.allow_pickle)
+    release = Release.open(path, merge.options.allow_pickle)
     tensors = merge.weights.tensors
     _check_same_model(release, tensors)
     kept = blocks.KeptScales()

@@ -121,20 +121,15 @@ class MergeReport(OutputReport):
             yield f"warning     {text}"
 
 
-def describe_merge(
-    manifest: Manifest, merge: Merge, plan: Plan, *, sums: int | None = None
-) -> MergeReport:
+def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
     """Return the part of a report that is known before the first byte moves.
 
     Args:
         manifest: the source before its names were changed.
-        sums: the memory that each worker needs for computed weights, in bytes; None: that of an
-            adapter.
     """
     chosen, edited, notes = merge.weights, merge.edited, merge.notes
     workers = merge.options.budget()[0]
-    if sums is None:
-        sums = merge.addition.worker_nbytes if merge.addition else 0
+    computed = merge.worker_nbytes + (merge.addition.worker_nbytes if merge.addition else 0)
     return MergeReport(
         **describe_common(manifest, merge.skeleton, plan, notes.warnings),
         load_line=_describe_load(merge),
@@ -157,7 +152,7 @@ def describe_merge(
         excluded=edited.excluded,
         optimizer_tensors_left=sum(kind not in WEIGHT_KINDS for kind, _ in manifest.entries),
         changes=notes.derived,
-        peak_buffer_bytes=workers * (2 * plan.window_bytes + sums + merge.worker_nbytes),
+        peak_buffer_bytes=workers * (2 * plan.window_bytes + computed),
     )
 
 

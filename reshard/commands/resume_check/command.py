@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import formats
 from reshard.checks import control, trajectory
-from reshard.checks.trajectory import Series
+from reshard.checks.trajectory import Series, Trajectory
 from reshard.commands import diff as comparison
 from reshard.commands import programs
 from reshard.commands.diff import DiffOptions
@@ -251,10 +251,7 @@ class _ResumeCheck:
         run = self._resume_layout(layout, checkpoint, folder)
         if self._options.keep is None:
             shutil.rmtree(checkpoint)  # so that the disk needs room for one layout only
-        result = LayoutResult(run, written, state)
-        if run.series and unbroken.series:
-            result.trajectory = trajectory.compare(unbroken.series, run.series)
-        return result
+        return LayoutResult(run, written, state, _compare_losses(unbroken, run))
 
     def _run_control(self, layout: _PlannedLayout, unbroken: ProgramRun) -> ControlRun:
         """Resume from a copy whose optimizer state is wiped."""
@@ -265,10 +262,7 @@ class _ResumeCheck:
         wiped = control.wipe_optimizer(formats.read(checkpoint, model=model, wrap=wrap))
         run = self._resume_layout(layout, checkpoint, folder)
         shutil.rmtree(checkpoint)  # it must never be used for training
-        result = ControlRun(run, wiped)
-        if run.series and unbroken.series:
-            result.trajectory = trajectory.compare(unbroken.series, run.series)
-        return result
+        return ControlRun(run, wiped, _compare_losses(unbroken, run))
 
     def _resume_layout(self, layout: _PlannedLayout, checkpoint: Path, folder: Path) -> ProgramRun:
         planned = layout.planned
@@ -356,6 +350,13 @@ def open_folder(keep: Path | None, prefix: str, *sources: Path) -> Iterator[Path
     check_destination(keep, list(sources), is_directory=True, overwrite=False)
     keep.mkdir(exist_ok=True)
     yield keep.resolve()
+
+
+def _compare_losses(unbroken: ProgramRun, run: ProgramRun) -> Trajectory | None:
+    """Compare the losses of two runs; None if one has no log."""
+    if unbroken.series is None or run.series is None:
+        return None
+    return trajectory.compare(unbroken.series, run.series)
 
 
 def _list_files(manifest: Manifest) -> Mapping[str, Any]:

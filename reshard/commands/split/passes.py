@@ -198,7 +198,8 @@ def rename(conversion: StateConversion, options: SplitOptions) -> StateConversio
     named = writer.rename(
         conversion,
         NameOptions(
-            config=_read_model_config(options) if has_config else None,
+            # If --model names code, there is no such file.
+            config=_read_config(as_path(options.model)) if has_config and options.model else None,
             names=options.names,
             family=options.family,
             rules=options.rules,
@@ -263,11 +264,6 @@ def _choose_form(
     conversion.notes.derived += form.notes
     conversion.notes.warnings += form.warnings
     return replace(conversion, manifest=form.manifest)
-
-
-def _read_model_config(options: SplitOptions) -> Mapping[str, Any] | None:
-    """Return the transformers config that ``--model`` names; None if it names code."""
-    return _read_config(as_path(options.model)) if options.model else None
 
 
 def _read_config(path: Path) -> Mapping[str, Any] | None:
