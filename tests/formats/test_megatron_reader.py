@@ -233,7 +233,7 @@ def test_exchanged_folders_are_found_by_the_rank_that_saved_them(ranks):
 def test_an_optimizer_that_is_too_small_may_lack_frozen_parameters(ranks):
     first, second = sorted((ranks / STEP).iterdir())
     shutil.copy(second / "distrib_optim.pt", first / "distrib_optim.pt")
-    with pytest.raises(CorruptError, match=r"froze parameters, .* save it with --no-save-optim"):
+    with pytest.raises(CorruptError, match=r"froze parameters, .* alone with --no-save-optim"):
         formats.read(ranks)
 
 

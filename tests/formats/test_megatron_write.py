@@ -67,6 +67,32 @@ def test_parameters_of_a_group_must_have_as_many_updates(tmp_path, options):
     assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
 
 
+def test_frozen_parameters_stay_without_optimizer_state(tmp_path):
+    """Their order says which of equal shapes is frozen; torch_dist has names."""
+    embedding = "embedding.word_embeddings.weight"
+    source = shutil.copytree(COUNTED, tmp_path / "source")
+    for file in source.rglob("mp_rank_*_000/model_optim_rng.pt"):  # its first parameter
+        optimizer = read_root(file)["optimizer"]
+        states = [state for number, state in sorted(optimizer["state"].items()) if number]
+        for group in optimizer["param_groups"]:
+            group["params"] = [number - 1 for number in group["params"] if number]
+        change(file, optimizer=optimizer | {"state": dict(enumerate(states))})
+    sizes = {"tp": 1, "pp": 1, "dp": 1}
+    for form, place in (("torch_dist", "dist"), ("torch", "back")):
+        out = tmp_path / place
+        reshard.split(source, out, ckpt_format=form, **sizes)
+        with reshard.open(out) as checkpoint:
+            train = checkpoint.manifest.train
+        owned = {fqn for group in train.param_groups for fqn in group.fqns}
+        assert len(owned) == 26
+        assert embedding not in owned
+        source = out
+    (file,) = source.rglob("model_optim_rng.pt")
+    assert len(read_root(file)["optimizer"]["state"]) == 26
+    with pytest.raises(UnsupportedError, match=f"has frozen parameters .{embedding}"):
+        reshard.split(source, tmp_path / "no", distributed_optimizer=True, **sizes)
+
+
 def test_each_optimizer_of_a_chain_keeps_its_loss_scaler(tmp_path):
     """Where the gradients of dense parameters overflowed, the experts keep their scale."""
     with tarfile.open(PACKED) as packed:

@@ -57,6 +57,7 @@ from reshard.model_parallel.rules import Table
 from reshard.pickles import trust
 from reshard.state_dict import tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
+from reshard.units import counted
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
@@ -119,7 +120,14 @@ def read(location: Location, table: Table) -> Manifest:
     ]
     # The optimizer's groups are filled in the order of ``named_parameters``, which DCP keys lack.
     whole = index_entries(grid.sort_entries(weights))
-    params = [RankParam(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
+    # A parameter without a state that others have is frozen: no optimizer has it.
+    trained = {slot.fqn for slot in slots}
+    params = [
+        RankParam(e.fqn, e.shape, e.dtype.name, 0)
+        for e in whole.values()
+        if e.kind == PARAM and (not trained or e.fqn in trained)
+    ]
+    frozen = [fqn for kind, fqn in whole if kind == PARAM and trained and fqn not in trained]
     # Forms that only the same grid can load keep the groups as objects of each model-parallel
     # group.
     chained = dist_flat.find_group_states(objects)
@@ -151,9 +159,11 @@ def read(location: Location, table: Table) -> Manifest:
         tied={names.OUTPUT: names.EMBEDDING}
         if args.tied and (PARAM, names.EMBEDDING) in whole
         else {},
+        frozen=frozenset(frozen),
         warnings=(
             *loaded.notes,
             *state.notes,
+            *_note_frozen(frozen),
             *([f"the optimizer is left out: {problem}"] if problem else []),
         ),
         unnamed_optimizers=("optimizer",) if problem else (),
@@ -163,6 +173,13 @@ def read(location: Location, table: Table) -> Manifest:
     )
     manifest = rank_states.attach(manifest, rank_states.collect_from_dist(loaded.root))
     return replace(manifest, origin=train.make_origin(location, args, form, manifest))
+
+
+def _note_frozen(frozen: Sequence[str]) -> Iterator[str]:
+    if frozen:
+        yield (
+            f"{counted(len(frozen), 'parameter')} without optimizer state, e.g. {frozen[0]}: frozen"
+        )
 
 
 def _check_shapes(

@@ -327,6 +327,8 @@ def _read_rank(
         files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
         train=train.make_train_state(file.root, args, state, each, rank.ep * each),
         warnings=tuple(state.notes),
+        unnamed_optimizers=state.unnamed_optimizers,
+        unnamed=state.why_unnamed,
         unknown_globals=trust.list_unknown(set().union(*(each.globals for each in file.files))),
         ordered=True,  # by the module's state dict; `grid` orders the ranks' together
     )

@@ -10,7 +10,7 @@ load_parameter_state_from_dp_zero_legacy).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -24,7 +24,7 @@ from reshard.formats.megatron import buckets, groups, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Bucket, Param
 from reshard.layout.partition import Member, build_flat_chunks
-from reshard.manifest import MASTER, Entry, ParamGroup
+from reshard.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
 from reshard.model_parallel.rules import Table
 from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
@@ -193,7 +193,7 @@ def _read_groups(
     counts = [len(group["params"]) for group in stored if group.get("params") is not None]
     # torch_dist saves groups without ``params``; there Megatron's own rule has to be enough.
     if counts and counts != list(map(len, listed)):
-        listed = _match_by_shape(result, inner, stored, shapes)
+        listed = _match_by_shape(result, inner, stored, shapes, assigned)
     elif stored and sum(map(len, listed)) < len(shapes):
         lost = sorted(shapes.keys() - {fqn for each in listed for fqn in each})
         result.notes.append(f"{len(lost)} parameters are in no param group, e.g. {lost[0]}: frozen")
@@ -208,19 +208,54 @@ def _match_by_shape(
     inner: Mapping[str, Any],
     stored: Sequence[Mapping[str, Any]],
     shapes: Mapping[str, Index],
+    assigned: Sequence[Sequence[str]],
 ) -> list[list[str | None]]:
-    """Return the members of groups that Megatron did not make, if shapes identify them."""
+    """Return the members of groups that lack parameters, if order and shapes identify them.
+
+    Args:
+        assigned: the members that Megatron gives each group if no parameter is frozen.
+    """
     state = inner.get("state") or {}
     signatures = [[_get_shape(state.get(i)) for i in group.get("params") or ()] for group in stored]
+    kept = [_match_in_order(*pair, shapes) for pair in zip(assigned, signatures, strict=True)]
+    if all(group is not None for group in kept):
+        return [list[str | None](group) for group in kept if group is not None]
     try:
         return name_groups(shapes, signatures)
-    except AmbiguousError as reason:
-        result.notes.append(
+    except AmbiguousError as error:
+        reason = (
             f"the optimizer's groups of {', '.join(str(len(each)) for each in signatures)}"
-            f" parameters are not those that Megatron makes of this model, and {reason}; its states"
-            " are left out"
+            f" parameters are not those that Megatron makes of this model, and {error}"
+        )
+        result.notes.append(f"{reason}; its states are left out")
+        result.unnamed_optimizers, result.why_unnamed = (
+            ("optimizer",),
+            UnnamedOptimizer(
+                reason, advice="save it once with --ckpt-format torch_dist, which names each state"
+            ),
         )
         return []
+
+
+def _match_in_order(
+    fqns: Sequence[str], wanted: Sequence[Index | None], shapes: Mapping[str, Index]
+) -> list[str] | None:
+    """Return the parameters with these shapes, in this order; None if there is not exactly one way.
+
+    >>> shapes = {"a": (1,), "b": (2,), "c": (1,)}
+    >>> _match_in_order(["a", "b", "c"], [(2,), (1,)], shapes)
+    ['b', 'c']
+    >>> _match_in_order(["a", "b", "c"], [(1,)], shapes)
+    """
+
+    def match(fqns: Iterable[str], wanted: Iterable[Index | None]) -> list[str] | None:
+        rest = iter(fqns)
+        found = [next((f for f in rest if shapes[f] == shape), None) for shape in wanted]
+        return [fqn for fqn in found if fqn is not None] if None not in found else None
+
+    first, last = match(fqns, wanted), match(reversed(fqns), reversed(wanted))
+    # The first places and the last ones of the shapes are the same only if there are no others.
+    return first if last is not None and first == last[::-1] else None
 
 
 def _get_shape(state: Any) -> Index | None:
@@ -397,8 +432,9 @@ def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int
     expected = sum(prod(param.shape) for param in members)
     # Frozen parameters have no place in a buffer (``_ParamAndGradBuffer``).
     frozen = (
-        "; or the run froze parameters, and no file states which: for the weights alone, load it"
-        " in Megatron and save it with --no-save-optim"
+        "; or the run froze parameters, and no file states which: load it in Megatron and save it"
+        " with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or for the weights"
+        " alone with --no-save-optim"
         if numel < expected
         else ""
     )
