@@ -16,6 +16,7 @@ setup(
         Extension(
             f"reshard.{package}.{name}",
             [f"reshard/{package}/{name}.c"],
+            depends=["reshard/move/values.h"],
             extra_compile_args=["-O3", "-fno-trapping-math"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
             py_limited_api=STABLE,

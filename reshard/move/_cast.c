@@ -5,20 +5,14 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdint.h>
-#include <string.h>
 
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "checkpoints are little-endian; numpy casts on this machine"
-#endif
+#include "values.h"
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
 #include <cpuid.h>
 #include <immintrin.h>
-#define VECTORIZED __attribute__((target_clones("avx2", "default")))
 #define HAS_F16C_LOOP 1
 #else
-#define VECTORIZED
 #define HAS_F16C_LOOP 0
 #endif
 
@@ -28,27 +22,6 @@ enum { BLOCK = 1 << 20 };
 typedef struct {
     uint32_t overflowed, flushed;
 } Counts;
-
-static inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* Magnitudes are signed, as SSE2 and AVX2 compare only signed integers. */
-static inline int32_t magnitude_of(uint32_t bits) { return bits & 0x7FFFFFFF; }
-
-/* Round to nearest even: add 0x7FFF and the lowest bit that is kept, then drop 16 bits. */
-static inline uint32_t to_bfloat16(uint32_t bits) {
-    uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    return magnitude_of(bits) > 0x7F800000 ? 0x7FC0 : rounded;
-}
 
 static inline uint32_t from_bfloat16(uint16_t bits) { return (uint32_t)bits << 16; }
 

@@ -7,18 +7,8 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdint.h>
-#include <string.h>
 
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "checkpoints are little-endian; numpy computes on this machine"
-#endif
-
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
-#define VECTORIZED __attribute__((target_clones("avx2", "default")))
-#else
-#define VECTORIZED
-#endif
+#include "../move/values.h"
 
 /* Buffers need not be aligned, so elements are copied. */
 static inline uint32_t load(const char *base, Py_ssize_t index) {
@@ -28,18 +18,6 @@ static inline uint32_t load(const char *base, Py_ssize_t index) {
 }
 
 static inline void store(char *base, Py_ssize_t index, uint32_t bits) { memcpy(base + 4 * index, &bits, 4); }
-
-static inline float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
 
 VECTORIZED static void decode_row(const uint8_t *codes, const char *table, const char *scales,
                                   char *out, Py_ssize_t columns) {
@@ -81,7 +59,7 @@ VECTORIZED static void encode_row(const char *values, const char *scales, uint8_
     int32_t magic = (127 + 24 - format->bias - format->mantissa) << 23;
     for (Py_ssize_t i = 0; i < columns; i++) {
         uint32_t bits = bits_of(float_of(load(values, i)) / float_of(load(scales, i)));
-        int32_t magnitude = bits & 0x7FFFFFFF;
+        int32_t magnitude = magnitude_of(bits);
         int32_t capped = magnitude < 0x7F000000 ? magnitude : 0x7F000000;
         int32_t normal = (capped - rebias + half + (capped >> shift & 1)) >> shift;
         int32_t subnormal = (int32_t)bits_of(float_of(capped) + float_of(magic)) - magic;
@@ -94,15 +72,9 @@ VECTORIZED static void encode_row(const char *values, const char *scales, uint8_
 /* As integers, magnitudes have the order of the values, with NaN above all. */
 VECTORIZED static void largest_row(const char *values, char *line, Py_ssize_t columns) {
     for (Py_ssize_t i = 0; i < columns; i++) {
-        int32_t before = load(line, i), magnitude = load(values, i) & 0x7FFFFFFF;
+        int32_t before = load(line, i), magnitude = magnitude_of(load(values, i));
         store(line, i, before > magnitude ? before : magnitude);
     }
-}
-
-/* Round to nearest even, like `_cast.c`. */
-static inline uint32_t to_bfloat16(uint32_t bits) {
-    uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    return (int32_t)(bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded;
 }
 
 VECTORIZED static void compare_row(const char *values, const char *others, char *line,
@@ -122,8 +94,9 @@ static inline void shuffle(const uint8_t *in, uint8_t *out) {
     }
 }
 
-/* Four shuffles swap the row and the column in the index of a matrix of 16 x 16. */
-VECTORIZED static void transpose_blocks(const uint8_t *in, Py_ssize_t columns, uint8_t *out,
+/* Four shuffles swap the row and the column in the index of a matrix of 16 x 16. They are slower with
+   AVX-512. */
+UP_TO_AVX2 static void transpose_blocks(const uint8_t *in, Py_ssize_t columns, uint8_t *out,
                                         Py_ssize_t width) {
     uint8_t block[256], other[256];
     for (Py_ssize_t column = 0; column + 16 <= columns; column += 16) {
@@ -149,7 +122,7 @@ static void transpose_bytes(const uint8_t *in, Py_ssize_t rows, Py_ssize_t colum
 }
 
 /* The bits as float32 of an e2m1 code without its sign: 0, 0.5, 1, 1.5, 2, 3, 4, 6. */
-static inline uint32_t magnitude_of(uint32_t code) {
+static inline uint32_t bits_of_e2m1(uint32_t code) {
     return code > 1 ? (code + 252) << 22 : -(code & 1) & 0x3F000000;
 }
 
@@ -159,7 +132,7 @@ VECTORIZED static void decode_column(const uint8_t *codes, const uint8_t *scales
                                      Py_ssize_t rows, int shift) {
     for (Py_ssize_t i = 0; i < rows; i++) {
         uint32_t code = codes[i] >> shift, scale = scales[i] ? (uint32_t)scales[i] << 23 : 1 << 22;
-        float product = float_of(magnitude_of(code & 7)) * float_of(scale);
+        float product = float_of(bits_of_e2m1(code & 7)) * float_of(scale);
         uint16_t half = bits_of(product) >> 16 | (code & 8) << 12;
         memcpy(out + 2 * i, &half, 2);
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("reshard", "trainer")
-DATA = (".py", ".pyi", ".typed", ".yaml", ".c")
+DATA = (".py", ".pyi", ".typed", ".yaml", ".c", ".h")
 SOURCE_FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.py")
 
 
@@ -40,7 +40,7 @@ def find_problems(place: Path) -> list[str]:
         for name in installed
         if name.partition("/")[0] not in PACKAGES or not name.endswith((*DATA, ".so"))
     }
-    compiled = {name for name in expected if name.endswith(".c")}
+    compiled = {name for name in expected if name.endswith((".c", ".h"))}
     return [
         *(f"{wheel.name} lacks {name}" for name in sorted(expected - compiled - installed)),
         *(

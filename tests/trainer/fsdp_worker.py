@@ -8,6 +8,7 @@ a finding, too.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import pickle
@@ -693,6 +694,7 @@ def main(out):
     import transformers.models.llama.modeling_llama
 
     assert transformers.models  # imported once, before the forks
+    gc.freeze()
     for world in (4, 2, 1):
         mp.start_processes(rank, (world, out), nprocs=world, start_method="fork")
 

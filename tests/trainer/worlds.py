@@ -7,6 +7,7 @@ fraction of a second.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import multiprocessing
@@ -98,6 +99,7 @@ def _receive(pipe):
 
 
 def _rank(pipe, rank, world, port, function, args):
+    gc.freeze()  # what was imported before the fork stays until the end
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,0 +1,48 @@
+/* What the loops over floating-point values have in common. */
+
+#ifndef RESHARD_VALUES_H
+#define RESHARD_VALUES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "checkpoints are little-endian; numpy computes on this machine"
+#endif
+
+/* The compiler makes a loop for each level of the processor, of which one is chosen at run time.
+   GCC knows x86-64-v4 (AVX-512) from 12 on; such a loop can be more than twice as fast. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
+#define UP_TO_AVX2 __attribute__((target_clones("avx2", "default")))
+#if __GNUC__ >= 12 && !defined(__clang__)
+#define VECTORIZED __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define VECTORIZED UP_TO_AVX2
+#endif
+#else
+#define UP_TO_AVX2
+#define VECTORIZED
+#endif
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Magnitudes are signed, as SSE2 and AVX2 compare only signed integers. */
+static inline int32_t magnitude_of(uint32_t bits) { return bits & 0x7FFFFFFF; }
+
+/* Round to nearest even: add 0x7FFF and the lowest bit that is kept, then drop 16 bits. */
+static inline uint32_t to_bfloat16(uint32_t bits) {
+    uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return magnitude_of(bits) > 0x7F800000 ? 0x7FC0 : rounded;
+}
+
+#endif
