@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import socket
@@ -32,6 +33,12 @@ def find_free_port() -> int:
             probe.close()
             return port
     raise OSError(f"no port from {_FIRST} to {_FIRST + _COUNT} is free")
+
+
+@atexit.register
+def _release_claims() -> None:
+    for claim in _CLAIMS:
+        claim.close()
 
 
 def _bind(port: int) -> socket.socket | None:

@@ -171,22 +171,16 @@ class Matrix:
         """
         weight, key = self.pair.weight, (self.values.fqn, self.number, first)
         count = min(self.tile_rows, weight.rows - first)
-        kept = self.kept.take(key) if part != self._leading else None
+        kept = self.kept.take(key)
         if kept is not None and part == "scales":
             return kept[0]
         codes, scales, is_same = self._compute_tile(part, first, count, kept, reader)
         if kept is None:
             scales = self._replace(scales, is_same, "scales", first, count, reader)
-        if part == self._leading:
             self.kept.put(key, scales, is_same)
         if part == "scales":
             return scales
         return self._replace(codes, is_same, part, first, count, reader)
-
-    @property
-    def _leading(self) -> BlockPart:
-        """The part that a file has first: safetensors sorts by dtype, then by name."""
-        return "codes" if self.pair.scales.dtype == self.pair.codes.dtype else "scales"
 
     def _compute_tile(
         self,
