@@ -30,7 +30,10 @@ SAVE_NAMES = (
     "save again from the training script with an optimizer that stores names,"
     " Optimizer(model.named_parameters())"
 )
-FETCH_MISSING = "copy the missing files here (a node-local disk may still hold them)"
+FETCH_MISSING = (
+    "copy the missing files here (a node-local disk may still hold them), or pass the directory of"
+    " the node that has them as a second source"
+)
 
 _MOST_SHOWN = 2000  # letters of a text in a message
 

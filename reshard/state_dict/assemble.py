@@ -10,7 +10,14 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.chunks import Chunk
-from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError, UsageError
+from reshard.errors import (
+    FETCH_MISSING,
+    MIXED,
+    CorruptError,
+    IncompleteError,
+    UnsupportedError,
+    UsageError,
+)
 from reshard.files import SourceFiles
 from reshard.manifest import (
     BUFFER,
@@ -289,7 +296,7 @@ def _resolve_model(
                 parsed.where,
                 f"the shards of {parsed.world} ranks do not form the model of {nearby.model}:"
                 f" {mismatch}",
-                "copy the missing shards here (a node-local disk may still have them)",
+                FETCH_MISSING,
             )
         return None, [f"{nearby.model} describes another model: {mismatch}"]
     return model, [f"the names and the order of parameters are taken from {nearby.model}"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard import counts
 from reshard.chunks import Chunk
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.dcp import metadata
 from reshard.formats.dcp.directory import METADATA
@@ -125,8 +125,7 @@ def find_metadata_files(location: Location) -> list[Path]:
         raise IncompleteError(
             location,
             f"contains metadata of rank {max(ranks)}, but not of rank {missing[0]}",
-            "copy it here (a node-local disk may still have it), or pass that node's directory as"
-            " a second source",
+            FETCH_MISSING,
         )
     return [ranks[rank] for rank in sorted(ranks)]
 
@@ -137,8 +136,7 @@ def _find_data_file(location: Location, name: str) -> Path:
         raise IncompleteError(
             location,
             f"{name} is missing",
-            "copy it here (a node-local disk may still have it), or pass that node's directory as"
-            " a second source",
+            FETCH_MISSING,
         )
     return path
 

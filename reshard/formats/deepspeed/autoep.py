@@ -18,7 +18,7 @@ from reshard.box import Box, Index
 from reshard.chunks import Chunk
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import FETCH_MISSING, MIXED, CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.deepspeed import native
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_layout import has_experts
@@ -209,7 +209,7 @@ def _open_experts(
                     first.file.path,
                     f"lists {layer.experts} experts of {layer.path!r}, but"
                     f" layer_{layer.number}_expert_{number}_mp_rank_00_model_states.pt is missing",
-                    "copy it here (a node-local disk may still hold it)",
+                    FETCH_MISSING,
                 )
             opened[layer.number, number] = torch_reader.read(path)
     return opened

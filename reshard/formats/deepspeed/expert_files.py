@@ -10,7 +10,14 @@ from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.errors import MIXED, CorruptError, IncompleteError, StaleError, UnsupportedError
+from reshard.errors import (
+    FETCH_MISSING,
+    MIXED,
+    CorruptError,
+    IncompleteError,
+    StaleError,
+    UnsupportedError,
+)
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_layout import parse_expert_name
 from reshard.formats.deepspeed.states import ModelStates
@@ -56,7 +63,7 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
             files.location,
             f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt is missing; the model has"
             f" {sum(counts)} experts in {len(counts)} layers",
-            "copy it here (a node-local disk may still hold it)",
+            FETCH_MISSING,
         )
     extra = sorted(e for e in files.experts if e[0] >= len(counts) or e[1] >= counts[e[0]])
     if extra:

@@ -18,7 +18,7 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import IncompleteError, StaleError, UnsupportedError, UsageError
+from reshard.errors import FETCH_MISSING, IncompleteError, StaleError, UnsupportedError, UsageError
 from reshard.files import MAX_POINTER, read_small_file
 from reshard.location import Location
 from reshard.units import some
@@ -189,8 +189,7 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
             location,
             f"was saved with {grid}: expected {len(expected)} folders mp_rank_*;"
             f" {some(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} missing",
-            "copy what is missing here (a node-local disk may still have it), or pass that node's"
-            " directory as a second source",
+            FETCH_MISSING,
         )
     extra = [name for name in folders if name not in expected]
     if extra:

@@ -123,8 +123,7 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
         raise IncompleteError(
             first.parent,
             f"contains {first.name}, but no such file of rank {', '.join(map(str, missing))}",
-            "copy the missing files here (a node-local disk may still have them), or pass that"
-            " node's directory as a second source",
+            FETCH_MISSING,
         )
     if max(ranks) >= world:
         raise StaleError(
