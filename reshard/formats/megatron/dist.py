@@ -24,6 +24,7 @@ from typing import Any
 from reshard import counts
 from reshard.chunks import Chunk
 from reshard.containers import torch_reader
+from reshard.containers.torch_objects import TorchFile
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.megatron import (
@@ -48,7 +49,6 @@ from reshard.manifest import (
     Entry,
     Manifest,
     Origin,
-    SourceFile,
     UnnamedOptimizer,
     index_entries,
 )
@@ -84,14 +84,9 @@ def read(location: Location, table: Table) -> Manifest:
             weights that do not fit it.
         UsageError: verl saved weights of a model that reshard does not know.
     """
-    loaded, common, files, seen = _read_files(location)
+    loaded, common = _read_files(location)
     tensors, objects = _separate(_strip_prefix(loaded.root))
     stored = _join_segments(_join_gated(tensors), table)
-    if common.get("args") is None and run_config.NAME in location.files:
-        values, others = run_config.read(location)
-        common = {**common, "args": values}
-        files |= {file.path: file.source() for file in others}
-        seen = seen.union(*(file.globals for file in others))
     args = arguments.parse(common.get("args"), str(location))
     of_model = {key: tensor for key, tensor in stored.items() if not CHAIN.fullmatch(key)}
     exported = None if of_model else verl.read_exported(location)
@@ -151,9 +146,9 @@ def read(location: Location, table: Table) -> Manifest:
     manifest = Manifest(
         origin=Origin("megatron", str(location)),
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
-        files={**loaded.files, **files, **(exported.files if exported else {})},
+        files={**loaded.files, **(exported.files if exported else {})},
         train=train.make_train_state(
-            {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)}, run, state, 0, 0
+            {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)}, run, state, range(0)
         ),
         # Megatron saves the last stage's copy under the embedding's key, so its name is not here.
         tied={names.OUTPUT: names.EMBEDDING}
@@ -168,7 +163,7 @@ def read(location: Location, table: Table) -> Manifest:
         ),
         unnamed_optimizers=("optimizer",) if problem else (),
         unnamed=UnnamedOptimizer(problem, advice=_FULLY) if problem else None,
-        unknown_globals=trust.list_unknown(loaded.globals | seen),
+        unknown_globals=trust.list_unknown(loaded.globals),
         ordered=True,  # see `grid.sort_entries`
     )
     manifest = rank_states.attach(manifest, rank_states.collect_from_dist(loaded.root))
@@ -232,10 +227,7 @@ def _join_gated(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
         if not gate or not up or key not in (base + _GATE, base + _UP):
             joined[key] = tensor
         elif key.endswith(_GATE):
-            rows = gate.shape[0]
-            chunks = [replace(chunk, box=chunk.box.shift_rows(rows)) for chunk in up.chunks]
-            shape = (rows + up.shape[0], *gate.shape[1:])
-            joined[base] = replace(gate, shape=shape, chunks=(*gate.chunks, *chunks))
+            joined[base] = _join_rows([gate, up])
     return joined
 
 
@@ -277,37 +269,33 @@ def _join_rows(parts: Sequence[GlobalTensor]) -> GlobalTensor:
     return replace(parts[0], shape=(rows, *parts[0].shape[1:]), chunks=tuple(chunks))
 
 
-def _read_files(
-    location: Location,
-) -> tuple[ParsedTree, dict[str, Any], dict[str, SourceFile], set[str]]:
-    """Return all keys, what all ranks share, the files that have it, and their globals."""
+def _read_files(location: Location) -> tuple[ParsedTree, dict[str, Any]]:
+    """Return all keys with the files that have them, and what all ranks share."""
     parts = directory.list_parts(location)
-    stated = verl.read_stated(verl.find_root(location), parts)
-    if not parts:
-        loaded = dcp.read_flat(location)
-        common, files, seen = _read_common(location, _separate(loaded.root)[1])
-        return loaded, {**stated, **common}, files, seen
-    trees = verl.read_parts(parts)
-    found = [_read_common(folder, _separate(trees[n].root)[1]) for n, folder in parts.items()]
-    return (
-        verl.join_parts(list(trees.values())),
-        {**stated, **{key: value for common, _, _ in found for key, value in common.items()}},
-        {name: file for _, files, _ in found for name, file in files.items()},
-        set[str]().union(*(seen for _, _, seen in found)),
-    )
+    common = verl.read_stated(verl.find_root(location), parts)
+    trees = verl.read_parts(parts) if parts else {"": dcp.read_flat(location)}
+    opened: list[TorchFile] = []
+    for name, folder in (parts or {"": location}).items():
+        shared, files = _read_common(folder, _separate(trees[name].root)[1])
+        common |= shared
+        opened += files
+    if common.get("args") is None and run_config.NAME in location.files:
+        common["args"], files = run_config.read(location)
+        opened += files
+    return verl.join_parts(list(trees.values()), opened), common
 
 
 def _read_common(
     location: Location, objects: Mapping[str, list[Any]]
-) -> tuple[dict[str, Any], dict[str, SourceFile], set[str]]:
-    """Return what all ranks share (arguments, counters, param groups), its file and its globals."""
+) -> tuple[dict[str, Any], list[TorchFile]]:
+    """Return what all ranks share (arguments, counters, param groups), and the file of its own."""
     path = location.files.get(directory.COMMON)
     if path is not None:
         file = torch_reader.read(path)
         root = tree.convert_file(file)
         if not isinstance(root, dict):
             raise CorruptError(path, "is not a dict")
-        return _add_sharding_type(_convert_nemo(root)), {file.path: file.source()}, file.globals
+        return _add_sharding_type(_convert_nemo(root)), [file]
     common = _get_first(objects, _COMMON)
     if not isinstance(common, dict):
         raise IncompleteError(
@@ -315,7 +303,7 @@ def _read_common(
             f"has neither {directory.COMMON} nor {_COMMON}, which stores the run's arguments",
             "copy it here, or read only the weights with --from torch",
         )
-    return common, {}, set()
+    return common, []
 
 
 def _convert_nemo(root: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from reshard.formats.megatron import buckets, directory, grid, grouped, model, o
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
 from reshard.formats.megatron.optimizer import RankParam
+from reshard.formats.megatron.share import list_experts
 from reshard.layout.partition import Member
 from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.model_parallel.rules import Table
@@ -139,8 +140,9 @@ class FlatBuffers:
                     self._path,
                     stage=rank.pp,
                 )
-        experts = self._args.experts // self._args.ep
-        separated = grouped.separate(entries, experts, rank.ep * experts)
+        separated = grouped.separate(
+            entries, list_experts(rank.ep, self._args.ep, self._args.experts)
+        )
         return Manifest(Origin("megatron", self._path), index_entries(separated), {}, ordered=True)
 
     def _saves(self, rank: GridPosition, number: int) -> bool:

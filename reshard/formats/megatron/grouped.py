@@ -33,12 +33,11 @@ def is_grouped(name: str) -> bool:
     return _GROUPED.fullmatch(name) is not None
 
 
-def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry]:
+def separate(entries: Iterable[Entry], experts: range) -> Iterator[Entry]:
     """Yield entries with a separate tensor for every expert, named like a separate module.
 
     Args:
-        count: number of experts of the rank.
-        first: the number of its first expert.
+        experts: the numbers of the rank's experts.
 
     Raises:
         CorruptError: the experts do not share a matrix evenly, or it is not dense.
@@ -48,8 +47,8 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
         if match is None:
             yield entry
             continue
-        stored = _get_matrix_shape(entry, match[2], count)
-        names = name_separated(entry.fqn, count, first)
+        stored = _get_matrix_shape(entry, match[2], len(experts))
+        names = name_separated(entry.fqn, experts)
         numel = stored[0] * stored[1]
         members = [Member(name, stored, e * numel) for e, name in enumerate(names)]
         chunks_of = build_flat_chunks(members, (_make_run(c, entry.shape) for c in entry.chunks))
@@ -58,14 +57,12 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
             yield Entry(name, entry.kind, entry.dtype, stored[::-1], chunks)
 
 
-def name_separated(name: str, count: int, first: int) -> list[str]:
+def name_separated(name: str, experts: range) -> list[str]:
     """Return the names of the experts' parameters in a grouped one; for any other its own name."""
     match = _GROUPED.fullmatch(name)
     if match is None:
         return [name]
-    return [
-        f"{match[1]}.local_experts.{first + e}.linear_fc{match[2]}.weight" for e in range(count)
-    ]
+    return [f"{match[1]}.local_experts.{e}.linear_fc{match[2]}.weight" for e in experts]
 
 
 def _get_matrix_shape(entry: Entry, number: str, count: int) -> Index:

@@ -27,6 +27,7 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
 from reshard.formats.megatron.optimizer import RankParam
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
+from reshard.formats.megatron.share import list_experts
 from reshard.location import Location
 from reshard.manifest import (
     BUFFER,
@@ -82,15 +83,13 @@ def _collect_extra(
     opened: Mapping[GridPosition, RankFile], args: Arguments, table: Table, offsets: list[list[int]]
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Yield the extra states of modules of every rank, under names of the whole model."""
-    experts = args.experts // args.ep
     for rank, file in opened.items():
+        first = list_experts(rank.ep, args.ep, args.experts).start
         for chunk, layers in zip(file.read_chunks(), offsets[rank.pp], strict=True):
             yield (
                 (rank.tp, rank.ep),
                 {
-                    names.shift_numbers(
-                        name, layers=layers, experts=rank.ep * experts, table=table
-                    ): value
+                    names.shift_numbers(name, layers=layers, experts=first, table=table): value
                     for name, value in chunk.extra.items()
                 },
             )
@@ -298,13 +297,13 @@ def _read_rank(
     rank: GridPosition, file: RankFile, args: Arguments, table: Table, offsets: Sequence[int]
 ) -> Manifest:
     """Return one rank's manifest: names of the whole model, shapes of the rank."""
-    each = args.experts // args.ep
+    experts = list_experts(rank.ep, args.ep, args.experts)
     entries: list[Entry] = []
     params: list[RankParam] = []
     for number, (chunk, layers) in enumerate(zip(file.read_chunks(), offsets, strict=True)):
 
         def global_name(name: str, layers: int = layers) -> str:
-            return names.shift_numbers(name, layers=layers, experts=rank.ep * each, table=table)
+            return names.shift_numbers(name, layers=layers, experts=experts.start, table=table)
 
         for kind, tensors in ((PARAM, chunk.params), (BUFFER, chunk.buffers)):
             entries += [
@@ -320,12 +319,12 @@ def _read_rank(
     if file.flat is not None:
         count, path = len(optimizer.list_states(saved)), file.files[-1].path
         entries += optimizer.read_flat(file.flat, count, params, args, table, path, stage=rank.pp)
-    separated = grouped.separate([*entries, *state.entries], each, rank.ep * each)
+    separated = grouped.separate([*entries, *state.entries], experts)
     return Manifest(
         origin=Origin("megatron", file.path),
         entries=index_entries(grouped.reorder_heads(separated, file.version, args)),
         files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
-        train=train.make_train_state(file.root, args, state, each, rank.ep * each),
+        train=train.make_train_state(file.root, args, state, experts),
         warnings=tuple(state.notes),
         unnamed_optimizers=state.unnamed_optimizers,
         unnamed=state.why_unnamed,

@@ -39,14 +39,13 @@ def make_train_state(
     root: Mapping[str, Any],
     args: Arguments,
     state: ParsedOptimizer,
-    own: int,
-    first: int,
+    experts: range,
 ) -> TrainState:
     """Return the training state beside the tensors.
 
     Args:
         root: what a rank, or rank 0 for all ranks, saved.
-        own: number of experts of the rank; ``first`` is the number of its first expert.
+        experts: the numbers of the rank's experts.
     """
     client = {
         str(key): to_plain(value)
@@ -65,12 +64,12 @@ def make_train_state(
         optimizer_step={
             name: count
             for fqn, count in state.steps.items()
-            for name in grouped.name_separated(fqn, own, first)
+            for name in grouped.name_separated(fqn, experts)
         },
         param_groups=tuple(
             ParamGroup(
                 group.hyper,
-                tuple(n for fqn in group.fqns for n in grouped.name_separated(fqn, own, first)),
+                tuple(n for fqn in group.fqns for n in grouped.name_separated(fqn, experts)),
             )
             for group in state.groups
         ),

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers.json_files import read_json_object
+from reshard.containers.torch_objects import TorchFile
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.huggingface import reader as huggingface
@@ -72,13 +73,14 @@ def _belongs(key: str, part: str) -> bool:
     return part == ("optimizer" if dist_flat.CHAIN.fullmatch(key) else "model")
 
 
-def join_parts(trees: Sequence[ParsedTree]) -> ParsedTree:
-    """Return the keys of all parts as one tree."""
+def join_parts(trees: Sequence[ParsedTree], beside: Sequence[TorchFile]) -> ParsedTree:
+    """Return the keys of all parts as one tree, with the files that were read beside them."""
+    files = {path: file for tree in trees for path, file in tree.files.items()}
     return replace(
         trees[0],
         root={key: value for tree in trees for key, value in tree.root.items()},
-        files={path: file for tree in trees for path, file in tree.files.items()},
-        globals=set[str]().union(*(tree.globals for tree in trees)),
+        files=files | {file.path: file.source() for file in beside},
+        globals=set[str]().union(*(t.globals for t in trees), *(file.globals for file in beside)),
         notes=[note for tree in trees for note in tree.notes],
     )
 
