@@ -237,9 +237,6 @@ def test_what_the_optimizer_needs_is_asked_for(missing):
         {"stage": 4},
         {"world_size": 0},
         {"precision": BY_NAME["float64"]},
-        {"tag": "a/b"},
-        {"tag": ".."},
-        {"tag": ""},
     ],
 )
 def test_requests_that_cannot_be(asked):

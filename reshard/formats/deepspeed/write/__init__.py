@@ -35,7 +35,7 @@ from reshard.dtypes import BFLOAT16, DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write import experts, files, gpt_neox, grid, report, universal
-from reshard.formats.deepspeed.write.grid import GridOptions, ModelGrid, ModelRank
+from reshard.formats.deepspeed.write.grid import ONE_RANK, GridOptions, ModelGrid, ModelRank
 from reshard.formats.deepspeed.write.spec import OutputSpec, find_precision, resolve_spec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
 from reshard.manifest import Skeleton
@@ -48,9 +48,8 @@ def lay_out(
     world_size: int,
     stage: int,
     precision: DType | None = None,
-    tag: str | None = None,
     weights_only: bool = False,
-    grid_options: GridOptions | None = None,
+    grid_options: GridOptions = ONE_RANK,
     config: Mapping[str, Any] | None = None,
 ) -> LaidOut:
     """Lay out the run directory: ``latest``, and the files of every rank in the tag's directory.
@@ -61,8 +60,7 @@ def lay_out(
     Args:
         world_size: number of data-parallel ranks.
         precision: dtype of the module's parameters; None: each as it was trained.
-        tag: the directory's name; None: ``global_step`` and the step.
-        grid_options: the model-parallel grid; None: a single rank.
+        grid_options: the model-parallel grid.
         weights_only: write only what ``load_checkpoint(..., load_module_only=True)`` reads. Stages
             0 to 2 have one file for any number of ranks. At stage 3 the user must also pass
             ``load_optimizer_states=False`` (``engine.py``, ``_load_checkpoint``): without it
@@ -72,14 +70,12 @@ def lay_out(
     Raises:
         IncompleteError: the source lacks what DeepSpeed needs to continue training.
         UnsupportedError: this stage cannot hold an optimizer state of the source.
-        UsageError: there is no such stage, number of ranks, precision or tag.
+        UsageError: there is no such stage, number of ranks or precision.
     """
-    grid_options = grid_options or GridOptions()
     options: dict[str, Any] = {
         "world_size": world_size,
         "stage": stage,
         "precision": precision,
-        "tag": tag,
         "weights_only": weights_only,
         "config": config,
     }
@@ -171,23 +167,19 @@ def lay_out_universal(
     world_size: int,
     stage: int,
     precision: DType | None = None,
-    tag: str | None = None,
-    grid_options: GridOptions | None = None,
+    grid_options: GridOptions = ONE_RANK,
 ) -> LaidOut:
     """Lay out a universal checkpoint: ``latest_universal``, and one file for each tensor.
 
     Args:
-        grid_options: the model-parallel grid whose ranks' model states are written; None: a single
-            rank.
+        grid_options: the model-parallel grid whose ranks' model states are written.
         world_size, stage: values for the ``ds_config`` of the new run; the layout does not depend
             on them. There is no universal checkpoint of stage 0: it becomes 1.
         precision: as in `lay_out`.
-        tag: the directory's name; None: ``global_step``, the step and ``_universal``.
 
     Raises:
         ReshardError: as `lay_out`; and UnsafeError for a parameter that cannot name a directory.
     """
-    grid_options = grid_options or GridOptions()
     neox_notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
     state = gpt_neox.adapt_settings(state, grid_options.sizes)
     experts.refuse_universal(state)
@@ -195,7 +187,6 @@ def lay_out_universal(
         "world_size": world_size,
         "stage": max(stage, 1),
         "precision": precision,
-        "tag": tag or f"global_step{state.step()}_universal",
         "universal": True,
     }
     if grid.is_whole(state, grid_options):

@@ -55,6 +55,9 @@ class GridOptions:
     experts: int | None = None
 
 
+ONE_RANK = GridOptions()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRank:
     """One model-parallel rank.

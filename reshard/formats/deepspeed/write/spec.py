@@ -144,13 +144,12 @@ class OutputSpec:
         ]
 
 
-def resolve_spec(  # noqa: PLR0913 - a keyword an option
+def resolve_spec(
     state: WritableState,
     *,
     world_size: int,
     stage: int,
     precision: DType | None = None,
-    tag: str | None = None,
     universal: bool = False,
     weights_only: bool = False,
     trained: DType | None = None,
@@ -167,7 +166,7 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
     Raises:
         IncompleteError, UnsupportedError, UsageError: as `lay_out`.
     """
-    _check_options(world_size, stage, precision, tag)
+    _check_options(world_size, stage, precision)
     if weights_only:
         state, stage = _without_optimizer(state), 3 if stage == 3 else 0
     else:
@@ -190,7 +189,7 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
         state=state,
         world_size=world_size,
         stage=stage,
-        tag=tag or f"global_step{state.step()}",
+        tag=f"global_step{state.step()}{'_universal' if universal else ''}",
         precision=of_run,
         recast=precision,
         config=config,
@@ -249,15 +248,13 @@ def _without_optimizer(state: WritableState) -> WritableState:
     return replace(state, groups=(TrainedGroup({}, members),))
 
 
-def _check_options(world_size: int, stage: int, precision: DType | None, tag: str | None) -> None:
+def _check_options(world_size: int, stage: int, precision: DType | None) -> None:
     if stage not in range(4):
         raise UsageError(f"ZeRO stage {stage}", "stages are 0, 1, 2 and 3")
     if world_size < 1:
         raise UsageError(f"{world_size} ranks", "at least one is needed")
     if precision not in (None, FLOAT32, BFLOAT16, FLOAT16):
         raise UsageError(f"{precision}", "DeepSpeed trains in fp32, bf16 or fp16")
-    if tag is not None and (not tag or "/" in tag or tag in (".", "..")):
-        raise UsageError(f"tag {tag!r}", "is not a valid directory name")
 
 
 def _check_source(state: WritableState, *, needs_hyper: bool) -> None:

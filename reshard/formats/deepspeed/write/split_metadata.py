@@ -16,7 +16,7 @@ from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.vocabulary import take_first_rows
 from reshard.pickles.values import Call
-from reshard.training.state import WritableState
+from reshard.training.state import WritableState, change_entries
 
 _SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 _MANY = 2  # tensor-parallel ranks: of a single rank `Cuts` describes every tensor as whole
@@ -83,25 +83,7 @@ class SplitMetadata:
         def strip(entry: Entry) -> Entry:
             return take_first_rows(entry, rows) if entry.fqn in padded and entry.shape else entry
 
-        weights = {
-            w.fqn: replace(w, value=(value := strip(w.value)), shape=value.shape)
-            for w in state.weights
-        }
-        groups = tuple(
-            replace(
-                group,
-                members=tuple(
-                    replace(
-                        member,
-                        weight=weights[member.fqn],
-                        slots={slot: strip(entry) for slot, entry in member.slots.items()},
-                    )
-                    for member in group.members
-                ),
-            )
-            for group in state.groups
-        )
-        return replace(state, weights=tuple(weights.values()), groups=groups)
+        return change_entries(state, strip)
 
     def _is_padded(self, fqn: str) -> bool:
         """Return whether a parameter is a vocabulary with padding rows."""
