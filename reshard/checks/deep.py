@@ -180,7 +180,7 @@ def check_masters(manifest: Manifest, tasks: Sequence[Task], scan: ScanResult) -
         for entry in manifest.of_kind(PARAM)
         if (MASTER, entry.fqn) in manifest.entries and not _is_comparable(entry, manifest)
     ]
-    check.failures += [f"{fqn} has another shape than its master" for fqn in reshaped]
+    check.failures += [f"the shape of {fqn} differs from that of its master" for fqn in reshaped]
     return check
 
 
@@ -261,8 +261,8 @@ def check_padding(manifest: Manifest, block_bytes: int) -> Check:
     nonzero = [(gap, count) for gap, count in counts if count]
     if expected == "uninitialized":
         total = sum(count for _, count in nonzero)
-        not_zero = f"not zero: {counted(total, 'element')}, which the framework did not initialize"
-        return not_applicable(names.PADDING, f"{check.looked_at}; {not_zero}")
+        found = f"{counted(total, 'element')} with a value: the framework does not initialize them"
+        return not_applicable(names.PADDING, f"{check.looked_at}; {found}")
     lines = [
         f"{gap.file}: the padding near {gap.fqn} (byte {gap.byte_offset}) has"
         f" {counted(count, 'element')} that should be zero"

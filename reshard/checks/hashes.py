@@ -222,10 +222,10 @@ def read(path: Path) -> Contents:
             )
         tensors = document["tensors"]
         if _compute_digest(tensors) != document["digest"]:
-            raise CorruptError(path, "was altered: its digest does not match its list of tensors")
-        files = document.get("files", [])  # reshard wrote none before 0.1.0
-        if files and _compute_digest(files) != document["files_digest"]:
-            raise CorruptError(path, "was altered: a digest does not match its list of files")
+            raise _make_altered_error(path, "tensors")
+        files = document["files"]
+        if _compute_digest(files) != document["files_digest"]:
+            raise _make_altered_error(path, "files")
         listed = [_content_from_json(each) for each in tensors]
         return Contents(
             tensors={(each.kind, each.fqn): each for each in listed},
@@ -236,6 +236,14 @@ def read(path: Path) -> Contents:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(path, f"is not a manifest that reshard wrote ({error})") from error
+
+
+def _make_altered_error(path: Path, name: str) -> CorruptError:
+    return CorruptError(
+        path,
+        f"was altered: its digest does not match its list of {name}",
+        "fetch it again, or write a new one from the run: reshard verify RUN --write-manifest FILE",
+    )
 
 
 def _compute_digest(tensors: Any) -> str:
@@ -254,7 +262,7 @@ def _train_to_json(state: TrainState) -> dict[str, Any]:
         "skipped_steps": state.skipped_steps,
         "samples": state.samples,
         "optimizer_step": dict(state.optimizer_step),
-        **({"loose": dict(state.non_tensor_state)} if state.non_tensor_state else {}),
+        "non_tensor_state": dict(state.non_tensor_state),
         "param_groups": [
             {"hyper": dict(group.hyper), "fqns": list(group.fqns)} for group in state.param_groups
         ],
@@ -267,10 +275,7 @@ def _train_to_json(state: TrainState) -> dict[str, Any]:
 
 def _train_from_json(document: Mapping[str, Any]) -> TrainState:
     groups = tuple(ParamGroup(g["hyper"], tuple(g["fqns"])) for g in document["param_groups"])
-    # The keys of a manifest file are stable; the field of this one has another name now.
-    fields = {key: value for key, value in document.items() if key != "loose"}
-    state = TrainState(**{**fields, "param_groups": ()})
-    return replace(state, param_groups=groups, non_tensor_state=document.get("loose", {}))
+    return TrainState(**{**document, "param_groups": groups})
 
 
 # The check

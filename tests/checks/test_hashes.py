@@ -194,7 +194,6 @@ def test_a_damaged_source_gets_no_manifest(tmp_path):
 
 
 def test_optimizer_values_that_are_no_tensors_are_listed(tmp_path):
-    """An old manifest calls them ``loose``."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
@@ -204,7 +203,9 @@ def test_optimizer_values_that_are_no_tensors_are_listed(tmp_path):
     path, listed = tmp_path / "x.pt", tmp_path / "manifest.json"
     torch.save({"model": model.state_dict(), "optimizer": state}, path)
     reshard.verify(path, write_manifest=listed)
-    assert json.loads(listed.read_text())["train"]["loose"] == {"weight": {"kind": "row"}}
+    assert json.loads(listed.read_text())["train"]["non_tensor_state"] == {
+        "weight": {"kind": "row"}
+    }
     assert reshard.verify(path, against=listed).exit_code == 0
     state["state"][0]["kind"] = "column"
     torch.save({"model": model.state_dict(), "optimizer": state}, path)

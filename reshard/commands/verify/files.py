@@ -49,7 +49,7 @@ def check_file(
         UsageError: the manifest does not list the file, or a range is not inside it.
         ReshardError: the file or the manifest cannot be read.
     """
-    listed = _read_listed(against)
+    listed = read(as_path(against)).files
     found = find_file(listed, str(path))
     if found is None:
         raise UsageError(
@@ -74,7 +74,7 @@ def check_included(
     """
     began = time.perf_counter()
     _refuse_options(options)
-    listed = _read_listed(options.against or "")
+    listed = read(as_path(options.against or "")).files
     chosen = _choose_files(listed, options)
     report = VerifyReport(str(sources[0]), names.FILES, options.given())
     blocks = sum(each.block_count for each in chosen)
@@ -136,23 +136,6 @@ def _refuse_options(options: VerifyOptions) -> None:
     if not options.against:
         raise UsageError("--include", "needs a manifest", "pass --against FILE")
     options.refuse_beside("--include", *_OF_WHOLE_CHECKPOINT)
-
-
-def _read_listed(against: str | Path) -> tuple[FileDigests, ...]:
-    """Return the files that a manifest lists.
-
-    Raises:
-        UsageError: it lists none.
-        ReshardError: it cannot be read.
-    """
-    listed = read(as_path(against)).files
-    if not listed:
-        raise UsageError(
-            against,
-            "lists no files",
-            "write a manifest of these files: reshard verify SOURCE --write-manifest FILE",
-        )
-    return listed
 
 
 def _choose_files(listed: Sequence[FileDigests], options: VerifyOptions) -> list[FileDigests]:
