@@ -191,6 +191,15 @@ def test_layers_have_numbers_where_megatron_expects_them(tmp_path, stated, is_st
     assert ("decoder.layers.3.self_attention.linear_proj.weight" in keys) is not is_stacked
 
 
+def test_a_gated_matrix_is_recognised_by_the_name_of_its_activation(tmp_path):
+    """Megatron and its forks differ in which argument says it; ``swiglu`` is only one."""
+    source = shutil.copytree(COUNTED, tmp_path / "source")
+    for file in source.rglob("model_optim_rng.pt"):
+        change(file, swiglu=False, glu_activation="swiglu")
+    reshard.split(source, tmp_path / "out", tp=4, pp=1)
+    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
+
+
 def _list_keys(run):
     """Return the keys of a torch_dist directory, but those of random states."""
     held = DcpReader(run / STEP).read_metadata().state_dict_metadata

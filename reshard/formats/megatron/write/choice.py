@@ -9,7 +9,7 @@ from typing import Any
 from reshard.containers.torch_writer import build_number
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats.megatron.arguments import has_own_configs
+from reshard.formats.megatron.arguments import Arguments, has_own_configs
 from reshard.formats.megatron.names import is_buffer
 from reshard.formats.megatron.optimizer import CHAINED
 from reshard.formats.megatron.write import args as arguments
@@ -23,6 +23,7 @@ from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.described import Described
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
+from reshard.model_parallel.vocabulary import find_row_counts
 from reshard.state_dict.plain_values import is_plain
 from reshard.state_dict.torch_state_dict import refuse_lost_state
 from reshard.training import loss_scale, optimizers
@@ -171,7 +172,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         refuse_lost_state(state)
     table, architecture, args = described.table, described.architecture, described.args
     constants = {"layers": architecture.layers} if architecture.layers else {}
-    gated = any(args.get(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
+    gated = Arguments(state.manifest.origin.path, args).gated
     padded, notes = _choose_padding(state, wanted, table, constants, architecture)
     te = wanted.dialect == "te"
     weights = find_rules(state, table, constants, gated=gated, te=te, padded=padded, args=args)
@@ -273,11 +274,7 @@ def _choose_padding(
     Source: Megatron-LM core_v0.16.1 ``training/tokenizer/tokenizer.py``
     (``_vocab_size_with_padding``).
     """
-    heights = set()
-    for weight in state.weights:
-        match = table.find(weight.fqn, constants)
-        if match is not None and match.rule.is_vocabulary:
-            heights.add(weight.shape[0])
+    heights = find_row_counts(state.manifest, table, constants)
     if not heights:
         return None, []
     if len(heights) > 1:
