@@ -330,6 +330,11 @@ class OutputFile:
     nbytes: int
     literals: tuple[tuple[int, bytes], ...] = ()  # (byte offset, bytes)
 
+    @classmethod
+    def from_bytes(cls, name: str, data: bytes) -> OutputFile:
+        """Return a file whose content is known."""
+        return cls(name, len(data), ((0, data),) if data else ())
+
 
 @dataclass(frozen=True, slots=True)
 class StoredChecksum:

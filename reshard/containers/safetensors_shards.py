@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 
 from reshard.containers import safetensors
 from reshard.containers.json_files import format_json
@@ -28,7 +27,7 @@ def lay_out(
         texts: name -> content of the files beside the weights.
     """
     shards = list(_divide(tensors, max_shard_bytes))
-    files = [OutputFile(name, len(data), ((0, data),)) for name, data in sorted(texts.items())]
+    files = [OutputFile.from_bytes(name, data) for name, data in sorted(texts.items())]
     entries: list[Entry] = []
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -40,8 +39,7 @@ def lay_out(
         entries += laid_out.entries
         weight_map.update((entry.fqn, name) for entry, _ in shard)
     if len(shards) > 1:
-        data = _build_index(weight_map, tensors)
-        files.append(OutputFile(INDEX, len(data), ((0, data),)))
+        files.append(OutputFile.from_bytes(INDEX, _build_index(weight_map, tensors)))
     return Skeleton(tuple(files), tuple(entries))
 
 
@@ -77,10 +75,9 @@ def _divide(
         yield shard
 
 
-def _build_index(weight_map: Mapping[str, str], tensors: Iterable[tuple[Entry, DType]]) -> bytes:
-    tensors = list(tensors)
+def _build_index(weight_map: Mapping[str, str], tensors: Sequence[tuple[Entry, DType]]) -> bytes:
     total = sum(entry.numel * dtype.itemsize for entry, dtype in tensors)
-    parameters = sum(prod(entry.shape) for entry, _ in tensors)
+    parameters = sum(entry.numel for entry, _ in tensors)
     index = {
         "metadata": {"total_parameters": parameters, "total_size": total},
         "weight_map": dict(sorted(weight_map.items())),

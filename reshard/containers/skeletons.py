@@ -120,8 +120,7 @@ def lay_out_ranks(
 
 def lay_out_bytes(name: str, data: bytes) -> Skeleton:
     """Lay out a file whose content is known."""
-    literals = ((0, data),) if data else ()
-    return Skeleton((OutputFile(name, len(data), literals),), ())
+    return Skeleton((OutputFile.from_bytes(name, data),), ())
 
 
 def shift_literals(file: OutputFile, by: int) -> Iterator[tuple[int, bytes]]:

@@ -16,11 +16,11 @@ from reshard.checksum import crc32
 from reshard.errors import DAMAGED, CorruptError
 from reshard.files import Section
 
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR64 = struct.Struct("<4sIQI")
-_ENTRY = struct.Struct("<4s6H3I5H2I")
-_LOCAL = struct.Struct("<4s5H3I2H")
+END = struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR64 = struct.Struct("<4sIQI")
+ENTRY = struct.Struct("<4s6H3I5H2I")
+LOCAL = struct.Struct("<4s5H3I2H")
 _MAX_COMMENT = 0xFFFF
 _MAX_DIRECTORY = 1 << 30
 
@@ -37,7 +37,7 @@ class ZipMember(NamedTuple):
     @property
     def header(self) -> tuple[int, int]:
         """The position of the local header: (offset, nbytes)."""
-        return self.header_offset, min(_LOCAL.size, self.limit)
+        return self.header_offset, min(LOCAL.size, self.limit)
 
     def data_offset(self, archive: Section) -> int:
         """Return the byte at which the data begin, by the lengths in the local header.
@@ -48,7 +48,7 @@ class ZipMember(NamedTuple):
         # torch pads only the extra field of the local header, so the directory does not
         # show where the data begin.
         head = archive.read(*self.header)
-        if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
+        if len(head) < LOCAL.size or not head.startswith(b"PK\x03\x04"):
             raise CorruptError(
                 archive.path,
                 f"its zip directory places {self.name!r} at byte {self.header_offset}, where no"
@@ -56,7 +56,7 @@ class ZipMember(NamedTuple):
                 DAMAGED,
             )
         name_size, extra_size = struct.unpack_from("<2H", head, 26)
-        start = self.header_offset + _LOCAL.size + name_size + extra_size
+        start = self.header_offset + LOCAL.size + name_size + extra_size
         if start + self.nbytes > self.limit:
             raise CorruptError(
                 archive.path,
@@ -123,10 +123,10 @@ def _read_tail(archive: Section) -> tuple[bytes, int]:
     """Return the archive's last bytes, and where the end record begins; torch has no comment."""
     # An archive without a comment, as torch writes it, needs no read of the last 64 KiB.
     for comment in (0, _MAX_COMMENT):
-        nbytes = min(archive.nbytes, _END.size + comment + _LOCATOR64.size)
+        nbytes = min(archive.nbytes, END.size + comment + LOCATOR64.size)
         tail = archive.read(archive.nbytes - nbytes, nbytes)
         at = tail.rfind(b"PK\x05\x06")
-        if 0 <= at <= len(tail) - _END.size:
+        if 0 <= at <= len(tail) - END.size:
             return tail, at
     raise CorruptError(
         archive.path, f"there is no zip directory at the end of its {archive.nbytes} bytes", DAMAGED
@@ -136,14 +136,14 @@ def _read_tail(archive: Section) -> tuple[bytes, int]:
 def _locate(archive: Section) -> tuple[int, int, int]:
     """Return the number of members, the directory's size and its offset."""
     path, (tail, at) = archive.path, _read_tail(archive)
-    _, _, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
-    locator = at - _LOCATOR64.size
+    _, _, _, _, count, nbytes, start, _ = END.unpack_from(tail, at)
+    locator = at - LOCATOR64.size
     # torch writes the zip64 records into every archive, other programs into large ones.
     if locator >= 0 and tail.startswith(b"PK\x06\x07", locator):
-        _, _, end64, _ = _LOCATOR64.unpack_from(tail, locator)
-        if end64 + _END64.size > archive.nbytes:
+        _, _, end64, _ = LOCATOR64.unpack_from(tail, locator)
+        if end64 + END64.size > archive.nbytes:
             raise CorruptError(path, "its zip64 directory is beyond the end of the file", DAMAGED)
-        fields = _END64.unpack(archive.read(end64, _END64.size))
+        fields = END64.unpack(archive.read(end64, END64.size))
         if fields[0] != b"PK\x06\x06":
             raise CorruptError(path, "its zip64 directory is missing", DAMAGED)
         count, nbytes, start = fields[7], fields[8], fields[9]
@@ -156,13 +156,13 @@ def _iterate_entries(
     """Yield (name, size, crc, local header offset, offset of this entry) for each member."""
     at = 0
     for _ in range(count):
-        if at + _ENTRY.size > len(data) or not data.startswith(b"PK\x01\x02", at):
+        if at + ENTRY.size > len(data) or not data.startswith(b"PK\x01\x02", at):
             raise CorruptError(path, f"its zip directory is damaged at byte {at}", DAMAGED)
         entry_offset = at
-        fields = _ENTRY.unpack_from(data, at)
+        fields = ENTRY.unpack_from(data, at)
         method, crc, packed, size = fields[4], fields[7], fields[8], fields[9]
         name_size, extra_size, comment_size, offset = *fields[10:13], fields[16]
-        at += _ENTRY.size
+        at += ENTRY.size
         name = data[at : at + name_size].decode("utf-8", "replace")
         extra = data[at + name_size : at + name_size + extra_size]
         at += name_size + extra_size + comment_size

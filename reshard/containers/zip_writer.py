@@ -13,14 +13,10 @@ from __future__ import annotations
 import struct
 
 from reshard.checksum import crc32
+from reshard.containers.zip_reader import END, END64, ENTRY, LOCAL, LOCATOR64
 from reshard.manifest import OutputFile, StoredChecksum
 
 ALIGNMENT = 64
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR64 = struct.Struct("<4sIQI")
-_END = struct.Struct("<4s4H2IH")
 _CENTRAL_CRC = 16  # byte of the CRC in a central directory entry
 _UTF8, _DESCRIPTOR_FOLLOWS = 0x0800, 0x0008
 _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
@@ -58,12 +54,12 @@ class ZipLayout:
         end64 = self._at
         # As miniz: 44 bytes follow the size field; made under Unix by zip 3.0 (0x031E); needs 4.5,
         # the version of zip64.
-        self._open += _END64.pack(
+        self._open += END64.pack(
             b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, nbytes, directory
         )
-        self._open += _LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1)
+        self._open += LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1)
         short = min(count, _FULL16)
-        self._open += _END.pack(
+        self._open += END.pack(
             b"PK\x05\x06", 0, 0, short, short, min(nbytes, _FULL32), min(directory, _FULL32), 0
         )
         size = self._at
@@ -91,8 +87,8 @@ class ZipLayout:
         # miniz writes no data descriptor behind an empty member.
         flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
         wide = _build_zip64(nbytes, 0, header)  # torch does not know the packed size yet
-        padding = _build_padding(header + _LOCAL.size + len(name) + len(wide))
-        self._open += _LOCAL.pack(
+        padding = _build_padding(header + LOCAL.size + len(name) + len(wide))
+        self._open += LOCAL.pack(
             b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(wide) + len(padding)
         )
         self._open += name + wide + padding
@@ -118,7 +114,7 @@ class ZipLayout:
         wide = _build_zip64(nbytes, nbytes, header)
         size = min(nbytes, _FULL32)
         offset = min(header, _FULL32)
-        self._central += _CENTRAL.pack(
+        self._central += ENTRY.pack(
             *(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, size, size),
             *(len(name), len(wide), 0, 0, 0, 0, offset),
         )

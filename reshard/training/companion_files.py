@@ -156,9 +156,8 @@ def with_derived_config(
     tensors = [(weight.value, dtype or weight.dtype) for weight in state.weights]
     main = dtype.name if dtype else find_most_common_dtype(each for _, each in tensors)
     matched, _ = match_config(config, tensors, main, untied=False, known={})
-    data = format_json(matched)
     kind = config["architectures"][0]
-    added = OutputFile(name, len(data), ((0, data),))
+    added = OutputFile.from_bytes(name, format_json(matched))
     note = f"{name} is built from the source: a {kind}"
     return replace(skeleton, files=(*skeleton.files, added)), note
 
@@ -187,12 +186,11 @@ def with_companions(
                 data = _progress(path, manifest) if is_progress else _read_copy(path, manifest)
                 if data is None:
                     continue
-                added[name] = OutputFile(name, len(data), ((0, data),))
+                added[name] = OutputFile.from_bytes(name, data)
                 batch = manifest.train.opaque.get(BATCH_BEFORE) if is_progress else None
                 name = f"{below}/{BATCH_BEFORE}" if below else BATCH_BEFORE
                 if batch and name not in taken:
-                    data = format_json(batch)
-                    added[name] = OutputFile(name, len(data), ((0, data),))
+                    added[name] = OutputFile.from_bytes(name, format_json(batch))
         if added and not beside:
             break
     return Skeleton((*skeleton.files, *added.values()), skeleton.entries, skeleton.checksums)

@@ -31,9 +31,7 @@ def lay_out(merge: Merge) -> Merge:
     merge.notes.warnings += merge.adapter.notes
     merge.notes.warnings += _note_untrained([entry for entry, _ in tensors])
     weights = writer.lay_out_file(FILE, tensors, writer.METADATA)
-    texts = (
-        OutputFile(name, len(data), ((0, data),)) for name, data in merge.adapter.texts.items()
-    )
+    texts = (OutputFile.from_bytes(name, data) for name, data in merge.adapter.texts.items())
     return replace(merge, skeleton=Skeleton((*weights.files, *texts), weights.entries))
 
 
