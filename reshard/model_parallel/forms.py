@@ -129,7 +129,13 @@ def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> 
 
 def _make_plain(rows: int, _model: Architecture) -> FusedForm:
     """Return the form of a tensor that is not fused."""
-    return FusedForm((rows,), (RowRun(0, 0, 0, rows),))
+    return _stack(rows)
+
+
+def _stack(*parts: int) -> FusedForm:
+    """Return the form of a tensor whose parts lie one after the other."""
+    starts = (0, *accumulate(parts[:-1]))
+    return FusedForm(parts, tuple(RowRun(n, 0, at, parts[n]) for n, at in enumerate(starts)))
 
 
 def _make_gate_up(rows: int, model: Architecture) -> FusedForm:
@@ -138,8 +144,7 @@ def _make_gate_up(rows: int, model: Architecture) -> FusedForm:
         raise UsageError(
             model.source, f"{rows} rows cannot be split evenly into a gate and an up projection"
         )
-    half = rows // 2
-    return FusedForm((half, half), (RowRun(0, 0, 0, half), RowRun(1, 0, half, half)))
+    return _stack(rows // 2, rows // 2)
 
 
 def _make_gate_up_rows(rows: int, model: Architecture) -> FusedForm:
@@ -219,10 +224,7 @@ def _make_delta(rows: int, model: Architecture) -> FusedForm:
 def _make_delta_parts(rows: int, model: Architecture) -> FusedForm:
     """Return the form of `_make_delta` whose parts lie one after the other."""
     keys, values, key, value = _get_delta_sizes(rows, model)
-    parts = (2 * keys * key + values * value, values * value, values, values)
-    starts = (0, *accumulate(parts[:-1]))
-    runs = (RowRun(n, 0, at, parts[n]) for n, at in enumerate(starts))
-    return FusedForm(parts, tuple(runs))
+    return _stack(2 * keys * key + values * value, values * value, values, values)
 
 
 def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
@@ -244,9 +246,7 @@ def _get_delta_sizes(rows: int, model: Architecture) -> tuple[int, ...]:
 
 def _make_qkv_rows(rows: int, model: Architecture) -> FusedForm:
     """Return the form whose three parts lie one after the other."""
-    parts = _make_qkv(rows, model).parts
-    starts = (0, *accumulate(parts[:-1]))
-    return FusedForm(parts, tuple(RowRun(n, 0, at, parts[n]) for n, at in enumerate(starts)))
+    return _stack(*_make_qkv(rows, model).parts)
 
 
 def _make_qkv_stacked(rows: int, model: Architecture) -> FusedForm:

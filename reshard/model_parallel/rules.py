@@ -15,7 +15,7 @@ for the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -240,18 +240,19 @@ class Table:
         """
         match = self.find(name, constants, dialect)
         if match is None:
+            near = suggest_names(name, (word.pattern for word in self._list_spellings()))
             raise UsageError(
                 f"{name!r}",
-                f"matches no rule of {self.source}{self._suggest(name)}",
+                f"matches no rule of {self.source}{near}",
                 f"state how it is cut in a file: --rules FILE: {FORM}",
             )
         return match
 
-    def _suggest(self, name: str) -> str:
-        """Return the nearest known names, as the end of a message."""
-        known = [word.pattern.text for word in self._list_spellings()]
-        near = get_close_matches(name, known, n=3, cutoff=0.4)
-        return f"; the nearest are {', '.join(near)}" if near else ""
+
+def suggest_names(name: str, known: Iterable[Pattern]) -> str:
+    """Return the nearest known names, as the end of a message."""
+    near = get_close_matches(name, [pattern.text for pattern in known], n=3, cutoff=0.4)
+    return f"; the nearest are {', '.join(near)}" if near else ""
 
 
 @cache

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
 from reshard.errors import UsageError
 from reshard.model_parallel import forms
 from reshard.model_parallel.patterns import Fields, Pattern
-from reshard.model_parallel.rules import RuleMatch, Table
+from reshard.model_parallel.rules import RuleMatch, Table, suggest_names
 
 _WRITE = "write  NAME: OTHER  or  NAME: {form: " + "|".join(forms.NAMES) + ", names: [OTHER, ...]}"
 _KEYS = {"form", "names", "transposed", "stacked", "squeezed", "added"}
@@ -143,7 +142,7 @@ class Spellings:
         raise UsageError(
             f"{name!r}",
             f"has no Hugging Face name in {self.table.source}"
-            + _suggest(match.name, [line.own.text for line in self.lines]),
+            + suggest_names(match.name, (line.own for line in self.lines)),
             f"state its name in a file: --rules FILE: hf: {_WRITE}",
         )
 
@@ -158,10 +157,10 @@ class Spellings:
         if part is None and self.table.prefix and not name.startswith(prefix):
             part = self._find_part(prefix + name)
         if part is None:
-            known = [pattern.text for line in self.lines for pattern in line.names]
+            known = (pattern for line in self.lines for pattern in line.names)
             raise UsageError(
                 f"{name!r}",
-                f"matches no line of {self.table.source}{_suggest(name, known)}",
+                f"matches no line of {self.table.source}{suggest_names(name, known)}",
                 f"state what it is in a file: --rules FILE: parameters: NAME: CUT and hf: {_WRITE}",
             )
         return part
@@ -173,11 +172,6 @@ class Spellings:
                 if fields is not None:
                     return SpelledPart(line, {**self.numbers, **fields}, number)
         return None
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=3, cutoff=0.4)
-    return f"; the nearest are {', '.join(near)}" if near else ""
 
 
 def _parse_line(own: str, value: Any, source: str) -> Line:
