@@ -11,6 +11,7 @@ from reshard.box import index_of
 from reshard.checks import names
 from reshard.checks.digests import Digest
 from reshard.checks.gaps import count_unexpected, find_gaps
+from reshard.checks.pairs import select_weights
 from reshard.checks.result import Check, not_applicable
 from reshard.checks.scan import (
     Counterpart,
@@ -108,13 +109,6 @@ def _list_declared_ties(
         ):
             pairs.setdefault(head, embedding)
     yield from pairs.items()
-
-
-def select_weights(manifest: Manifest) -> dict[str, Entry]:
-    """Return the most precise value of each weight: its fp32 master weight, else the module's."""
-    best = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
-    best.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
-    return best
 
 
 # The checks

@@ -321,9 +321,7 @@ def _match(manifest: Manifest, listed: Contents) -> Iterator[tuple[str, Content,
     for (kind, fqn), content in listed.tensors.items():
         aliases = [fqn]
         if kind == pairs.WEIGHT:
-            aliases += sorted(
-                pairs.find_aliases(fqn, listed.tied) | pairs.find_aliases(fqn, manifest.tied)
-            )
+            aliases += sorted(pairs.find_aliases(fqn, listed.tied, manifest.tied))
         entry = next((stored[kind, name] for name in aliases if (kind, name) in stored), None)
         if entry is not None:
             yield fqn, content, entry
@@ -344,11 +342,7 @@ def _find_unmatched(
     ]
     extra = []
     for key, entry in stored.items():
-        aliases = (
-            pairs.find_aliases(key[1], manifest.tied)
-            | pairs.find_aliases(key[1], listed.tied)
-            | {key[1]}
-        )
+        aliases = pairs.find_aliases(key[1], manifest.tied, listed.tied)
         known = any((key[0], name) in listed.tensors for name in aliases)
         if not known and (key[0] == pairs.WEIGHT or entry.numel):
             extra.append(key)

@@ -68,10 +68,16 @@ def pair(a: Manifest, b: Manifest) -> Paired:
     return paired
 
 
+def select_weights(manifest: Manifest) -> dict[str, Entry]:
+    """Return the most precise value of each weight: its fp32 master weight, else the module's."""
+    best = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
+    best.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
+    return best
+
+
 def collect_tensors(manifest: Manifest) -> dict[PairKey, Entry]:
     """Collect the weights, at their highest precision and under all tied names, and the slots."""
-    tensors = {(WEIGHT, entry.fqn): entry for entry in manifest.of_kind(PARAM, BUFFER)}
-    tensors.update(((WEIGHT, entry.fqn), entry) for entry in manifest.of_kind(MASTER))
+    tensors = {(WEIGHT, fqn): entry for fqn, entry in select_weights(manifest).items()}
     for alias, kept in manifest.tied.items():
         if (WEIGHT, kept) in tensors:
             # An alias that is stored itself keeps its own value.
@@ -105,11 +111,13 @@ def _is_known(
     if kind != WEIGHT:
         entry = has.entries.get(key)
         return entry is not None and not entry.numel
-    aliases = find_aliases(fqn, has.tied) | find_aliases(fqn, other.tied)
-    return any((WEIGHT, name) in others for name in aliases)
+    return any((WEIGHT, name) in others for name in find_aliases(fqn, has.tied, other.tied))
 
 
-def find_aliases(fqn: str, tied: Mapping[str, str]) -> set[str]:
-    """Return all names of a weight, its own included; ``tied`` maps aliases to the kept name."""
-    kept = tied.get(fqn, fqn)
-    return {kept, *(alias for alias, first in tied.items() if first == kept)}
+def find_aliases(fqn: str, *ties: Mapping[str, str]) -> set[str]:
+    """Return all names of a weight, its own included; ``ties`` map aliases to the kept name."""
+    names = set()
+    for tied in ties:
+        kept = tied.get(fqn, fqn)
+        names |= {kept, *(alias for alias, first in tied.items() if first == kept)}
+    return names

@@ -201,7 +201,8 @@ def _find_distant_times(manifest: Manifest) -> Iterator[str]:
 def check_steps(manifest: Manifest) -> Check:
     """Check that the step counters of the run and of the optimizer are consistent."""
     train = manifest.train
-    counted_steps = {fqn: train.optimizer_step.get(fqn) for fqn in _list_slots(manifest)}
+    states = _collect_states(manifest)
+    counted_steps = {fqn: train.optimizer_step.get(fqn) for fqn in states}
     applied = {step for step in counted_steps.values() if step is not None}
     if train.step is None and not applied:
         return not_applicable(names.STEPS, "no counter")
@@ -213,11 +214,10 @@ def check_steps(manifest: Manifest) -> Check:
     odd = [f"{step:g}" for step in applied if step < 0 or step != int(step)]
     if odd:
         check.failures.append(f"{odd[0]} is not a valid optimizer step count")
-    slots = _list_slots(manifest)
     lacking = [
         fqn
         for fqn, step in counted_steps.items()
-        if step is None and optimizers.needs_count(slots[fqn])
+        if step is None and optimizers.needs_count(states[fqn])
     ]
     if applied and lacking:
         check.failures.append(f"{some(lacking)}: optimizer state without a step")
@@ -225,13 +225,13 @@ def check_steps(manifest: Manifest) -> Check:
     return check
 
 
-def _list_slots(manifest: Manifest) -> dict[str, list[str]]:
-    """Return the slots of each parameter with optimizer state."""
-    slots: dict[str, list[str]] = {}
+def _collect_states(manifest: Manifest) -> dict[str, dict[str, Entry]]:
+    """Return the slots of each parameter with optimizer state, by kind."""
+    states: dict[str, dict[str, Entry]] = defaultdict(dict)
     for entry in manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS:
-            slots.setdefault(entry.fqn, []).append(entry.kind)
-    return slots
+            states[entry.fqn][entry.kind] = entry
+    return states
 
 
 def check_slots(manifest: Manifest) -> Check:
@@ -240,10 +240,7 @@ def check_slots(manifest: Manifest) -> Check:
     A parameter without slots was never updated. Some optimizers keep different slots for different
     shapes (Adafactor, 8-bit states): there a parameter lacks a slot only if it has none instead.
     """
-    states: dict[str, dict[str, Entry]] = defaultdict(dict)
-    for entry in manifest.entries.values():
-        if entry.kind not in WEIGHT_KINDS:
-            states[entry.fqn][entry.kind] = entry
+    states = _collect_states(manifest)
     if not states:
         return not_applicable(names.SLOTS, "no optimizer")
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}

@@ -130,7 +130,7 @@ class Proof:
 
     @property
     def verdict(self) -> str:
-        """One of the four."""
+        """The result: proved, there and back, failed or refused."""
         if self.problems:
             return FAILED
         return (THERE_AND_BACK if self.builder else PROVED) if self.grids else REFUSED
