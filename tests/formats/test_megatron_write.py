@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
 from reshard.errors import UnsupportedError
+from reshard.formats.megatron.arguments import Arguments
 from tests.support.megatron_values import change, read_root
 
 DATA = Path(__file__).parents[1] / "data"
@@ -138,6 +139,27 @@ def test_a_new_optimizer_updates_masters_of_weights_in_16_bits(tmp_path):
     assert {tensor.dtype for tensor in (*masters, *moments)} == {torch.float32}
     assert len(masters) == len(weights)
     assert not any(moment.any() for moment in moments)
+
+
+@pytest.mark.parametrize(
+    ("grid", "counts"),
+    [
+        ({"pp": 2}, [(2, 2)]),
+        ({"pp": 2, "stage_layers": "1,3"}, [(1, 3)]),
+        ({"pp": 4, "stage_layers": "0,1,2,1"}, [(0, 1, 2, 1)]),
+        ({"pp": 2, "vpp": 2, "stage_layers": "1,1,2,0"}, [(1, 1), (2, 0)]),
+    ],
+)
+def test_the_arguments_state_the_layers_of_each_stage(tmp_path, grid, counts):
+    source = shutil.copytree(COUNTED, tmp_path / "source")
+    flags = dict.fromkeys(("embedding", "loss"), True)
+    for file in source.rglob("model_optim_rng.pt"):
+        change(file, **{f"account_for_{part}_in_pipeline_split": v for part, v in flags.items()})
+    reshard.split(source, tmp_path / "out", tp=1, dp=1, **grid)
+    file = next((tmp_path / "out").rglob("model_optim_rng.pt"))
+    args = Arguments(str(file), vars(read_root(file)["args"]))
+    assert list(args.list_layers()) == counts
+    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
 
 
 @pytest.fixture(scope="module")

@@ -49,25 +49,26 @@ def adapt(
 
 
 def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, Any]:
-    """Return the args that state the layers of the first and the last stage."""
+    """Return the args that state the layers of each stage.
+
+    Args:
+        counts: layers of the first chunk of each stage, then of the second chunks; None: the same
+            in each.
+    """
+    ends = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+    ends += [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
+    stated: dict[str, Any] = dict.fromkeys((*ends, "pipeline_model_parallel_layout"))
+    # The numbers are of layers alone.
+    for part in ("embedding", "loss"):
+        stated[f"account_for_{part}_in_pipeline_split"] = False
     if counts is None or len(set(counts)) == 1:
-        return dict.fromkeys(
-            (
-                "decoder_first_pipeline_num_layers",
-                "decoder_last_pipeline_num_layers",
-                "num_layers_in_first_pipeline_stage",
-                "num_layers_in_last_pipeline_stage",
-                "pipeline_model_parallel_layout",
-            )
-        )
+        return stated
+    if sizes.virtual > 1 or len(set(counts[1:-1])) > 1:
+        layers = "|".join("t" * count for count in counts)
+        stated["num_layers_per_virtual_pipeline_stage"] = None
+        return {**stated, "pipeline_model_parallel_layout": f"E{layers}L"}
     first, last = counts[0], counts[-1]
-    return {
-        "decoder_first_pipeline_num_layers": first,
-        "decoder_last_pipeline_num_layers": last if sizes.pipeline > 1 else None,
-        "num_layers_in_first_pipeline_stage": first,
-        "num_layers_in_last_pipeline_stage": last if sizes.pipeline > 1 else None,
-        "pipeline_model_parallel_layout": None,
-    }
+    return {**stated, **dict(zip(ends, (first, last, first, last), strict=True))}
 
 
 def reduces_in_fp32(args: Mapping[str, Any], precision: DType) -> bool:
