@@ -185,8 +185,9 @@ def _build_choice_error(where: str, models: Mapping[Path, Mapping[str, Any]]) ->
             f"if each is a complete model, choose one with --key {key}; if they are shards, save"
             " the full model with the program that wrote them",
         )
+    top = ", or that of the top level with --key ''" if () in models else ""
     return UnrecognisedError(
-        where, f"contains state dicts under {found}", f"choose one with --key {key}"
+        where, f"contains state dicts under {found}", f"choose one with --key {key}{top}"
     )
 
 

@@ -255,10 +255,18 @@ def test_the_optimizer_s_files_are_of_all_ranks_or_of_none(ranks):
     assert any("the checkpoint lacks the optimizer's state" in text for text in manifest.warnings)
 
 
-def test_without_what_all_ranks_share_torch_dist_is_incomplete(dist):
+def test_without_what_all_ranks_share_torch_dist_is_incomplete(dist, tmp_path):
     (dist / STEP / "common.pt").unlink()
     with pytest.raises(IncompleteError, match=r"neither common.pt nor common_state"):
         formats.read(dist)
+    with pytest.raises(UnrecognisedError) as error:
+        formats.read(dist / STEP, force="torch")
+    assert error.value.remedy == (
+        "choose one with --key optimizer, or that of the top level with --key ''"
+    )
+    reshard.merge(dist / STEP, tmp_path / "weights.safetensors", source_format="torch", key="")
+    weights = load_file(tmp_path / "weights.safetensors")
+    assert len(weights["decoder.layers.self_attention.linear_proj.weight"]) == 4
 
 
 def test_a_save_that_was_interrupted_is_told(ranks):

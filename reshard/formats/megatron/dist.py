@@ -301,7 +301,8 @@ def _read_common(
         raise IncompleteError(
             location,
             f"has neither {directory.COMMON} nor {_COMMON}, which stores the run's arguments",
-            "copy it here, or read only the weights with --from torch",
+            "copy it here, or read only the weights, under the keys of torch_dist, with"
+            " --from torch --key ''",
         )
     return common, []
 
