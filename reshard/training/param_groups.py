@@ -29,6 +29,10 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's scheduler
 _OWN_KEYS = ("match", "fqns", "frozen")
 _NOT_HYPER = ("params", "param_names")
 _SHOWN = 4
+_FOLLOW_SOURCE = (
+    "give the live optimizer the param groups of the source (DeepSpeed makes one group if its"
+    " configuration names the optimizer: leave optimizer and scheduler out of it)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ def regroup(state: WritableState, given: GroupRules) -> Made:
             continue
         sources = sorted({n for fqn in members if (n := trained[fqn].source) is not None})
         decided = _decide(given, number, state, sources)
-        hyper = _merge_hyper(f"{given.where}: group {number}", decided, state, sources)
+        hyper = _merge_hyper(given, number, decided, state, sources)
         groups.append(TrainedGroup(hyper, tuple(trained[fqn].member for fqn in members)))
         origins.append(sources)
     frozen = [f for number, r in enumerate(given.rules) if r.frozen for f in taken[number]]
@@ -323,7 +327,7 @@ def _refuse_unassigned(given: GroupRules, owners: Mapping[str, Sequence[int]]) -
 
 
 def _merge_hyper(
-    where: str, rule: GroupRule, state: WritableState, sources: Sequence[int]
+    given: GroupRules, number: int, rule: GroupRule, state: WritableState, sources: Sequence[int]
 ) -> dict[str, Any]:
     """Return a rule's values, and the other values on which its source groups agree."""
     before = [state.groups[number].hyper for number in sources]
@@ -334,9 +338,9 @@ def _merge_hyper(
         values = {repr(_unwrap_number(hyper.get(key))): hyper.get(key) for hyper in before}
         if len(values) > 1:
             raise UsageError(
-                where,
+                f"{given.where}: group {number}",
                 f"does not state {key}, which is {' or '.join(values)} in the source's groups",
-                f"add {key!r} to the group",
+                _FOLLOW_SOURCE if given.live else f"add {key!r} to the group",
             )
         (agreed[key],) = values.values()
     return {**agreed, **rule.hyper}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from reshard.box import whole
@@ -53,3 +55,16 @@ def test_other_parameters_without_a_group_are_refused():
     state = make_state("a", "b", a=(2, 3), b=(4,))
     with pytest.raises(UsageError, match="has no group for 'b'"):
         follow(state, "a")
+
+
+def test_a_live_group_that_joins_different_groups_is_refused_with_what_the_run_can_do():
+    """As DeepSpeed's, which makes one group if its configuration names the optimizer."""
+    state = make_state("a", "b", a=(2, 3), b=(4,))
+    (group,) = state.groups
+    parts = [replace(group, members=(member,)) for member in group.members]
+    parts[1] = replace(parts[1], hyper={**ADAM, "weight_decay": 0.0})
+    state = replace(state, groups=tuple(parts))
+    rules = follow_live(state, (ParamGroup({}, ("a", "b")),))
+    with pytest.raises(UsageError, match="does not state weight_decay") as refused:
+        regroup(state, rules)
+    assert "leave optimizer and scheduler out" in refused.value.remedy
