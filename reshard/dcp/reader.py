@@ -136,6 +136,10 @@ class StorageReader(storage.StorageReader):
             value = self._resolve(item)
             if isinstance(value, Entry):
                 refuse_other_shape(item, value, values.targets)
+                if not value.chunks:  # of a parameter that was never updated, or empty
+                    target = planner.resolve_tensor(item).detach().zero_()
+                    planner.commit_tensor(item, target)
+                    continue
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 jobs.append(BlockRead(item, value, box))
             else:

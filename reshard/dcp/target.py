@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from reshard.errors import UsageError
 from reshard.keys import Edits, canonical, edit
 from reshard.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
+from reshard.training.fresh_adam import find_idle
 
 MODEL_NAMES = ("model",)
 OPTIMIZER_NAMES = ("optim", "optimizer")
@@ -59,9 +60,26 @@ class State:
             for entry in manifest.entries.values()
             if entry.kind not in WEIGHT_KINDS
         }
-        self.steps = manifest.train.optimizer_step
+        self.steps = dict(manifest.train.optimizer_step)
         self.groups = manifest.train.param_groups
+        self._start_idle()
         self.group_of = {fqn: n for n, group in enumerate(self.groups) for fqn in group.fqns}
+
+    def _start_idle(self) -> None:
+        """Add zeros, which no chunk fills, for the parameters that an Adam has never updated."""
+        held: dict[str, dict[str, Entry]] = {}
+        for (fqn, slot), entry in self.slots.items():
+            held.setdefault(fqn, {})[slot] = entry
+        dtypes = {slot: entry.dtype for (_, slot), entry in self.slots.items()}
+        groups = ((group.hyper, group.fqns) for group in self.groups)
+        numel = {fqn: weight.numel for fqn, weight in self.weights.items()}
+        for fqn in find_idle(groups, held, numel):
+            weight = self.weights.get(fqn)
+            if weight is None or not weight.numel:
+                continue
+            self.steps[fqn] = 0.0
+            for slot, dtype in dtypes.items():
+                self.slots[fqn, slot] = Entry(fqn, slot, dtype, weight.shape, ())
 
     def resolve_fqn(self, name: str) -> str:
         """Return the fqn under which the checkpoint stores a parameter."""

@@ -180,6 +180,10 @@ class Writer(ABC):
         """Return whether the requested files may refer to parameters by their position."""
         return True
 
+    def needs_every_state(self, _request: Request) -> bool:
+        """Return whether what loads the files requires a state of every trainable parameter."""
+        return False
+
     def describe_load(self, _request: Request) -> str:
         """Return the line that loads the requested files; see ``load_line``."""
         return self.load_line

@@ -1,18 +1,22 @@
-"""Start an Adam at step 0 for a source without an optimizer: its moments are zeros."""
+"""Start an Adam at step 0, with moments of zeros, where a source has no state of it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import Entry
-from reshard.training.optimizers import AMSGRAD, MOMENTS
+from reshard.training.optimizers import AMSGRAD, MOMENTS, is_adam
 from reshard.training.param_groups import Made
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight, WritableState
+from reshard.units import some
 
 InitOptimizer = Literal["none", "zeros"]
+
+_LISTED = 4
 
 # torch 2.13 optim/adamw.py, AdamW.__init__; without its learning rate, which the run must give.
 _ADAMW: dict[str, Any] = {
@@ -49,6 +53,61 @@ def start_adam(state: WritableState, dtype: DType) -> Made:
     # The values that the source's optimizer keeps beside tensors are not this Adam's.
     train = replace(state.manifest.train, non_tensor_state={})
     return replace(state, manifest=replace(state.manifest, train=train), groups=groups), notes
+
+
+def find_idle(
+    groups: Iterable[tuple[Mapping[str, Any], Iterable[str]]],
+    slots: Mapping[str, Collection[str]],
+    numel: Mapping[str, int],
+) -> list[str]:
+    """Return the parameters of which an Adam has no state, if it has one of others.
+
+    torch's distributed state dicts refuse a checkpoint without a state of each trainable parameter,
+    those that they saved included (2.13 ``distributed/checkpoint/state_dict.py``). An Adam starts
+    from zeros at step 0, so these change nothing; nor do they for a frozen parameter, which a file
+    does not tell from an idle one. If most elements have no state, these are a frozen base model,
+    for which zeros would be most of the optimizer: the result is empty then.
+
+    Args:
+        groups: the hyper-parameters and the parameters of each param group.
+        slots: parameter -> its slots.
+        numel: parameter -> its number of elements.
+    """
+    names = {name for held in slots.values() for name in held}
+    if not set(MOMENTS) <= names <= {*MOMENTS, AMSGRAD}:
+        return []
+    idle = [fqn for hyper, fqns in groups if is_adam(hyper) for fqn in fqns if not slots.get(fqn)]
+    trained = sum(numel.get(fqn, 0) for fqn, held in slots.items() if held)
+    return idle if sum(numel.get(fqn, 0) for fqn in idle) <= trained else []
+
+
+def start_idle(state: WritableState) -> Made:
+    """Return the state with Adam's zeros for the parameters that it has never updated."""
+    members = [member for group in state.groups for member in group.members]
+    idle = set(
+        find_idle(
+            ((group.hyper, group.fqns) for group in state.groups),
+            {member.fqn: member.slots for member in members},
+            {member.fqn: member.weight.value.numel for member in members},
+        )
+    )
+    if not idle:
+        return state, []
+    dtypes = {name: entry.dtype for member in members for name, entry in member.slots.items()}
+    groups = tuple(
+        replace(
+            group, members=tuple(_start(m, dtypes) if m.fqn in idle else m for m in group.members)
+        )
+        for group in state.groups
+    )
+    shown = some([member.fqn for member in members if member.fqn in idle], _LISTED)
+    note = f"Adam has no state of {shown} (never stepped, or frozen): zeros at step 0 are written"
+    return replace(state, groups=groups), [note]
+
+
+def _start(member: TrainedParameter, dtypes: Mapping[str, DType]) -> TrainedParameter:
+    slots = {name: _build_zeros(member.weight, name, dtype) for name, dtype in dtypes.items()}
+    return TrainedParameter(member.weight, slots, 0.0)
 
 
 def _build_group(

@@ -122,6 +122,16 @@ class WritableState:
         )
 
     @property
+    def has_stored_slots(self) -> bool:
+        """Whether the source stores a slot of some parameter."""
+        return any(
+            entry.chunks
+            for group in self.groups
+            for member in group.members
+            for entry in member.slots.values()
+        )
+
+    @property
     def slots(self) -> tuple[str, ...]:
         """The names of the optimizer's slots, in order of first appearance."""
         return collect_slot_names(member for group in self.groups for member in group.members)

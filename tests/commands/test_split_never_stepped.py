@@ -1,11 +1,17 @@
-"""Parameters and whole optimizers that have made no step, written where DeepSpeed needs a state."""
+"""Parameters and whole optimizers that have made no step, written where a state is needed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import reshard
+from reshard.dcp import StorageReader
 
 WEIGHT, BIAS = "0.weight", "0.bias"
 TARGETS = (
@@ -68,3 +74,44 @@ def test_other_optimizers_that_made_no_step_keep_no_state(tmp_path):
     report = reshard.split(source, tmp_path / "out", to="ds-universal")
     assert any("write --to deepspeed --zero-stage 3" in note for note in report.notes)
     assert not list(tmp_path.rglob("exp_avg.pt"))
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_torch_gets_the_states_that_it_refuses_to_load_a_checkpoint_without(kind, tmp_path):
+    """It refuses what it has saved itself, if a parameter was never stepped."""
+    source = save(tmp_path / "source.pt", torch.optim.AdamW, stepped=(WEIGHT,))
+    report = reshard.split(source, tmp_path / "out", to="fsdp", state_dict_type=kind, world_size=2)
+    assert any(f"Adam has no state of {BIAS}" in note for note in report.derived)
+    assert any("exp_avg" in kept for kept in report.kept)
+    with reshard.open(tmp_path / "out") as written:
+        assert not torch.any(written.optimizer("exp_avg_sq")[BIAS][...])
+        assert written.manifest.train.optimizer_step == {WEIGHT: 1.0, BIAS: 0.0}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_live", [False, True])
+def test_torch_continues_from_it(is_live, tmp_path):
+    source = save(tmp_path / "source.pt", torch.optim.AdamW, stepped=(WEIGHT,))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+    state["optim"]["state"][BIAS]["exp_avg"].fill_(7.0)
+    if is_live:
+        dcp.load(state, storage_reader=StorageReader(source))
+    else:
+        reshard.split(source, tmp_path / "out", to="dcp")
+        dcp.load(state, checkpoint_id=tmp_path / "out")
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+    held = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    assert {name: float(each["step"]) for name, each in held.items()} == {WEIGHT: 1.0, BIAS: 0.0}
+    assert not torch.any(held[BIAS]["exp_avg"])
+    assert torch.all(held[WEIGHT]["exp_avg"])
+
+
+def test_a_frozen_base_model_gets_no_states(tmp_path):
+    """Its parameters are in the param groups of some scripts that train an adapter."""
+    source = save(tmp_path / "source.pt", torch.optim.AdamW, stepped=(BIAS,))
+    report = reshard.split(source, tmp_path / "out", to="dcp")
+    assert not any("Adam has no state" in note for note in report.derived)
+    with reshard.open(tmp_path / "out") as written:
+        assert set(written.optimizer("exp_avg")) == {BIAS}

@@ -383,6 +383,9 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
     if is_new:
         state, derived = fresh_adam.start_adam(state, request.master_dtype)
         notes.derived += derived
+    elif not request.weights_only and conversion.writer.needs_every_state(request):
+        state, derived = fresh_adam.start_idle(state)
+        notes.derived += derived
     if not request.weights_only:
         refuse_unwritable_hyper(state)
     save = identify_save(state, request, conversion.writer)

@@ -102,7 +102,8 @@ def describe_split(
     masters = sum(1 for _ in manifest.of_kind(MASTER))
     if masters:
         report.kept.append(f"{masters} fp32 master weights")
-    if state.groups and not state.zero_slots:
+    is_new = bool(state.zero_slots) and not state.has_stored_slots
+    if state.groups and not is_new:
         names = ", ".join(state.slots) or "no optimizer tensors, as its optimizer has made no step"
         groups = units.counted(len(state.groups), "param group")
         report.kept.append(f"{names}; step {state.step()}; {groups}")
@@ -110,7 +111,7 @@ def describe_split(
         why = "--init-optimizer zeros" if state.groups else "--weights-only"
         report.dropped.append(f"{len(before)} optimizer tensors ({why})")
     report.dropped += _list_values_of_training(manifest, writer, request)
-    if state.zero_slots:
+    if is_new:
         report.derived += _note_cast_masters(state, request)
     return report
 

@@ -50,6 +50,13 @@ class _TorchWriter(Writer):
 
         return layouts.LAYOUTS[self.name](state, request)
 
+    def needs_every_state(self, request: Request) -> bool:
+        """Return True for names, which torch's ``set_optimizer_state_dict`` looks up.
+
+        With the keys of a DCP source, the output has exactly those.
+        """
+        return request.own is None and not self.numbers_parameters(request)
+
 
 class _StateDicts(_TorchWriter):
     """A writer with a choice of FSDP state dict types."""
