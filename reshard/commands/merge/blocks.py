@@ -174,6 +174,10 @@ class Matrix:
         kept = self.kept.take(key)
         if kept is not None and part == "scales":
             return kept[0]
+        if kept is not None and kept[1].all():
+            return self._read_stored(part, first, count, reader)
+        if weight.transposed:
+            kept = None  # it has a line for each stored row, and tiles are computed by columns
         codes, scales, is_same = self._compute_tile(part, first, count, kept, reader)
         if kept is None:
             scales = self._replace(scales, is_same, "scales", first, count, reader)
@@ -197,8 +201,7 @@ class Matrix:
         the release's values, and codes where only the scales are asked for.
 
         Args:
-            kept: the scales and which blocks have the release's values, if they are known; a weight
-                that is transposed has codes before scales, so they are not.
+            kept: the scales and which blocks have the release's values, if they are known.
         """
         import numpy as np
 
