@@ -24,3 +24,21 @@ def test_a_module_that_megatron_lacks_has_none():
     assert not order.has_place("mtp.layers.0.other.weight")
     assert order.has_place("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight")
     assert order.has_place("output_layer.weight")
+
+
+def test_towers_keep_the_order_of_their_file_behind_the_language_model():
+    """Of a LLaVAModel of Megatron-core 0.16.1, which has layers in both models."""
+    names = [
+        "language_model.embedding.word_embeddings.weight",
+        "language_model.decoder.layers.0.input_layernorm.weight",
+        "language_model.decoder.final_layernorm.weight",
+        "language_model.output_layer.weight",
+        "vision_model.class_token",
+        "vision_model.conv1.weight",
+        "vision_model.conv1.bias",
+        "vision_model.position_embeddings.weight",
+        "vision_model.decoder.layers.0.input_layernorm.weight",
+        "vision_projection.encoder.linear_fc1.weight",
+    ]
+    assert order.find_misplaced(names) is None
+    assert order.find_misplaced(reversed(names)) == names[-1]

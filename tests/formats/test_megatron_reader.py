@@ -255,6 +255,21 @@ def test_the_optimizer_s_files_are_of_all_ranks_or_of_none(ranks):
     assert any("the checkpoint lacks the optimizer's state" in text for text in manifest.warnings)
 
 
+def test_parts_of_a_layer_wise_optimizer_are_not_taken_for_the_whole(tmp_path):
+    """Megatron saves the first data-parallel rank's part where the whole would be."""
+    run = shutil.copytree(MUON, tmp_path / "run")
+    folder = run / STEP / "mp_rank_00"
+    for number in range(2):
+        shutil.copy(folder / "model_optim_rng.pt", folder / f"layer_wise_optimizer_{number}.pt")
+    manifest = formats.read(run)
+    assert not manifest.has_optimizer
+    assert any("layer_wise_optimizer_N.pt" in text for text in manifest.warnings)
+    with pytest.raises(IncompleteError, match="each data-parallel rank has") as error:
+        reshard.split(run, tmp_path / "out")
+    assert "--ckpt-format torch_dist" in error.value.remedy
+    reshard.merge(run, tmp_path / "weights.safetensors")
+
+
 def test_without_what_all_ranks_share_torch_dist_is_incomplete(dist, tmp_path):
     (dist / STEP / "common.pt").unlink()
     with pytest.raises(IncompleteError, match=r"neither common.pt nor common_state"):

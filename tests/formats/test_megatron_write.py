@@ -141,6 +141,21 @@ def test_a_new_optimizer_updates_masters_of_weights_in_16_bits(tmp_path):
     assert not any(moment.any() for moment in moments)
 
 
+def test_states_are_not_numbered_in_an_order_that_is_not_known(tmp_path):
+    source = shutil.copytree(COUNTED, tmp_path / "source")
+    one, two = (f"decoder.layers.0.{norm}_layernorm.weight" for norm in ("input", "pre_mlp"))
+    swapped = {one: two, two: one}
+    for file in source.rglob("model_optim_rng.pt"):
+        model = read_root(file)["model"]
+        change(file, model={swapped.get(n, n): model[swapped.get(n, n)] for n in model})
+    sizes = {"tp": 1, "pp": 1, "dp": 1}
+    with pytest.raises(UnsupportedError, match=r"layernorm.weight' is in a module whose position"):
+        reshard.split(source, tmp_path / "no", **sizes)
+    reshard.split(source, tmp_path / "weights", weights_only=True, **sizes)
+    reshard.split(source, tmp_path / "named", ckpt_format="torch_dist", **sizes)
+    assert reshard.diff(source, tmp_path / "named", kinds=["weight", "optimizer"]).same
+
+
 @pytest.mark.parametrize(
     ("grid", "counts"),
     [

@@ -20,6 +20,7 @@ from reshard.formats.megatron import (
     grouped,
     names,
     optimizer,
+    order,
     rank_states,
     train,
 )
@@ -37,6 +38,7 @@ from reshard.manifest import (
     Manifest,
     Origin,
     SourceFile,
+    UnnamedOptimizer,
     index_entries,
 )
 from reshard.model_parallel.rules import Table
@@ -71,6 +73,11 @@ def read(location: Location, table: Table) -> Manifest:
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         note = f"no rank has {directory.OPTIMIZER}: the checkpoint lacks the optimizer's state"
         whole = replace(whole, warnings=(*whole.warnings, note))
+    listed = (chunk.params for file in opened.values() for chunk in file.read_chunks())
+    misplaced = next(filter(None, map(order.find_misplaced, listed)), None)
+    if misplaced:
+        opaque = {**whole.train.opaque, order.MISPLACED: misplaced}
+        whole = replace(whole, train=replace(whole.train, opaque=opaque))
     states = rank_states.collect_from_ranks(
         _collect_extra(opened, args, table, offsets), _collect_random(opened, args)
     )
@@ -252,6 +259,9 @@ def _read_seed(state: Any) -> int | None:
 _FINAL_NORM = re.compile(r"(^|\.)final_(layer)?norm\.")
 _EMBEDDING = re.compile(r"(^|\.)word_embeddings\.")
 _SEED, _SEED_BYTES = "the seed of its random states", 8
+_LAYER_WISE = (
+    "each data-parallel rank has the states of some layers, in its own layer_wise_optimizer_N.pt"
+)
 _AXES = ("tp", "pp", "ep", "etp", "vp")
 
 
@@ -314,8 +324,15 @@ def _read_rank(
             RankParam(global_name(name), tensor.shape, tensor.dtype.name, number)
             for name, tensor in chunk.params.items()
         ]
-    saved = file.root.get("optimizer")
+    # One rank's part of a layer-wise optimizer would pass for a run that froze the rest.
+    saved = None if file.is_layer_wise else file.root.get("optimizer")
     state = optimizer.read(saved, params, args, table, file.path)
+    if file.is_layer_wise:
+        state.notes.append(f"the optimizer is left out: {_LAYER_WISE}")
+        state.unnamed_optimizers = ("optimizer",)
+        state.why_unnamed = UnnamedOptimizer(
+            _LAYER_WISE, advice="save it once with --ckpt-format torch_dist, which names each state"
+        )
     if file.flat is not None:
         count, path = len(optimizer.list_states(saved)), file.files[-1].path
         entries += optimizer.read_flat(file.flat, count, params, args, table, path, stage=rank.pp)

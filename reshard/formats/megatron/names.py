@@ -22,7 +22,11 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 LEGACY_EMBEDDING = "language_model.embedding.word_embeddings.weight"
 LEGACY_OUTPUT = "word_embeddings_for_head.weight"
 
-_LAYER = re.compile(r"((?:^|\.)(?:decoder|encoder|transformer)\.layers\.)(\d{1,9})(?=\.)")
+# Pipeline stages share the layers of language; those of a vision tower are all on the first stage
+# (``core/models/multimodal/llava_model.py``).
+_LAYER = re.compile(
+    r"(^(?!vision_model\.)(?:.*?\.)?(?:decoder|encoder|transformer)\.layers\.)(\d{1,9})(?=\.)"
+)
 _EXPERT = re.compile(  # a module for each expert (SequentialMLP), or numbered tensors of one module
     r"(\.local_experts\.)(\d{1,9})(?=\.)|(\.experts\.linear_fc[12]\.\w+?)(\d{1,9})$"
 )

@@ -1,6 +1,7 @@
 """The order of a model's parameters: that of ``named_parameters``.
 
 Sources: Megatron-LM core_v0.16.1 ``models/gpt/gpt_model.py``, ``transformer/transformer_layer.py``,
+``models/multimodal/llava_model.py``,
 ``transformer/attention.py``, ``transformer/moe/moe_layer.py``,
 ``transformer/multi_token_prediction.py``, ``ssm/mamba_mixer.py``, ``ssm/mamba_layer.py``,
 ``ssm/gated_delta_net.py``, ``transformer/heterogeneous/linear_replacements.py``: the order in
@@ -11,7 +12,7 @@ Megatron-LM 2.x ``megatron/model/transformer.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from reshard.formats.megatron import names
 
@@ -89,6 +90,10 @@ _OUTSIDE = (
     "final_norm.",
 )
 
+_TOWERS = ("vision_model.", "vision_projection.")  # made after the language model, in this order
+
+MISPLACED = "misplaced_parameter"  # in ``train.opaque``: see `find_misplaced`
+
 SortKey = tuple[int, ...]
 
 
@@ -101,6 +106,9 @@ def sort_key(fqn: str) -> SortKey:
     if mtp is not None:
         module = mtp[2].removeprefix(_IN_MTP[3])
         return (3, int(mtp[1]), _find_prefix(_IN_MTP, mtp[2]), *_sort_in_layer(fqn, module))
+    tower = _find_prefix(_TOWERS, fqn)
+    if tower < len(_TOWERS):
+        return (5, tower)  # in the order of its file
     if layer is None:
         outside = [number for number, part in enumerate(_OUTSIDE) if f".{part}" in f".{fqn}"]
         # GPTModel makes embedding, layers (1), final norm (2), MTP (3) and the output layer (4).
@@ -119,6 +127,16 @@ def has_place(fqn: str) -> bool:
         return True  # outside of layers, by groups
     inner = mtp[2].removeprefix(_IN_MTP[3]) if mtp else match[1] if match else ""
     return _find_prefix(_LAYER, inner) < len(_LAYER)
+
+
+def find_misplaced(fqns: Iterable[str]) -> str | None:
+    """Return the first of a file's parameters that this order has elsewhere; None if there is none.
+
+    The file is of a model whose modules are made in another order than those known here.
+    """
+    listed = list(fqns)
+    pairs = zip(listed, sorted(listed, key=sort_key), strict=True)
+    return next((fqn for fqn, expected in pairs if fqn != expected), None)
 
 
 def _sort_in_layer(fqn: str, inner: str) -> SortKey:

@@ -7,6 +7,7 @@ that are dicts in dicts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from reshard.schema import INTEGER, NUMBER, expect, fields, maybe
 from reshard.state_dict import leaves, tree
 from reshard.state_dict.tree import GlobalTensor, as_global
 
+# ``save_checkpoint`` with an optimizer whose name begins with ``dist_``
+_LAYER_WISE = re.compile(r"layer_wise_optimizer_\d+\.pt")
 _OLD_VERSION = 0.0  # files without a version are the oldest
 _ROOT = fields(iteration=maybe(INTEGER), checkpoint_version=maybe(NUMBER))
 
@@ -51,6 +54,7 @@ class RankFile:
     args: Arguments
     flat: Any = None  # the distributed optimizer's own file, as `root`
     files: tuple[TorchFile, ...] = ()
+    is_layer_wise: bool = False  # whether each data-parallel rank has the states of some layers
 
     @property
     def version(self) -> float:
@@ -102,7 +106,8 @@ def open_rank(folder: Location) -> RankFile:
     expect(file.path, root, _ROOT)
     args = arguments.parse(root.get("args"), file.path)
     if OPTIMIZER not in folder.files:
-        return RankFile(file.path, root, args, files=(file,))
+        is_layer_wise = any(map(_LAYER_WISE.fullmatch, folder.files))
+        return RankFile(file.path, root, args, files=(file,), is_layer_wise=is_layer_wise)
     flat = torch_reader.read(folder.files[OPTIMIZER])
     return RankFile(file.path, root, args, tree.convert_file(flat), (file, flat))
 

@@ -82,22 +82,23 @@ class _LegacyRank:
     def _refuse_unknown_places(self) -> None:
         """Refuse modules that Megatron lacks: it numbers optimizer states in its own order.
 
-        The files of a run of Megatron have an order of their own, which such a module keeps.
+        Such a module keeps the order that a run's own files have, if that fits the known order.
 
         Raises:
             UnsupportedError: the position of a parameter is not known.
         """
-        origin = self._choice.state.manifest.origin
-        if origin.format == directories.NAME:
-            return
-        for local in (local for chunk in self._chunks for local in chunk):
-            if not order.has_place(local.name):
-                raise UnsupportedError(
-                    origin.path,
-                    f"{local.name!r} is in a module whose position in Megatron's model is not"
-                    " known, but Megatron numbers optimizer states by position",
-                    "write only the weights: --init-optimizer none",
-                )
+        manifest = self._choice.state.manifest
+        unknown = manifest.train.opaque.get(order.MISPLACED)
+        if manifest.origin.format != directories.NAME:
+            names = (local.name for chunk in self._chunks for local in chunk)
+            unknown = next((name for name in names if not order.has_place(name)), None)
+        if unknown:
+            raise UnsupportedError(
+                manifest.origin.path,
+                f"{unknown!r} is in a module whose position in Megatron's model is not known, but"
+                " Megatron numbers optimizer states by position",
+                "write --ckpt-format torch_dist, or only the weights: --init-optimizer none",
+            )
 
     def root(self) -> dict[str, Any]:
         """Return the contents of ``model_optim_rng.pt``."""
