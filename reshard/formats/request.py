@@ -64,6 +64,7 @@ class Request:
         live_groups: param groups of the live optimizer that loads the output; empty: those of the
             source.
         live_fsdp: version of FSDP in the running program that loads the output; None: unknown.
+        tag: name of DeepSpeed's tag, if the program that loads it has a name of its own.
         own: what the writer derived from the options for its own use; see its ``resolve``.
     """
 
@@ -91,6 +92,7 @@ class Request:
     engine_config: Mapping[str, Any] | None = None
     live_groups: tuple[ParamGroup, ...] = ()
     live_fsdp: FsdpVersion | None = None
+    tag: str | None = None
     own: Any = None
 
     @property

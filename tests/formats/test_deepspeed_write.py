@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 
 import pytest
 
+import reshard
 from reshard.box import whole
 from reshard.chunks import contiguous
 from reshard.commands.output import check_overlaps, check_skeleton
@@ -340,3 +343,16 @@ def test_stage_3_is_given_only_what_all_groups_share():
     choice = resolve_spec(state, world_size=1, stage=3, universal=True)
     assert universal.find_common_hyper(choice) == {"capturable": False}
     assert [group["lr"] for group in choice.param_groups()] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("tag", "written"),
+    [("checkpoint", "checkpoint"), ("pytorch_model", "pytorch_model"), ("best", "global_step3")],
+)
+def test_the_tag_that_lightning_and_accelerate_load_keeps_its_name(tag, written, tmp_path):
+    run = Path(__file__).parents[1] / "data" / "deepspeed_0.19.8" / "z0_fused_bf16" / "run"
+    (was,) = (path for path in run.iterdir() if path.is_dir())
+    shutil.copytree(was, tmp_path / "run" / tag)
+    reshard.split(tmp_path / "run" / tag, tmp_path / "out", zero_stage=1, world_size=2)
+    assert (tmp_path / "out" / "latest").read_text() == written
+    assert list((tmp_path / "out" / written).glob("*optim_states.pt"))

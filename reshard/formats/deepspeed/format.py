@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import IncompleteError, UsageError
@@ -110,14 +110,19 @@ def _find_spelling(manifest: Manifest) -> str | None:
     return dialects.find_dialect(manifest)
 
 
+# Lightning 2.6 (``strategies/deepspeed.py``) and Accelerate 1.15 (``accelerator.py``) save and load
+# these tags, whatever ``latest`` says.
+_FIXED_TAGS = ("checkpoint", "pytorch_model")
+
+
 class _DeepSpeedWriter(Writer):
     """A writer of either kind of directory."""
 
     is_tagged = True
     keeps_wrappers_of = (NAME, UNIVERSAL)
 
-    def resolve(self, request: Request, _source: Manifest, options: TargetOptions) -> Request:
-        """Return the request with the grid of model-parallel ranks.
+    def resolve(self, request: Request, source: Manifest, options: TargetOptions) -> Request:
+        """Return the request with the grid of model-parallel ranks, and the name of the tag.
 
         Raises:
             UsageError: ``--stage-layers`` is not a list of numbers.
@@ -132,7 +137,9 @@ class _DeepSpeedWriter(Writer):
             rules=request.rules,
             experts=options.ep,
         )
-        return replace(request, own=grid_options)
+        name = PurePath(source.origin.path).name
+        is_fixed = source.origin.format == NAME and name in _FIXED_TAGS
+        return replace(request, own=grid_options, tag=name if is_fixed else None)
 
     @staticmethod
     def _describe_grid(request: Request) -> dict[str, Any]:
@@ -199,6 +206,7 @@ class Native(_DeepSpeedWriter):
             state,
             weights_only=request.weights_only,
             config=request.engine_config,
+            tag=request.tag,
             **self._describe_grid(request),
         )
 

@@ -51,6 +51,7 @@ def lay_out(
     weights_only: bool = False,
     grid_options: GridOptions = ONE_RANK,
     config: Mapping[str, Any] | None = None,
+    tag: str | None = None,
 ) -> LaidOut:
     """Lay out the run directory: ``latest``, and the files of every rank in the tag's directory.
 
@@ -66,6 +67,7 @@ def lay_out(
             ``load_optimizer_states=False`` (``engine.py``, ``_load_checkpoint``): without it
             DeepSpeed reads only placeholders.
         config: configuration of the engine that loads the files; None: that of the source.
+        tag: the directory's name; None: ``global_step`` and the step.
 
     Raises:
         IncompleteError: the source lacks what DeepSpeed needs to continue training.
@@ -78,6 +80,7 @@ def lay_out(
         "precision": precision,
         "weights_only": weights_only,
         "config": config,
+        "tag": tag,
     }
     notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
     state = gpt_neox.adapt_settings(state, grid_options.sizes)

@@ -144,7 +144,7 @@ class OutputSpec:
         ]
 
 
-def resolve_spec(
+def resolve_spec(  # noqa: PLR0913 - a keyword an option
     state: WritableState,
     *,
     world_size: int,
@@ -154,6 +154,7 @@ def resolve_spec(
     weights_only: bool = False,
     trained: DType | None = None,
     config: Mapping[str, Any] | None = None,
+    tag: str | None = None,
 ) -> OutputSpec:
     """Decide what is written.
 
@@ -162,6 +163,7 @@ def resolve_spec(
             is listed as it is; and an optimizer without hyper-parameters keeps those of its script.
         trained: the precision of the run, if the state is a part of it; None: that of the state.
         config: configuration of the engine that loads the files; None: that of the source.
+        tag: the directory's name; None: ``global_step`` and the step.
 
     Raises:
         IncompleteError, UnsupportedError, UsageError: as `lay_out`.
@@ -189,7 +191,7 @@ def resolve_spec(
         state=state,
         world_size=world_size,
         stage=stage,
-        tag=f"global_step{state.step()}{'_universal' if universal else ''}",
+        tag=tag or f"global_step{state.step()}{'_universal' if universal else ''}",
         precision=of_run,
         recast=precision,
         config=config,
