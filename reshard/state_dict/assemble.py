@@ -55,6 +55,7 @@ from reshard.state_dict.tree import (
     format_path,
     is_tensor,
 )
+from reshard.units import some
 
 _LISTED = 6
 _FAIRSCALE = "shard_metadata"
@@ -253,7 +254,7 @@ def _resolve_model(
     Raises:
         UsageError: the user named another model than the checkpoint's.
     """
-    optimized = set[str]().union(*map(optimizer_state.collect_names, parts.optimizers.values()))
+    optimized = _collect_optimized(parts)
     prefixes = [
         prefix for key in parts.model if (prefix := flat_params.parse_prefix(key)) is not None
     ]
@@ -261,10 +262,7 @@ def _resolve_model(
         model = model_hint.shapes(prefixes)
         if has_published_names(optimized, model):
             return None, []  # optimizer and weights together are brought into the form in memory
-        parts.model = restore_memory_form(parts.model, model)
-        parts.model, model = restore_adapter_form(
-            parts.model, model, parsed.saved_modules, optimized
-        )
+        parts.model, model = _restore_form(parts.model, model, parsed, optimized)
         mismatch = _describe_mismatch(model, parts.model)
         # Flat parameters hide the names: `flat_params.build_unit` checks their sizes instead.
         if mismatch and not prefixes:
@@ -287,8 +285,7 @@ def _resolve_model(
         model = nearby.shapes(prefixes)
     except (UsageError, UnsupportedError) as error:
         return None, [f"{nearby.model} cannot be used: {error.problem}"]
-    parts.model = restore_memory_form(parts.model, model)
-    parts.model, model = restore_adapter_form(parts.model, model, parsed.saved_modules, optimized)
+    parts.model, model = _restore_form(parts.model, model, parsed, optimized)
     mismatch = _describe_mismatch(model, parts.model)
     if mismatch and not prefixes:
         if open_end:
@@ -300,6 +297,19 @@ def _resolve_model(
             )
         return None, [f"{nearby.model} describes another model: {mismatch}"]
     return model, [f"the names and the order of parameters are taken from {nearby.model}"]
+
+
+def _collect_optimized(parts: sections.Sections) -> set[str]:
+    """Return the parameters that the optimizers name."""
+    return set[str]().union(*map(optimizer_state.collect_names, parts.optimizers.values()))
+
+
+def _restore_form(
+    state: Mapping[str, Any], model: ModelShapes, parsed: ParsedTree, optimized: set[str]
+) -> tuple[dict[str, Any], ModelShapes]:
+    """Return a state dict in the form in memory, and the model with its adapters."""
+    state = restore_memory_form(state, model)
+    return restore_adapter_form(state, model, parsed.saved_modules, optimized)
 
 
 def _describe_mismatch(model: ModelShapes, state: Mapping[str, Any]) -> str:
@@ -411,13 +421,11 @@ def _mark_buffers(
     if model is not None:
         buffers = set(model.buffers)
     else:
-        trained: set[str] = set()
-        for value in parts.optimizers.values():
-            trained |= optimizer_state.collect_names(value)
         # A plain tensor beside sharded ones is a buffer, unless an optimizer trains it.
         is_local = {fqn: isinstance(state.get(fqn), LocalTensors) for fqn in entries}
         mixed = parsed.plain_is_buffer and len(set(is_local.values())) > 1
-        buffers = {fqn for fqn, local in is_local.items() if mixed and local} - trained
+        buffers = {fqn for fqn, local in is_local.items() if mixed and local}
+        buffers -= _collect_optimized(parts)
     return {
         fqn: replace(entry, kind=BUFFER) if fqn in buffers else entry
         for fqn, entry in entries.items()
@@ -453,14 +461,14 @@ def _collect_notes(
         yield from one.notes
     unknown = sorted({entry.fqn for one in read for entry in one.entries} - names)
     if unknown:
-        shown = ", ".join(unknown[:_LISTED])
+        shown = some(unknown, _LISTED)
         yield f"optimizer state of parameters that are not among the weights: {shown}"
     if parts.other_models:
-        shown = ", ".join(parts.other_models[:_LISTED])
+        shown = some([*parts.other_models], _LISTED)
         yield f"the checkpoint has other state dicts, which --key NAME selects: {shown}"
     strays = _find_stray_tensors(parts)
     if strays:
-        yield f"tensors outside the model, which merge leaves out: {', '.join(strays[:_LISTED])}"
+        yield f"tensors outside the model, which merge leaves out: {some(strays, _LISTED)}"
     rng = sections.RNG
     differing = [
         path
@@ -468,5 +476,5 @@ def _collect_notes(
         if not any(rng.search(str(part)) or part == _FAIRSCALE for part in path)
     ]
     if differing:
-        shown = ", ".join(format_path(path) for path in differing[:_LISTED])
+        shown = some([format_path(path) for path in differing], _LISTED)
         yield f"the ranks saved different values of {shown}: the first rank's are used"
