@@ -175,7 +175,7 @@ def needs_param_names(state: WritableState) -> bool:
 
     This is so if some parameters are in no group, or ones of equal shape in several groups.
     """
-    owned = {member.fqn for group in state.groups for member in group.members}
+    owned = {member.fqn for member in state.members}
     if any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights):
         return True
     trained = {weight.fqn: weight.shape for weight in state.weights if weight.fqn in owned}
@@ -221,10 +221,9 @@ def _find_positions(state: WritableState, model: ModelShapes) -> dict[str, int]:
     for alias, kept in state.manifest.tied.items():
         if alias in at:
             at[kept] = min(at[alias], at.get(kept, at[alias]))
-    for group in state.groups:
-        for member in group.members:
-            if member.fqn not in at:
-                raise UsageError(model.source, f"has no {member.fqn!r}, but the optimizer has it")
+    for member in state.members:
+        if member.fqn not in at:
+            raise UsageError(model.source, f"has no {member.fqn!r}, but the optimizer has it")
     return at
 
 
@@ -288,9 +287,8 @@ def refuse_lost_state(state: WritableState) -> None:
     Raises:
         UnsupportedError: naming the first such state.
     """
-    for group in state.groups:
-        for member in group.members:
-            get_non_tensor_state(state, member)
+    for member in state.members:
+        get_non_tensor_state(state, member)
 
 
 def _build_slots(

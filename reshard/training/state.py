@@ -111,12 +111,16 @@ class WritableState:
     save: Save | None = None  # what the stamps of the files to write state
 
     @property
+    def members(self) -> list[TrainedParameter]:
+        """The parameters of all groups."""
+        return [member for group in self.groups for member in group.members]
+
+    @property
     def zero_slots(self) -> frozenset[Key]:
         """The slots that the source does not store: they are zeros, which no chunk fills."""
         return frozenset(
             entry.key
-            for group in self.groups
-            for member in group.members
+            for member in self.members
             for entry in member.slots.values()
             if not entry.chunks
         )
@@ -134,12 +138,12 @@ class WritableState:
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the optimizer's slots, in order of first appearance."""
-        return collect_slot_names(member for group in self.groups for member in group.members)
+        return collect_slot_names(self.members)
 
     @property
     def scalars(self) -> frozenset[str]:
         """The slots that are one 0-d value of each parameter."""
-        return collect_scalar_names([member for group in self.groups for member in group.members])
+        return collect_scalar_names(self.members)
 
     def stored(self, weight: Weight, recast: DType | None) -> tuple[Entry, DType]:
         """Return the entry that fills the module's copy of a weight, and its dtype there.
@@ -279,7 +283,7 @@ def refuse_without_optimizer(state: WritableState) -> None:
         IncompleteError: the source has none.
     """
     unnamed_optimizers = state.manifest.unnamed_optimizers
-    if not unnamed_optimizers and any(group.members for group in state.groups):
+    if not unnamed_optimizers and state.members:
         return
     if unnamed_optimizers or state.groups:
         raise build_unnamed_error(
@@ -361,7 +365,7 @@ def refuse_non_elementwise_slots(
     Raises:
         UnsupportedError: a slot has another shape than its parameter; the message names it.
     """
-    for member in (member for group in state.groups for member in group.members):
+    for member in state.members:
         for slot, entry in member.slots.items():
             if entry.shape != member.weight.shape and slot not in placed:
                 raise UnsupportedError(

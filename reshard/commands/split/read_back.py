@@ -33,12 +33,7 @@ def check(
         named.name_in_table(alias): named.name_in_table(kept)
         for alias, kept in state.manifest.tied.items()
     }
-    stepless = {
-        named.name_in_table(member.fqn)
-        for group in state.groups
-        for member in group.members
-        if not member.slots
-    }
+    stepless = {named.name_in_table(member.fqn) for member in state.members if not member.slots}
     for fqn, entries in _group_by_name(seen.entries.values(), named).items():
         # Where a layout has slots of every parameter, those of one that was never stepped are
         # zeros, which the plan does not list.
@@ -87,11 +82,9 @@ def _check_all(seen: Manifest, state: WritableState, named: Naming) -> None:
     for weight in state.weights:
         if named.name_in_table(weight.fqn) not in names:
             raise DifferentError(weight.fqn, "is missing when the output is read back")
-    for group in state.groups:
-        for member in group.members:
-            for slot, entry in member.slots.items():
-                if entry.numel and (slot, named.name_in_table(member.fqn)) not in slots:
-                    raise DifferentError(
-                        member.fqn,
-                        f"its {slot} is missing when the output is read back",
-                    )
+    for member in state.members:
+        for slot, entry in member.slots.items():
+            if entry.numel and (slot, named.name_in_table(member.fqn)) not in slots:
+                raise DifferentError(
+                    member.fqn, f"its {slot} is missing when the output is read back"
+                )

@@ -152,8 +152,7 @@ def _note_cast_masters(state: WritableState, request: Request) -> Iterator[str]:
     written = request.master_dtype
     narrow = Counter(
         member.weight.value.dtype.name
-        for group in state.groups
-        for member in group.members
+        for member in state.members
         if member.weight.value.dtype != written
     )
     for dtype, count in narrow.items():

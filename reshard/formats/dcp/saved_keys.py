@@ -198,10 +198,9 @@ def _build_leaves(
     """
     values: dict[Key, Value] = {}
     weights = torch_state_dict.build_weights(state, dtype=dtype)
-    for group in state.groups:
-        for member in group.members:
-            slots = member.slots.values()
-            values.update((each.key, torch_state_dict.build_slot(member, each)) for each in slots)
+    for member in state.members:
+        slots = member.slots.values()
+        values.update((each.key, torch_state_dict.build_slot(member, each)) for each in slots)
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     copied: list[Entry] = []
     for key, path in saved.about.paths.items():

@@ -222,7 +222,7 @@ def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
 
 def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callable[[Weight], bool]:
     """Return a function that tells parameters, which are cut, from buffers, which are whole."""
-    owned = {member.fqn for group in state.groups for member in group.members}
+    owned = {member.fqn for member in state.members}
     owned |= state.manifest.frozen
     # A source that marks some buffers marks all of them; DeepSpeed's list buffers by name.
     marks_buffers = any(weight.is_buffer for weight in state.weights)

@@ -68,7 +68,7 @@ class _RunWriter:
 
     def __init__(self, state: WritableState, wanted: Wanted, known: RunFacts) -> None:
         self._state, self._wanted, self._known = state, wanted, known
-        self._members = {member.fqn: member for group in state.groups for member in group.members}
+        self._members = {member.fqn: member for member in state.members}
         self._ranks = wanted.sizes.tensor
 
     def weights(self) -> Iterator[Skeleton]:

@@ -295,7 +295,7 @@ def _check_frozen(state: WritableState, wanted: MegatronOptions) -> None:
     """Refuse flat buffers without frozen parameters: no file states which these are."""
     if wanted.weights_only or not wanted.distributed or wanted.form != "torch":
         return
-    trained = {member.fqn for group in state.groups for member in group.members}
+    trained = {member.fqn for member in state.members}
     frozen = [
         weight.fqn
         for weight in state.weights
@@ -320,13 +320,14 @@ def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
         "Megatron can store only state with a value per element",
         "write only the weights with --weights-only",
     )
-    for group in state.groups:
-        for member in group.members:
-            for slot in member.slots:
-                if wanted.distributed and slot not in optimizers.MOMENTS:
-                    raise UnsupportedError(
-                        f"{member.fqn!r}",
-                        f"has the state {slot!r}, but the distributed optimizer stores only"
-                        " exp_avg and exp_avg_sq",
-                        "leave out --distributed-optimizer",
-                    )
+    if not wanted.distributed:
+        return
+    for member in state.members:
+        for slot in member.slots:
+            if slot not in optimizers.MOMENTS:
+                raise UnsupportedError(
+                    f"{member.fqn!r}",
+                    f"has the state {slot!r}, but the distributed optimizer stores only"
+                    " exp_avg and exp_avg_sq",
+                    "leave out --distributed-optimizer",
+                )

@@ -79,7 +79,7 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
         UnsupportedError: Megatron cannot have these groups.
         CorruptError: a setting that tells groups apart is not a number.
     """
-    members = {m.fqn: m for group in state.groups for m in group.members}
+    members = {member.fqn: member for member in state.members}
     is_megatron = all("wd_mult" in g.hyper or "pre_wd_mult" in g.hyper for g in state.groups)
     notes: list[str] = []
     sources = (
