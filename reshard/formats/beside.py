@@ -54,7 +54,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
             continue
         opened = {kind: torch_reader.read(path) for kind, path in paths.items()}
         values = {kind: to_plain(tree.convert_file(file)) for kind, file in opened.items()}
-        train, before = manifest.train, read_batch_before(near)
+        train = manifest.train
         unknown = trust.list_unknown(set().union(*(file.globals for file in opened.values())))
         extended = replace(
             manifest,
@@ -64,7 +64,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
                 rng=train.rng or values.get("rng"),
                 rng_files=list_random_files(near),
                 trainer_state=trainer or None,
-                opaque={**train.opaque, **({BATCH_BEFORE: before} if before else {})},
+                opaque={**train.opaque, **read_batch_before(near)},
             ),
             unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
         )
@@ -202,15 +202,17 @@ def describe_trained_model(location: Location, given: str | None) -> ModelShapes
     return None
 
 
-def read_batch_before(location: Location) -> dict[str, int] | None:
-    """Return the run's original number of ranks and batch of a rank; None if they are unchanged.
+def read_batch_before(location: Location) -> dict[str, dict[str, int]]:
+    """Return the run's original number of ranks and batch of a rank as opaque training state.
+
+    The result is empty if they are unchanged.
 
     Raises:
         CorruptError: the file is not a JSON object of the two numbers.
     """
     path = location.files.get(BATCH_BEFORE)
     if path is None:
-        return None
+        return {}
     numbers = read_json_object(path)
     if sorted(numbers) != sorted((BATCH, WORLD)) or any(
         type(n) is not int for n in numbers.values()
@@ -218,7 +220,7 @@ def read_batch_before(location: Location) -> dict[str, int] | None:
         raise CorruptError(
             path, f"has {sorted(numbers)}, expected {BATCH} and {WORLD}", "delete it"
         )
-    return numbers
+    return {BATCH_BEFORE: numbers}
 
 
 def list_random_files(location: Location) -> tuple[str, ...]:

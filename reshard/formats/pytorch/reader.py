@@ -26,7 +26,6 @@ from reshard.model.adapter_names import name_in_model
 from reshard.state_dict import assemble, sections
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 from reshard.training import copied_files, trainer_run
-from reshard.training.batch import BATCH_BEFORE
 from reshard.training.trainer_run import TrainerRun
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
@@ -107,12 +106,12 @@ def _complete_train_state(
         own_run: the run of our trainer.
     """
     if trainer:
-        step, before = trainer.get("global_step"), beside.read_batch_before(location)
+        step = trainer.get("global_step")
         train = replace(
             train,
             step=step if type(step) is int else train.step,
             trainer_state=trainer,
-            opaque={**train.opaque, **({BATCH_BEFORE: before} if before else {})},
+            opaque={**train.opaque, **beside.read_batch_before(location)},
         )
     if own_run:
         train = own_run.counted(train)
