@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from math import isqrt
+from typing import Any
 
 from reshard.errors import UsageError
 
@@ -98,6 +99,16 @@ def some(names: Sequence[str], most: int = 3) -> str:
     """
     shown = ", ".join(names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def make_natural_key(name: str) -> list[Any]:
+    """Return a sort key that orders the numbers in names by value.
+
+    >>> sorted(["v10", "v9"], key=make_natural_key)
+    ['v9', 'v10']
+    """
+    # Text and numbers alternate, so that a part is only compared with one of its own kind.
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def shorten(value: object, most: int) -> str:

@@ -12,7 +12,7 @@ from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import find_torch_files
 from reshard.location import Location
 from reshard.paths import as_path
-from reshard.units import some
+from reshard.units import make_natural_key, some
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
 _TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; without an index
@@ -195,8 +195,8 @@ def find_run(location: Location) -> Location:
         # The user may mean a run whose saves were all interrupted.
         others = [each for each in level if each not in runs and run.list_numbered(each)]
         if runs and len(runs + others) > 1:
-            paths = sorted(map(str, runs + others), key=_split_numbers)
-            newest = max(map(str, runs), key=_split_numbers)
+            paths = sorted(map(str, runs + others), key=make_natural_key)
+            newest = max(map(str, runs), key=make_natural_key)
             raise UnrecognisedError(
                 location, f"contains several runs: {some(paths)}", f"pass one, e.g. {newest}"
             )
@@ -205,11 +205,6 @@ def find_run(location: Location) -> Location:
         if len(level) > _SEARCHED:
             break
     return location
-
-
-def _split_numbers(name: str) -> list[tuple[str, int]]:
-    """Return a key by which ``v10`` comes after ``v9``."""
-    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def suggest(location: Location) -> str:

@@ -9,7 +9,6 @@ and the page says so.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter, mul
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from reshard.box import Index, row_major
 from reshard.manifest import Entry, Manifest, Skeleton
 from reshard.paths import find_rank
+from reshard.units import make_natural_key
 
 MOST_PIECES = 100_000  # per map; about 5 MB before compression
 
@@ -131,7 +131,7 @@ def _build(
 ) -> Shards:
     tensors = tuple(entries)
     pieces_of = _collect_pieces(tensors)
-    paths = sorted(files, key=lambda path: _make_natural_key(names[path]))
+    paths = sorted(files, key=lambda path: make_natural_key(names[path]))
     numbers = {path: number for number, path in enumerate(paths)}
     rows, drawn = [], set()
     below = shorten_names(f"/{names[path]}" for path in paths if pieces_of.get(path))
@@ -155,14 +155,6 @@ def _sum_kinds(rows: Iterable[MapRow], tensors: Sequence[Entry]) -> dict[str, in
             kind = tensors[piece.tensor].kind
             sizes[kind] = sizes.get(kind, 0) + piece.nbytes
     return sizes
-
-
-def _make_natural_key(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key that orders numbers in names by value."""
-    return [
-        (part.isdecimal(), int(part) if part.isdecimal() else 0, part)
-        for part in re.split(r"(\d+)", name)
-    ]
 
 
 def _group_into_rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -11,7 +10,7 @@ from reshard import counts
 from reshard.chunks import Chunk
 from reshard.containers import safetensors, torch_reader
 from reshard.containers.json_files import read_json_object
-from reshard.errors import CorruptError
+from reshard.errors import MIXED, CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, list_other_files
@@ -33,11 +32,10 @@ from reshard.manifest import (
 )
 from reshard.pickles import trust
 from reshard.state_dict.plain_values import to_plain
-from reshard.units import counted
+from reshard.units import counted, make_natural_key
 
 _TENSOR = "data"
 _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_parallel_size"}
-_NUMBER = re.compile(r"(\d+)")
 
 
 def read(location: Location) -> Manifest:
@@ -137,7 +135,7 @@ def _read_weight(
                 rank.path,
                 f"{fqn!r} is {entry.dtype} {entry.shape}, but {first.dtype} {first.shape} in"
                 f" {census.weights[fqn][0].path.name}",
-                "files of different runs are mixed: fetch the checkpoint again as a whole",
+                MIXED,
             )
         chunks += place.chunks(stored)
     if first is None:  # every parameter of a census has a file
@@ -205,13 +203,7 @@ def _sort_weights(
     in_order = len(whole.groups) == 1 or stages.is_one_each(stage_list)
     if in_order and len(fqns) == len(weights) and set(fqns) == set(weights):
         return fqns, True
-    return sorted(weights, key=_natural_key), False
-
-
-def _natural_key(fqn: str) -> list[tuple[int, str]]:
-    """Return a sort key by which layer 10 follows layer 9."""
-    parts = (part.lstrip("0") if part.isdecimal() else part for part in _NUMBER.split(fqn))
-    return [(len(part) if part.isdecimal() or not part else -1, part) for part in parts]
+    return sorted(weights, key=make_natural_key), False
 
 
 def _notes(census: Census, found: StagedOptimizer) -> Iterator[str]:
