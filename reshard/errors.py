@@ -24,6 +24,7 @@ INTERRUPTED = 130  # exit code after a signal
 
 # What to do next, where several readers find the same.
 MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
+TWO_RUNS = "files of two runs are mixed: move those of the other run away"
 ALTERED = "the file was altered: fetch it again"
 DAMAGED = "the file is truncated or was altered: fetch it again"
 SAVE_NAMES = (

@@ -9,6 +9,7 @@ from reshard.formats.huggingface.directory import find_index
 from reshard.location import Location
 
 NAME = "colossalai"
+RUNNING, SCHEDULER = "running_states.json", "lr_scheduler"
 INDEX = re.compile(r"(?:pytorch_optim(?:\..+)?\.bin|optimizer(?:\..+)?\.safetensors)\.index\.json")
 
 

@@ -12,7 +12,14 @@ from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import is_torch_file
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats.colossalai.directory import INDEX, NAME, find_optimizer, find_weights
+from reshard.formats.colossalai.directory import (
+    INDEX,
+    NAME,
+    RUNNING,
+    SCHEDULER,
+    find_optimizer,
+    find_weights,
+)
 from reshard.formats.huggingface import reader as of_huggingface
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, Origin
@@ -24,7 +31,6 @@ from reshard.state_dict.tree import GlobalTensor, ParsedTree
 _STAGE = re.compile(r"-stage-(\d+)-")
 _SHARD = mapping(COUNT, mapping())
 _GROUPS = sequence(fields(params=sequence(COUNT)))
-_SCHEDULER, _RUNNING = "lr_scheduler", "running_states.json"
 
 
 def read(location: Location, *, model: str | None = None, wrap: str | None = None) -> Manifest:
@@ -59,18 +65,18 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
     }
     parsed = ParsedTree(root, str(location), dict(saved.files), globals=set(saved.unknown_globals))
     root["optimizer"] = _read_optimizer(states, parsed)
-    scheduler = location.files.get(_SCHEDULER)
+    scheduler = location.files.get(SCHEDULER)
     if scheduler and is_torch_file(scheduler):
-        root[_SCHEDULER] = _read_file(scheduler, parsed)
+        root[SCHEDULER] = _read_file(scheduler, parsed)
     manifest = assemble.build_manifest(
         parsed,
         Origin(format=NAME, path=str(location), mesh=_build_mesh(pipeline)),
         model_hint=ModelHint(model, wrap) if model else None,
     )
-    running = location.files.get(_RUNNING)  # its step counts from the start of the epoch
+    running = location.files.get(RUNNING)  # its step counts from the start of the epoch
     if running is None:
         return manifest
-    client = {**manifest.train.client, _RUNNING: read_json_object(running)}
+    client = {**manifest.train.client, RUNNING: read_json_object(running)}
     return replace(manifest, train=replace(manifest.train, client=client))
 
 

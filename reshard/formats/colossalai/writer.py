@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
+from reshard.formats.colossalai.directory import RUNNING, SCHEDULER
 from reshard.formats.request import Request
 from reshard.manifest import MASTER, Skeleton
 from reshard.state_dict import torch_state_dict
@@ -25,7 +26,6 @@ from reshard.state_dict.slots import WholeSlots
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import WritableState, describe_lost_setup
 
-RUNNING, SCHEDULER = "running_states.json", "lr_scheduler"
 _GROUPS = "pytorch_optim_group.bin"
 _SHARD_BYTES = 1 << 30  # ColossalAI's size_per_shard
 _MEBI = 1 << 20  # unit of the sizes in an index

@@ -23,6 +23,7 @@ from reshard.manifest import Record, SourceFile
 from reshard.pickles.values import Call
 
 _ZIP = b"PK"
+_MIXED = "the file and .metadata belong to different saves: fetch the checkpoint again as a whole"
 
 
 class Items:
@@ -75,8 +76,7 @@ class Items:
                 path,
                 f"contains {_describe(tensor)} at byte {block.byte_offset}, but .metadata states"
                 f" {dtype} {box.shape} of {block.key!r} there",
-                "the file and .metadata belong to different saves: fetch the checkpoint again as a"
-                " whole",
+                _MIXED,
             )
         whole = tensor.chunk
         return Chunk(box, whole.file, whole.byte_offset, whole.byte_strides, dtype)
@@ -136,8 +136,7 @@ class Items:
             raise CorruptError(
                 name,
                 f"does not contain {block.key!r} ({dtype} {box.shape}) at byte {block.byte_offset}",
-                "the file and .metadata belong to different saves: fetch the checkpoint again as a"
-                " whole",
+                _MIXED,
             )
         return replace(chunk, box=box)
 

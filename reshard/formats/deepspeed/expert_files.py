@@ -13,6 +13,7 @@ from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import (
     FETCH_MISSING,
     MIXED,
+    TWO_RUNS,
     CorruptError,
     IncompleteError,
     StaleError,
@@ -71,7 +72,7 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
         raise StaleError(
             paths[layer][number],
             f"belongs to an expert that the model does not have: its layers have {counts} experts",
-            "files of two runs are mixed: move those of the other run away",
+            TWO_RUNS,
         )
     experts = [
         _open_expert(path, number)

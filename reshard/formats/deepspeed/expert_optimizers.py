@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
-from reshard.errors import IncompleteError, StaleError, UnsupportedError
+from reshard.errors import TWO_RUNS, IncompleteError, StaleError, UnsupportedError
 from reshard.formats.deepspeed import native
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_files import Expert, count_experts, insert_experts
@@ -149,5 +149,5 @@ def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None
             f"belongs to a run with {max(sizes, default=count)} expert-parallel ranks; there are"
             f" optimizer states of {count} and files of {sorted(counts.values())} experts per"
             " layer",
-            "files of two runs are mixed: move those of the other run away",
+            TWO_RUNS,
         )

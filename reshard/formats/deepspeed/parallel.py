@@ -13,7 +13,7 @@ from pathlib import Path
 from reshard import counts
 from reshard.chunks import Chunk
 from reshard.containers.torch_objects import TorchFile, is_zero
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import TWO_RUNS, CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed import layers, native
 from reshard.formats.deepspeed.cuts import Cuts
@@ -94,7 +94,7 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
         raise CorruptError(
             files.location,
             f"contains model states of {count} ranks, and files of {tensor} tensor-parallel ranks",
-            "files of two runs are mixed: move those of the other run away",
+            TWO_RUNS,
         )
     return tensor
 

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.box import Index
 from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json_object
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.meta.directory import EMBEDDING, FILE, NAME, PARAMS
 from reshard.location import Location, list_missing_ranks
 from reshard.manifest import (
@@ -65,7 +65,7 @@ def read(location: Location, table: Table | None = None) -> Manifest:
         raise IncompleteError(
             location,
             f"has {files[max(files)].name}, but no file for rank {', '.join(map(str, missing))}",
-            "fetch the missing files",
+            FETCH_MISSING,
         )
     params = read_json_object(location.files[PARAMS])
     expect(location.files[PARAMS], params, _PARAMS)

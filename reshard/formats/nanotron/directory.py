@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from reshard.box import index_of
-from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
+from reshard.errors import FETCH_MISSING, MIXED, CorruptError, IncompleteError
 from reshard.location import Location
 
 NAME = "nanotron"
@@ -34,7 +34,6 @@ _SCHEDULERS = re.compile(
 )
 _RANK = re.compile(r"(pp|dp|tp|exp)(?:-rank)?-(\d+)-of-(\d+)")
 _DEPTH = 12  # maximum nesting of modules
-_MIXED = "files of different runs are mixed: fetch the checkpoint again as a whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def _complete(what: str, files: list[NamedFile], axes: tuple[str, ...]) -> tuple
             raise CorruptError(
                 file.path,
                 f"belongs to a grid of {_shown(file)}, but {first.path.name} to another",
-                _MIXED,
+                MIXED,
             )
     present = [axis for axis in axes if axis in first.sizes]
     existing = {tuple(file.rank(axis) for axis in present) for file in files}

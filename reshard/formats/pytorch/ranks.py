@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
-from reshard.errors import FETCH_MISSING, IncompleteError, StaleError
+from reshard.errors import FETCH_MISSING, TWO_RUNS, IncompleteError, StaleError
 from reshard.formats.pytorch.directory import RANK, is_of_rank
 from reshard.location import list_missing_ranks
 from reshard.state_dict import tree
@@ -90,7 +90,7 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
             raise StaleError(
                 path,
                 f"and {ranks[rank].name} both belong to rank {rank}",
-                "files of two runs are mixed: move one run's files away",
+                TWO_RUNS,
             )
         ranks[rank] = path
     for ranks in families.values():
@@ -115,7 +115,7 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
         raise StaleError(
             first.parent,
             f"contains files of runs with {' and '.join(sorted(stated))} ranks",
-            "files of two runs are mixed: move one run's files away",
+            TWO_RUNS,
         )
     world = int(stated.pop()) if stated else max(ranks) + 1
     missing = list_missing_ranks(ranks, world)
