@@ -143,11 +143,14 @@ class _DeepSpeedWriter(Writer):
 
     @staticmethod
     def _describe_grid(request: Request) -> dict[str, Any]:
+        from reshard.formats.deepspeed.write.grid import ONE_RANK
+
         return {
             "world_size": request.data_parallel,
             "stage": request.zero_stage,
             "precision": request.dtype,
-            "grid_options": request.own,
+            # HF Trainer's checkpoints hold this layout too, without a grid.
+            "grid_options": request.own or ONE_RANK,
         }
 
 
