@@ -27,7 +27,11 @@ class OptimizerTraits:
         optional: of those, the ones that only some settings keep.
         matrices: slots of a shape of their own; ZeRO's and FSDP 1's flat tensors have no place for
             them.
+        vectors: slots of the parameter's shape that a parameter of at most one dim, which a flat
+            tensor is, has in place of ``matrices``.
         scalars: 0-d slots, the same for all parameters that were updated as often.
+        recomputed: 0-d slots that each update computes from the parameter before it uses them. A
+            rank of ZeRO or FSDP has the value of its own piece.
         counter: where it counts its updates: in each parameter's state, in its param group, or
             nowhere.
     """
@@ -36,7 +40,9 @@ class OptimizerTraits:
     elements: tuple[str, ...]
     optional: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     counter: Counter = "state"
     note: str = ""
     never_negative: tuple[str, ...] = ()
@@ -44,7 +50,8 @@ class OptimizerTraits:
     def fits(self, slots: Collection[str]) -> bool:
         """Return whether these are all slots of the optimizer."""
         held = set(slots)
-        known = {*self.elements, *self.optional, *self.matrices, *self.scalars}
+        known = {*self.elements, *self.optional, *self.matrices, *self.vectors}
+        known |= {*self.scalars, *self.recomputed}
         required = {*self.elements, *self.scalars}
         return held <= known and (required <= held or bool(self.matrices and held))
 
@@ -98,8 +105,10 @@ ROWS = (
     OptimizerTraits("ASGD", ("ax",), scalars=("eta", "mu")),
     OptimizerTraits(
         *("Adafactor", ()),
-        optional=("variance", "exp_avg", "exp_avg_sq"),
+        optional=("exp_avg",),
         matrices=("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
+        vectors=("variance", "exp_avg_sq"),
+        recomputed=("RMS",),
         never_negative=("variance", "row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
     ),
     OptimizerTraits(
@@ -120,7 +129,10 @@ NEVER_NEGATIVE = frozenset(name for row in ROWS for name in row.never_negative)
 MATRICES = frozenset(name for row in ROWS for name in row.matrices)
 """Slots of a shape of their own, which may be the parameter's by chance."""
 
-_SCALARS = frozenset(name for row in ROWS for name in row.scalars)
+RECOMPUTED = frozenset(name for row in ROWS for name in row.recomputed)
+"""Slots of which any value serves, because the next update replaces it unread."""
+
+_SCALARS = frozenset(name for row in ROWS for name in row.scalars) | RECOMPUTED
 
 
 def find(slots: Collection[str]) -> OptimizerTraits | None:

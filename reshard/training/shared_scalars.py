@@ -7,14 +7,16 @@ ZeRO's partitions and FSDP 1's flat parameters are one parameter to the optimize
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from reshard.box import whole
 from reshard.chunks import Chunk
 from reshard.containers.torch_objects import read_number
-from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.torch_writer import Part, Slot, Storage, build_number
 from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
+from reshard.training import optimizers
 from reshard.training.state import TrainedParameter, collect_scalar_names
 
 
@@ -32,11 +34,26 @@ def build_shared_scalars(
     scalars: dict[str, Slot] = {}
     for name in sorted(collect_scalar_names(members)):
         entries = {m.fqn: entry for m in members if (entry := m.slots.get(name)) is not None}
+        if name in optimizers.RECOMPUTED:  # one value serves all
+            entries = dict(islice(entries.items(), 1))
         _refuse_unequal(name, entries, why, remedy)
         # All members fill the one element, so that each counts as written.
         parts = tuple(Part(name, fqn, (), whole(())) for fqn in entries)
         scalars[name] = Slot(Storage(next(iter(entries.values())).dtype, 1, parts), ())
     return scalars
+
+
+def copy_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
+    """Return the 0-d values of one flat tensor's members, for another one that has no state."""
+    found: dict[str, Entry] = {}
+    for member in members:
+        for name in collect_scalar_names([member]):
+            found.setdefault(name, member.slots[name])
+    with SourceFiles() as files:
+        return {
+            name: build_number(read_number(files, entry.chunks[0]))
+            for name, entry in sorted(found.items())
+        }
 
 
 def _refuse_unequal(name: str, entries: Mapping[str, Entry], why: str, remedy: str) -> None:

@@ -353,6 +353,38 @@ def find_clip(train: TrainState) -> float | None:
     return clip if isinstance(clip, (int, float)) and clip > 0 else None
 
 
+def refuse_slots_of_flat_tensors(state: WritableState, remedy: str) -> None:
+    """Refuse the state that Adafactor keeps for flat tensors, where parameters are whole again.
+
+    For a matrix it needs the means of rows and columns, and fails at its first update without them.
+
+    Raises:
+        UnsupportedError: a matrix has such a state; the message names it.
+    """
+    row = optimizers.find(collect_slot_names(state.members))
+    if row is None:
+        return
+    for member in state.members:
+        held = [slot for slot in row.vectors if slot in member.slots]
+        if held and len(member.weight.shape) > 1:
+            raise UnsupportedError(
+                state.manifest.origin.path,
+                f"the {held[0]} of {member.fqn!r} has a value for each element, as {row.name} keeps"
+                f" it for a flat tensor; with whole parameters, {row.name} fails at the next update"
+                " because it needs the means of the rows and columns",
+                remedy,
+            )
+
+
+def drop_recomputed_slots(state: WritableState) -> WritableState:
+    """Return the state without the slots that the next update computes again."""
+
+    def keep(entry: Entry) -> Entry | None:
+        return None if entry.kind in optimizers.RECOMPUTED and not entry.shape else entry
+
+    return change_entries(state, keep)
+
+
 def refuse_non_elementwise_slots(
     state: WritableState, why: str, remedy: str = "", *, placed: Collection[str] = ()
 ) -> None:

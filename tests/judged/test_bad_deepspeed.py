@@ -127,6 +127,21 @@ def test_contradicting_files_are_refused(case, pattern, change, error, says, tmp
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def test_groups_without_flat_tensors_are_explained(tmp_path):
+    """As DeepSpeed 0.19.8 saves Adagrad, whose state exists before its flat tensors do."""
+    run = Path(shutil.copytree(KEPT / STAGE_3 / "run", tmp_path / "run"))
+
+    def change(held):
+        optimizer = held["optimizer_state_dict"]
+        optimizer["param_groups"][0]["params"] = [1, 1]
+        optimizer["state"] = {1: optimizer["state"][0]}
+
+    for path in run.rglob("*optim_states.pt"):
+        edit_file(path, of_optimizer(change))
+    with pytest.raises(IncompleteError, match="before the first update"):
+        reshard.split(run, tmp_path / "out", world_size=3)
+
+
 def test_a_layer_that_is_not_a_dict_is_refused(tmp_path):
     run = Path(shutil.copytree(KEPT / PIPELINE / "run", tmp_path / "run"))
     path = next(run.rglob("layer_03-model_01*"))

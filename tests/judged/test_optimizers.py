@@ -28,7 +28,8 @@ pytestmark = pytest.mark.slow
 JUDGE = server.Judge("tests.judges.optimizers_worker", "DeepSpeed", {}, like=server.DEEPSPEED)
 NOISE = 3e-4  # two steps' losses at another number of ranks: the order of gradients, in bf16
 BUFFERS = 6e-3  # zero.Init makes the buffers in bf16, too: the same weights have other losses
-OWN_NOISE = {"adafactor": 5e-3}  # it scales by the mean square of the piece that a rank has
+# It scales by the mean square of the piece that a rank has.
+OWN_NOISE = {"adafactor": 5e-3, "hf_adafactor": 5e-3}
 NOT_IN_DEEPSPEED = {("adagrad", 0)}  # its engine cannot save it: state made for other parameters
 FIRST_RANKS = 2
 
@@ -50,7 +51,7 @@ class Cell:
         """Return the name of the run."""
         kind = self.kind
         also = "_without_frozen" * kind.exclude_frozen + "_low_masters" * kind.low_masters
-        also += "_zero_init" * kind.zero_init
+        also += "_zero_init" * kind.zero_init + "_sub_groups" * kind.sub_groups
         return f"{kind.optimizer}_z{kind.stage}_{kind.precision}_{kind.groups}{also}"
 
     @property
@@ -89,7 +90,7 @@ COVERING = [
     Cell(Kind("nadam", 1), 3),
     Cell(Kind("nadam", 2), 2),
     Cell(Kind("nadam", 2), 1, 3),
-    Cell(Kind("nadam", 3), 3),
+    Cell(Kind("nadam", 3, sub_groups=True), 3),
     Cell(Kind("nadam", 0), 3, 2),
     Cell(Kind("asgd", 2), 2, 0),
     Cell(Kind("muon", 0), 2),
@@ -109,6 +110,8 @@ COVERING = [
     Cell(Kind("schedule_free", 2), 3),
     Cell(Kind("ademamix", 3), 1),
     Cell(Kind("adafactor", 2), 3, -1),
+    Cell(Kind("hf_adafactor", 2), 3, -1),
+    Cell(Kind("hf_adafactor", 3, sub_groups=True), 3, 2),
     Cell(Kind("shampoo", 0), 3),
     Cell(Kind("adamw", 3, exclude_frozen=True), 3),
     Cell(Kind("adamw", 3, exclude_frozen=True), 2, 2),
@@ -316,6 +319,13 @@ def test_a_matrix_has_no_place_in_a_flat_tensor(runs, place, tmp_path):
     run = place / "runs" / "shampoo_z0_bf16_one" / "run"
     with pytest.raises(UnsupportedError, match="stage 0 keeps it"):
         reshard.split(run, tmp_path / "s", world_size=2, zero_stage=2)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "hf_adafactor"])
+def test_flat_adafactor_has_no_place_in_whole_parameters(optimizer, runs, place, tmp_path):
+    run = place / "runs" / f"{optimizer}_z2_bf16_one" / "run"
+    with pytest.raises(UnsupportedError, match="write stage 1, 2 or 3"):
+        reshard.split(run, tmp_path / "s", world_size=2, zero_stage=0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from tests.judges.deepspeed_cases import Case, ds_config
@@ -135,11 +136,12 @@ TORCH = {
     "adagrad": ("Adagrad", {"lr": 1e-2}),
     "adafactor": ("Adafactor", {"lr": 1e-2}),
 }
+HUGGING_FACE = "hf_adafactor"  # keeps the RMS of what it takes for a parameter: a rank's piece
 MUON = {
     "type": "Muon",
     "params": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01, "torch_adam": True},
 }
-NAMES = (*TORCH, *OWN, "muon")
+NAMES = (*TORCH, *OWN, HUGGING_FACE, "muon")
 LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
@@ -154,6 +156,7 @@ class Kind:
     exclude_frozen: bool = False
     low_masters: bool = False
     zero_init: bool = False
+    sub_groups: bool = False
 
     def case(self) -> Case:
         """Return the case as the other judge of DeepSpeed has it."""
@@ -162,7 +165,8 @@ class Kind:
         scatter = {"reduce_scatter": False} if (self.optimizer, self.stage) == ("muon", 3) else {}
         top |= {"bf16": LOW} if self.low_masters else {}
         # DeepSpeed refuses Muon with reduce_scatter at stage 3
-        config = ds_config(self.stage, self.precision, scatter, top)
+        small = {"sub_group_size": 3000} if self.sub_groups else {}
+        config = ds_config(self.stage, self.precision, scatter | small, top)
         return Case(
             "optimizer",
             0,
@@ -175,6 +179,8 @@ class Kind:
 
 def made(name: str, groups: Groups) -> torch.optim.Optimizer | None:
     """Return the optimizer that a caller passes to DeepSpeed; None if its config names it."""
+    if name == HUGGING_FACE:
+        return transformers.Adafactor(groups, lr=1e-3, relative_step=False, beta1=0.9)
     if name in OWN:
         return OWN[name](groups)  # type: ignore[abstract]
     if name in TORCH:

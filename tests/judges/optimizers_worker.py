@@ -22,6 +22,7 @@ from tests.judges.deepspeed_worker import PRELOADED
 from tests.judges.optimizers import Kind
 
 STEPS, NEXT_STEPS = 3, 2
+RECOMPUTED = ("RMS",)  # ranks have other values, which the next update replaces
 
 
 def work(job: ranks.Job, rank: int) -> None:
@@ -142,6 +143,8 @@ def _of_stage_3(optimizer: Any, names: dict[int, str]) -> list[tuple[str, str, i
 def _joined(every: list[list[tuple[str, str, int, Any]]], params: dict[str, Any]) -> Held:
     found: Held = {}
     for name, fqn, start, value in (each for own in every for each in own):
+        if name in RECOMPUTED:
+            continue
         values = found.setdefault(name, {})
         if start < 0:
             assert values.setdefault(fqn, value) == value, (name, fqn)

@@ -45,6 +45,7 @@ from reshard.manifest import (
     Origin,
     Padding,
     SourceFile,
+    UnnamedOptimizer,
     find_most_common_dtype,
     index_entries,
 )
@@ -317,7 +318,14 @@ def _read_optimizer(
             "saved with exclude_frozen_parameters: frozen weights are not in this checkpoint (merge"
             " --fill-missing-from takes them from the base model)"
         )
-    return OptimizerContent(stage, entries, train, warnings, claims)
+    unnamed = None
+    if any(shapes) and param_groups and not any(group.fqns for group in param_groups):
+        reason = (
+            "its param groups refer to flat tensors that it does not have, as DeepSpeed saves"
+            " Adagrad at stage 3 before the first update"
+        )
+        unnamed = UnnamedOptimizer(reason, advice="save after the first update")
+    return OptimizerContent(stage, entries, train, warnings, claims, unnamed)
 
 
 def _owners(

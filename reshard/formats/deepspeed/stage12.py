@@ -27,6 +27,7 @@ from reshard.formats.deepspeed.states import (
 )
 from reshard.layout.partition import Member, build_flat_chunks
 from reshard.manifest import MASTER, Claim, Entry
+from reshard.training import optimizers
 
 _MAPPINGS = "param_slice_mappings"
 
@@ -100,6 +101,7 @@ def read_scalars(
     """Yield the 0-d values of a flat tensor's state as slots of each of its members.
 
     Every rank keeps each value: the entries have the ranks' values as replicas, which must agree.
+    Values that the next update computes again may differ: those of the first rank are taken.
 
     Args:
         states: each rank and its state of the flat tensor.
@@ -111,7 +113,8 @@ def read_scalars(
     )
     for name in names:
         tensors = [slots[name] for slots in scalars.values()]
-        chunks = tuple(tensor.chunk for tensor in tensors)
+        kept = tensors[:1] if name in optimizers.RECOMPUTED else tensors
+        chunks = tuple(tensor.chunk for tensor in kept)
         for fqn in fqns:
             yield Entry(fqn, name, tensors[0].dtype, (), chunks)
 

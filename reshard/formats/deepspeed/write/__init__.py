@@ -39,7 +39,7 @@ from reshard.formats.deepspeed.write.grid import ONE_RANK, GridOptions, ModelGri
 from reshard.formats.deepspeed.write.spec import OutputSpec, find_precision, resolve_spec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
 from reshard.manifest import Skeleton
-from reshard.training.state import WritableState
+from reshard.training.state import WritableState, drop_recomputed_slots
 
 
 def lay_out(
@@ -186,6 +186,8 @@ def lay_out_universal(
     neox_notes = tuple(gpt_neox.describe_settings(state, grid_options.sizes))
     state = gpt_neox.adapt_settings(state, grid_options.sizes)
     experts.refuse_universal(state)
+    recomputed_notes = tuple(report.note_recomputed(state, "not copied"))
+    state = drop_recomputed_slots(state)
     options: dict[str, Any] = {
         "world_size": world_size,
         "stage": max(stage, 1),
@@ -210,4 +212,4 @@ def lay_out_universal(
         notes = (*report.notes_universal(spec, described=True), *metadata.notes())
     settings = gpt_neox.copy_settings(state, spec.tag)
     skeleton = replace(skeleton, files=skeleton.files + settings.files)
-    return LaidOut(skeleton, (*notes, *neox_notes))
+    return LaidOut(skeleton, (*notes, *recomputed_notes, *neox_notes))

@@ -17,7 +17,7 @@ from reshard.formats.deepspeed.write.universal import (
     find_new_slots,
 )
 from reshard.training import loss_scale, optimizers
-from reshard.training.state import describe_lost_state
+from reshard.training.state import WritableState, collect_slot_names, describe_lost_state
 from reshard.units import some
 
 _LISTED = 4
@@ -39,6 +39,7 @@ def describe_output(spec: OutputSpec) -> Iterator[str]:
     yield from _note_scaler(spec, f"one starts at {spec.scaler['cur_scale']}")
     if spec.stage:
         yield from _note_never_stepped(spec)
+        yield from note_recomputed(spec.state, "one value for all")
     yield from _note_muon(spec)
     outside = [weight.fqn for weight in spec.frozen]
     if spec.stage == 0 and spec.precision == FLOAT32 and outside:
@@ -243,6 +244,17 @@ def _note_weights_only(spec: OutputSpec) -> Iterator[str]:
         yield "stages 0, 1 and 2 load it at any number of ranks"
     if spec.precision != FLOAT32:
         yield f"DeepSpeed then creates its fp32 masters from the {spec.precision} weights"
+
+
+def note_recomputed(state: WritableState, what: str) -> Iterator[str]:
+    """Yield a note on the slots that a rank has of its own piece of a flat tensor.
+
+    Args:
+        what: what becomes of them.
+    """
+    names = [n for n in collect_slot_names(state.members) if n in optimizers.RECOMPUTED]
+    if names:
+        yield f"{what}: {some(names, _LISTED)}, which the next update computes again"
 
 
 def _note_never_stepped(spec: OutputSpec) -> Iterator[str]:

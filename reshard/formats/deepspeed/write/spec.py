@@ -30,6 +30,7 @@ from reshard.training.state import (
     WritableState,
     find_most_common_dtype,
     refuse_non_elementwise_slots,
+    refuse_slots_of_flat_tensors,
     refuse_without_optimizer,
 )
 
@@ -235,6 +236,9 @@ def _refuse_slots(state: WritableState, stage: int, *, universal: bool) -> None:
             "stage 0 keeps it: --zero-stage 0",
             placed=state.scalars,
         )
+    else:
+        remedy = "write stage 1, 2 or 3 (--zero-stage), or leave out the optimizer: --weights-only"
+        refuse_slots_of_flat_tensors(state, remedy)
 
 
 def _without_optimizer(state: WritableState) -> WritableState:

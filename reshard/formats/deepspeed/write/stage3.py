@@ -7,6 +7,7 @@ tensor a rank's pieces stand one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from reshard.containers.torch_writer import Slot, Storage
@@ -31,7 +32,8 @@ from reshard.formats.deepspeed.write.objects import (
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.layout.partition import compute_equal_piece
 from reshard.manifest import Entry
-from reshard.training.state import TrainedGroup
+from reshard.training.shared_scalars import copy_scalars
+from reshard.training.state import TrainedGroup, TrainedParameter
 
 _Runs = tuple[list[MemberRun], int]  # of one sub-group, and the number of their elements
 
@@ -50,7 +52,7 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
             runs, numel = concatenate(members, spec.world_size)
             dtype = choose_master_dtype(members)
             masters.append(build_flat_tensor(dtype, numel, runs, get_master, grad=True))
-            states.append(_state(group, count, (runs, numel)))
+            states.append(_state(group, members, count, (runs, numel)))
     return {
         "zero_stage": make_stage_enum(spec.stage),
         "loss_scaler": make_scaler_object(spec.scaler),
@@ -65,7 +67,9 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
     }
 
 
-def _state(group: TrainedGroup, count: float | None, runs: _Runs) -> dict[str, Any]:
+def _state(
+    group: TrainedGroup, members: Sequence[TrainedParameter], count: float | None, runs: _Runs
+) -> dict[str, Any]:
     """Return the state of one sub-group; empty if its group was never stepped.
 
     A sub-group that alone was never stepped has the slots of its group, because all share one step.
@@ -74,7 +78,8 @@ def _state(group: TrainedGroup, count: float | None, runs: _Runs) -> dict[str, A
     state: dict[str, Any] = {} if count is None else {"step": make_step_counter(count, group.hyper)}
     for name, dtype in collect_slot_dtypes(group.members).items():
         state[name] = build_flat_tensor(dtype, numel, inside, pick_slot(name))
-    return state | make_scalars(group.members)
+    has_state = any(member.slots for member in members)
+    return state | (make_scalars(members) if has_state else copy_scalars(group.members))
 
 
 def make_fragment(entry: Entry, dtype: DType, ranks: int, rank: int) -> Slot:
