@@ -69,7 +69,8 @@ class Inspection(Report):
             "disk_bytes": sum(file.nbytes for file in manifest.files.values()),
             "logical_bytes": sum(entry.nbytes for entry in manifest.entries.values()),
             "tied": dict(manifest.tied),
-            "frozen": sorted(manifest.frozen),
+            "frozen": self.frozen,
+            "never_updated": self.never_updated,
             "absent": list(manifest.absent),
             "optimizer": manifest.has_optimizer,
             "param_groups": [
@@ -104,6 +105,23 @@ class Inspection(Report):
         conflicts = (f"{each.file}: {each.problem}" for each in find_conflicts(self.manifest.files))
         counters = find_counter_conflicts(self.manifest)
         return [*self.manifest.warnings, *conflicts, *counters]
+
+    @property
+    def frozen(self) -> list[str]:
+        """The parameters without an optimizer, sorted."""
+        return sorted(self.manifest.frozen - self._listed)
+
+    @property
+    def never_updated(self) -> list[str]:
+        """The parameters that an optimizer lists and has no state of, sorted.
+
+        No file states whether they were frozen in the optimizer, or only had no gradient so far.
+        """
+        return sorted(self.manifest.frozen & self._listed)
+
+    @property
+    def _listed(self) -> set[str]:
+        return {fqn for group in self.manifest.train.param_groups for fqn in group.fqns}
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
@@ -159,7 +177,8 @@ class Inspection(Report):
         manifest = self.manifest
         count = count_parameters(manifest)
         weights = units.counted(sum(1 for _ in _iterate_parameters(manifest)), "tensor")
-        frozen = sum(e.numel for e in _iterate_parameters(manifest) if e.fqn in manifest.frozen)
+        names = set(self.frozen)
+        frozen = sum(e.numel for e in _iterate_parameters(manifest) if e.fqn in names)
         shown = f"; {units.show_count(frozen)} of them frozen" if frozen else ""
         yield format_row("parameters", f"{units.show_count(count)} in {weights}{shown}")
         for kind, facts in summarize_kinds(manifest).items():
@@ -180,9 +199,11 @@ class Inspection(Report):
     def _list_names(self) -> Iterator[LabelledLine]:
         for alias, kept in list(self.manifest.tied.items())[:_SHOWN]:
             yield format_row("tied", f"{alias} = {kept}")
-        frozen = sorted(self.manifest.frozen)
-        if frozen:
-            yield format_row("frozen", units.some(frozen, _SHOWN))
+        if self.frozen:
+            yield format_row("frozen", units.some(self.frozen, _SHOWN))
+        if self.never_updated:
+            shown = units.some(self.never_updated, _SHOWN)
+            yield format_row("not updated", f"{shown} (frozen, or without a gradient so far)")
 
 
 def inspect(path: formats.Paths, options: InspectOptions | None = None) -> Inspection:

@@ -43,6 +43,7 @@ def build_inspect_page(document: Document, manifest: Manifest) -> Page:
             Findings("Without a value", absent, "bad"),
             Findings("Tied", [f"{name} = {kept}" for name, kept in document["tied"].items()]),
             Findings("Frozen", document["frozen"]),
+            Findings("Never updated", document["never_updated"]),
         ),
         sections=(
             Maps((shards.map_manifest("Shards", manifest),)),

@@ -24,6 +24,7 @@ from reshard.state_dict.tree import (
     is_tensor,
     walk,
 )
+from reshard.units import some
 
 Path = tuple[Any, ...]
 
@@ -223,9 +224,17 @@ def _resolve_key(tree: Any, where: str, key: str, models: Mapping[Path, Any]) ->
                 f"--key {key}", f"{where} contains no {part!r} there; it contains {choices[:200]}"
             )
         path, node = (*path, keys[part]), node[keys[part]]
-    if not collect_tensors(node):
-        raise UsageError(f"--key {key}", f"the value in {where} is not a state dict")
-    return path
+    if collect_tensors(node):
+        return path
+    inside = [each for each in models if each[: len(path)] == path]
+    if len(inside) == 1:
+        return inside[0]
+    known = some([format_path(each) for each in inside or models if each], _LISTED)
+    raise UsageError(
+        f"--key {key}",
+        f"the value in {where} is not a state dict",
+        f"choose one of {known}" if known else "",
+    )
 
 
 def is_average(parts: Sections) -> bool:

@@ -84,7 +84,8 @@ MERGE_KEYS = set(
 )
 INSPECT_KEYS = set(
     "schema command path format detail versions precision mesh step parameters kinds files"
-    " disk_bytes logical_bytes tied frozen optimizer param_groups scheduler scaler complete".split()
+    " disk_bytes logical_bytes tied frozen never_updated optimizer param_groups scheduler"
+    " scaler complete".split()
 )
 
 

@@ -94,6 +94,19 @@ def test_layers_of_different_shapes_are_listed_apart(tmp_path):
     assert "h.1.w" in text
 
 
+def test_a_parameter_without_state_is_not_called_frozen(tmp_path):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("used", "idle")})
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "state.pt")
+    inspection = reshard.inspect(tmp_path / "state.pt")
+    assert inspection.never_updated == ["idle.bias", "idle.weight"]
+    assert not inspection.frozen
+    assert "frozen      " not in "\n".join(inspection.lines())
+
+
 class Config:
     """A class of the user's own."""
 

@@ -728,8 +728,13 @@ def test_two_models_and_wrong_keys(copied, refused):
     before = source.read_bytes()
     refused(source, UnrecognisedError, "generator, discriminator", "--key")
     refused(source, UsageError, "no 'nope'", key="nope")
-    refused(source, UsageError, "not a state dict", key="optimizer_g")
+    words = ("not a state dict", "choose one of generator, discriminator")
+    refused(source, UsageError, *words, key="optimizer_g")
     assert source.read_bytes() == before
+    held = torch.load(source, weights_only=False)
+    torch.save({"g": {"net": held["generator"]}, "d": {"net": held["discriminator"]}}, source)
+    with reshard.open(source, key="g") as checkpoint:
+        assert set(checkpoint) == set(held["generator"])
 
 
 def test_an_optimizer_alone(torch_made, tmp_path, refused):
