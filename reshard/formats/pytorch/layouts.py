@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,17 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     """
     if request.own is not None:
         return saved_keys.lay_out(state, request.own, request)
-    return LaidOut(dcp.lay_out(state, request), _describe_lost(state))
+    notes = (*_describe_lost(state), *_note_keys(state, request))
+    return LaidOut(dcp.lay_out(state, request), notes)
+
+
+def _note_keys(state: WritableState, request: Request) -> Iterator[str]:
+    """Say which keys a program must load, where the source's may be others."""
+    if any(path.endswith(".distcp") for path in state.manifest.files):
+        own = "split without --to keeps those of the source"
+        if request.keeps_layout:
+            own = "those of the source could not be kept"
+        yield f'the keys begin with "model" and "optim"; {own}'
 
 
 def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
