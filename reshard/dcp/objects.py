@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from reshard.dcp.reader import StorageReader
-from reshard.errors import DifferentError
+from reshard.errors import DifferentError, UnsupportedError
 from reshard.keys import canonical
 from reshard.manifest import BUFFER, WEIGHT_KINDS, Manifest
 from reshard.training.state import build_unnamed_error
@@ -61,7 +61,17 @@ def fill_model_state(state: dict[str, Any], manifest: Manifest, *, strict: bool 
 
     Raises:
         ReshardError: the checkpoint lacks a name, or a value does not fit.
+        UnsupportedError: the state dict has lists, as metrics that keep every batch have.
     """
+    lists = [name for name, value in state.items() if isinstance(value, list)]
+    if lists and strict:
+        raise UnsupportedError(
+            "the model",
+            f"has {some([repr(name) for name in lists], _NAMED)} in its state dict: lists, of which"
+            " reshard loads none",
+            "leave them out of the state dict (a metric of torchmetrics: metric.persistent(False)),"
+            " or load with strict=False (Lightning: module.strict_loading = False)",
+        )
     planner = DefaultLoadPlanner(allow_partial_load=not strict)
     load({"model": state}, storage_reader=_open_reader(manifest), planner=planner)
 

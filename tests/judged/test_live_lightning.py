@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from reshard import formats
+from reshard.dcp.objects import fill_model_state
+from reshard.errors import UnsupportedError
 from tests.judges import server
 
 pytest.importorskip("lightning")
@@ -106,3 +110,12 @@ def name_in_module(tensors):
 def assert_same(got, wanted):
     for fqn, value in wanted.items():
         assert torch.equal(got[fqn], value), fqn
+
+
+def test_lists_in_the_state_dict_are_refused_by_name(tmp_path):
+    """As a metric of torchmetrics has that keeps every batch: their lengths belong to a run."""
+    save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
+    state = {"w": torch.zeros(2), "auc.value": [torch.zeros(3)]}
+    manifest = formats.read(tmp_path / "m.safetensors")
+    with pytest.raises(UnsupportedError, match=r"has 'auc\.value' in its state dict"):
+        fill_model_state(state, manifest)
