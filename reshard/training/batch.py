@@ -51,7 +51,8 @@ def rebalance_batch(manifest: Manifest, world_size: int) -> Rebalanced:
     progress = manifest.train.trainer_state
     if progress is not None and type(progress.get(BATCH)) is int:
         return _rebalance_hf_trainer(manifest, progress[BATCH], before, world_size)
-    return Rebalanced(manifest, [_describe_rule(before, world_size)], [])
+    is_stated = origin.world == 1 or any(axis != "world" for axis in origin.mesh)
+    return Rebalanced(manifest, [_describe_rule(before, world_size, is_stated=is_stated)], [])
 
 
 def describe_misfit(total: int, micro: int, ranks: int) -> str:
@@ -72,8 +73,19 @@ def describe_misfit(total: int, micro: int, ranks: int) -> str:
     return f"a global batch of {total} is not divisible by {factors}; use {ways}"
 
 
-def _describe_rule(before: int, ranks: int) -> str:
-    """Describe how to keep the global batch if no file states it."""
+def _describe_rule(before: int, ranks: int, *, is_stated: bool = True) -> str:
+    """Describe how to keep the global batch if no file states it.
+
+    Args:
+        is_stated: whether the files state the mesh, without which tensor-parallel ranks count as
+            data-parallel ones.
+    """
+    if not is_stated:
+        return (
+            f"the number of ranks changes from {before} to {ranks}; to keep the global batch, keep"
+            " data-parallel ranks x micro batch x accumulation steps (all ranks are data-parallel,"
+            " unless the run has tensor, pipeline or context parallelism)"
+        )
     changed = f"the data-parallel size changes from {before} to {ranks}"
     if before % ranks == 0:
         times = f"multiply the accumulation steps by {before // ranks}"

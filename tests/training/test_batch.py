@@ -82,9 +82,17 @@ def test_hf_trainer_under_deepspeed_gets_its_own_batch_back():
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 5), (3, 2)])
 def test_an_unknown_batch_gets_a_rule_without_fractions(before, after):
-    (said,) = rebalance_batch(manifest(before), after).derived
+    run = manifest(before)
+    origin = replace(run.origin, mesh={"world": before, "dp": before})
+    (said,) = rebalance_batch(replace(run, origin=origin), after).derived
     assert f"{before}/{after}" not in said
     if before % after == 0:
         assert f"by {before // after}" in said
     else:
         assert f"global batch / ({after} ranks x micro batch)" in said
+
+
+def test_ranks_of_an_unknown_mesh_are_not_called_data_parallel():
+    """A DCP directory of FSDP 2 with tensor parallelism states neither size."""
+    (said,) = rebalance_batch(manifest(4), 8).derived
+    assert "the number of ranks changes from 4 to 8" in said
