@@ -13,7 +13,13 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import CorruptError, IncompleteError, ReshardError, UnsupportedError
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    ReshardError,
+    UnrecognisedError,
+    UnsupportedError,
+)
 from tests.judged.conftest import KEPT
 from tests.judged.damage import edit_file
 
@@ -125,6 +131,18 @@ def test_contradicting_files_are_refused(case, pattern, change, error, says, tmp
         reshard.merge(run, tmp_path / "out.safetensors")
     assert str(run) in str(refusal.value)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_models_of_accelerate_are_chosen_by_tag(tmp_path):
+    """``save_state`` has a tag for each DeepSpeed engine, and the last one is in ``latest``."""
+    (tag,) = (path for path in (KEPT / STAGE_2 / "run").iterdir() if path.is_dir())
+    for name in ("pytorch_model", "pytorch_model_1"):
+        shutil.copytree(tag, tmp_path / "run" / name)
+    (tmp_path / "run" / "latest").write_text("pytorch_model_1")
+    with pytest.raises(UnrecognisedError, match="several models: pytorch_model, pytorch_model_1"):
+        reshard.merge(tmp_path / "run", tmp_path / "out.safetensors")
+    reshard.split(tmp_path / "run", tmp_path / "out", tag="pytorch_model_1", world_size=3)
+    assert (tmp_path / "out" / "pytorch_model_1").is_dir()
 
 
 def test_groups_without_flat_tensors_are_explained(tmp_path):

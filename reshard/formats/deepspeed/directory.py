@@ -31,6 +31,9 @@ _POINTERS = ("latest", "latest_universal")  # the second is ds_to_universal's
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+# Accelerate 1.15 (``accelerator.py``, ``save_state``) has such a tag for each model, and ``latest``
+# names the last one.
+ACCELERATE_TAG = re.compile(r"pytorch_model(_\d+)?")
 _STATES = (MODEL_FILE, _MODEL3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
 
 
@@ -143,7 +146,7 @@ def locate(location: Location, tag: str | None = None) -> Location:
     """Return the tag directory to which a path refers.
 
     Raises:
-        UnrecognisedError: no tag was given, and there are several tags or none.
+        UnrecognisedError: no tag was given, and there are several tags, several models, or none.
         CorruptError: the file that names the latest tag does not hold a tag.
     """
     location = Location(location.directories)
@@ -152,6 +155,13 @@ def locate(location: Location, tag: str | None = None) -> Location:
     if tag is None and _is_tag(location):
         return location
     tags = _tags(location)
+    models = [name for name in tags if ACCELERATE_TAG.fullmatch(name)]
+    if tag is None and len(models) > 1:
+        raise UnrecognisedError(
+            location,
+            f"contains the checkpoints of several models: {', '.join(models)}",
+            f"choose one with --tag, e.g. --tag {models[0]}",
+        )
     chosen = tag or _latest(location, tags)
     if chosen in tags:
         return location.folders[chosen]

@@ -110,9 +110,7 @@ def _find_spelling(manifest: Manifest) -> str | None:
     return dialects.find_dialect(manifest)
 
 
-# Lightning 2.6 (``strategies/deepspeed.py``) and Accelerate 1.15 (``accelerator.py``) save and load
-# these tags, whatever ``latest`` says.
-_FIXED_TAGS = ("checkpoint", "pytorch_model")
+_LIGHTNING_TAG = "checkpoint"  # Lightning 2.6 ``strategies/deepspeed.py``
 
 
 class _DeepSpeedWriter(Writer):
@@ -138,7 +136,9 @@ class _DeepSpeedWriter(Writer):
             experts=options.ep,
         )
         name = PurePath(source.origin.path).name
-        is_fixed = source.origin.format == NAME and name in _FIXED_TAGS
+        # Lightning and Accelerate load these tags, whatever ``latest`` says.
+        is_known = name == _LIGHTNING_TAG or directory.ACCELERATE_TAG.fullmatch(name)
+        is_fixed = source.origin.format == NAME and is_known
         return replace(request, own=grid_options, tag=name if is_fixed else None)
 
     @staticmethod
