@@ -228,8 +228,8 @@ class LocalPartial:
             self.path.mkdir(mode=0o700)
         except FileExistsError:
             # A directory of ours has mode 0o700; anything else belongs to somebody else.
-            mode = self.path.lstat().st_mode if os.path.lexists(self.path) else 0o700
-            if mode and (mode & 0o077 or stat.S_ISLNK(mode)):
+            status = _find_status(self.path)
+            if status and (status.st_mode & 0o077 or stat.S_ISLNK(status.st_mode)):
                 raise ExistsError(
                     self.path, "is in the way: it was not created by reshard", "remove it"
                 ) from None
@@ -249,7 +249,8 @@ class LocalPartial:
             self._acquire(lock)
             # Between the open and the lock, its holder may have removed the file, and another
             # process may have created a new one.
-            if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
+            status = _find_status(path)
+            if status is None or not os.path.samestat(os.fstat(lock), status):
                 os.close(lock)
                 return False
             self._check_ranks()
@@ -319,6 +320,14 @@ def _exchange(a: Path, b: Path) -> bool:
     return rename is not None and (
         rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
     )
+
+
+def _find_status(path: Path) -> os.stat_result | None:
+    """Return the status of a path, or None if another process has removed it."""
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
 
 
 def _write_holder(lock: int, path: Path) -> None:

@@ -443,6 +443,23 @@ def test_of_two_processes_one_writes_and_the_other_says_so(tmp_path, is_director
     assert sorted(p.name for p in tmp_path.iterdir()) == [out.name, "x.pt"]
 
 
+def test_a_holder_can_remove_its_directory_at_any_moment(tmp_path, monkeypatch):
+    first, second = LocalPartial(tmp_path / "out"), LocalPartial(tmp_path / "out")
+    first.claim()
+    lstat = Path.lstat
+
+    def remove_and_ask(path):
+        if path == first.path and first.path.exists():
+            first.remove()
+            first.release()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", remove_and_ask)
+    second.claim()
+    second.remove()
+    second.release()
+
+
 def test_many_at_once_leave_one_whole_output(tmp_path):
     outcomes: list[str] = []
     begin = threading.Barrier(8)
