@@ -57,7 +57,8 @@ def make(place: Path, method: str, nbytes: int) -> None:
             tensors |= {f"w{number}_blocks": blocks, f"w{number}_scales": scales}
         settings = {"quant_method": "mxfp4"}
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    where = {name: names["scale" in name] for name in tensors}
+    half = len(tensors) // 4 * 2  # codes and their scales are in one file
+    where = {name: names[number >= half] for number, name in enumerate(tensors)}
     for file in names:
         save_file({n: t for n, t in tensors.items() if where[n] == file}, place / file)
     index = {"metadata": {}, "weight_map": where}
@@ -126,16 +127,17 @@ def merge(place: Path, program: str) -> None:
 
 def change(place: Path) -> None:
     """Write a copy of a model with other codes."""
-    import mmap
+    import torch
+    from safetensors.torch import load_file, save_file
 
     other = place.parent / f"{place.name}-other"
     shutil.copytree(place, other)
-    table = bytes(number ^ 0x11 for number in range(256))
-    codes = other / "model-00001-of-00002.safetensors"
-    with codes.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
-        for at in range(8 + int.from_bytes(data[:8], "little"), len(data), 1 << 20):
-            piece = data[at : at + (1 << 20)]
-            data[at : at + len(piece)] = piece.translate(table)
+    for file in other.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if "scale" not in name:
+                tensors[name].view(torch.uint8).bitwise_xor_(0x11)
+        save_file(tensors, file)
 
 
 def elapsed(began: tuple[float, float]) -> tuple[float, float]:

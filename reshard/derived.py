@@ -57,19 +57,25 @@ class Computation(Protocol):
 class Derived(str):
     """The name of computed bytes, with their computation. Equal names mean equal bytes."""
 
-    __slots__ = ("computation",)
+    __slots__ = ("comes_last", "computation")
     computation: Computation
+    comes_last: bool
 
-    def __new__(cls, file: str, detail: str, computation: Computation) -> Derived:
+    def __new__(
+        cls, file: str, detail: str, computation: Computation, *, comes_last: bool = False
+    ) -> Derived:
         """Return the name of bytes that are computed from a file.
 
         Args:
             file: the first file that they are computed from.
             detail: distinguishes the bytes from others that are computed from the file.
             computation: how to compute them.
+            comes_last: whether the other computations of an output file keep what this one needs,
+                so that it costs less after them.
         """
         name = super().__new__(cls, f"{file}\0{detail}")  # no file of any system has NUL in it
         name.computation = computation
+        name.comes_last = comes_last
         return name
 
     @property
@@ -77,9 +83,10 @@ class Derived(str):
         """The text that distinguishes the bytes from others of the same file."""
         return self.partition("\0")[2]
 
-    def __getnewargs__(self) -> tuple[str, str, Computation]:  # type: ignore[override]
+    def __getnewargs_ex__(self) -> tuple[tuple[str, str, Computation], dict[str, bool]]:
         """Return the arguments that make an equal name in another process."""
-        return self.partition("\0")[0], self.detail, self.computation
+        file, _, detail = self.partition("\0")
+        return (file, detail, self.computation), {"comes_last": self.comes_last}
 
 
 def list_files(file: str) -> tuple[str, ...]:

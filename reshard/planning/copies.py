@@ -74,7 +74,11 @@ class CopyPlanner:
         self.widest = self._index.widest
         self.is_flat = self._index.is_flat
         # The number of elements that are best read together.
-        self.step = max(_find_tile_nbytes(source) // self.widest, 1)
+        computed = _list_computed(source)
+        tile_nbytes = max((file.computation.tile_nbytes for file in computed), default=1)
+        self.step = max(tile_nbytes // self.widest, 1)
+        # Whether other computations keep what those of this tensor need.
+        self.comes_last = any(file.comes_last for file in computed)
 
     def plan_block(self, box: Box, dtype: DType) -> Window:
         """Return the copies that fill one contiguous buffer with `box`."""
@@ -127,13 +131,11 @@ class CopyPlanner:
             )
 
 
-def _find_tile_nbytes(source: Entry) -> int:
-    """Return the largest tile of the tensor's computed files, in bytes; 1 if all are stored."""
+def _list_computed(source: Entry) -> list[Derived]:
+    """Return the names of the tensor's computed bytes."""
     if source.layout.is_partition:  # every rank stores its part
-        return 1
-    files = (chunk.file for chunk in source.chunks)
-    tiles = (file.computation.tile_nbytes for file in files if isinstance(file, Derived))
-    return max(tiles, default=1)
+        return []
+    return [chunk.file for chunk in source.chunks if isinstance(chunk.file, Derived)]
 
 
 def plan_block(source: Entry, box: Box, dtype: DType) -> Window:

@@ -133,11 +133,12 @@ class Plan:
             index.drop(file)
 
     def _group(self, extents: Iterable[Extent], planners: _Planners) -> Iterator[_Group]:
-        """Group the extents of one file, in order, into windows."""
+        """Group the extents of one file into windows: in order, but first what others follow."""
+        listed = [extent for extent in extents if extent.entry not in self._interleaved]
+        listed.sort(key=lambda extent: planners.find(extent.entry).comes_last)
         parts = (
             part
-            for extent in extents
-            if extent.entry not in self._interleaved
+            for extent in listed
             for part in self._cut_to_limit(extent, planners.find(extent.entry))
         )
         return _group_into_windows(parts, self._limit)

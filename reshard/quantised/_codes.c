@@ -1,7 +1,7 @@
 /* Loops over the values of quantised weights: codes to values, values to codes, comparisons.
 
    `reshard.quantised.loops` computes the same bits with numpy where this module was not compiled.
-   A matrix is row-major. `high` rows after one another share a line, which has an element for each
+   A matrix is row-major; its values are float32, or bfloat16 if the item size is 2. `high` rows after one another share a line, which has an element for each
    column: a scale, a maximum, or whether all values are equal. The loops have no branches, so that
    the compiler vectorizes them. */
 
@@ -9,6 +9,9 @@
 #include <Python.h>
 
 #include "../move/values.h"
+
+/* Columns of a row that are widened or multiplied at a time, in the fastest cache. */
+#define PART 2048
 
 /* Buffers need not be aligned, so elements are copied. */
 static inline uint32_t load(const char *base, Py_ssize_t index) {
@@ -18,6 +21,23 @@ static inline uint32_t load(const char *base, Py_ssize_t index) {
 }
 
 static inline void store(char *base, Py_ssize_t index, uint32_t bits) { memcpy(base + 4 * index, &bits, 4); }
+
+VECTORIZED static void widen_row(const char *values, char *out, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        uint16_t half;
+        memcpy(&half, values + 2 * i, 2);
+        store(out, i, (uint32_t)half << 16);
+    }
+}
+
+/* Part of a row as float32: where it is, or widened from bfloat16 into a buffer. */
+static inline const char *widen(const char *values, Py_ssize_t at, Py_ssize_t itemsize, char *buffer,
+                                Py_ssize_t columns) {
+    const char *first = values + at * itemsize;
+    if (itemsize == 4) return first;
+    widen_row(first, buffer, columns);
+    return buffer;
+}
 
 VECTORIZED static void decode_row(const uint8_t *codes, const char *table, const char *scales,
                                   char *out, Py_ssize_t columns) {
@@ -152,6 +172,27 @@ static int is_matrix(Py_ssize_t size, Py_ssize_t line_bytes, Py_ssize_t columns,
            line_bytes / 4 % columns == 0 && line_bytes / 4 / columns == count_lines(size / columns, high);
 }
 
+/* Whether a buffer has `size` values of float32 or bfloat16. */
+static int has_values(const Py_buffer *values, Py_ssize_t itemsize, Py_ssize_t size) {
+    return (itemsize == 4 || itemsize == 2) && values->len % itemsize == 0 && values->len / itemsize == size;
+}
+
+static inline Py_ssize_t smaller(Py_ssize_t one, Py_ssize_t other) { return one < other ? one : other; }
+
+/* How a dtype of codes is decoded: by arithmetic, or by a table of 256 values. */
+typedef struct {
+    const char *table;
+    int is_e4m3;
+} Decoder;
+
+static inline void decode_part(const Decoder *decoder, const uint8_t *codes, const char *scales, char *out,
+                               Py_ssize_t columns) {
+    if (decoder->is_e4m3)
+        decode_e4m3_row(codes, scales, out, columns);
+    else
+        decode_row(codes, decoder->table, scales, out, columns);
+}
+
 /* decode(codes, table, scales, out, columns, high, dtype): out = table[codes] * scales */
 static PyObject *decode(PyObject *module, PyObject *args) {
     Py_buffer codes, table, scales, out;
@@ -162,17 +203,12 @@ static PyObject *decode(PyObject *module, PyObject *args) {
     int is_right = check(is_matrix(codes.len, scales.len, columns, high) && table.len == 1024 &&
                          out.len % 4 == 0 && out.len / 4 == codes.len);
     if (is_right) {
-        int is_e4m3 = !strcmp(dtype, "float8_e4m3fn");
+        Decoder decoder = {table.buf, !strcmp(dtype, "float8_e4m3fn")};
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t row = 0; row < codes.len / columns; row++) {
-            const uint8_t *first = (uint8_t *)codes.buf + row * columns;
-            const char *line = (char *)scales.buf + row / high * columns * 4;
-            char *into = (char *)out.buf + row * columns * 4;
-            if (is_e4m3)
-                decode_e4m3_row(first, line, into, columns);
-            else
-                decode_row(first, table.buf, line, into, columns);
-        }
+        for (Py_ssize_t row = 0; row < codes.len / columns; row++)
+            decode_part(&decoder, (uint8_t *)codes.buf + row * columns,
+                        (char *)scales.buf + row / high * columns * 4,
+                        (char *)out.buf + row * columns * 4, columns);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&codes);
@@ -183,22 +219,27 @@ static PyObject *decode(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* encode(values, scales, codes, columns, high, format): codes = round(values / scales) */
+/* encode(values, itemsize, scales, codes, columns, high, format): codes = round(values / scales) */
 static PyObject *encode(PyObject *module, PyObject *args) {
     Py_buffer values, scales, codes;
-    Py_ssize_t columns, high;
+    Py_ssize_t itemsize, columns, high;
     const char *name;
-    if (!PyArg_ParseTuple(args, "y*y*w*nns", &values, &scales, &codes, &columns, &high, &name)) return NULL;
+    if (!PyArg_ParseTuple(args, "y*ny*w*nns", &values, &itemsize, &scales, &codes, &columns, &high, &name))
+        return NULL;
     size_t number = 0, known = sizeof FORMATS / sizeof *FORMATS;
     while (number < known && strcmp(FORMATS[number].name, name)) number++;
     int is_right = check(number < known && is_matrix(codes.len, scales.len, columns, high) &&
-                         values.len % 4 == 0 && values.len / 4 == codes.len);
+                         has_values(&values, itemsize, codes.len));
     if (is_right) {
+        char wide[4 * PART];
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t row = 0; row < codes.len / columns; row++)
-            encode_row((char *)values.buf + row * columns * 4,
-                       (char *)scales.buf + row / high * columns * 4,
-                       (uint8_t *)codes.buf + row * columns, columns, &FORMATS[number]);
+            for (Py_ssize_t column = 0; column < columns; column += PART) {
+                Py_ssize_t at = row * columns + column, line = row / high * columns + column;
+                Py_ssize_t count = smaller(columns - column, PART);
+                encode_row(widen(values.buf, at, itemsize, wide, count), (char *)scales.buf + line * 4,
+                           (uint8_t *)codes.buf + at, count, &FORMATS[number]);
+            }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&values);
@@ -208,18 +249,23 @@ static PyObject *encode(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* find_largest(values, lines, columns, high): lines = largest magnitudes of `high` rows */
+/* find_largest(values, itemsize, lines, columns, high): lines = largest magnitudes of `high` rows */
 static PyObject *find_largest(PyObject *module, PyObject *args) {
     Py_buffer values, lines;
-    Py_ssize_t columns, high;
-    if (!PyArg_ParseTuple(args, "y*w*nn", &values, &lines, &columns, &high)) return NULL;
-    int is_right = check(values.len % 4 == 0 && is_matrix(values.len / 4, lines.len, columns, high));
+    Py_ssize_t itemsize, columns, high;
+    if (!PyArg_ParseTuple(args, "y*nw*nn", &values, &itemsize, &lines, &columns, &high)) return NULL;
+    Py_ssize_t size = itemsize > 0 ? values.len / itemsize : 0;
+    int is_right = check(has_values(&values, itemsize, size) && is_matrix(size, lines.len, columns, high));
     if (is_right) {
+        char wide[4 * PART];
         Py_BEGIN_ALLOW_THREADS
         memset(lines.buf, 0, lines.len);
-        for (Py_ssize_t row = 0; row < values.len / 4 / columns; row++)
-            largest_row((char *)values.buf + row * columns * 4,
-                        (char *)lines.buf + row / high * columns * 4, columns);
+        for (Py_ssize_t row = 0; row < size / columns; row++)
+            for (Py_ssize_t column = 0; column < columns; column += PART) {
+                Py_ssize_t at = row * columns + column, line = row / high * columns + column;
+                Py_ssize_t count = smaller(columns - column, PART);
+                largest_row(widen(values.buf, at, itemsize, wide, count), (char *)lines.buf + line * 4, count);
+            }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&values);
@@ -228,24 +274,68 @@ static PyObject *find_largest(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* compare(values, others, lines, columns, high): bit 0 of each element of a line tells whether all
+/* compare(values, itemsize, others, other_itemsize, lines, columns, high): bit 0 of each element of a line tells whether all
    values of `high` rows are those of the other matrix, bit 1 whether they are these as bfloat16 */
 static PyObject *compare(PyObject *module, PyObject *args) {
     Py_buffer values, others, lines;
-    Py_ssize_t columns, high;
-    if (!PyArg_ParseTuple(args, "y*y*w*nn", &values, &others, &lines, &columns, &high)) return NULL;
-    int is_right = check(values.len % 4 == 0 && values.len == others.len &&
-                         is_matrix(values.len / 4, lines.len, columns, high));
+    Py_ssize_t itemsize, other_itemsize, columns, high;
+    if (!PyArg_ParseTuple(args, "y*ny*nw*nn", &values, &itemsize, &others, &other_itemsize, &lines, &columns,
+                          &high))
+        return NULL;
+    Py_ssize_t size = itemsize > 0 ? values.len / itemsize : 0;
+    int is_right = check(has_values(&values, itemsize, size) && has_values(&others, other_itemsize, size) &&
+                         is_matrix(size, lines.len, columns, high));
     if (is_right) {
+        char wide[4 * PART], other[4 * PART];
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
-        for (Py_ssize_t row = 0; row < values.len / 4 / columns; row++)
-            compare_row((char *)values.buf + row * columns * 4, (char *)others.buf + row * columns * 4,
-                        (char *)lines.buf + row / high * columns * 4, columns);
+        for (Py_ssize_t row = 0; row < size / columns; row++)
+            for (Py_ssize_t column = 0; column < columns; column += PART) {
+                Py_ssize_t at = row * columns + column, line = row / high * columns + column;
+                Py_ssize_t count = smaller(columns - column, PART);
+                compare_row(widen(values.buf, at, itemsize, wide, count),
+                            widen(others.buf, at, other_itemsize, other, count),
+                            (char *)lines.buf + line * 4, count);
+            }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&values);
     PyBuffer_Release(&others);
+    PyBuffer_Release(&lines);
+    if (!is_right) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* compare_codes(values, itemsize, codes, table, scales, lines, columns, high, dtype): compares values with the
+   products of codes and scales, like `compare` */
+static PyObject *compare_codes(PyObject *module, PyObject *args) {
+    Py_buffer values, codes, table, scales, lines;
+    Py_ssize_t itemsize, columns, high;
+    const char *dtype;
+    if (!PyArg_ParseTuple(args, "y*ny*y*y*w*nns", &values, &itemsize, &codes, &table, &scales, &lines,
+                          &columns, &high, &dtype))
+        return NULL;
+    int is_right = check(is_matrix(codes.len, lines.len, columns, high) && scales.len == lines.len &&
+                         table.len == 1024 && has_values(&values, itemsize, codes.len));
+    if (is_right) {
+        Decoder decoder = {table.buf, !strcmp(dtype, "float8_e4m3fn")};
+        char wide[4 * PART], products[4 * PART];
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
+        for (Py_ssize_t row = 0; row < codes.len / columns; row++)
+            for (Py_ssize_t column = 0; column < columns; column += PART) {
+                Py_ssize_t at = row * columns + column, line = row / high * columns + column;
+                Py_ssize_t count = smaller(columns - column, PART);
+                decode_part(&decoder, (uint8_t *)codes.buf + at, (char *)scales.buf + line * 4, products, count);
+                compare_row(widen(values.buf, at, itemsize, wide, count), products,
+                            (char *)lines.buf + line * 4, count);
+            }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&scales);
     PyBuffer_Release(&lines);
     if (!is_right) return NULL;
     Py_RETURN_NONE;
@@ -305,6 +395,7 @@ static PyMethodDef methods[] = {{"decode", decode, METH_VARARGS, NULL},
                                 {"encode", encode, METH_VARARGS, NULL},
                                 {"find_largest", find_largest, METH_VARARGS, NULL},
                                 {"compare", compare, METH_VARARGS, NULL},
+                                {"compare_codes", compare_codes, METH_VARARGS, NULL},
                                 {"transpose", transpose, METH_VARARGS, NULL},
                                 {"decode_columns", decode_columns, METH_VARARGS, NULL},
                                 {NULL, NULL, 0, NULL}};

@@ -11,10 +11,40 @@ def decode(
     /,
 ) -> None: ...
 def encode(
-    values: Buffer, scales: Buffer, codes: Buffer, columns: int, high: int, dtype: str, /
+    values: Buffer,
+    itemsize: int,
+    scales: Buffer,
+    codes: Buffer,
+    columns: int,
+    high: int,
+    dtype: str,
+    /,
 ) -> None: ...
-def find_largest(values: Buffer, lines: Buffer, columns: int, high: int, /) -> None: ...
-def compare(values: Buffer, others: Buffer, lines: Buffer, columns: int, high: int, /) -> None: ...
+def find_largest(
+    values: Buffer, itemsize: int, lines: Buffer, columns: int, high: int, /
+) -> None: ...
+def compare(
+    values: Buffer,
+    itemsize: int,
+    others: Buffer,
+    other_itemsize: int,
+    lines: Buffer,
+    columns: int,
+    high: int,
+    /,
+) -> None: ...
+def compare_codes(
+    values: Buffer,
+    itemsize: int,
+    codes: Buffer,
+    table: Buffer,
+    scales: Buffer,
+    lines: Buffer,
+    columns: int,
+    high: int,
+    dtype: str,
+    /,
+) -> None: ...
 def transpose(matrix: Buffer, out: Buffer, columns: int, at: int, /) -> None: ...
 def decode_columns(
     codes: Buffer,

@@ -179,10 +179,24 @@ def _read_scales(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int)
     """
     at, raw = _read_stored_scales(pool, weight, matrix, row, rows)
     scales = decode_scales(raw, weight.scales.dtype)
+    check_scales(weight, scales, at)
+    return scales.reshape(-1, weight.grid[1])
+
+
+def check_scales(weight: Scaled, scales: Array, at: int) -> None:
+    """Check that scales of a weight are finite.
+
+    Args:
+        weight: the weight.
+        scales: the scales, in float32, in one dimension.
+        at: the number of the first of them among the stored scales.
+
+    Raises:
+        CorruptError: a scale is infinite or not a number.
+    """
     if not np.isfinite(scales).all():
         bad = int(np.flatnonzero(~np.isfinite(scales))[0])
         raise _explain_scale(weight, scales[bad], at + bad)
-    return scales.reshape(-1, weight.grid[1])
 
 
 def _read_exponents(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int) -> Array:

@@ -7,7 +7,8 @@ of triton_kernels for the MXFP4 experts of GPT-OSS). A code is the value divided
 rounded to nearest even.
 
 All functions take a matrix of a weight, or a part of one that consists of whole blocks, as the
-weight has it: if the codes are stored transposed (GPT-OSS), a block is a part of a column.
+weight has it: if the codes are stored transposed (GPT-OSS), a block is a part of a column. Values
+are float32, or the bits of bfloat16 (``<u2``).
 """
 
 from __future__ import annotations
@@ -51,6 +52,25 @@ def compare(values: Array, others: Array, weight: Scaled) -> tuple[Array, Array]
     return (bits & 1) != 0, (bits & 2) != 0
 
 
+def compare_codes(
+    values: Array, codes: Array, scales: Array, high: int, weight: Scaled
+) -> tuple[Array, Array]:
+    """Return what `compare` returns of the values and of those that are stored as float8 codes.
+
+    Args:
+        values: the values, of rows as they are stored.
+        codes: the codes, of the same shape.
+        scales: the scale of each block, in float32.
+        high: the rows that share a line of scales.
+        weight: where codes and scales are stored, and how.
+    """
+    wide, dtype = weight.block[1], weight.codes.dtype
+    lines = _spread(scales, weight, values.shape[1])
+    found = loops.compare_codes(values, codes, decode_table(dtype), lines, high, dtype.name)
+    bits = _reduce_columns(np.bitwise_and, found, wide)
+    return (bits & 1) != 0, (bits & 2) != 0
+
+
 def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:
     """Return the scale of each block, as the scales of a weight are stored.
 
@@ -59,7 +79,7 @@ def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:
     several of the three have these values as products, the result is the first of them.
 
     Args:
-        values: the values; of one row of blocks, if the scales are stored as float32.
+        values: the values; each row of blocks has the same number of rows.
         amax: the largest absolute value of each block.
         weight: where codes and scales are stored, and how.
     """
@@ -151,11 +171,12 @@ def _find_exact(values: Array, weight: Scaled, ratio: Array) -> Array:
     of codes, none is left after the first row.
     """
     above, below = np.nextafter(ratio, np.float32(np.inf)), np.nextafter(ratio, np.float32(0))
-    near = np.concatenate([ratio, above, below])
+    near = np.stack([ratio, above, below])
     is_left = np.ones(near.shape, bool)
+    rows = values.reshape(len(ratio), -1, values.shape[1])
     start, stop = 0, 1
-    while start < len(values) and is_left.sum(axis=0).max() > 1:
-        is_left &= _give_values(values[start:stop], near, weight)
+    while start < rows.shape[1] and is_left.sum(axis=0).max() > 1:
+        is_left &= _give_values(rows[:, start:stop], near, weight)
         start, stop = stop, stop + _TEST_ROWS
     chosen: Array = np.where(is_left.any(axis=0), np.choose(is_left.argmax(axis=0), near), ratio)
     return chosen
@@ -165,15 +186,15 @@ def _give_values(rows: Array, scales: Array, weight: Scaled) -> Array:
     """Return whether codes times a scale give the values of some rows, for several scales.
 
     Args:
-        rows: rows of one row of blocks.
-        scales: in each row a scale for each block.
+        rows: some rows of each row of blocks.
+        scales: several scales for each row of blocks: lines of a scale for each block.
     """
-    repeated = np.tile(rows, (len(scales), 1))
-    high, wide = len(rows), weight.value_block[1]
-    lines = _spread(scales, weight, rows.shape[1])
+    high, columns, wide = *rows.shape[1:], weight.value_block[1]
+    repeated = np.tile(loops.widen(rows).reshape(-1, columns), (len(scales), 1))
+    lines = _spread(scales.reshape(-1, scales.shape[-1]), weight, columns)
     codes = _encode(repeated, lines, high, weight)
     with np.errstate(under="ignore"):
         products = list_values(weight)[codes] * np.repeat(lines, high, axis=0)
     bits = _reduce_columns(np.bitwise_and, loops.compare(products, repeated, high), wide)
     is_equal: Array = (bits & 1) != 0
-    return is_equal
+    return is_equal.reshape(scales.shape)

@@ -1,6 +1,7 @@
 """The loops over values: by the compiled module ``_codes``, if this installation has it, or numpy.
 
-Both give the same bits. Matrices are contiguous; ``lines`` have one row for each `high` rows of a
+Both give the same bits. Matrices are contiguous; values are float32, or the bits of bfloat16
+(``<u2``), which need no copy in float32. ``lines`` have one row for each `high` rows of a
 matrix (the last can be fewer) and an element for each column.
 """
 
@@ -57,7 +58,7 @@ def encode(values: Array, lines: Array, high: int, magnitudes: Array, dtype: str
     """Return the nearest codes of values divided by scales, ties to even; NaN as the largest.
 
     Args:
-        values: a matrix of float32.
+        values: a matrix.
         lines: the scales, in float32; not 0.
         high: the rows that share a line.
         magnitudes: the finite values of the codes without a sign, in their order.
@@ -66,10 +67,11 @@ def encode(values: Array, lines: Array, high: int, magnitudes: Array, dtype: str
     if _compiled is not None:
         codes = np.empty(values.shape, np.uint8)
         if values.size:
-            _compiled.encode(values, lines, codes, values.shape[1], high, dtype)
+            columns = values.shape[1]
+            _compiled.encode(values, values.itemsize, lines, codes, columns, high, dtype)
         return codes
     with np.errstate(under="ignore", over="ignore", invalid="ignore"):
-        scaled = values / _repeat(lines, high, len(values))
+        scaled = widen(values) / _repeat(lines, high, len(values))
     table = _build_encode_table(tuple(magnitudes.tolist()))
     taken: Array = table.take(_round_to_odd(scaled), mode="clip")
     return taken
@@ -79,28 +81,48 @@ def find_largest(values: Array, high: int) -> Array:
     """Return lines of the largest absolute values; NaN if one of the values is NaN."""
     lines = np.empty((-(-len(values) // high), values.shape[1]), np.float32)
     if _compiled is not None and values.size:
-        _compiled.find_largest(values, lines, values.shape[1], high)
+        _compiled.find_largest(values, values.itemsize, lines, values.shape[1], high)
     else:
-        _reduce_rows(np.maximum, np.abs(values), high, lines)
+        _reduce_rows(np.maximum, np.abs(widen(values)), high, lines)
     return lines
 
 
 def compare(values: Array, others: Array, high: int) -> Array:
-    """Return lines of bits that compare two matrices of float32.
+    """Return lines of bits that compare two matrices.
 
     Bit 0 is set if all values of the rows have the same bits, bit 1 if the values have the bits of
     the others after rounding these to bfloat16.
     """
     lines = np.empty((-(-len(values) // high), values.shape[1]), np.uint32)
     if _compiled is not None and values.size:
-        _compiled.compare(values, others, lines, values.shape[1], high)
+        sizes = values.itemsize, others.itemsize
+        _compiled.compare(values, sizes[0], others, sizes[1], lines, values.shape[1], high)
         return lines
-    mine, bits = values.view(np.uint32), others.view(np.uint32)
+    mine, bits = widen(values).view(np.uint32), widen(others).view(np.uint32)
     rounded = round_to_bfloat16(bits) << 16
-    rounded[np.isnan(others)] = 0x7FC00000
+    rounded[np.isnan(bits.view(np.float32))] = 0x7FC00000
     equal = (mine == bits) | ((mine == rounded).astype(np.uint32) << 1)
     _reduce_rows(np.bitwise_and, equal, high, lines)
     return lines
+
+
+def compare_codes(
+    values: Array, codes: Array, table: Array, scales: Array, high: int, dtype: str
+) -> Array:
+    """Return lines of bits that compare values with the products of codes and scales.
+
+    The bits are those of `compare`; the other arguments are those of `decode`, with the scales as
+    its lines.
+    """
+    if _compiled is not None and codes.size:
+        lines = np.empty(scales.shape, np.uint32)
+        _compiled.compare_codes(
+            values, values.itemsize, codes, table, scales, lines, codes.shape[1], high, dtype
+        )
+        return lines
+    products = np.empty(codes.shape, np.float32)
+    decode(codes, table, scales, high, products, dtype)
+    return compare(values, products, high)
 
 
 def transpose(matrix: Array) -> Array:
@@ -143,6 +165,11 @@ def decode_columns(
         # A code and its scale are looked up together: a byte and a scale have 65,536 pairs.
         pairs = scales[2 * byte // group, inside].astype(np.uint16) << 8 | codes[byte, inside]
         _build_pair_table(table.tobytes(), half).take(pairs, out=out[number, into], mode="clip")
+
+
+def widen(values: Array) -> Array:
+    """Return values as float32."""
+    return values if values.itemsize == 4 else (values.astype(np.uint32) << 16).view(np.float32)
 
 
 def _repeat(lines: Array, high: int, rows: int) -> Array:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.dtypes import BY_NAME
+from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.quantised import decode, encode, loops
 from tests.quantised.models import (
     FP8,
@@ -115,6 +115,44 @@ def test_maxima_and_comparisons(both, rows, high):
         assert set(np.unique(ours)) >= {0, 1, 2}
 
 
+@pytest.mark.parametrize(("rows", "high"), [(50, 8), (5, 1), (7, 128), (0, 8)])
+def test_bfloat16_has_the_results_of_its_values_in_float32(both, rows, high):
+    halves = random_floats(rows, 2501).view("<u2")[:, ::2].copy()  # wider than what is widened
+    values = loops.widen(halves)
+    lines = np.full((-(-rows // high), 2501), 2.0**-9, np.float32)
+    magnitudes = encode._list_magnitudes(None)
+    for other in (halves, values):
+        for made in both(lambda other=other: loops.compare(halves, other, high)):
+            assert (made == loops.compare(values, values, high)).all()
+    for made in both(lambda: loops.find_largest(halves, high)):
+        assert np.array_equal(made, loops.find_largest(values, high), equal_nan=True)
+    for made in both(lambda: loops.encode(halves, lines, high, magnitudes, "e2m1")):
+        assert (made == loops.encode(values, lines, high, magnitudes, "e2m1")).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize(("rows", "high"), [(50, 8), (5, 1), (7, 128), (0, 8)])
+def test_codes_are_compared_like_their_products(both, dtype, rows, high):
+    codes = np.random.default_rng(8).integers(0, 256, (rows, 2501), np.uint8)
+    lines, table = random_floats(-(-rows // high), 2501), decode.decode_table(BY_NAME[dtype])
+    products = np.empty(codes.shape, np.float32)
+    loops.decode(codes, table, lines, high, products, dtype)
+    products[rows // 2 : rows // 2 + 1, ::7] = 1
+    halves = encode._round(products, BFLOAT16)
+    wanted = np.empty(codes.shape, np.float32)
+    loops.decode(codes, table, lines, high, wanted, dtype)
+
+    def compared():
+        return [
+            loops.compare_codes(values, codes, table, lines, high, dtype)
+            for values in (products, halves)
+        ]
+
+    for made in both(compared):
+        for found, values in zip(made, (products, halves), strict=True):
+            assert (found == loops.compare(values, wanted, high)).all()
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (16, 16), (15, 33), (48, 17), (35, 64)])
 def test_transposed_bytes(both, shape):
     matrix = np.random.default_rng(7).integers(0, 256, shape, np.uint8)
@@ -155,11 +193,19 @@ def test_the_module_refuses_other_sizes(built):
     with pytest.raises(ValueError, match="size of the matrix"):
         built.decode(eight, bytes(1024), line, bytearray(32), 4, 1, "float8_e4m3fn")
     with pytest.raises(ValueError, match="size of the matrix"):
-        built.encode(bytes(32), line, bytearray(8), 4, 2, "float8_e8m0fnu")
+        built.encode(bytes(32), 4, line, bytearray(8), 4, 2, "float8_e8m0fnu")
     with pytest.raises(ValueError, match="size of the matrix"):
-        built.find_largest(bytes(32), bytearray(16), 0, 2)
+        built.encode(bytes(32), 2, line, bytearray(8), 4, 2, "e2m1")
+    for itemsize, columns in ((4, 0), (0, 4), (8, 4)):
+        with pytest.raises(ValueError, match="size of the matrix"):
+            built.find_largest(bytes(32), itemsize, bytearray(16), columns, 2)
     with pytest.raises(ValueError, match="size of the matrix"):
-        built.compare(bytes(32), bytes(28), bytearray(16), 4, 2)
+        built.compare(bytes(32), 4, bytes(28), 4, bytearray(16), 4, 2)
+    for codes, scales in ((bytes(4), line), (eight, bytes(32))):
+        with pytest.raises(ValueError, match="size of the matrix"):
+            built.compare_codes(
+                *(bytes(32), 4, codes, bytes(1024), scales, bytearray(16), 4, 2, "float8_e5m2")
+            )
     with pytest.raises(ValueError, match="size of the matrix"):
         built.transpose(eight, bytearray(12), 4, 2)
     with pytest.raises(ValueError, match="size of the matrix"):

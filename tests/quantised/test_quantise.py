@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard import formats
+from reshard.commands.merge import blocks
 from reshard.commands.merge.blocks import KeptScales, Matrix, quantise
 from reshard.commands.merge.quantising import Release
 from reshard.errors import CorruptError, UnsupportedError, UsageError
@@ -203,6 +204,40 @@ def test_any_window_and_any_number_of_workers_write_the_same_bytes(trained, tmp_
         reshard.merge(run, out, quantise_like=source, **options)
         written.add((out / "model.safetensors").read_bytes())
     assert len(written) == 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_tiles_and_bands_of_any_size_have_the_same_bytes(trained, tmp_path, monkeypatch, dtype):
+    run, source, _ = trained
+    reshard.merge(run, tmp_path / "values.safetensors", dtype=dtype)
+    for number, (tile, band) in enumerate([(1 << 20, 2 << 20), (1, 1), (256 * 700, 1)]):
+        monkeypatch.setattr(blocks, "_TILE", tile)
+        monkeypatch.setattr(blocks, "_BAND_NBYTES", band)
+        reshard.merge(tmp_path / "values.safetensors", tmp_path / str(number), quantise_like=source)
+    written = [(tmp_path / str(n) / "model.safetensors").read_bytes() for n in range(3)]
+    assert written[0] == written[1] == written[2]
+
+
+def test_scales_come_after_codes_so_that_values_are_read_once(tmp_path, monkeypatch):
+    """A file has fp32 scales before codes."""
+    stored = {}
+    for seed, name in enumerate("abc"):
+        codes, scales = random_codes(300, 700, seed=seed), random_scales(3, 6)
+        stored |= {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}
+    source = write_model(tmp_path / "m", stored, FP8)
+    torch.manual_seed(3)
+    values = {f"{name}.weight": torch.randn(300, 700).bfloat16() for name in "abc"}
+    save_file(values, tmp_path / "run.safetensors")
+    computed = []
+    original = Matrix._compute_tile
+
+    def noted(self, part, *rest):
+        computed.append((self.values.fqn, part))
+        return original(self, part, *rest)
+
+    monkeypatch.setattr(Matrix, "_compute_tile", noted)
+    reshard.merge(tmp_path / "run.safetensors", tmp_path / "o", quantise_like=source, workers=1)
+    assert sorted(computed) == [(f"{name}.weight", "codes") for name in "abc"]
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])

@@ -1,10 +1,9 @@
 """Quantised weights as computed bytes: the codes and scales of each matrix, computed by tiles.
 
-A tile is a row of blocks, or several if a block has one row. Its values are read in float32, a row
-of blocks at a time, and compared with those of a release that is quantised in the same way: a block
-with the same values gets the bytes of the release. Values alone do not always determine the scale:
-a block can be zero, e2m1 codes up to 3 are also codes up to 6 with half the scale, and bfloat16
-rounds the products.
+A tile is some rows of blocks. Its values are read in bands and compared with those of a release
+that is quantised in the same way: a block with the same values gets the bytes of the release.
+Values alone do not always determine the scale: a block can be zero, e2m1 codes up to 3 are also
+codes up to 6 with half the scale, and bfloat16 rounds the products.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.box import Box, Index, index_of, row_major, whole
 from reshard.chunks import Chunk
 from reshard.derived import Derived, Reader, list_files
-from reshard.dtypes import FLOAT32
+from reshard.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError
 from reshard.manifest import PARAM, Entry
 from reshard.move.tiles import TileReader, find_reader
 from reshard.quantised.pairs import QuantisedPair
-from reshard.quantised.scaled import Scaled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,13 +30,14 @@ if TYPE_CHECKING:
 
 BlockPart = Literal["codes", "scales"]
 
-# Values of a tile, if a block has one stored row. A tile of transposed weights is best a whole
-# expert (GPT-OSS: 16.6 million), because its values are then contiguous in their file.
-_TILE = 20 << 20
-_BAND = 1 << 18  # values that are computed at a time, so that they stay in the cache
+_TILE = 1 << 20  # values
+# A tile of transposed weights is best a whole expert (GPT-OSS: 16.6 million values), because its
+# values are then contiguous in their file.
+_TRANSPOSED_TILE = 20 << 20
+_BAND_NBYTES = 2 << 20  # of values that are computed at a time, so that they stay in the cache
 _BYTES = 4  # for each value of a tile: codes before and after they are packed, and the release's
 _KEPT_BYTES = 32 << 20  # all experts of a layer of GPT-OSS have 16 MiB of scales
-_BAND_BYTES = 32  # for each value of a row of blocks: values in float32 and what is computed
+_BAND_BYTES = 16  # for each byte of a band: values, those of the release, and what is computed
 
 
 def quantise(values: Entry, pair: QuantisedPair, kept: KeptScales) -> tuple[Entry, Entry]:
@@ -51,7 +50,9 @@ def quantise(values: Entry, pair: QuantisedPair, kept: KeptScales) -> tuple[Entr
     """
     released = Entry(pair.fqn, PARAM, pair.weight.dtype, pair.shape, (pair.value_chunk,))
     numbers = range(pair.weight.matrices)
-    matrices = [Matrix(values, pair, released, number, kept) for number in numbers]
+    stored = {(chunk.dtype, chunk.factor) for chunk in values.chunks}
+    dtype = BFLOAT16 if stored == {(BFLOAT16, 1.0)} else FLOAT32
+    matrices = [Matrix(values, dtype, pair, released, number, kept) for number in numbers]
     return _build_entry(matrices, "codes"), _build_entry(matrices, "scales")
 
 
@@ -65,16 +66,15 @@ def count_worker_nbytes(pair: QuantisedPair) -> int:
     """Return the memory that a thread needs to compute a tile, in bytes."""
     weight, rows = pair.weight, _count_tile_rows(pair)
     width = rows if weight.transposed else weight.columns
-    band = max(_BAND, weight.value_block[0] * width)
+    band = max(_BAND_NBYTES, weight.value_block[0] * width * FLOAT32.itemsize)
     return _BYTES * rows * weight.columns + _BAND_BYTES * band
 
 
 def _count_tile_rows(pair: QuantisedPair) -> int:
     """Return the number of stored rows in a tile."""
     weight = pair.weight
-    if weight.block[0] > 1 or weight.scales.dtype == FLOAT32:
-        return weight.block[0]
-    return min(max(_TILE // weight.columns, 1), weight.rows)
+    high, values = weight.block[0], _TRANSPOSED_TILE if weight.transposed else _TILE
+    return min(max(values // weight.columns // high, 1) * high, weight.rows)
 
 
 def _build_chunk(matrix: Matrix, part: BlockPart) -> Chunk:
@@ -86,8 +86,8 @@ def _build_chunk(matrix: Matrix, part: BlockPart) -> Chunk:
 class KeptScales:
     """Scales that were computed with one part of a tile, until the other part is computed.
 
-    A file has fp32 scales before codes, and MXFP4 scales after the codes of their weight. Tiles for
-    which there is no room are computed twice.
+    The plan has codes before scales, but several threads share it, and a file that is read in its
+    order has fp32 scales first. Tiles for which there is no room are computed twice.
     """
 
     def __init__(self) -> None:
@@ -123,6 +123,7 @@ class Matrix:
 
     Args:
         values: the weight.
+        dtype: in which values are read: as they are stored, if the loops know it, or float32.
         pair: the release's codes and scales of this weight.
         released: the release's values.
         number: the number of the matrix among those of the weight.
@@ -130,6 +131,7 @@ class Matrix:
     """
 
     values: Entry
+    dtype: DType
     pair: QuantisedPair
     released: Entry
     number: int
@@ -215,14 +217,14 @@ class Matrix:
         is_same = np.zeros(grid, np.bool_)
         if kept is not None:
             scales, is_same = kept
-        for start, stop in _cut(rows, columns, high):
+        for start, stop in _cut(rows, high, _BAND_NBYTES // self.dtype.itemsize // columns):
             lines = slice(start // high, -(-stop // high))
             if kept is not None and is_same[lines].all():
                 continue
             box = _take_rows(tile, start, stop)
-            values = self._read_values(reader, self.values, "values", box)
+            values = self._read_values(reader, self.values, self.dtype, box)
             if kept is None:
-                is_same[lines] = self._find_same(reader, values, box)
+                is_same[lines] = self._find_same(reader, values, first + start, box)
                 if is_same[lines].all():
                     continue
                 scales[lines] = self._choose_scales(values, is_same[lines]).view(scales.dtype)
@@ -269,10 +271,11 @@ class Matrix:
         if not is_same.any():
             return computed
         stored = self._read_stored(part, first, count, reader)
-        if not is_same.all():
-            expanded = self._expand(is_same) if part == "codes" else is_same
-            np.copyto(stored, computed, where=~expanded)
-        return stored
+        if is_same.all():
+            return stored
+        where = self._expand(is_same, count) if part == "codes" else is_same
+        np.copyto(computed, stored, where=where)
+        return computed
 
     def _make_codes(self, shape: Index) -> Array:
         """Return memory for codes, packed like those of a matrix of values."""
@@ -284,75 +287,138 @@ class Matrix:
             each[0 if weight.transposed else 1] = 2
         return np.empty([n // count for n, count in zip(shape, each, strict=True)], np.uint8)
 
-    def _read_values(self, reader: TileReader, entry: Entry, slot: str, box: Box) -> Array:
-        """Return a box of a weight in float32, as a matrix."""
+    def _read_values(self, reader: TileReader, entry: Entry, dtype: DType, box: Box) -> Array:
+        """Return a box of a weight as a matrix of float32, or of the bits of bfloat16."""
         import numpy as np
 
-        shape = box.shape[-2:]
-        values = reader.keep(slot, shape, lambda: np.empty(shape, "<f4"))
-        reader.read(entry, box, FLOAT32, values.data.cast("B"))
+        shape, kind = box.shape[-2:], "<u2" if dtype == BFLOAT16 else "<f4"
+        slot = "values" if entry is self.values else "released"
+        values = reader.keep(slot, (shape, kind), lambda: np.empty(shape, kind))
+        reader.read(entry, box, dtype, values.data.cast("B"))
         return values
 
-    def _find_same(self, reader: TileReader, values: Array, box: Box) -> Array:
+    def _find_same(self, reader: TileReader, values: Array, first: int, box: Box) -> Array:
         """Return for each block whether it has the release's values, perhaps rounded to bfloat16.
 
         After a training, no block has. If that was so in the last band, the first row is compared
         before the others.
+
+        Args:
+            reader: reads the release.
+            values: whole rows of blocks.
+            first: the first stored row of the band, if codes are not transposed.
+            box: the part of the weight that the values are.
         """
-        weight, high = self.pair.weight, self.pair.weight.value_block[0]
-        if not self.kept.had_same and 1 < high >= len(values):
-            shape = (*box.shape[:-2], 1, box.shape[-1])
-            row = self._read_values(reader, self.released, "row", Box(box.origin, shape))
-            is_same = _compare(values[:1], row, weight)
+        weight = self.pair.weight
+        if not (self.kept.had_same or weight.packed or weight.block[0] == 1):
+            is_same = self._compare_first_rows(reader, values, first)
             if not is_same.any():
                 return is_same
-        released = self._read_values(reader, self.released, "released", box)
-        is_same = _compare(values, released, weight)
+        is_same = self._compare(reader, values, first, box)
         self.kept.had_same = bool(is_same.any())
         return is_same
 
+    def _compare_first_rows(self, reader: TileReader, values: Array, first: int) -> Array:
+        """Return for each block whether its first row has the release's values."""
+        import numpy as np
+
+        high, rows = self.pair.weight.block[0], range(first, first + len(values))
+        # The reader's memory is overwritten by the next read.
+        codes = [self._read_stored("codes", row, 1, reader).copy() for row in rows[::high]]
+        sample = np.ascontiguousarray(values[::high])
+        return self._compare_codes(reader, sample, np.concatenate(codes), rows, 1)
+
+    def _compare(self, reader: TileReader, values: Array, first: int, box: Box) -> Array:
+        """Return for each block whether it has the release's values, like `_find_same`."""
+        from reshard.quantised import encode
+
+        weight, count = self.pair.weight, len(values)
+        if not weight.packed:
+            codes = self._read_stored("codes", first, count, reader)
+            rows = range(first, first + count)
+            return self._compare_codes(reader, values, codes, rows, weight.block[0])
+        released = self._read_values(reader, self.released, weight.dtype, box)
+        return self._accept(encode.compare(values, released, weight))
+
+    def _compare_codes(
+        self, reader: TileReader, values: Array, codes: Array, rows: range, high: int
+    ) -> Array:
+        """Return for each block of some stored rows whether it has the values of float8 codes.
+
+        Args:
+            reader: reads the scales.
+            values: the values; `high` rows of each row of blocks.
+            codes: the codes of these values.
+            rows: the stored rows of all the blocks.
+            high: see above.
+        """
+        from reshard.quantised import decode, encode
+
+        weight = self.pair.weight
+        stored = self._read_stored("scales", rows.start, len(rows), reader)
+        scales = encode.decode_stored(stored, weight.scales.dtype)
+        line = rows.start // weight.block[0]
+        line += 0 if weight.shared else self.number * weight.grid[0]
+        decode.check_scales(weight, scales.reshape(-1), line * weight.grid[1])
+        return self._accept(encode.compare_codes(values, codes, scales, high, weight))
+
+    def _accept(self, found: tuple[Array, Array]) -> Array:
+        """Return which blocks are the same, from those with the same bits and with rounded ones."""
+        same, rounded = found
+        return same | rounded if self.pair.weight.dtype == FLOAT32 else same
+
     def _read_stored(self, part: BlockPart, first: int, count: int, reader: TileReader) -> Array:
-        """Return the release's codes or scales of some rows: a line for each row of blocks."""
+        """Return the release's codes or scales of some rows: a line for each row of blocks.
+
+        They are kept until the reader reads others, and must not be changed.
+        """
         import numpy as np
 
         entry, box = self.find_stored(part), self.find_box(part, first, count)
         lines = count if part == "codes" else -(-count // self.pair.weight.block[0])
         shape, dtype = (lines, box.volume // lines), f"<u{entry.dtype.itemsize}"
         stored = reader.keep(part, (shape, dtype), lambda: np.empty(shape, dtype))
-        reader.read(entry, box, entry.dtype, stored.data.cast("B"))
+
+        def read() -> Box:
+            reader.read(entry, box, entry.dtype, stored.data.cast("B"))
+            return box
+
+        reader.keep(f"{part} at hand", (self, box), read)
         return stored
 
-    def _expand(self, is_same: Array) -> Array:
-        """Return for each stored byte of codes what its block has, or for each byte of a row."""
+    def _expand(self, is_same: Array, rows: int) -> Array:
+        """Return for each stored byte of some rows of codes what its block has."""
         import numpy as np
 
         weight = self.pair.weight
-        width, columns = weight.block[1], weight.columns
+        (high, width), columns = weight.block, weight.columns
         if weight.packed:
             width, columns = width // 2, columns // 2
         expanded: Array = np.repeat(is_same, width, axis=1)[:, :columns]
-        return expanded
+        return np.repeat(expanded, high, axis=0)[:rows] if high > 1 else expanded
 
 
-def _cut(rows: int, columns: int, high: int) -> Iterator[tuple[int, int]]:
-    """Yield bands of whole rows of blocks: the first row of each, and the row after its last."""
-    step = max(_BAND // columns // high, 1) * high
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
+def _cut(rows: int, high: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield bands of rows of blocks: the first row of each, and the row after its last.
+
+    A row of blocks with fewer rows than the others is a band of its own.
+
+    Args:
+        rows: the number of rows.
+        high: the rows of a block.
+        most: the number of rows that a band should not exceed.
+    """
+    step, even = max(most // high, 1) * high, rows // high * high
+    for start in range(0, even, step):
+        yield start, min(start + step, even)
+    if even < rows:
+        yield even, rows
 
 
 def _take_rows(tile: Box, start: int, stop: int) -> Box:
     """Return some rows of a tile."""
     (*lead, first, left), (*ones, _, columns) = tile.origin, tile.shape
     return Box((*lead, first + start, left), (*ones, stop - start, columns))
-
-
-def _compare(values: Array, released: Array, weight: Scaled) -> Array:
-    """Return for each block whether it has the same bits as another, perhaps as bfloat16."""
-    from reshard.quantised import encode
-
-    same, rounded = encode.compare(values, released, weight)
-    return same | rounded if weight.dtype == FLOAT32 else same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -385,7 +451,8 @@ class Computed:
         """The name under which the bytes can be read."""
         pair, values = self.matrix.pair, self.matrix.values
         detail = f"{self.part} of {values.fqn} like {pair.codes.chunks[0].file}"
-        return Derived(values.chunks[0].file, f"{detail}, {self.matrix.number}", self)
+        name = f"{detail}, {self.matrix.number}"
+        return Derived(values.chunks[0].file, name, self, comes_last=self.part == "scales")
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes from an offset on.
