@@ -11,7 +11,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import reshard
+from reshard import formats
 from reshard.dcp import StorageReader
+from reshard.formats.deepspeed import write
+from reshard.move.execute import execute
+from reshard.move.options import MoveOptions
+from reshard.planning.planner import Plan
+from reshard.training.state import build_writable_state
 
 WEIGHT, BIAS = "0.weight", "0.bias"
 TARGETS = (
@@ -67,6 +73,21 @@ def test_a_universal_adam_that_made_no_step_has_the_moments_that_stage_3_loads(a
     held = load_file(tmp_path / "out", "optimizer_state.pt")["optimizer_state_dict"]
     assert held["state"][0]["step"] == 0
     assert held["param_groups"][0]["lr"] == 1e-3
+
+
+def test_a_sub_group_that_was_never_stepped_has_the_scalars_of_its_group(tmp_path):
+    """As an engine at stage 3 with small sub-groups loads it: NAdam fails without mu_product."""
+    source = save(tmp_path / "source.pt", torch.optim.NAdam, stepped=(WEIGHT,))
+    manifest = formats.read(source)
+    config = {"zero_optimization": {"stage": 3, "sub_group_size": 1}}
+    state = build_writable_state(manifest)
+    skeleton = write.lay_out(state, world_size=2, stage=3, config=config).skeleton
+    (tmp_path / "out").mkdir()
+    execute(Plan(manifest.entries, skeleton), manifest.files, tmp_path / "out", MoveOptions())
+    with reshard.open(tmp_path / "out") as written:
+        products = written.optimizer("mu_product")
+        assert products[BIAS][...] == products[WEIGHT][...]
+        assert 0 < products[BIAS][...] < 1
 
 
 def test_other_optimizers_that_made_no_step_keep_no_state(tmp_path):
