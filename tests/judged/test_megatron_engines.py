@@ -11,6 +11,7 @@ import reshard
 from tests.judges.megatron_cases import STEPS
 from tests.judges.megatron_data import SAMPLES
 from tests.judges.server import DEEPSPEED, Judge
+from tests.support.combinations import choose_combinations
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +33,11 @@ class Route:
     to: str = ""
     ranks: int = 2
     options: dict = field(default_factory=dict, hash=False)
+
+    @property
+    def kind(self):
+        """What must occur together with what: the case, its form, what it becomes."""
+        return self.case, self.form, self.to or self.engine
 
     def __str__(self):
         more = [f"{name}={value}" for name, value in self.options.items()]
@@ -60,6 +66,8 @@ ROUTES = [
     Route(EXPERTS, "torch_dist", "fsdp2", "fsdp2", options={"device": "cpu"}),
     Route(EXPERTS, "torch_dist", "hf-trainer", "hf-trainer"),
 ]
+CHOSEN = choose_combinations(route.kind for route in ROUTES)
+ROUTES = [route for route in ROUTES if route.kind in CHOSEN]
 
 
 def truth_of(folder):
