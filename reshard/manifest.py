@@ -165,6 +165,11 @@ class TrainState:
     opaque: Mapping[str, Any] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def updates(self) -> int | None:
+        """The steps without those that the loss scaler skipped, as a scheduler counts them."""
+        return None if self.step is None else self.step - (self.skipped_steps or 0)
+
     def sort_groups(self, order: Mapping[str, int]) -> TrainState:
         """Return the state with the names of each param group in an order; unknown ones last."""
         groups = (

@@ -39,7 +39,7 @@ class Tag:
         train = self.manifest.train
         if train.optimizer_step:
             return max(train.optimizer_step.values())
-        return None if train.step is None else train.step - (train.skipped_steps or 0)
+        return train.updates
 
     def count_updates(self, fqn: str) -> float | None:
         """Return the number of updates of one parameter, or None."""

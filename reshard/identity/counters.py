@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from reshard.manifest import Manifest
 
-_NAMED_STEP = re.compile(r"(?:global_step|checkpoint-)(\d+)")
+_NAMED_STEP = re.compile(r"(?:global_step|checkpoint-|iter_)(\d+)")
 
 
 def find_counter_conflicts(manifest: Manifest) -> list[str]:
@@ -18,12 +18,11 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
     part of the model later than the rest, or step its scheduler once an epoch.
     """
     train = manifest.train
-    if train.step is None:
+    expected = train.updates
+    if train.step is None or expected is None:
         return []
     problems = []
     applied = set(train.optimizer_step.values())
-    # A step that the loss scaler skips counts for the run, not for the optimizer.
-    expected = train.step - (train.skipped_steps or 0)
     if applied and max(applied) - expected not in train.updates_at_start:
         problems.append(
             f"the optimizer was updated {max(applied):g} times, the run counts {expected}"

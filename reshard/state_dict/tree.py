@@ -63,6 +63,7 @@ class ParsedTree:
         ordered: whether weights are in the model's order.
         proved: whether the files state how large each tensor is.
         saved_modules: ``modules_to_save`` of PEFT's configuration beside an adapter.
+        directory: that the program saved to, where the files state it.
     """
 
     root: Any
@@ -75,6 +76,7 @@ class ParsedTree:
     ordered: bool = True
     proved: bool = True
     saved_modules: Sequence[str] = ()
+    directory: str = ""
     notes: list[str] = field(default_factory=list)
 
 

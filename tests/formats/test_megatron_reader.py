@@ -33,14 +33,16 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats.megatron import buckets, grouped, names
+from reshard.formats.megatron import buckets, grouped, names, train, translate
 from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import covers_experts, find_ranks, list_saving_ranks
+from reshard.identity.counters import find_counter_conflicts
 from reshard.location import Location
 from reshard.manifest import Entry
 from reshard.model_parallel.rules import load_table
+from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.tensors import LazyTensor
 from tests.support.megatron_values import change
 from tests.support.sample_tensors import built
@@ -104,6 +106,38 @@ def _check_bytes(place, layers):
     assert set(manifest.train.optimizer_step.values()) == {truth["steps"]}
     assert manifest.train.step == 3
     assert manifest.train.config["num_layers"] == layers
+
+
+def test_metadata_of_another_iteration_is_refused(dist, tmp_path):
+    about = dist / STEP / ".metadata"
+    about.write_bytes(about.read_bytes().replace(b"iter_0000003", b"iter_0000004"))
+    with pytest.raises(CorruptError, match=r"iteration 4, but common\.pt says iteration 3"):
+        reshard.merge(dist, tmp_path / "out")
+
+
+def test_a_directory_of_another_iteration_is_warned_of(dist):
+    moved = (dist / STEP).rename(dist / "iter_0000005")
+    (problem,) = find_counter_conflicts(formats.read(moved))
+    assert problem.endswith("iter_0000005 by its name, step 3 inside")
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "consumed", "scaler", "expected"),
+    [
+        (48, 96, {"scale": 1.0}, 6),  # as Megatron-core counts 12 steps of which it skips 6
+        (96, 96, {"scale": 1.0}, 0),
+        (48, 80, {"scale": 1.0}, None),  # a batch that grew
+        (47, 96, {"scale": 1.0}, None),
+        (48, 96, None, None),  # a scheduler that began anew
+    ],
+)
+def test_steps_that_the_loss_scaler_skipped_are_counted(scheduled, consumed, scaler, expected):
+    args = Arguments("args", {"global_batch_size": 8, "consumed_train_samples": consumed})
+    root = {"iteration": 12, "opt_param_scheduler": {"num_steps": scheduled}}
+    state = train.make_train_state(root, args, ParsedOptimizer(scaler=scaler), range(0))
+    assert state.skipped_steps == expected
+    translated, _ = translate.translate(replace(formats.read(DIST), train=state))
+    assert translated.train.scheduler["last_epoch"] == 12 - (expected or 0)
 
 
 def test_zarr_is_refused_by_name(old, tmp_path):

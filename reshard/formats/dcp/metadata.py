@@ -57,6 +57,7 @@ class Metadata:
     shapes: dict[str, Index] = field(default_factory=dict)  # of tensors stored in another shape
     globals: set[str] = field(default_factory=set)
     version: str = ""
+    directory: str = ""  # that the program saved to, where the file states it
 
 
 def read(files: Sequence[Path]) -> Metadata:
@@ -89,6 +90,7 @@ def _add_file(found: Metadata, path: Path) -> None:
     found.globals |= done.globals
     version = root.get("version")
     found.version = version if version and isinstance(version, str) else found.version
+    found.directory = _parse_directory(root.get("storage_meta")) or found.directory
     try:
         stored = _parse_storage(path, root.get("storage_data") or {})
         for key, about in root.get("state_dict_metadata").items():
@@ -103,6 +105,14 @@ def _add_file(found: Metadata, path: Path) -> None:
             f"is DCP metadata that reshard cannot read ({type(error).__name__}: {error})",
             "the file was altered, or written by a newer torch than reshard supports",
         ) from error
+
+
+def _parse_directory(about: Any) -> str:
+    """Return the directory of ``StorageMeta.checkpoint_id``, which is a text or a ``Path``."""
+    saved = about.get("checkpoint_id") if isinstance(about, Call) else None
+    if isinstance(saved, Call) and all(type(part) is str for part in saved.args):
+        return str(PurePosixPath(*saved.args))
+    return saved if isinstance(saved, str) else ""
 
 
 def _read_shapes(about: Mapping[str, Any]) -> dict[str, Index]:

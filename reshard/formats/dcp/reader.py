@@ -82,6 +82,7 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
         world=len({match[1] for name in used if (match := _DATA.fullmatch(name))}) or 1,
         globals=items.globals | about.globals,
         plain_is_buffer=False,
+        directory=about.directory,
         notes=_describe_stale(location, used),
     )
     return about, parsed

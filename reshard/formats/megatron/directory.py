@@ -31,13 +31,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = "model_optim_rng.pt"
 OPTIMIZER = "distrib_optim.pt"
 COMMON = "common.pt"
+METADATA = ".metadata"  # DCP's
 BACKEND = "metadata.json"
 DIST_FOLDER = "dist_ckpt"  # verl's
 VERL_PARTS = ("model", "optimizer", "extra")  # folders of verl, each with a DIST_FOLDER
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODELS = (MODEL, "model_rng.pt")  # the second until 2023, beside one optimizer file a rank
-_METADATA = ".metadata"
+_ITERATION = re.compile(r"iter_(\d{7,18})")
 _LISTED = 4
 
 
@@ -73,7 +74,7 @@ def holds(location: Location) -> bool:
 def is_dist(location: Location) -> bool:
     """Return whether a directory has the torch_dist format."""
     # Any DCP directory has .metadata; only Megatron's has one of the others beside it.
-    return _METADATA in location.files and (BACKEND in location.files or COMMON in location.files)
+    return METADATA in location.files and (BACKEND in location.files or COMMON in location.files)
 
 
 def list_parts(location: Location) -> dict[str, Location]:
@@ -92,20 +93,26 @@ def list_parts(location: Location) -> dict[str, Location]:
     return {} if parts.keys() <= {"extra"} else parts
 
 
+def parse_iteration(path: str) -> int | None:
+    """Return the iteration that the name of a checkpoint's directory states; None without one."""
+    match = _ITERATION.fullmatch(path.rstrip("/").rpartition("/")[2])
+    return int(match[1]) if match else None
+
+
 def is_zarr(location: Location) -> bool:
     """Return whether a directory has the format before torch_dist, a zarr array for each tensor.
 
     Source: Megatron-LM core_v0.9.0 ``core/dist_checkpointing/strategies/zarr.py``.
     """
     files = location.files
-    if _METADATA in files or COMMON not in files or BACKEND not in files:
+    if METADATA in files or COMMON not in files or BACKEND not in files:
         return False
     # Only the content tells it from torch_dist without .metadata, which is an interrupted save.
     return b'"zarr"' in read_small_file(files[BACKEND], MAX_POINTER)
 
 
 def _is_part(name: str) -> bool:
-    return name in (_METADATA, BACKEND, COMMON) or name.endswith(".distcp")
+    return name in (METADATA, BACKEND, COMMON) or name.endswith(".distcp")
 
 
 def list_rank_folders(location: Location) -> dict[str, Location]:

@@ -46,9 +46,11 @@ from reshard.location import Location
 from reshard.manifest import (
     BUFFER,
     PARAM,
+    Claim,
     Entry,
     Manifest,
     Origin,
+    SourceFile,
     UnnamedOptimizer,
     index_entries,
 )
@@ -146,7 +148,10 @@ def read(location: Location, table: Table) -> Manifest:
     manifest = Manifest(
         origin=Origin("megatron", str(location)),
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
-        files={**loaded.files, **(exported.files if exported else {})},
+        files={
+            **_add_claims(location, loaded, common),
+            **(exported.files if exported else {}),
+        },
         train=train.make_train_state(
             {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)}, run, state, range(0)
         ),
@@ -168,6 +173,31 @@ def read(location: Location, table: Table) -> Manifest:
     )
     manifest = rank_states.attach(manifest, rank_states.collect_from_dist(loaded.root))
     return replace(manifest, origin=train.make_origin(location, args, form, manifest))
+
+
+def _add_claims(
+    location: Location, loaded: ParsedTree, common: Mapping[str, Any]
+) -> dict[str, SourceFile]:
+    """Return the files, with what common.pt and ``.metadata`` state about the iteration.
+
+    Megatron names the directory after the iteration, and DCP keeps the directory's name.
+
+    Source: Megatron-LM core_v0.16.1 ``megatron/training/checkpointing.py`` (get_checkpoint_name),
+    torch 2.13 ``distributed/checkpoint/filesystem.py`` (``storage_meta``).
+    """
+    path, step = location.files.get(directory.COMMON), common.get("iteration")
+    named = directory.parse_iteration(loaded.directory)
+    if path is None or named is None or type(step) is not int:
+        return loaded.files
+    about = location.files[directory.METADATA]
+    of_common = loaded.files[str(path)]
+    stated = Claim("iteration", str(named), "the directory that it was saved to")
+    claim = Claim("iteration", str(step), "its iteration")
+    return {
+        **loaded.files,
+        of_common.path: replace(of_common, claims=(*of_common.claims, claim)),
+        str(about): SourceFile(str(about), about.stat().st_size, claims=(stated,)),
+    }
 
 
 def _note_frozen(frozen: Sequence[str]) -> Iterator[str]:

@@ -60,6 +60,7 @@ def make_train_state(
     step = root.get("iteration")
     return TrainState(
         step=step if type(step) is int else None,
+        skipped_steps=_count_skipped(root, args, state),
         samples=args.number("consumed_train_samples") or None,
         optimizer_step={
             name: count
@@ -81,6 +82,23 @@ def make_train_state(
         opaque=opaque,
         objects=keep_own_values(root, [name for name in ("args", *client) if name in root]),
     )
+
+
+def _count_skipped(root: Mapping[str, Any], args: Arguments, state: ParsedOptimizer) -> int | None:
+    """Return the number of steps that the loss scaler skipped; None if nothing states it.
+
+    A skipped step counts as an iteration and consumes samples, but the scheduler, which counts
+    samples, does not step (Megatron-LM core_v0.16.1 ``megatron/training/training.py``, train_step).
+    """
+    step, batch = root.get("iteration"), args.number("global_batch_size")
+    scheduler = root.get("opt_param_scheduler")
+    scheduled = scheduler.get("num_steps") if isinstance(scheduler, dict) else None
+    if state.scaler is None or not batch or type(step) is not int or type(scheduled) is not int:
+        return None
+    # Only with one batch size in the whole run does the number of samples tell that of steps.
+    is_constant = args.number("consumed_train_samples") == step * batch
+    updates, rest = divmod(scheduled, batch)
+    return step - updates if is_constant and not rest and 0 <= updates <= step else None
 
 
 def _is_model(key: Any) -> bool:

@@ -66,7 +66,7 @@ def _make_scheduler(train: TrainState, groups: tuple[ParamGroup, ...]) -> Any:
 
     Without ``base_lrs`` in the state, a scheduler of torch keeps those of the new program.
     """
-    saved, step = train.scheduler, train.step
+    saved, step = train.scheduler, train.updates
     if not isinstance(saved, Mapping) or step is None:
         return saved
     return {
@@ -101,8 +101,8 @@ def _describe(train: TrainState, groups: int) -> Iterator[str]:
     if not isinstance(saved, Mapping) or "lr_decay_style" not in saved:
         return
     yield (
-        f"scheduler: a state after {train.step} updates, for any of torch's or DeepSpeed's that the"
-        f" new run creates. Megatron's was {saved['lr_decay_style']}, from {saved.get('max_lr')}"
-        f" to {saved.get('min_lr')} in {saved.get('lr_decay_steps')} samples after"
-        f" {saved.get('lr_warmup_steps')} of warmup, at sample {saved.get('num_steps')}"
+        f"scheduler: a state after {train.updates} updates, for any of torch's or DeepSpeed's that"
+        f" the new run creates. Megatron's was {saved['lr_decay_style']}, from"
+        f" {saved.get('max_lr')} to {saved.get('min_lr')} in {saved.get('lr_decay_steps')} samples"
+        f" after {saved.get('lr_warmup_steps')} of warmup, at sample {saved.get('num_steps')}"
     )
