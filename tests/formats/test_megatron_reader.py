@@ -33,7 +33,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats.megatron import buckets, grouped, names, train, translate
+from reshard.formats.megatron import buckets, dist_flat, grouped, names, train, translate
 from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
@@ -138,6 +138,16 @@ def test_steps_that_the_loss_scaler_skipped_are_counted(scheduled, consumed, sca
     assert state.skipped_steps == expected
     translated, _ = translate.translate(replace(formats.read(DIST), train=state))
     assert translated.train.scheduler["last_epoch"] == 12 - (expected or 0)
+
+
+def test_weights_are_read_beside_buffers_without_frozen_parameters(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        dist_flat.FlatBuffers, "_get_unpadded", lambda _self, _group, _number, stored: stored[:1]
+    )
+    report = reshard.merge(DIST, tmp_path / "out")
+    assert any("the optimizer is left out: buffer 0" in each for each in report.warnings)
+    with pytest.raises(IncompleteError, match="or the run froze parameters"):
+        reshard.split(DIST, tmp_path / "split", tp=2)
 
 
 def test_zarr_is_refused_by_name(old, tmp_path):

@@ -131,17 +131,22 @@ def read(location: Location, table: Table) -> Manifest:
     state = optimizer.read(chained or common.get("optimizer"), params, args, table, str(location))
     buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location))
     problem = buffers.find_problem()
+    advice = _FULLY
     try:
         flat = [] if problem else buffers.read_entries()
     except CorruptError as error:
-        if exported is None:
+        if exported is None and isinstance(error, optimizer.SmallBufferError):
+            # The weights lie apart from the buffers, and are whole without them.
+            flat, problem, advice = [], error.problem, error.remedy
+        elif exported is None:
             raise
-        raise UnsupportedError(
-            location,
-            f"has an optimizer that does not fit the Hugging Face model ({error.problem}): it is"
-            " that of another model, or Megatron padded the vocabulary",
-            _ADVICE_EXPORTED,
-        ) from error
+        else:
+            raise UnsupportedError(
+                location,
+                f"has an optimizer that does not fit the Hugging Face model ({error.problem}): it"
+                " is that of another model, or Megatron padded the vocabulary",
+                _ADVICE_EXPORTED,
+            ) from error
     if exported:
         _check_shapes(location, whole, [*slots, *flat])
     form = _describe_form(common, flat, slots)
@@ -167,7 +172,7 @@ def read(location: Location, table: Table) -> Manifest:
             *([f"the optimizer is left out: {problem}"] if problem else []),
         ),
         unnamed_optimizers=("optimizer",) if problem else (),
-        unnamed=UnnamedOptimizer(problem, advice=_FULLY) if problem else None,
+        unnamed=UnnamedOptimizer(problem, advice=advice) if problem else None,
         unknown_globals=trust.list_unknown(loaded.globals),
         ordered=True,  # see `grid.sort_entries`
     )

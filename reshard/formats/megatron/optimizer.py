@@ -427,10 +427,15 @@ def _place_members(
     return None
 
 
+class SmallBufferError(CorruptError):
+    """A flat buffer has fewer elements than the parameters, as if some of these were frozen."""
+
+
 def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
     """Return the error for flat elements that are not those of the parameters."""
     expected = sum(prod(param.shape) for param in members)
     # Frozen parameters have no place in a buffer (``_ParamAndGradBuffer``).
+    kind = SmallBufferError if numel < expected else CorruptError
     frozen = (
         "; or the run froze parameters, and no file states which: load it in Megatron and save it"
         " with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or for the weights"
@@ -438,7 +443,7 @@ def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int
         if numel < expected
         else ""
     )
-    return CorruptError(
+    return kind(
         path,
         f"{what} has {numel} elements, but Megatron's layout of its {len(members)} parameters has"
         f" {expected}",
