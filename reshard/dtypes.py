@@ -103,6 +103,20 @@ _SHORT = {
 }
 
 
+def parse_float(option: str, text: str | None) -> DType | None:
+    """Return the dtype that an option states, in which values are written or compared.
+
+    Raises:
+        UsageError: the text is not a dtype, or reshard does not cast to it.
+    """
+    if text is None:
+        return None
+    dtype = parse(text)
+    if dtype.family != "float":
+        raise UsageError(f"{option} {text}", "must be bf16, fp16, fp32 or fp64")
+    return dtype
+
+
 def parse(text: str) -> DType:
     """Return the dtype for a text such as ``bf16``, ``bfloat16`` or ``torch.bfloat16``.
 

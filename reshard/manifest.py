@@ -17,7 +17,7 @@ from reshard import escaped
 from reshard.box import Index, find_first_overlap, whole
 from reshard.chunks import Chunk, Chunks, FileSizes, ListedChunks, Partition
 from reshard.derived import Derived
-from reshard.dtypes import BFLOAT16, DType
+from reshard.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError, shown
 
 Keyed = Literal["fqn", "index"]
@@ -395,6 +395,14 @@ def find_most_common_dtype(dtypes: Iterable[DType]) -> str:
     """Return the most common float dtype, the first one of several; empty if there is none."""
     counts = Counter(dtype for dtype in dtypes if dtype.family == "float")
     return str(max(counts, key=counts.__getitem__)) if counts else ""
+
+
+def find_main_dtype(tensors: Iterable[tuple[DType, int]]) -> DType:
+    """Return the dtype of most elements, from each tensor's dtype and number of elements."""
+    sizes: Counter[DType] = Counter()
+    for dtype, numel in tensors:
+        sizes[dtype] += numel
+    return max(sizes, key=sizes.__getitem__, default=FLOAT32)
 
 
 def find_source_file(files: Mapping[str, SourceFile], file: str) -> SourceFile:

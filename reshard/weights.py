@@ -54,9 +54,7 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
         UsageError: ``dtype`` is not a float dtype, or the patterns match no weight.
         UnrecognisedError: there are no weights.
     """
-    target = None if dtype in (None, "keep") else dtypes.parse(str(dtype))
-    if target is not None and target.family != "float":
-        raise UsageError(f"--dtype {dtype}", "weights are written as bf16, fp16 or fp32")
+    target = None if dtype == "keep" else dtypes.parse_float("--dtype", dtype)
     masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
     plain = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
     patterns = keys.compile_patterns(keep_fp32, "--keep-fp32")

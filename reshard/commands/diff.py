@@ -193,9 +193,7 @@ def compare(
         ReshardError: a tensor cannot be read, or an option fits neither checkpoint.
     """
     began = time.perf_counter()
-    dtype = dtypes.parse(options.dtype) if options.dtype else None
-    if dtype is not None and dtype.family != "float":
-        raise UsageError(f"--dtype {options.dtype}", "must be bf16, fp16, fp32 or fp64")
+    dtype = dtypes.parse_float("--dtype", options.dtype)
     report = DiffReport(left.origin.path, right.origin.path)
     tolerance = Tolerance(options.atol, options.rtol, options.ulp)
     report.exact = tolerance.is_exact

@@ -6,7 +6,6 @@ in which dtype it was trained, and which optimizer state belongs to it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -259,14 +258,6 @@ def change_entries(state: WritableState, change: Callable[[Entry], Entry | None]
         tied={a: weights[kept].fqn for a, kept in manifest.tied.items() if kept in weights},
     )
     return replace(state, manifest=manifest, weights=tuple(weights.values()), groups=groups)
-
-
-def find_most_common_dtype(weights: Iterable[Weight]) -> DType:
-    """Return the dtype of most elements in the module."""
-    sizes: Counter[DType] = Counter()
-    for weight in weights:
-        sizes[weight.dtype] += weight.value.numel
-    return max(sizes, key=lambda dtype: sizes[dtype], default=dtypes.FLOAT32)
 
 
 _NAME_MODEL = "pass the model with --model config.json|DIR|module:factory"

@@ -14,12 +14,11 @@ from reshard.commands.output import is_single_file
 from reshard.commands.passes import apply_names
 from reshard.containers import safetensors_shards as writer
 from reshard.containers.json_files import format_json
-from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles, read_small_file
 from reshard.formats.base import Conversion
 from reshard.location import get_directory
-from reshard.manifest import Entry, Skeleton
+from reshard.manifest import Skeleton, find_main_dtype
 from reshard.model import adapter_names as adapters
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
@@ -300,10 +299,13 @@ def build_companions(merge: Merge) -> dict[str, bytes]:
     texts = {path.name: read_small_file(path) for path in companions.others}
     if companions.config is None:
         return texts
+    dtype = find_main_dtype(
+        (each, entry.numel) for entry, each in tensors if each.family == "float"
+    )
     config, changes = match_config(
         companions.config,
         tensors,
-        _find_main_dtype(tensors),
+        dtype.name,
         untied=merge.untied,
         known=merge.shapes,
     )
@@ -312,12 +314,3 @@ def build_companions(merge: Merge) -> dict[str, bytes]:
         changes = [f"config.json is built from the source: a {kind}"]
     merge.notes.derived += changes
     return texts | {"config.json": format_json(config)}
-
-
-def _find_main_dtype(tensors: Sequence[tuple[Entry, DType]]) -> str:
-    """Return the floating-point dtype that most elements have, for the config."""
-    sizes: dict[str, int] = {}
-    for entry, dtype in tensors:
-        if dtype.family == "float":
-            sizes[dtype.name] = sizes.get(dtype.name, 0) + entry.numel
-    return max(sizes, key=lambda name: sizes[name], default="float32")

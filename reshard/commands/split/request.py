@@ -72,7 +72,7 @@ def resolve_request(
         run=run,
         keeps_layout=options.to is None,
         fsdp_version=options.fsdp_version,
-        orig_params=_parse_dtype("--use-orig-params", options.use_orig_params),
+        orig_params=dtypes.parse_float("--use-orig-params", options.use_orig_params),
         separate_masters=separate_masters,
         model=shapes,
         model_hint=options.model,
@@ -151,13 +151,4 @@ def _choose_tensor_plan(
 def _choose_dtype(options: SplitOptions, *, separate_masters: bool) -> DType | None:
     """Return the dtype of the weights; an optimizer that updates them in place starts in fp32."""
     in_place = options.init_optimizer == "zeros" and not separate_masters
-    return _parse_dtype("--dtype", options.dtype) or (FLOAT32 if in_place else None)
-
-
-def _parse_dtype(option: str, text: str | None) -> DType | None:
-    if text is None:
-        return None
-    dtype = dtypes.parse(text)
-    if dtype.family != "float":
-        raise UsageError(f"{option} {text}", "must be bf16, fp16 or fp32")
-    return dtype
+    return dtypes.parse_float("--dtype", options.dtype) or (FLOAT32 if in_place else None)

@@ -13,7 +13,7 @@ from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO
 from reshard.formats.deepspeed.expert_layout import locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
 from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, make_initial_scaler
-from reshard.manifest import Entry
+from reshard.manifest import Entry, find_main_dtype
 from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.pickles import objects
 from reshard.stamps import Stamp
@@ -28,7 +28,6 @@ from reshard.training.state import (
     TrainedParameter,
     Weight,
     WritableState,
-    find_most_common_dtype,
     refuse_non_elementwise_slots,
     refuse_slots_of_flat_tensors,
     refuse_without_optimizer,
@@ -282,7 +281,8 @@ def _check_source(state: WritableState, *, needs_hyper: bool) -> None:
 def find_precision(state: WritableState) -> DType:
     """Return the dtype of most trained elements; without optimizer, of all trainable ones."""
     groups = state.groups or _without_optimizer(state).groups
-    return find_most_common_dtype(member.weight for group in groups for member in group.members)
+    weights = (member.weight for group in groups for member in group.members)
+    return find_main_dtype((weight.dtype, weight.value.numel) for weight in weights)
 
 
 def _adapt_config(config: Mapping[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:

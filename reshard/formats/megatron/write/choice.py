@@ -18,7 +18,7 @@ from reshard.formats.megatron.write.groups import Groups
 from reshard.formats.megatron.write.ranks import HEAD, KnownWeight, WeightLocations, find_rules
 from reshard.formats.megatron.write.written_states import WrittenStates
 from reshard.formats.target_options import Adam, CkptFormat, TransformerImpl
-from reshard.manifest import Entry
+from reshard.manifest import Entry, find_main_dtype
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.described import Described
 from reshard.model_parallel.rules import Table
@@ -30,7 +30,6 @@ from reshard.training import loss_scale, optimizers
 from reshard.training.state import (
     Weight,
     WritableState,
-    find_most_common_dtype,
     refuse_non_elementwise_slots,
     refuse_without_optimizer,
 )
@@ -199,7 +198,9 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
             "pass the model's config: --model config.json|DIR",
         )
     # A few tensors may be fp32 in a run of 16 bits, so the most common dtype is the run's.
-    precision = wanted.dtype or find_most_common_dtype(w for w in state.weights if w.is_float)
+    precision = wanted.dtype or find_main_dtype(
+        (weight.dtype, weight.value.numel) for weight in state.weights if weight.is_float
+    )
     param_groups = groups.make_groups(
         state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam
     )
