@@ -295,16 +295,14 @@ def check_against(
     for name, content, entry in matched:
         problem = _describe_difference(content, entry, digests.get(entry.key, {}))
         if problem:
-            check.failures.append(f"{content.kind} {name}: {problem}")
+            check.failures.append(f"{content.kind} {name} {problem}")
         elif entry.dtype.name != content.dtype:
             narrow.append(name)
     missing, extra = _find_unmatched(manifest, listed, {(c.kind, c.fqn) for _, c, _ in matched})
-    check.failures += [
-        f"{kind} {fqn} is missing" for kind, fqn in _select_compared(missing, both=both)
-    ]
-    check.failures += [
-        f"{kind} {fqn} is not listed" for kind, fqn in _select_compared(extra, both=both)
-    ]
+    for keys, problem in ((missing, "is missing"), (extra, "is not listed")):
+        check.failures += [
+            f"{kind} {fqn} {problem}" for kind, fqn in keys if both or kind == pairs.WEIGHT
+        ]
     check.looked_at = f"{counted(len(matched), 'tensor')} of {len(listed.tensors)}"
     if narrow:
         check.looked_at += f", {len(narrow)} as cast"
@@ -349,23 +347,18 @@ def _find_unmatched(
     return missing, extra
 
 
-def _select_compared(keys: Iterable[Key], *, both: bool) -> list[Key]:
-    """Return the keys to compare: without slots if one side has no optimizer."""
-    return [key for key in keys if both or key[0] == pairs.WEIGHT]
-
-
 def _describe_difference(content: Content, entry: Entry, digests: Mapping[Digest, str]) -> str:
     """Describe how one tensor differs from the manifest; return an empty text if it does not."""
     if entry.shape != content.shape:
-        return f"shape {list(entry.shape)}, {list(content.shape)} in the manifest"
+        return f"has the shape {list(entry.shape)}, but {list(content.shape)} in the manifest"
     if not entry.numel:
         return ""
     dtype = _choose_common_dtype(entry, content)
     if dtype is None:
-        return f"{entry.dtype}, {content.dtype} in the manifest"
+        return f"is {entry.dtype}, but {content.dtype} in the manifest"
     digest = content.choose_digest(dtype)
     if digests[digest] != content.list_digests(digest.algorithm)[dtype.name]:
-        return f"other contents than in the manifest (as {dtype})"
+        return f"has other contents than in the manifest (as {dtype})"
     return ""
 
 
@@ -376,7 +369,7 @@ def _compare_train(manifest: Manifest, listed: Contents, check: Check) -> None:
         name = value.name.split(":")[0]
         is_minor = name in _LOCAL or (name in _OPTIONAL and bool(value.only))
         shown = (
-            f"{value.name}: {shorten(value.a, 60)}, {shorten(value.b, 60)} in the manifest"
+            f"{value.name} is {shorten(value.a, 60)}, but {shorten(value.b, 60)} in the manifest"
             if not value.only
             else f"{value.name} is only {'here' if value.only == 'a' else 'in the manifest'}"
         )

@@ -66,7 +66,9 @@ def test_blake3_stands_beside_sha256_and_suffices(source, tensors, manifest, tmp
     value["float32"].view(torch.uint8).view(-1)[0] ^= 1
     save_file(value, tmp_path / "other.safetensors")
     failed = against(tmp_path / "other.safetensors", manifest)
-    assert failed.failures == ["weight float32: other contents than in the manifest (as float32)"]
+    assert failed.failures == [
+        "weight float32 has other contents than in the manifest (as float32)"
+    ]
 
 
 def test_a_manifest_with_blake3_is_compared_without_the_package(source, manifest, without_blake3):
@@ -142,9 +144,15 @@ def changed(path, tmp_path, edit):
     [
         (lambda t: t.pop("prime"), "prime is missing"),
         (lambda t: t.update(more=torch.ones(2)), "more is not listed"),
-        (lambda t: t["prime"].view(-1)[5].add_(1e-6), "prime: other contents"),
-        (lambda t: t.update(prime=t["prime"].reshape(1, 13)), "prime: shape [1, 13], [13]"),
-        (lambda t: t.update(int64=t["int64"].float()), "int64: float32, int64 in the manifest"),
+        (lambda t: t["prime"].view(-1)[5].add_(1e-6), "prime has other contents"),
+        (
+            lambda t: t.update(prime=t["prime"].reshape(1, 13)),
+            "prime has the shape [1, 13], but [13]",
+        ),
+        (
+            lambda t: t.update(int64=t["int64"].float()),
+            "int64 is float32, but int64 in the manifest",
+        ),
     ],
 )
 def test_what_differs_is_named(source, manifest, tmp_path, edit, words):
