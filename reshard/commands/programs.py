@@ -25,6 +25,8 @@ _LAST_BYTES = 16 << 10
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 _EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception)\b")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_NAMES = ("checkpoint", "world_size", "steps", "until", "log", "out", "zero_stage")
+_LISTED = ", ".join(f"{{{name}}}" for name in _NAMES)
 
 
 Watch = Callable[[float, str], None]
@@ -59,7 +61,7 @@ class ProgramResult:
         return f"ended with exit code {self.exit_code}"
 
 
-def split_command(template: str, known: Sequence[str], needed: Sequence[str]) -> list[str]:
+def split_command(template: str, needed: Sequence[str]) -> list[str]:
     """Split a command line into words like a shell, without its other features.
 
     Raises:
@@ -71,18 +73,18 @@ def split_command(template: str, known: Sequence[str], needed: Sequence[str]) ->
         raise UsageError("--command", f"cannot be split into words: {error}") from error
     names = _PLACEHOLDER.findall(template)
     for name in names:
-        if name not in known:
+        if name not in _NAMES:
             raise UsageError(
                 f"--command {{{name}}}",
                 "is not a placeholder that reshard fills",
-                f"use {_list_placeholders(known)}",
+                f"use {_LISTED}",
             )
     for name in needed:
         if name not in names:
             raise UsageError(
                 "--command",
                 f"has no {{{name}}}",
-                f"the placeholders are {_list_placeholders(known)}",
+                f"the placeholders are {_LISTED}",
             )
     return words
 
@@ -200,7 +202,3 @@ def _read_last_lines(path: Path) -> tuple[str, ...]:
     lines = [line for line in text.splitlines() if line.strip()]
     before, last = lines[:-_LAST_LINES], lines[-_LAST_LINES:]
     return (*dict.fromkeys(filter(_EXCEPTION.match, before)), *last)
-
-
-def _list_placeholders(names: Sequence[str]) -> str:
-    return ", ".join(f"{{{name}}}" for name in names)

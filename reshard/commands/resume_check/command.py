@@ -27,7 +27,6 @@ from reshard.commands.programs import ProgramResult
 from reshard.commands.reading import Meter
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.commands.resume_check.program import (
-    PLACEHOLDERS,
     choose_program,
     locate_log,
     make_loadable,
@@ -149,7 +148,7 @@ class _ResumeCheck:
         self._layouts = self._plan_layouts()
         sizes = {self.ranks, *(layout.planned.ranks for layout in self._layouts)}
         if options.command and sizes != {1}:
-            programs.split_command(options.command, PLACEHOLDERS, ["world_size"])
+            programs.split_command(options.command, ["world_size"])
 
     @property
     def ranks(self) -> int:

@@ -15,8 +15,6 @@ from reshard.formats import registry
 from reshard.manifest import Manifest
 from reshard.training import trainer_run
 
-PLACEHOLDERS = ("checkpoint", "world_size", "steps", "until", "log", "out", "zero_stage")
-
 _TRAINER_STATE = "trainer_state.json"
 
 
@@ -71,7 +69,7 @@ def choose_program(manifest: Manifest, command: str | None) -> Program:
     """
     if command is None:
         return _use_trainer(manifest)
-    words = programs.split_command(command, PLACEHOLDERS, ["checkpoint", "log"])
+    words = programs.split_command(command, ["checkpoint", "log"])
     train = manifest.train
     known = [*train.optimizer_step.values()] if train.step is None else [train.step]
     step = int(max(known)) if known else None
