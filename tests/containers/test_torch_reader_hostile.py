@@ -100,9 +100,9 @@ def members(data, tmp_path):
         return {info.filename: archive.read(info) for info in archive.infolist()}
 
 
-def repacked(path, parts, *, method=zipfile.ZIP_STORED, zip64=False):
+def repacked(path, parts, *, zip64=False):
     """The archive written again by Python."""
-    with zipfile.ZipFile(path, "w", method) as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         for name, content in parts.items() if isinstance(parts, dict) else parts:
             with archive.open(zipfile.ZipInfo(name), "w", force_zip64=zip64) as member:
                 member.write(content)

@@ -44,12 +44,12 @@ def texts(tab, selector):
     return tab.js(found)
 
 
-def plot(tab, number=0):
-    """Return the left, top, width and height of a map's drawing, scrolled into view."""
-    tab.js(f"document.querySelectorAll('.stage')[{number}].scrollIntoView({{block: 'center'}})")
+def plot(tab):
+    """Return the left, top, width and height of the first map's drawing, scrolled into view."""
+    tab.js("document.querySelector('.stage').scrollIntoView({block: 'center'})")
     return tab.js(
-        f"(({{left, top, width, height}}) => [left, top, width, height])"
-        f"(document.querySelectorAll('.stage')[{number}].getBoundingClientRect())"
+        "(({left, top, width, height}) => [left, top, width, height])"
+        "(document.querySelector('.stage').getBoundingClientRect())"
     )
 
 

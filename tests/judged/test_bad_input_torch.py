@@ -319,11 +319,11 @@ def test_a_sharded_tensor_of_another_shape(copied, refused):
 # DCP
 
 
-def edit_metadata(source: Path, edit: Callable[[Any], Any], name: str = ".metadata") -> Path:
+def edit_metadata(source: Path, edit: Callable[[Any], Any]) -> Path:
     """Edit the metadata of a directory, and return the directory."""
-    about = pickle.loads((source / name).read_bytes())
+    about = pickle.loads((source / ".metadata").read_bytes())
     edit(about)
-    (source / name).write_bytes(pickle.dumps(about))
+    (source / ".metadata").write_bytes(pickle.dumps(about))
     return source
 
 

@@ -52,7 +52,7 @@ def state_of(path, **told):
         return weights, slots, dict(manifest.train.optimizer_step), groups
 
 
-def check_same(before, after, *, groups=True):
+def check_same(before, after):
     """Values are equal bit by bit; only wider dtypes may have been cut, and none here is."""
     for held, found in zip(before[:2], after[:2], strict=True):
         missing = [key for key in held if key not in found and held[key].numel()]
@@ -62,12 +62,11 @@ def check_same(before, after, *, groups=True):
                 assert found[key].dtype == value.dtype, key
                 assert same(found[key], value), key
     assert {fqn: step for fqn, step in after[2].items() if fqn in before[2]} == before[2]
-    if groups:
-        assert [fqns for fqns, _ in after[3]] == [fqns for fqns, _ in before[3]]
-        for (_, new), (_, old) in zip(after[3], before[3], strict=True):
-            assert {key: new.get(key) for key in ("lr", "weight_decay")} == {
-                key: old[key] for key in ("lr", "weight_decay")
-            }
+    assert [fqns for fqns, _ in after[3]] == [fqns for fqns, _ in before[3]]
+    for (_, new), (_, old) in zip(after[3], before[3], strict=True):
+        assert {key: new.get(key) for key in ("lr", "weight_decay")} == {
+            key: old[key] for key in ("lr", "weight_decay")
+        }
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -122,7 +122,7 @@ def _list_remarks(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"- `{name}`, {step}: {_shorten(said)}"
 
 
-def _shorten(text: str, limit: int = 200) -> str:
-    """Return the text on one line, without places of this machine, cut to a limit."""
+def _shorten(text: str) -> str:
+    """Return the text on one line, without places of this machine, cut to 200 characters."""
     line = " ".join(text.split())
-    return line if len(line) <= limit else f"{line[:limit]} ..."
+    return line if len(line) <= 200 else f"{line[:200]} ..."

@@ -32,14 +32,14 @@ def of_json(tmp_path, document, *, ignore_unknown=False, **flags):
     return choices
 
 
-def of_yaml(tmp_path, text, *, world=None, ignore_unknown=False, **flags):
+def of_yaml(tmp_path, text, *, world=None, **flags):
     """The choices of flags and an accelerate.yaml; text without a type is one section of FSDP."""
     choices = Choices()
     for name, value in flags.items():
         choices.state(name, value, "--" + name)
     file = tmp_path / "a.yaml"
     file.write_text(text)
-    accelerate.read(file, choices, world=world, ignore_unknown=ignore_unknown)
+    accelerate.read(file, choices, world=world, ignore_unknown=False)
     return choices
 
 
