@@ -81,7 +81,7 @@ def state(
     entries, at = [], 0
     for kind, dtype in kinds.items():
         for fqn, shape in shapes.items():
-            chunk = contiguous("state", at, dtype, whole(shape), shape)
+            chunk = contiguous("state", at, dtype, whole(shape))
             entries.append(Entry(fqn, kind, dtype, shape, (chunk,)))
             at += dtype.itemsize * prod(shape)
     train = TrainState(

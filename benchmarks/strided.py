@@ -51,9 +51,7 @@ class Cut:
         found = []
         for number in range(MATRICES):
             chunks = [
-                contiguous(
-                    f"{prefix}{rank}", number * box.volume * 2, dtypes.BFLOAT16, box, box.shape
-                )
+                contiguous(f"{prefix}{rank}", number * box.volume * 2, dtypes.BFLOAT16, box)
                 for rank, box in enumerate(self.boxes())
             ]
             name = f"layers.{number}.weight"

@@ -54,9 +54,9 @@ class Chunk:
         return all(extent == 1 or stride == step for extent, stride, step in dims)
 
 
-def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Index) -> Chunk:
-    """Return a chunk of which the file stores a contiguous tensor of shape ``stored``."""
-    return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
+def contiguous(file: str, byte_offset: int, dtype: DType, box: Box) -> Chunk:
+    """Return a chunk whose elements the file stores one after the other, in row-major order."""
+    return Chunk(box, file, byte_offset, row_major(box.shape, dtype.itemsize), dtype)
 
 
 def group_by_box(chunks: Iterable[Chunk]) -> dict[Box, list[Chunk]]:

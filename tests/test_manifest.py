@@ -37,7 +37,7 @@ def manifest(shape, chunks, *, nbytes=1 << 20):
 
 def rows(start, stop, *, file="a", width=4, byte_offset=0):
     box = Box((start, 0), (stop - start, width))
-    return contiguous(file, byte_offset, F32, box, box.shape)
+    return contiguous(file, byte_offset, F32, box)
 
 
 def test_rows_that_cover_are_accepted():
@@ -152,7 +152,7 @@ def test_what_does_not_cover_is_said_of_the_first_file():
 
 
 def test_scalar_is_one_element_and_never_optional():
-    scalar = contiguous("a", 0, F32, whole(()), ())
+    scalar = contiguous("a", 0, F32, whole(()))
     assert check(manifest((), [scalar, replace(scalar, file="b")])) is None
     with pytest.raises(CorruptError, match="0 of 1"):
         check(manifest((), []))
@@ -162,7 +162,7 @@ def test_scalar_is_one_element_and_never_optional():
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2), (0, 5)])
 def test_empty_tensors_are_accepted(shape):
-    chunk = contiguous("a", 64, F32, whole(shape), shape)
+    chunk = contiguous("a", 64, F32, whole(shape))
     assert check(manifest(shape, [chunk, chunk], nbytes=64)) is None
 
 
@@ -202,7 +202,7 @@ def test_any_set_of_boxes_is_accepted_exactly_when_it_paints_every_element_once(
         distinct = list(dict.fromkeys(boxes))
         volume = sum(box.volume for box in distinct)
         right = volume == prod(shape) and find_first_overlap(distinct, shape) is None
-        chunks = [contiguous("a", 0, F32, box, box.shape) for box in boxes]
+        chunks = [contiguous("a", 0, F32, box) for box in boxes]
         try:
             check(manifest(shape, chunks))
         except CorruptError:
@@ -214,7 +214,7 @@ def test_any_set_of_boxes_is_accepted_exactly_when_it_paints_every_element_once(
 
 
 def test_keyed_refuses_two_entries_of_one_kind_and_name():
-    entry = Entry("w", "param", F32, (2,), (contiguous("file", 0, F32, whole((2,)), (2,)),))
+    entry = Entry("w", "param", F32, (2,), (contiguous("file", 0, F32, whole((2,))),))
     with pytest.raises(CorruptError, match="'w'"):
         index_entries([entry, replace(entry, shape=(3,))])
     with pytest.raises(CorruptError, match="'w'"):

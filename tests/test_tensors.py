@@ -253,7 +253,7 @@ def test_a_weight_is_its_master_and_slots_are_apart(tmp_path):
         ("master", 0, dtypes.FLOAT32, (3,)),
         ("exp_avg", 12, dtypes.FLOAT32, (3,)),
     ):
-        chunk = contiguous(str(path), at, dtype, whole(shape), shape)
+        chunk = contiguous(str(path), at, dtype, whole(shape))
         held.append(Entry("w", kind, dtype, shape, (chunk,)))
     files = {str(path): SourceFile(str(path), 72)}
     manifest = Manifest(

@@ -31,7 +31,7 @@ def store(shape, pieces):
             boxes += [Box(box.origin, tuple(left)), Box(tuple(origin), tuple(right))]
         else:
             boxes.append(box)
-    flat = contiguous("f", 0, UINT8, whole(shape), shape)
+    flat = contiguous("f", 0, UINT8, whole(shape))
     for box in boxes:
         yield from (
             Chunk(box, "f", chunk.byte_offset, chunk.byte_strides, UINT8)
@@ -120,7 +120,7 @@ def test_interleaved_rows_stay_one_chunk_in_the_split_direction():
 
 @pytest.mark.parametrize(("before", "after"), [((1, 6), (6,)), ((1, 6), (2, 3)), ((6, 1), (6,))])
 def test_a_block_without_elements_stays_empty_in_another_shape(before, after):
-    row = contiguous("f", 0, UINT8, whole(before), before)
+    row = contiguous("f", 0, UINT8, whole(before))
     dim = before.index(1)
     origin, shape = [0, 0], list(before)
     origin[dim], shape[dim] = 1, 0  # what DCP lists for the second rank of one row

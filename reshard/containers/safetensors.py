@@ -119,7 +119,7 @@ def _parse_chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
             f"{name!r}: {dtype} {shape} does not fill bytes {start} to {stop}",
             DAMAGED,
         )
-    return contiguous(path, data_start + start, dtype, whole(shape), shape)
+    return contiguous(path, data_start + start, dtype, whole(shape))
 
 
 def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, size: int) -> None:
@@ -188,5 +188,5 @@ def _check_names(names: Iterable[str]) -> None:
 
 def _place_entry(path: str, entry: Entry, dtype: DType, byte_offset: int) -> Entry:
     shape: Index = entry.shape
-    chunk = contiguous(path, byte_offset, dtype, whole(shape), shape)
+    chunk = contiguous(path, byte_offset, dtype, whole(shape))
     return Entry(entry.fqn, entry.kind, dtype, shape, (chunk,))

@@ -260,7 +260,7 @@ def _store_storage(
         return
     for part in storage.parts:
         at = start + part.offset * storage.dtype.itemsize
-        chunk = contiguous(archive.name, at, storage.dtype, part.box, part.box.shape)
+        chunk = contiguous(archive.name, at, storage.dtype, part.box)
         key = part.kind, part.fqn
         before = entries[key].chunks if key in entries else ()
         entries[key] = Entry(part.fqn, part.kind, storage.dtype, part.shape, (*before, chunk))

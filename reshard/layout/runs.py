@@ -70,7 +70,7 @@ class EqualRuns(Partition):
         """Iterate over the chunks that make up one rank's run."""
         at = self.byte_offset(rank)
         for box in run_boxes(self.shape, *self.run(rank)):
-            yield contiguous(self.offsets.files[rank], at, self.dtype, box, box.shape)
+            yield contiguous(self.offsets.files[rank], at, self.dtype, box)
             at += box.volume * self.dtype.itemsize
 
     @property

@@ -173,7 +173,7 @@ class FormConversion:
 
 
 def _store_alone(fqn: str, shape: Index) -> Chunk:
-    return contiguous(fqn, 0, UINT8, whole(shape), shape)
+    return contiguous(fqn, 0, UINT8, whole(shape))
 
 
 def drop_empty_pieces(traced: Traced, shapes: Mapping[str, Index]) -> Traced:

@@ -88,7 +88,7 @@ class QuantisedPair:
     def value_chunk(self) -> Chunk:
         """The dequantised weight as a chunk."""
         file = WeightValues(self.weight).name
-        return contiguous(file, 0, self.weight.dtype, whole(self.shape), self.shape)
+        return contiguous(file, 0, self.weight.dtype, whole(self.shape))
 
 
 def find_pairs(manifest: Manifest, stated: Quantisation) -> list[QuantisedPair]:

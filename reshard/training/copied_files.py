@@ -94,5 +94,5 @@ def _get_stem(name: str) -> str:
 
 def build_file(name: str, file: str, size: int) -> Entry:
     """Return the entry of a whole file, whose elements are its bytes."""
-    chunk = contiguous(file, 0, UINT8, whole((size,)), (size,))
+    chunk = contiguous(file, 0, UINT8, whole((size,)))
     return Entry(name, KIND, UINT8, (size,), (chunk,))

@@ -72,7 +72,7 @@ def stored(tmp_path, name, tensor, fqn="w", kind="param"):
     path.write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     dtype = dtypes.BY_NAME[str(tensor.dtype).removeprefix("torch.")]
     shape = tuple(tensor.shape)
-    chunk = contiguous(str(path), 0, dtype, whole(shape), shape)
+    chunk = contiguous(str(path), 0, dtype, whole(shape))
     return Entry(fqn, kind, dtype, shape, (chunk,)), SourceFile(str(path), path.stat().st_size)
 
 

@@ -54,7 +54,7 @@ class Source:
 
     def stored(self, dtype: DType, content: bytes) -> Storage:
         name, numel = f"storage {len(self.entries)}", len(content) // dtype.itemsize
-        chunk = contiguous(str(self.path), len(self.data), dtype, whole((numel,)), (numel,))
+        chunk = contiguous(str(self.path), len(self.data), dtype, whole((numel,)))
         self.data += content
         self.entries.append(Entry(name, "param", dtype, (numel,), (chunk,)))
         part = Part("param", name, (numel,), whole((numel,)))
@@ -197,9 +197,7 @@ def test_lay_out_writes_a_plain_dict_and_says_where_each_tensor_lies(tmp_path):
     wanted = []
     for name, tensor in state.items():
         dtype = dtypes.BY_NAME[str(tensor.dtype).removeprefix("torch.")]
-        place = contiguous(
-            str(source.path), len(source.data), dtype, whole(tensor.shape), tensor.shape
-        )
+        place = contiguous(str(source.path), len(source.data), dtype, whole(tensor.shape))
         source.data += raw(tensor)
         entry = Entry(name, "master", dtype, tuple(tensor.shape), (place,))
         source.entries.append(entry)

@@ -45,7 +45,7 @@ CONFIGS = (
 
 
 def entry(fqn, kind, shape, dtype=FLOAT32):
-    chunk = contiguous("f", 0, dtype, whole(shape), shape)
+    chunk = contiguous("f", 0, dtype, whole(shape))
     return Entry(fqn, kind, dtype, shape, (chunk,) if prod(shape) else ())
 
 

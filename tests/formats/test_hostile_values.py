@@ -230,7 +230,7 @@ def test_a_pattern_that_is_none():
 
 def test_a_tensor_on_one_rank_and_a_class_on_another():
 
-    local = LocalTensors({1: contiguous("b.pt", 0, FLOAT32, whole((2,)), (2,))})
+    local = LocalTensors({1: contiguous("b.pt", 0, FLOAT32, whole((2,)))})
     with pytest.raises(CorruptError, match=r"a\.pt: 'w' is "):
         tree.join_trees([{"w": Global("x.Y")}, {"w": local}], ["a.pt", "b.pt"])
 

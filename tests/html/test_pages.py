@@ -132,9 +132,7 @@ def test_the_map_of_a_real_checkpoint_is_its_manifest():
 def test_replicas_and_ranks_in_any_order_keep_their_elements(order):
     names = [f"rank{rank}.pt" for rank in range(len(order))]
     boxes = [Box((part, 0), (1, 5)) for part in order]
-    chunks = [
-        contiguous(n, 8, dtypes.FLOAT32, b, b.shape) for n, b in zip(names, boxes, strict=True)
-    ]
+    chunks = [contiguous(n, 8, dtypes.FLOAT32, b) for n, b in zip(names, boxes, strict=True)]
     entry = Entry("w", "param", dtypes.FLOAT32, (4, 5), tuple(chunks))
     side = shards.map_skeleton("x", Skeleton(tuple(OutputFile(n, 32) for n in names), (entry,)))
     assert [piece[-1] for piece in held(side.to_json())] == [part * 5 for part in order]
@@ -171,9 +169,7 @@ def test_what_is_too_much_is_drawn_together_and_said(most, monkeypatch):
 
 def test_columns_of_a_tensor_are_no_run():
     left, right = (Box((0, o), (4, 3)) for o in (0, 3))
-    chunks = tuple(
-        contiguous("f", at, dtypes.FLOAT32, b, b.shape) for at, b in ((0, left), (48, right))
-    )
+    chunks = tuple(contiguous("f", at, dtypes.FLOAT32, b) for at, b in ((0, left), (48, right)))
     entry = Entry("w", "param", dtypes.FLOAT32, (4, 6), chunks)
     side = shards.map_skeleton("x", Skeleton((OutputFile("f", 96),), (entry,)))
     assert [(p.offset, p.shape, p.start) for p in side.rows[0].pieces] == [
@@ -195,7 +191,7 @@ def test_files_of_no_rank_have_rows_of_their_own():
             "param",
             dtypes.FLOAT32,
             (2,),
-            (contiguous(name, 0, dtypes.FLOAT32, whole((2,)), (2,)),),
+            (contiguous(name, 0, dtypes.FLOAT32, whole((2,))),),
         )
         for name in names[1:]
     )
@@ -208,7 +204,7 @@ def test_files_of_no_rank_have_rows_of_their_own():
 
 
 def hostile_page():
-    chunk = contiguous(HOSTILE, 0, dtypes.FLOAT32, whole((2,)), (2,))
+    chunk = contiguous(HOSTILE, 0, dtypes.FLOAT32, whole((2,)))
     entry = Entry(HOSTILE, HOSTILE, dtypes.FLOAT32, (2,), (chunk,))
     side = shards.map_skeleton(HOSTILE, Skeleton((OutputFile(HOSTILE, 8),), (entry,)))
     series = [{"name": HOSTILE, "steps": [1, 2], "loss": [1.0, 2.0]}] * 2

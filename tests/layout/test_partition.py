@@ -132,8 +132,8 @@ def test_split_factors_of_no_order_are_refused():
 
 def test_flat_chunks_leave_padding_out():
     members = [Member("a", (2, 3), 0), Member("b", (4,), 8), Member("c", (), 12)]
-    pieces = [(0, contiguous("f0", 100, FLOAT32, whole((7,)), (7,)))]
-    pieces += [(7, contiguous("f1", 0, FLOAT32, whole((9,)), (9,)))]
+    pieces = [(0, contiguous("f0", 100, FLOAT32, whole((7,))))]
+    pieces += [(7, contiguous("f1", 0, FLOAT32, whole((9,))))]
     found = build_flat_chunks(members, pieces)
     assert [(c.box, c.file, c.byte_offset) for c in found["b"]] == [
         (Box((0,), (4,)), "f1", 4),

@@ -150,8 +150,8 @@ def test_extents_of_a_file_are_those_of_all_its_tensors():
     held = EqualRuns(
         RankOffsets(("a", "b", "c"), (0, 0, 0)), dtypes.FLOAT32, (4,), 0
     )  # "c" holds none
-    column = contiguous("a", 40, dtypes.FLOAT32, Box((0, 2), (2, 3)), (2, 3))
-    row = contiguous("a", 64, dtypes.FLOAT32, Box((1, 0), (1, 5)), (5,))
+    column = contiguous("a", 40, dtypes.FLOAT32, Box((0, 2), (2, 3)))
+    row = contiguous("a", 64, dtypes.FLOAT32, Box((1, 0), (1, 5)))
     row = replace(row, byte_strides=(20, 4))
     mixed = Entry("v", "master", dtypes.FLOAT32, (2, 5), (row, column))
     of = Skeleton((), (entry(held), mixed))
@@ -186,9 +186,7 @@ def test_a_plan_of_runs_moves_what_a_plan_of_their_chunks_moves(window_bytes):
 @pytest.mark.parametrize("window_bytes", [4, 20, 1 << 20])
 def test_columns_become_runs_as_they_become_the_chunks_of_runs(window_bytes):
     boxes = [Box((0, 0), (6, 3)), Box((0, 3), (6, 5))]
-    chunks = tuple(
-        contiguous(f"s{n}", 8, dtypes.FLOAT32, box, box.shape) for n, box in enumerate(boxes)
-    )
+    chunks = tuple(contiguous(f"s{n}", 8, dtypes.FLOAT32, box) for n, box in enumerate(boxes))
     source, target = entry(runs((6, 8), 1)), entry(runs((6, 8), 5, "o", 12))
     source = replace(source, chunks=chunks)
     found = moved(Plan({KEY: source}, skeleton(target), window_bytes))
@@ -206,9 +204,7 @@ def test_boxes_of_runs_and_turned_chunks_are_read_from_where_they_lie():
         flat = plan_block(source, box, dtypes.FLOAT32)
         boxes = plan_block(expanded(source), box, dtypes.FLOAT32)
         assert moved([flat]) == moved([boxes])
-    turned = replace(
-        contiguous("s", 0, dtypes.FLOAT32, whole((6, 8)), (6, 8)), byte_strides=(4, 24)
-    )
+    turned = replace(contiguous("s", 0, dtypes.FLOAT32, whole((6, 8))), byte_strides=(4, 24))
     held = Entry("w", "master", dtypes.FLOAT32, (6, 8), (turned,))
     found = moved([plan_block(held, whole((6, 8)), dtypes.FLOAT32)])
     assert found["", 4] == ("s", 24)  # a dense chunk that is no run of the tensor
@@ -241,9 +237,7 @@ def test_files_alike_hold_each_rank_s_run_where_their_storage_begins():
 
 @pytest.mark.parametrize("strides", [(4, 8), (16, 4)])
 def test_two_rows_that_lie_turned_or_apart_are_no_run(strides):
-    stored = replace(
-        contiguous("s", 0, dtypes.FLOAT32, whole((2, 3)), (2, 3)), byte_strides=strides
-    )
+    stored = replace(contiguous("s", 0, dtypes.FLOAT32, whole((2, 3))), byte_strides=strides)
     source = Entry("w", "master", dtypes.FLOAT32, (2, 3), (stored,))
     found = moved(Plan({KEY: source}, skeleton(entry(runs((2, 3), 1, "o", 0)))))
     assert found["o00", 4] == ("s", strides[1])
@@ -252,7 +246,7 @@ def test_two_rows_that_lie_turned_or_apart_are_no_run(strides):
 
 def test_runs_of_the_output_are_multiplied_by_nothing():
     """Unlike chunks, runs of a target have no factor: what is stored keeps its own."""
-    stored = contiguous("s", 0, dtypes.FLOAT32, whole((12,)), (12,))
+    stored = contiguous("s", 0, dtypes.FLOAT32, whole((12,)))
     for factor in (1.0, 2.0):
         source = Entry("w", "master", dtypes.FLOAT32, (12,), (replace(stored, factor=factor),))
         planned = Plan({KEY: source}, skeleton(entry(runs((12,), 3, "o", 0))))

@@ -143,9 +143,7 @@ def test_records_that_touch_are_checked_one_by_one(tmp_path):
     """A run of two ranks' pieces is one read; it crosses the border of their records."""
     path = tmp_path / "source"
     data = random.Random(1).randbytes(800)
-    halves = [
-        contiguous(str(path), 400 * i, F32, Box((100 * i,), (100,)), (100,)) for i in range(2)
-    ]
+    halves = [contiguous(str(path), 400 * i, F32, Box((100 * i,), (100,))) for i in range(2)]
     entry = Entry("w", "param", F32, (200,), tuple(halves))
     records = tuple(
         Record(400 * i, 400, zlib.crc32(data[400 * i : 400 * i + 400]), f"data/{i}")

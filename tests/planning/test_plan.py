@@ -110,11 +110,11 @@ def test_what_is_copied_is_the_target_byte_for_byte(tmp_path, window_bytes):
 
 def test_copies_hold_to_the_limit_of_the_wider_side():
     narrow, wide = (
-        contiguous("s", 64 * n, dtype, Box((4 * n,), (4,)), (4,))
+        contiguous("s", 64 * n, dtype, Box((4 * n,), (4,)))
         for n, dtype in enumerate((dtypes.BFLOAT16, dtypes.FLOAT64))
     )
     source = Entry("w", "param", dtypes.BFLOAT16, (8,), (narrow, wide))
-    target = contiguous("o", 0, dtypes.BFLOAT16, whole((8,)), (8,))
+    target = contiguous("o", 0, dtypes.BFLOAT16, whole((8,)))
     skeleton = Skeleton((OutputFile("o", 16),), (replace(source, chunks=(target,)),))
     planned = Plan({source.key: source}, skeleton, 16)
     (window,) = planned
@@ -126,7 +126,7 @@ def halves(name, shape=(4, 4), dtype=dtypes.FLOAT32):
     """A tensor whose columns lie in two files."""
     rows, columns = shape
     boxes = [Box((0, at), (rows, columns // 2)) for at in (0, columns // 2)]
-    chunks = tuple(contiguous(f"{name}{n}", 0, dtype, b, b.shape) for n, b in enumerate(boxes))
+    chunks = tuple(contiguous(f"{name}{n}", 0, dtype, b) for n, b in enumerate(boxes))
     return Entry("w", "param", dtype, shape, chunks)
 
 
@@ -136,9 +136,9 @@ def test_a_tensor_no_larger_than_a_window_is_taken_file_by_file():
     source = replace(
         source,
         chunks=(
-            contiguous("s0", 0, F32, Box((0, 0), (4, 1)), (4, 1)),
-            contiguous("s1", 0, F32, moved, moved.shape),
-            contiguous("s2", 0, F32, Box((0, 3), (4, 1)), (4, 1)),
+            contiguous("s0", 0, F32, Box((0, 0), (4, 1))),
+            contiguous("s1", 0, F32, moved),
+            contiguous("s2", 0, F32, Box((0, 3), (4, 1))),
         ),
     )
     skeleton = Skeleton((OutputFile("o0", 32), OutputFile("o1", 32)), (target,))
@@ -171,10 +171,9 @@ def test_factors_of_both_sides_are_one_factor_of_the_copy():
 def test_neighbours_share_a_window_that_they_just_fill():
     made = [Entry(name, "param", F32, (2,), ()) for name in ("a", "b")]
     box = whole((2,))
-    held = {e.key: replace(e, chunks=(contiguous(e.fqn, 0, F32, box, (2,)),)) for e in made}
+    held = {e.key: replace(e, chunks=(contiguous(e.fqn, 0, F32, box),)) for e in made}
     placed = [
-        replace(e, chunks=(contiguous("o", 100 + 8 * n, F32, box, (2,)),))
-        for n, e in enumerate(made)
+        replace(e, chunks=(contiguous("o", 100 + 8 * n, F32, box),)) for n, e in enumerate(made)
     ]
     skeleton = Skeleton((OutputFile("o", 116),), tuple(placed))
     for limit, sizes in ((15, [8, 8]), (16, [16])):
@@ -220,16 +219,16 @@ def test_a_plan_does_not_depend_on_the_order_of_chunks(tmp_path):
 
 
 def test_neighbouring_runs_become_one_copy():
-    pieces = [contiguous("f", 4 * i, dtypes.FLOAT32, Box((i,), (1,)), (1,)) for i in range(100)]
+    pieces = [contiguous("f", 4 * i, dtypes.FLOAT32, Box((i,), (1,))) for i in range(100)]
     entry = Entry("w", "param", dtypes.FLOAT32, (100,), tuple(reversed(pieces)))
     copies = plan_block(entry, whole((100,)), dtypes.FLOAT32).copies
     assert [(c.shape, c.byte_offset) for c in copies] == [((100,), 0)]
 
 
 def test_runs_that_are_neighbours_on_one_side_only_stay_apart():
-    first = contiguous("f", 0, dtypes.FLOAT32, Box((0,), (4,)), (4,))
-    moved = contiguous("f", 20, dtypes.FLOAT32, Box((4,), (4,)), (4,))
-    other = contiguous("g", 16, dtypes.FLOAT32, Box((4,), (4,)), (4,))
+    first = contiguous("f", 0, dtypes.FLOAT32, Box((0,), (4,)))
+    moved = contiguous("f", 20, dtypes.FLOAT32, Box((4,), (4,)))
+    other = contiguous("g", 16, dtypes.FLOAT32, Box((4,), (4,)))
     for second in (moved, other):
         entry = Entry("w", "param", dtypes.FLOAT32, (8,), (first, second))
         assert len(plan_block(entry, whole((8,)), dtypes.FLOAT32).copies) == 2
@@ -254,7 +253,7 @@ def test_a_block_of_nothing_has_no_copies():
         "param",
         dtypes.FLOAT32,
         (3, 4),
-        (contiguous("f", 0, dtypes.FLOAT32, whole((3, 4)), (3, 4)),),
+        (contiguous("f", 0, dtypes.FLOAT32, whole((3, 4))),),
     )
     window = plan_block(entry, Box((1, 2), (0, 2)), dtypes.FLOAT32)
     assert (window.nbytes, window.copies) == (0, ())
@@ -278,7 +277,7 @@ def test_an_entry_of_another_shape_is_refused(tmp_path):
 
 
 def test_a_target_that_is_not_contiguous_is_refused():
-    stored = contiguous("f", 0, dtypes.FLOAT32, whole((4, 4)), (4, 4))
+    stored = contiguous("f", 0, dtypes.FLOAT32, whole((4, 4)))
     entry = Entry("w", "param", dtypes.FLOAT32, (4, 4), (stored,))
     turned = Chunk(whole((4, 4)), "o", 0, (4, 16), dtypes.FLOAT32)
     skeleton = Skeleton((OutputFile("o", 64),), (replace(entry, chunks=(turned,)),))
@@ -291,11 +290,10 @@ def test_flat_chunks_of_many_ranks_are_planned_in_time_that_grows_with_them():
     numel, ranks = 1 << 20, 1 << 10
     step = numel // ranks
     chunks = tuple(
-        contiguous(f"r{i}", 0, dtypes.FLOAT32, Box((i * step,), (step,)), (step,))
-        for i in range(ranks)
+        contiguous(f"r{i}", 0, dtypes.FLOAT32, Box((i * step,), (step,))) for i in range(ranks)
     )
     entry = Entry("w", "param", dtypes.FLOAT32, (numel,), chunks)
-    target = contiguous("o", 0, dtypes.FLOAT32, whole((numel,)), (numel,))
+    target = contiguous("o", 0, dtypes.FLOAT32, whole((numel,)))
     skeleton = Skeleton((OutputFile("o", 4 * numel),), (replace(entry, chunks=(target,)),))
     windows = list(Plan({entry.key: entry}, skeleton, 512))
     assert len(windows) == 4 * numel // 512
@@ -310,11 +308,11 @@ def test_what_ranks_share_by_columns_is_read_once(tmp_path, monkeypatch, ranks):
     values = np.arange(rows * width, dtype="<f4").reshape(rows, width)
     path = tmp_path / "source"
     path.write_bytes(values.tobytes())
-    held = contiguous(str(path), 0, dtypes.FLOAT32, Box((0, 0), values.shape), values.shape)
+    held = contiguous(str(path), 0, dtypes.FLOAT32, Box((0, 0), values.shape))
     entry = Entry("w", "param", dtypes.FLOAT32, values.shape, (held,))
     step = width // ranks
     chunks = tuple(
-        contiguous(f"{rank}", 0, dtypes.FLOAT32, Box((0, rank * step), (rows, step)), (rows, step))
+        contiguous(f"{rank}", 0, dtypes.FLOAT32, Box((0, rank * step), (rows, step)))
         for rank in range(ranks)
     )
     files = tuple(OutputFile(f"{rank}", 4 * rows * step) for rank in range(ranks))
@@ -345,7 +343,7 @@ def test_columns_that_lie_as_they_are_wanted_are_no_batch(tmp_path):
     entries = []
     for entry in made.entries.values():
         boxes = {chunk.box for chunk in entry.chunks}
-        chunks = (contiguous(f"{n}", 0, entry.dtype, b, b.shape) for n, b in enumerate(boxes))
+        chunks = (contiguous(f"{n}", 0, entry.dtype, b) for n, b in enumerate(boxes))
         entries.append(replace(entry, chunks=tuple(chunks)))
     same = Skeleton((), tuple(entries))
     assert {len(batch) for batch in Plan(made.entries, same, 64).batches()} == {1}
@@ -355,13 +353,13 @@ def test_columns_that_lie_as_they_are_wanted_are_no_batch(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_factor_of_what_is_stored_reaches_every_copy(shape, ranks):
     """As of a bias that tensor-parallel ranks add up; by rows and by columns."""
-    stored = replace(contiguous("s", 0, dtypes.FLOAT32, whole(shape), shape), factor=2.0)
+    stored = replace(contiguous("s", 0, dtypes.FLOAT32, whole(shape)), factor=2.0)
     entry = Entry("w", "param", dtypes.FLOAT32, shape, (stored,))
     step = shape[-1] // ranks
     parts = [
         Box((*(0 for _ in shape[1:]), rank * step), (*shape[:-1], step)) for rank in range(ranks)
     ]
-    chunks = tuple(contiguous(f"{n}", 0, entry.dtype, b, b.shape) for n, b in enumerate(parts))
+    chunks = tuple(contiguous(f"{n}", 0, entry.dtype, b) for n, b in enumerate(parts))
     files = tuple(OutputFile(f"{n}", b.volume * 4) for n, b in enumerate(parts))
     skeleton = Skeleton(files, (replace(entry, chunks=chunks),))
     for limit in WINDOWS:
@@ -380,7 +378,7 @@ def test_every_block_of_nested_chunks_is_filled_whatever_lies_between_its_ends()
         Box((1, 2), (1, 3)),
         Box((2, 2), (2, 3)),
     ]
-    chunks = tuple(contiguous(f"s{n}", 0, F32, box, box.shape) for n, box in enumerate(parts))
+    chunks = tuple(contiguous(f"s{n}", 0, F32, box) for n, box in enumerate(parts))
     source = Entry("w", "param", F32, (rows, columns), chunks)
     for top, left in product(range(rows), range(columns)):
         for height, width in product(range(1, rows - top + 1), range(1, columns - left + 1)):
@@ -391,7 +389,7 @@ def test_every_block_of_nested_chunks_is_filled_whatever_lies_between_its_ends()
 
 
 def test_a_copy_has_as_few_dims_as_it_can():
-    whole_tensor = contiguous("s", 0, F32, whole((4, 1, 3, 2)), (4, 1, 3, 2))
+    whole_tensor = contiguous("s", 0, F32, whole((4, 1, 3, 2)))
     source = Entry("w", "param", F32, (4, 1, 3, 2), (whole_tensor,))
     for shape, dims in (((4, 1, 3, 2), (24,)), ((4, 1, 2, 2), (4, 4)), ((4, 1, 2, 1), (4, 2))):
         (copy,) = plan_block(source, Box((0, 0, 0, 0), shape), F32).copies

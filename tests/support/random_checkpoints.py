@@ -167,7 +167,7 @@ def sharded_target(made, seed):
             number = chance.randrange(3)
             sizes[number] += chance.choice((0, 0, 1, 8))
             at = sizes[number]
-            chunks.append(contiguous(f"out{number}", at, entry.dtype, box, box.shape))
+            chunks.append(contiguous(f"out{number}", at, entry.dtype, box))
             sizes[number] += box.volume * entry.dtype.itemsize
         entries.append(Entry(entry.fqn, entry.kind, entry.dtype, entry.shape, tuple(chunks)))
     files = tuple(OutputFile(f"out{number}", size + 3) for number, size in enumerate(sizes))
@@ -202,7 +202,7 @@ def single(*entries, gap=0):
     """Return a target file ``o`` that holds the tensors one after the other."""
     at, placed = 0, []
     for entry in entries:
-        chunk = contiguous("o", at, entry.dtype, whole(entry.shape), entry.shape)
+        chunk = contiguous("o", at, entry.dtype, whole(entry.shape))
         placed.append(replace(entry, chunks=(chunk,)))
         at += entry.nbytes + gap
     return Skeleton((OutputFile("o", at),), tuple(placed))

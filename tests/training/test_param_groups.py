@@ -28,7 +28,7 @@ def make_state(*names, **shapes):
 
 
 def make_entry(fqn, kind, shape):
-    chunk = contiguous("f", 0, FLOAT32, whole(shape), shape)
+    chunk = contiguous("f", 0, FLOAT32, whole(shape))
     return Entry(fqn, kind, FLOAT32, shape, (chunk,) if 0 not in shape else ())
 
 

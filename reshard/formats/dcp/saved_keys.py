@@ -232,5 +232,5 @@ def _build_item(saved: SavedKeys, name: str, block: Block | None) -> Entry:
         raise AssertionError(name)
     size = (block.nbytes,)
     path = f"{saved.directory}/{block.file}"
-    chunk = contiguous(path, block.byte_offset, UINT8, whole(size), size)
+    chunk = contiguous(path, block.byte_offset, UINT8, whole(size))
     return Entry(name, ITEM, UINT8, size, (chunk,))

@@ -287,7 +287,7 @@ class _DataFile:
     def add_copy(self, item: Entry) -> _Place:
         """Add the bytes of an item of the source."""
         start = self.at + -self.at % ALIGNMENT
-        chunk = contiguous(self.path, start, item.dtype, whole(item.shape), item.shape)
+        chunk = contiguous(self.path, start, item.dtype, whole(item.shape))
         self.entries[item.key] = replace(item, chunks=())
         self.chunks[item.key] = [chunk]
         self.at = start + item.nbytes

@@ -291,7 +291,7 @@ def _split(
             )
         offset = flat.chunk.byte_offset
         for fqn, shape in shapes.items():
-            chunk = contiguous(model.file.path, offset, flat.dtype, whole(shape), shape)
+            chunk = contiguous(model.file.path, offset, flat.dtype, whole(shape))
             yield Entry(fqn, kind, flat.dtype, shape, (chunk,))
             offset += prod(shape) * flat.dtype.itemsize
 

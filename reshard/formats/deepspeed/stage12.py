@@ -335,8 +335,8 @@ class FlatGroup:
                 )
             at = piece.chunk.byte_offset if piece else 0
             for member in members:
-                box, shape = whole(member.shape), member.shape
-                chunks[member.fqn].append(contiguous(rank.file.path, at, dtype, box, shape))
+                chunk = contiguous(rank.file.path, at, dtype, whole(member.shape))
+                chunks[member.fqn].append(chunk)
                 at += (member.stop - member.start) * dtype.itemsize
         for member in self.flat:
             yield Entry(member.fqn, name, dtype, member.shape, tuple(chunks[member.fqn]))

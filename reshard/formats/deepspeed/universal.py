@@ -165,7 +165,7 @@ def _entry(
     if len(tensor.shape) != 1 or shape == tensor.shape or prod(shape) != tensor.numel:
         return make_whole_entry(fqn, kind, tensor)
     start = tensor.chunk.byte_offset
-    chunk = contiguous(file.path, start, tensor.dtype, whole(shape), shape)
+    chunk = contiguous(file.path, start, tensor.dtype, whole(shape))
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
 
 

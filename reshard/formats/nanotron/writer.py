@@ -269,7 +269,7 @@ def _lay_out_weight(
     head, (local,), nbytes = safetensors.lay_out(name, [(stored, dtype)], header)
     start = local.chunks[0].byte_offset
     chunks = tuple(
-        contiguous(name, start + at * dtype.itemsize, dtype, box, box.shape)
+        contiguous(name, start + at * dtype.itemsize, dtype, box)
         for box, at in place.runs(0, prod(place.local))
     )
     laid_out = Entry(entry.fqn, entry.kind, dtype, entry.shape, chunks)
