@@ -31,9 +31,8 @@ FORMATS = {each.name: each for each in registry.list_built_in_formats()}
 @pytest.mark.parametrize("name", REMOVABLE)
 def test_without_one_format_s_folder_the_rest_works(name, tmp_path):
     """Every other module is imported, and a checkpoint of another format is merged and split."""
-    shutil.copytree(
-        ROOT / "reshard", tmp_path / "reshard", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    # The bytecode is copied too, if there is any: to compile all modules takes seconds.
+    shutil.copytree(ROOT / "reshard", tmp_path / "reshard")
     shutil.rmtree(tmp_path / "reshard" / "formats" / name)
     source = DATA / "colossalai" / "plain" / "ckpt" if name == "deepspeed" else LLAMA
     script = (
