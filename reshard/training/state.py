@@ -169,6 +169,11 @@ class WritableState:
             else int(max(train.optimizer_step.values(), default=0))
         )
 
+    def scheduler_step(self) -> int:
+        """Return the step of a scheduler, which does not count those that the scaler skipped."""
+        updates = self.manifest.train.updates
+        return self.step() if updates is None else updates
+
 
 def build_writable_state(manifest: Manifest, *, weights_only: bool = False) -> WritableState:
     """Build the training state of a manifest whose names have been edited.

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
 import reshard
+from reshard import formats
+from reshard.formats.trainers import hf_trainer
+from reshard.training.state import build_writable_state
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "llama-zero3-4ranks"
 
 
 def test_each_of_lightnings_schedulers_becomes_a_file_of_accelerate(tmp_path):
@@ -35,3 +43,12 @@ def test_each_of_lightnings_schedulers_becomes_a_file_of_accelerate(tmp_path):
     loaded = [torch.load(tmp_path / "out" / name, weights_only=False) for name in names]
     assert loaded == saved["lr_schedulers"]
     assert not (tmp_path / "out" / "scheduler_2.bin").exists()
+
+
+def test_a_new_scheduler_of_the_trainer_does_not_count_skipped_steps():
+    """Neither does Accelerate's, which the Trainer steps with the optimizer."""
+    manifest = formats.read(EXAMPLE)
+    train = replace(manifest.train, skipped_steps=1, scheduler=None)
+    state = build_writable_state(replace(manifest, train=train))
+    made = hf_trainer.build_scheduler(state)
+    assert (state.step(), made["last_epoch"], made["_step_count"]) == (4, 3, 4)

@@ -108,8 +108,8 @@ def build_scheduler(state: WritableState) -> Any:
     if _is_torch_scheduler(scheduler):
         return scheduler
     return {
-        "last_epoch": state.step(),
-        "_step_count": state.step() + 1,
+        "last_epoch": state.scheduler_step(),
+        "_step_count": state.scheduler_step() + 1,
         "_last_lr": [group.hyper.get("lr") for group in state.groups],
         # torch stores None for a lambda that is a function (``LambdaLR.state_dict``).
         "lr_lambdas": [None] * len(state.groups),
@@ -175,12 +175,12 @@ def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
             f" and none), here are {len(state.groups)}: --param-groups divides them"
         )
     if _is_torch_scheduler(found):
-        if found["last_epoch"] != state.step():
+        if found["last_epoch"] != state.scheduler_step():
             yield f"the scheduler has counted {found['last_epoch']} at step {state.step()}"
     elif not (deepspeed and _is_deepspeed_scheduler(found)):
         yield (
-            f"scheduler.pt is created: a LambdaLR at step {state.step()} (the Trainer loads no"
-            " optimizer without one)"
+            f"scheduler.pt is created: a LambdaLR at step {state.scheduler_step()} (the Trainer"
+            " loads no optimizer without one)"
         )
     if _needs_trainer_state(state):
         yield (
