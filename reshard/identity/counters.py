@@ -19,7 +19,7 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
     """
     train = manifest.train
     expected = train.updates
-    if train.step is None or expected is None:
+    if expected is None:
         return []
     problems = []
     applied = set(train.optimizer_step.values())

@@ -77,7 +77,7 @@ class CopyPlanner:
         computed = _list_computed(source)
         tile_nbytes = max((file.computation.tile_nbytes for file in computed), default=1)
         self.step = max(tile_nbytes // self.widest, 1)
-        # Whether other computations keep what those of this tensor need.
+        # Whether the tensor costs less after others; see `Derived`.
         self.comes_last = any(file.comes_last for file in computed)
 
     def plan_block(self, box: Box, dtype: DType) -> Window:

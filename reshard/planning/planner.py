@@ -133,7 +133,7 @@ class Plan:
             index.drop(file)
 
     def _group(self, extents: Iterable[Extent], planners: _Planners) -> Iterator[_Group]:
-        """Group the extents of one file into windows: in order, but first what others follow."""
+        """Group the extents of one file, in order, into windows; some computed ones come last."""
         listed = [extent for extent in extents if extent.entry not in self._interleaved]
         listed.sort(key=lambda extent: planners.find(extent.entry).comes_last)
         parts = (

@@ -1,9 +1,9 @@
 /* Loops over the values of quantised weights: codes to values, values to codes, comparisons.
 
    `reshard.quantised.loops` computes the same bits with numpy where this module was not compiled.
-   A matrix is row-major; its values are float32, or bfloat16 if the item size is 2. `high` rows after one another share a line, which has an element for each
-   column: a scale, a maximum, or whether all values are equal. The loops have no branches, so that
-   the compiler vectorizes them. */
+   A matrix is row-major; its values are float32, or bfloat16 if the item size is 2. `high` rows after
+   one another share a line, which has an element for each column: a scale, a maximum, or whether all
+   values are equal. The loops have no branches, so that the compiler vectorizes them. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,7 +11,7 @@
 #include "../move/values.h"
 
 /* Columns of a row that are widened or multiplied at a time, in the fastest cache. */
-#define PART 2048
+#define PART_COLUMNS 2048
 
 /* Buffers need not be aligned, so elements are copied. */
 static inline uint32_t load(const char *base, Py_ssize_t index) {
@@ -177,7 +177,21 @@ static int has_values(const Py_buffer *values, Py_ssize_t itemsize, Py_ssize_t s
     return (itemsize == 4 || itemsize == 2) && values->len % itemsize == 0 && values->len / itemsize == size;
 }
 
-static inline Py_ssize_t smaller(Py_ssize_t one, Py_ssize_t other) { return one < other ? one : other; }
+/* Part of a row: the first element in the matrix and in the lines, and the number of elements. */
+typedef struct {
+    Py_ssize_t at, line, count;
+} Part;
+
+/* Go on to the next part of a matrix of `size` elements; return whether there is one. The first follows
+   a part of zeros. */
+static inline int take_part(Part *part, Py_ssize_t size, Py_ssize_t columns, Py_ssize_t high) {
+    part->at += part->count;
+    if (part->at == size) return 0;
+    Py_ssize_t row = part->at / columns, column = part->at % columns;
+    part->line = row / high * columns + column;
+    part->count = columns - column < PART_COLUMNS ? columns - column : PART_COLUMNS;
+    return 1;
+}
 
 /* How a dtype of codes is decoded: by arithmetic, or by a table of 256 values. */
 typedef struct {
@@ -231,15 +245,13 @@ static PyObject *encode(PyObject *module, PyObject *args) {
     int is_right = check(number < known && is_matrix(codes.len, scales.len, columns, high) &&
                          has_values(&values, itemsize, codes.len));
     if (is_right) {
-        char wide[4 * PART];
+        char wide[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t row = 0; row < codes.len / columns; row++)
-            for (Py_ssize_t column = 0; column < columns; column += PART) {
-                Py_ssize_t at = row * columns + column, line = row / high * columns + column;
-                Py_ssize_t count = smaller(columns - column, PART);
-                encode_row(widen(values.buf, at, itemsize, wide, count), (char *)scales.buf + line * 4,
-                           (uint8_t *)codes.buf + at, count, &FORMATS[number]);
-            }
+        for (Part part = {0}; take_part(&part, codes.len, columns, high);) {
+            encode_row(widen(values.buf, part.at, itemsize, wide, part.count),
+                       (char *)scales.buf + part.line * 4, (uint8_t *)codes.buf + part.at, part.count,
+                       &FORMATS[number]);
+        }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&values);
@@ -257,15 +269,13 @@ static PyObject *find_largest(PyObject *module, PyObject *args) {
     Py_ssize_t size = itemsize > 0 ? values.len / itemsize : 0;
     int is_right = check(has_values(&values, itemsize, size) && is_matrix(size, lines.len, columns, high));
     if (is_right) {
-        char wide[4 * PART];
+        char wide[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
         memset(lines.buf, 0, lines.len);
-        for (Py_ssize_t row = 0; row < size / columns; row++)
-            for (Py_ssize_t column = 0; column < columns; column += PART) {
-                Py_ssize_t at = row * columns + column, line = row / high * columns + column;
-                Py_ssize_t count = smaller(columns - column, PART);
-                largest_row(widen(values.buf, at, itemsize, wide, count), (char *)lines.buf + line * 4, count);
-            }
+        for (Part part = {0}; take_part(&part, size, columns, high);) {
+            largest_row(widen(values.buf, part.at, itemsize, wide, part.count),
+                        (char *)lines.buf + part.line * 4, part.count);
+        }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&values);
@@ -286,17 +296,14 @@ static PyObject *compare(PyObject *module, PyObject *args) {
     int is_right = check(has_values(&values, itemsize, size) && has_values(&others, other_itemsize, size) &&
                          is_matrix(size, lines.len, columns, high));
     if (is_right) {
-        char wide[4 * PART], other[4 * PART];
+        char wide[4 * PART_COLUMNS], other[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
-        for (Py_ssize_t row = 0; row < size / columns; row++)
-            for (Py_ssize_t column = 0; column < columns; column += PART) {
-                Py_ssize_t at = row * columns + column, line = row / high * columns + column;
-                Py_ssize_t count = smaller(columns - column, PART);
-                compare_row(widen(values.buf, at, itemsize, wide, count),
-                            widen(others.buf, at, other_itemsize, other, count),
-                            (char *)lines.buf + line * 4, count);
-            }
+        for (Part part = {0}; take_part(&part, size, columns, high);) {
+            compare_row(widen(values.buf, part.at, itemsize, wide, part.count),
+                        widen(others.buf, part.at, other_itemsize, other, part.count),
+                        (char *)lines.buf + part.line * 4, part.count);
+        }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&values);
@@ -319,17 +326,15 @@ static PyObject *compare_codes(PyObject *module, PyObject *args) {
                          table.len == 1024 && has_values(&values, itemsize, codes.len));
     if (is_right) {
         Decoder decoder = {table.buf, !strcmp(dtype, "float8_e4m3fn")};
-        char wide[4 * PART], products[4 * PART];
+        char wide[4 * PART_COLUMNS], products[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
-        for (Py_ssize_t row = 0; row < codes.len / columns; row++)
-            for (Py_ssize_t column = 0; column < columns; column += PART) {
-                Py_ssize_t at = row * columns + column, line = row / high * columns + column;
-                Py_ssize_t count = smaller(columns - column, PART);
-                decode_part(&decoder, (uint8_t *)codes.buf + at, (char *)scales.buf + line * 4, products, count);
-                compare_row(widen(values.buf, at, itemsize, wide, count), products,
-                            (char *)lines.buf + line * 4, count);
-            }
+        for (Part part = {0}; take_part(&part, codes.len, columns, high);) {
+            decode_part(&decoder, (uint8_t *)codes.buf + part.at, (char *)scales.buf + part.line * 4,
+                        products, part.count);
+            compare_row(widen(values.buf, part.at, itemsize, wide, part.count), products,
+                        (char *)lines.buf + part.line * 4, part.count);
+        }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&values);

@@ -45,17 +45,13 @@ def find_largest(values: Array, weight: Scaled) -> Array:
     return _reduce_columns(np.maximum, lines, wide)
 
 
-def compare(values: Array, others: Array, weight: Scaled) -> tuple[Array, Array]:
-    """Return for each block whether it has the bits of another, and those rounded to bfloat16."""
-    high, wide = weight.value_block
-    bits = _reduce_columns(np.bitwise_and, loops.compare(values, others, high), wide)
-    return (bits & 1) != 0, (bits & 2) != 0
+def compare(values: Array, others: Array, weight: Scaled) -> Array:
+    """Return for each block whether it has the values of another, perhaps rounded to bfloat16."""
+    return _find_same(loops.compare(values, others, weight.value_block[0]), weight)
 
 
-def compare_codes(
-    values: Array, codes: Array, scales: Array, high: int, weight: Scaled
-) -> tuple[Array, Array]:
-    """Return what `compare` returns of the values and of those that are stored as float8 codes.
+def compare_codes(values: Array, codes: Array, scales: Array, high: int, weight: Scaled) -> Array:
+    """Return for each block whether it has the values of float8 codes, like `compare`.
 
     Args:
         values: the values, of rows as they are stored.
@@ -64,11 +60,18 @@ def compare_codes(
         high: the rows that share a line of scales.
         weight: where codes and scales are stored, and how.
     """
-    wide, dtype = weight.block[1], weight.codes.dtype
-    lines = _spread(scales, weight, values.shape[1])
-    found = loops.compare_codes(values, codes, decode_table(dtype), lines, high, dtype.name)
-    bits = _reduce_columns(np.bitwise_and, found, wide)
-    return (bits & 1) != 0, (bits & 2) != 0
+    dtype, lines = weight.codes.dtype, _spread(scales, weight, values.shape[1])
+    compared = loops.compare_codes(values, codes, decode_table(dtype), lines, high, dtype.name)
+    return _find_same(compared, weight)
+
+
+def _find_same(compared: Array, weight: Scaled) -> Array:
+    """Return which blocks are the same, from the lines of bits of `loops.compare`."""
+    bits = _reduce_columns(np.bitwise_and, compared, weight.value_block[1])
+    # The values of a weight in bfloat16 are exact, so none is rounded.
+    accepted = 3 if weight.dtype == FLOAT32 else 1
+    is_same: Array = (bits & accepted) != 0
+    return is_same
 
 
 def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:

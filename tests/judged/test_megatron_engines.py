@@ -36,7 +36,7 @@ class Route:
 
     @property
     def kind(self):
-        """What must occur together with what: the case, its form, what it becomes."""
+        """Return the settings of which any two occur together in a route."""
         return self.case, self.form, self.to or self.engine
 
     def __str__(self):

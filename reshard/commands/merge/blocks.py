@@ -123,7 +123,7 @@ class Matrix:
 
     Args:
         values: the weight.
-        dtype: in which values are read: as they are stored, if the loops know it, or float32.
+        dtype: the dtype in which values are read: bfloat16 if they are stored so, or float32.
         pair: the release's codes and scales of this weight.
         released: the release's values.
         number: the number of the matrix among those of the weight.
@@ -300,8 +300,8 @@ class Matrix:
     def _find_same(self, reader: TileReader, values: Array, first: int, box: Box) -> Array:
         """Return for each block whether it has the release's values, perhaps rounded to bfloat16.
 
-        After a training, no block has. If that was so in the last band, the first row is compared
-        before the others.
+        After a training, no block has. If that was so in the last band, the first row of each block
+        is compared before the others.
 
         Args:
             reader: reads the release.
@@ -338,7 +338,7 @@ class Matrix:
             rows = range(first, first + count)
             return self._compare_codes(reader, values, codes, rows, weight.block[0])
         released = self._read_values(reader, self.released, weight.dtype, box)
-        return self._accept(encode.compare(values, released, weight))
+        return encode.compare(values, released, weight)
 
     def _compare_codes(
         self, reader: TileReader, values: Array, codes: Array, rows: range, high: int
@@ -360,12 +360,7 @@ class Matrix:
         line = rows.start // weight.block[0]
         line += 0 if weight.shared else self.number * weight.grid[0]
         decode.check_scales(weight, scales.reshape(-1), line * weight.grid[1])
-        return self._accept(encode.compare_codes(values, codes, scales, high, weight))
-
-    def _accept(self, found: tuple[Array, Array]) -> Array:
-        """Return which blocks are the same, from those with the same bits and with rounded ones."""
-        same, rounded = found
-        return same | rounded if self.pair.weight.dtype == FLOAT32 else same
+        return encode.compare_codes(values, codes, scales, high, weight)
 
     def _read_stored(self, part: BlockPart, first: int, count: int, reader: TileReader) -> Array:
         """Return the release's codes or scales of some rows: a line for each row of blocks.

@@ -434,13 +434,14 @@ class SmallBufferError(CorruptError):
 def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
     """Return the error for flat elements that are not those of the parameters."""
     expected = sum(prod(param.shape) for param in members)
+    is_small = numel < expected
     # Frozen parameters have no place in a buffer (``_ParamAndGradBuffer``).
-    kind = SmallBufferError if numel < expected else CorruptError
+    kind = SmallBufferError if is_small else CorruptError
     frozen = (
         "; or the run froze parameters, and no file states which: load it in Megatron and save it"
         " with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or for the weights"
         " alone with --no-save-optim"
-        if numel < expected
+        if is_small
         else ""
     )
     return kind(

@@ -39,7 +39,7 @@ def describe_output(spec: OutputSpec) -> Iterator[str]:
     yield from _note_scaler(spec, f"one starts at {spec.scaler['cur_scale']}")
     if spec.stage:
         yield from _note_never_stepped(spec)
-        yield from note_recomputed(spec.state, "one value for all")
+        yield from note_recomputed(spec.state, "all ranks get the first rank's")
     yield from _note_muon(spec)
     outside = [weight.fqn for weight in spec.frozen]
     if spec.stage == 0 and spec.precision == FLOAT32 and outside:
