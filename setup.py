@@ -17,12 +17,13 @@ setup(
             f"reshard.{package}.{name}",
             [f"reshard/{package}/{name}.c"],
             depends=["reshard/move/values.h"],
-            extra_compile_args=["-O3", "-fno-trapping-math"],
+            # A product and a sum that are one operation are rounded once, to other bits.
+            extra_compile_args=["-O3", "-fno-trapping-math", "-ffp-contract=off"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
             py_limited_api=STABLE,
             optional=True,
         )
-        for package, name in (("move", "_cast"), ("quantised", "_codes"))
+        for package, name in (("move", "_cast"), ("quantised", "_codes"), ("averages", "_sums"))
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
 )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 17  # elements; values and their float64 sum stay in a core's cache
 WORKER_NBYTES = _BLOCK * (2 * FLOAT64.itemsize + FLOAT64.itemsize)
-"""The memory that a thread needs for sums, products and values, in bytes."""
+"""The memory that a thread needs for values, products (with numpy) and sums, in bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,32 +99,23 @@ class Mean:
         out = np.frombuffer(target, f"<f{size}")
         for start in range(0, len(out), _BLOCK):
             block = out[start : start + _BLOCK]
-            self._compute(reader, first + start, block)
-            if not np.isfinite(block).all():
+            if not self._compute(reader, first + start, block):
                 self._refuse_block(first + start, block)
 
-    def _compute(self, reader: TileReader, first: int, out: Array) -> None:
-        """Write the means of the elements from ``first`` on into ``out``."""
+    def _compute(self, reader: TileReader, first: int, out: Array) -> bool:
+        """Write the means of the elements from ``first`` on, and return whether all are finite."""
         import numpy as np
 
-        total, product = (
-            reader.keep(slot, None, lambda: np.empty(_BLOCK, "<f8"))[: len(out)]
-            for slot in ("mean", "product")
-        )
-        for number, planner in enumerate(self._planners):
+        from reshard.averages import sums
+
+        total = reader.keep("mean", None, lambda: np.empty(_BLOCK, "<f8"))[: len(out)]
+        weights = self.weights or (1.0,) * len(self.tensors)
+        for number, (planner, weight) in enumerate(zip(self._planners, weights, strict=True)):
             # `out` holds the values of one checkpoint after the other, and the mean at the end.
             reader.read_run(planner, first, first + len(out), self.dtype, out.data.cast("B"))
-            into = product if number else total
-            if self.weights is None:
-                np.copyto(into, out)
-            else:
-                np.multiply(out, self.weights[number], out=into, dtype=np.float64)
-            if number:
-                np.add(total, product, out=total)
-        if self.weights is None:
-            np.divide(total, len(self.tensors), out=total)
-        with np.errstate(over="ignore"):  # `read_into` refuses infinities
-            np.copyto(out, total, casting="same_kind")
+            sums.add(out, total, weight, begins=number == 0)
+        # The weights have the sum 1 already.
+        return sums.divide(total, 1 if self.weights else len(self.tensors), out)
 
     def _refuse_block(self, first: int, block: Array) -> None:
         """Raise the error of a block in which a mean is infinite or not a number."""

@@ -27,7 +27,7 @@ def built(tmp_path_factory):
     """Build the module from its present source; the installed one can be older."""
     if not find_compiler():
         return None
-    return build_module(tmp_path_factory.mktemp("built"), "reshard.move._cast")
+    return build_module(tmp_path_factory, "reshard.move._cast")
 
 
 @pytest.fixture(params=["compiled", "numpy"], autouse=True)

@@ -28,7 +28,7 @@ def built(tmp_path_factory):
     """Build the module from its present source; the installed one can be older."""
     if not find_compiler():
         pytest.skip("this machine has no C compiler, so numpy computes")
-    return build_module(tmp_path_factory.mktemp("built"), "reshard.quantised._codes")
+    return build_module(tmp_path_factory, "reshard.quantised._codes")
 
 
 @pytest.fixture
