@@ -230,6 +230,7 @@ def test_only_the_commands_that_train_start_programs():
 
 
 WITH_NUMPY = (  # imported by functions only
+    "reshard.averages.sums",
     "reshard.filesystem",
     "reshard.live.safe_load",
     "reshard.live.unread",
