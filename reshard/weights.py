@@ -19,6 +19,7 @@ from reshard.manifest import (
     Manifest,
 )
 from reshard.model.library import EMBEDDINGS, HEAD
+from reshard.quantised import remainders
 from reshard.tensors import find_first_difference
 from reshard.units import some
 
@@ -62,6 +63,9 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
     for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(PARAM, BUFFER, MASTER)):
         source = masters.get(fqn) or plain[fqn]
         written = _choose_dtype(manifest, source, target, dtype)
+        if source.kind == MASTER and fqn in plain and written == plain[fqn].dtype:
+            # Its optimizer rounded a computed master half up, where `merge` rounds half to even.
+            source = plain[fqn] if remainders.is_computed(source) else source
         castable = source.kind != BUFFER and source.dtype.family == "float"
         if castable and any(pattern.search(fqn) for pattern in patterns):
             written = dtypes.FLOAT32

@@ -30,6 +30,7 @@ from reshard.identity.crosscheck import are_comparable
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.model import ModelShapes
 from reshard.paths import as_path, find_rank
+from reshard.quantised.remainders import is_computed
 from reshard.training.optimizers import NEVER_NEGATIVE
 from reshard.units import counted, some
 
@@ -55,7 +56,8 @@ def plan_tasks(
         shapes: the model given by ``--model``.
         digests: the digests to compute of tensors, by key.
     """
-    masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
+    # A master that is computed from its weight cannot disagree with it.
+    masters = {entry.fqn for entry in manifest.of_kind(MASTER) if not is_computed(entry)}
     copies = {e.fqn: e for e in manifest.of_kind(PARAM) if e.fqn in masters}
     ties = list(_find_ties(manifest, config, shapes))
     planned = []
@@ -172,7 +174,9 @@ def check_masters(manifest: Manifest, tasks: Sequence[Task], scan: ScanResult) -
     reshaped = [
         entry.fqn
         for entry in manifest.of_kind(PARAM)
-        if (MASTER, entry.fqn) in manifest.entries and not _is_comparable(entry, manifest)
+        if (MASTER, entry.fqn) in manifest.entries
+        and not is_computed(manifest.entries[MASTER, entry.fqn])
+        and not _is_comparable(entry, manifest)
     ]
     check.failures += [f"the shape of {fqn} differs from that of its master" for fqn in reshaped]
     return check

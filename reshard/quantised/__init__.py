@@ -1,4 +1,4 @@
-"""Quantised models of Hugging Face: weights stored as small codes, with a scale for each block.
+"""Weights stored in parts: as small codes with a scale for each block, or as two halves.
 
 statement    what the files of a model state about its quantisation
 pairs        the codes and scales of each weight, with their geometry checked; its values
@@ -6,6 +6,7 @@ scaled       the geometry: where codes and scales are, and which belong together
 decode       the arithmetic of dequantisation, with numpy
 encode       the arithmetic of quantisation
 loops        the loops of both over the values, compiled or with numpy
+remainders   fp32 masters from 16-bit weights and remainders (Transformer Engine's Adam)
 
 Known methods are ``fp8`` (DeepSeek V3 and others: blocks of 128 x 128, or one scale for a tensor)
 and ``mxfp4`` (GPT-OSS). Others are refused by name. The values are those of transformers 5.23

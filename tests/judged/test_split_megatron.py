@@ -68,6 +68,7 @@ ROUTES = [
     ),
     Route("llama_tp4", Grid(dp=2), options={"distributed_optimizer": True}),
     Route("llama_bf16_grads_dp2", Grid(tp=2, dp=2)),
+    Route("llama_remainders_dp2", Grid(tp=2), form="torch_dist"),
     Route("llama_fp16_distopt_dp2", Grid(dp=2)),
     Route("llama_fp16_tp2", Grid(dp=2), options={"distributed_optimizer": True}),
     Route("llama_fp32_distopt_pp2dp2", Grid(tp=2, dp=2), to="torch_dist"),
@@ -125,8 +126,9 @@ def went_on(megatron_case, tmp_path_factory):
         form = route.to
         if form == "torch_dist" and route.distributed:
             form = "torch_dist_fully_reshardable"
+        changes = {"adam": "precision_aware"} if CASES[route.case].precision_aware else {}
         cases[str(route)] = loading(
-            route.case, made, form, grid=route.grid, distributed=route.distributed
+            route.case, made, form, grid=route.grid, distributed=route.distributed, **changes
         )
     load_all(out, cases)
     return {name: truth_of(out / name) for name in cases}

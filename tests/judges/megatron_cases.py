@@ -163,7 +163,9 @@ class Case:
         precision: of the model; bf16 and fp16 have fp32 main parameters.
         distributed: ``--use-distributed-optimizer``.
         reduce_in_bf16: ``--grad-reduce-in-bf16``.
-        adam: ``fused`` has apex's and Transformer Engine's layout, ``torch`` is AdamW.
+        adam: ``fused`` has apex's and Transformer Engine's layout, ``torch`` is AdamW;
+            ``precision_aware`` is Transformer Engine's with masters of its own, of which
+            ``remainders`` stores the lower 16 bits.
         bucket: ``--ddp-bucket-size``, with ``--overlap-grad-reduce``; None is one bucket.
         vocabulary: before padding.
         forms: also written, see the module.
@@ -215,8 +217,19 @@ class Case:
         return self.distributed and not self.one_bucket and (self.bucket is not None or shared)
 
     @property
+    def precision_aware(self) -> bool:
+        """Return whether the run has --use-precision-aware-optimizer."""
+        return self.adam in ("precision_aware", "remainders")
+
+    @property
     def canonical(self) -> str:
-        """Return the form that Megatron can load on any grid."""
+        """Return the form that Megatron can load on any grid.
+
+        Of remainders, Megatron-core 0.16.1 loads only the form for other numbers of data-parallel
+        ranks: the others store them in float32, which Transformer Engine refuses.
+        """
+        if self.adam == "remainders":
+            return "torch_dist"
         return "torch_dist_fully_reshardable" if self.distributed else "torch_dist"
 
     @property
@@ -241,6 +254,7 @@ _ROWS = [
     Case("llama_tp4", "llama", Grid(tp=4)),
     Case("llama_odd_tp2", "llama", Grid(tp=2), vocabulary=101),
     Case("llama_distopt_tp2dp2", "llama", Grid(tp=2, dp=2), **EVERY),
+    Case("llama_remainders_dp2", "llama", Grid(dp=2), **SHARDED, adam="remainders"),
     Case("llama_bf16_grads_dp2", "llama", Grid(dp=2), **SHARDED, reduce_in_bf16=True),
     Case("llama_fp16_distopt_dp2", "llama", Grid(dp=2), "fp16", **SHARDED),
     Case("llama_buckets_dp2", "llama", Grid(dp=2), **BUCKETS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tests.judges import megatron_data as data
 from tests.judges import megatron_models as models
+from tests.judges.megatron_adam import FusedAdam, PrecisionAwareAdam, transformer_engine_stub
 from tests.judges.megatron_cases import SEQUENCE
 
 if TYPE_CHECKING:
@@ -34,18 +36,21 @@ class Run:
         self.case = case
         self.config = models.config_of(case)
         self.chunks = models.build(case, self.config)
-        told = OptimizerConfig(
-            optimizer="adam",
-            lr=LR,
-            min_lr=0.0,
-            weight_decay=DECAY,
-            bf16=case.precision == "bf16",
-            fp16=case.precision == "fp16",
-            params_dtype=DTYPES[case.precision],
-            use_distributed_optimizer=case.distributed,
-            initial_loss_scale=2.0**10,
-            clip_grad=1.0,
-        )
+        with transformer_engine_stub() if case.precision_aware else nullcontext():
+            told = OptimizerConfig(
+                optimizer="adam",
+                lr=LR,
+                min_lr=0.0,
+                weight_decay=DECAY,
+                bf16=case.precision == "bf16",
+                fp16=case.precision == "fp16",
+                params_dtype=DTYPES[case.precision],
+                use_distributed_optimizer=case.distributed,
+                initial_loss_scale=2.0**10,
+                clip_grad=1.0,
+                use_precision_aware_optimizer=case.precision_aware,
+                store_param_remainders=case.adam == "remainders",
+            )
         overrides = mcore_optimizer.get_standard_config_overrides(told)
         self.optimizer = mcore_optimizer.get_megatron_optimizer(told, self.chunks, overrides)
         self.scheduler = OptimizerParamScheduler(
@@ -120,10 +125,11 @@ class Run:
 
 def _choose_adam(kind: str) -> None:
     """Return the Adam that Megatron-core found when it was imported."""
-    from tests.judges.megatron_adam import FusedAdam
-
-    fused = kind == "fused"
+    fused = kind != "torch"
+    aware = kind in ("precision_aware", "remainders")
+    chosen = PrecisionAwareAdam if aware else FusedAdam
     mcore_optimizer.USING_PYTORCH_OPTIMIZER = not fused
-    mcore_optimizer.Adam = FusedAdam if fused else torch.optim.AdamW
-    distrib_optimizer.Adam = FusedAdam if fused else torch.optim.Adam
+    mcore_optimizer.is_te_min_version = lambda *_, **__: aware
+    mcore_optimizer.Adam = chosen if fused else torch.optim.AdamW
+    distrib_optimizer.Adam = chosen if fused else torch.optim.Adam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = fused

@@ -11,6 +11,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from tests.judges.megatron_adam import whole_master
 from tests.judges.megatron_cases import SEQUENCE
 from tests.judges.megatron_data import EVALUATED, batch
 from tests.judges.megatron_run import Run
@@ -118,8 +119,9 @@ def _slots(run: Run) -> dict[Tensor, dict[str, Any]]:
             for param in optimizer.model_param_gbuf_map:
                 if param in optimizer.model_param_group_index_map:
                     held = dict(optimizer._get_main_param_and_optimizer_states(param))
-                    held["fp32_param"] = held.pop("param")
                     part = optimizer._get_model_param_range_map(param)["param"]
+                    own = param.detach().view(-1)[part.start : part.end]
+                    held["fp32_param"] = whole_master(own, held.pop("param"))
                     found[param] = _cloned(held) | {
                         "range": (part.start, part.end),
                         "shape": tuple(param.shape),

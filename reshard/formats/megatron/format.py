@@ -43,7 +43,9 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     # one of them reads it.
     from reshard.formats import beside
     from reshard.formats.megatron import dist, legacy
+    from reshard.formats.megatron.write.args import PRECISION_AWARE
     from reshard.model_parallel.rules import add_user_rules, load_whole_table
+    from reshard.quantised import remainders
 
     found = find_checkpoint(location)
     if is_zarr(found):
@@ -56,7 +58,12 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
         )
     read = dist.read if is_dist(found) or list_parts(found) else legacy.read
     table = add_user_rules(load_whole_table(NAME), hints.rules)
-    return beside.with_run(read(found, table), location)
+    manifest = read(found, table)
+    args = _read_args(manifest)
+    manifest = remainders.complete_masters(
+        manifest, may_be_float=not args or args.get(PRECISION_AWARE) is True
+    )
+    return beside.with_run(manifest, location)
 
 
 def _read_args(manifest: Manifest) -> Mapping[str, Any]:

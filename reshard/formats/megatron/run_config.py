@@ -63,7 +63,7 @@ _OTHERS: dict[str, dict[str, str | None]] = {  # section -> field -> argument
     "optimizer": dict.fromkeys(
         """
         optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad decoupled_lr
-        decoupled_min_lr bf16 fp16
+        decoupled_min_lr bf16 fp16 use_precision_aware_optimizer
         """.split()
     ),
     "rng": {"seed": "seed"},

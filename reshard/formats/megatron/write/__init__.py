@@ -19,6 +19,7 @@ from typing import Any
 from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron.directory import NAME
+from reshard.formats.megatron.write.args import PRECISION_AWARE
 from reshard.formats.megatron.write.choice import MegatronOptions, Resolved, resolve
 from reshard.model_parallel.described import Described
 from reshard.model_parallel.families import BUILDER, DIFFERS
@@ -56,6 +57,7 @@ def _notes(choice: Resolved) -> list[str]:
     if choice.state.manifest.origin.format != NAME:
         notes += describe_lost_setup(choice.state)
     notes += _describe_core(choice)
+    notes += _describe_remainders(choice)
     if choice.wanted.form == "torch" and not choice.wanted.rank_states.rng:
         notes.append("no random states: Megatron loads it with --no-load-rng")
     return notes
@@ -74,6 +76,19 @@ def _describe_core(choice: Resolved) -> Iterator[str]:
             f"the distributed optimizer is in {dist.RANGES}, as in the source: Megatron-core loads"
             " it up to 0.15; for 0.16 write --ckpt-format torch, which all load on the grid that it"
             " is written for"
+        )
+
+
+def _describe_remainders(choice: Resolved) -> Iterator[str]:
+    """Yield a note on masters that a precision-aware optimizer takes for remainders by default.
+
+    Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer_config.py`` (OptimizerConfig).
+    """
+    if choice.args.get(PRECISION_AWARE):
+        yield (
+            "the precision-aware optimizer has whole fp32 masters: load it with"
+            " store_param_remainders off (--no-store-param-remainders), or Transformer Engine"
+            " refuses them"
         )
 
 

@@ -13,6 +13,8 @@ from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.model_parallel.sizes import Sizes
 from reshard.state_dict.plain_values import is_plain
 
+PRECISION_AWARE = "use_precision_aware_optimizer"
+REMAINDERS = "store_param_remainders"
 REDUCES_IN_FP32 = "accumulate_allreduce_grads_in_fp32"
 
 
@@ -45,6 +47,8 @@ def adapt(
         adapted["padded_vocab_size"] = padded
     # check_checkpoint_args compares it too, and takes a missing one for True.
     adapted.setdefault("add_position_embedding", True)
+    if adapted.get(PRECISION_AWARE):
+        adapted[REMAINDERS] = False  # the masters are written whole
     return adapted
 
 

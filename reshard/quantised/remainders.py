@@ -1,0 +1,242 @@
+"""fp32 master weights of which an optimizer stores the lower 16 bits only, as a remainder.
+
+The upper 16 bits of a master are those of its bf16 weight, minus one if the remainder is negative:
+the weight is the master rounded half up, and the remainder the difference of their bits as a signed
+number. Megatron copies remainders into float32 where it gathers an optimizer's state, so a file
+holds them as int16 or as whole numbers in float32.
+
+Sources: TransformerEngine 2.9 ``common/multi_tensor/adam.cu`` (AdamFunctorMasterParamRemainder),
+``pytorch/optimizers/fused_adam.py`` (store_param_remainders); Megatron-LM core_v0.16.1
+``core/optimizer/distrib_optimizer.py`` (get_parameter_state_dp_zero).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from reshard.box import row_major, whole
+from reshard.chunks import Chunk
+from reshard.derived import Derived, Reader, list_files
+from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType, round_to_bfloat16
+from reshard.errors import CorruptError
+from reshard.files import SourceFiles
+from reshard.manifest import MASTER, PARAM, Entry, Manifest, check
+from reshard.planning.copies import Copy, CopyPlanner
+from reshard.units import counted
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+INT16 = BY_NAME["int16"]
+_LEAST, _MOST = -(1 << 15), (1 << 15) - 1
+_BLOCK = 1 << 17  # elements; what is computed at a time stays in a core's cache
+_SAMPLED_TENSORS = 16
+_SAMPLED = 64  # elements of each
+
+
+@dataclass(frozen=True, eq=False)
+class WholeMaster:
+    """A master weight from its bf16 weight and its remainder; implements `derived.Computation`."""
+
+    weight: Entry
+    remainder: Entry
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self.weight.numel * FLOAT32.itemsize
+
+    @property
+    def tile_nbytes(self) -> int:
+        """One element: any range of elements is computed by itself."""
+        return FLOAT32.itemsize
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that store the weight and the remainder."""
+        names = (
+            file for entry in (self.weight, self.remainder) for file in entry.layout.file_table[1]
+        )
+        return tuple(dict.fromkeys(path for file in names for path in list_files(file)))
+
+    @property
+    def name(self) -> Derived:
+        """The name under which the values can be read."""
+        return Derived(self.files[0], f"master of {self.weight.fqn} from its remainder", self)
+
+    @cached_property
+    def _planners(self) -> tuple[CopyPlanner, CopyPlanner]:
+        return CopyPlanner(self.weight), CopyPlanner(self.remainder)
+
+    def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the masters from a byte offset on.
+
+        Raises:
+            CorruptError: a float32 number is not a remainder.
+            ReshardError: a file cannot be read.
+        """
+        import numpy as np
+
+        out = np.frombuffer(target, "<u4")
+        first = byte_offset // FLOAT32.itemsize
+        weights, remainders = self._planners
+        for start in range(0, len(out), _BLOCK):
+            block = out[start : start + _BLOCK]
+            run = first + start, first + start + len(block)
+            upper = np.frombuffer(_read_run(pool, weights, *run, BFLOAT16), "<u2")
+            np.left_shift(upper, 16, out=block, dtype="<u4")
+            # Unsigned sums of 32 bits wrap around, as the borrow of a negative remainder needs it.
+            np.add(block, self._read_remainders(pool, remainders, run).view("<u4"), out=block)
+
+    def _read_remainders(self, pool: Reader, planner: CopyPlanner, run: tuple[int, int]) -> Array:
+        """Return remainders as int32."""
+        import numpy as np
+
+        dtype = self.remainder.dtype
+        raw = _read_run(pool, planner, *run, dtype)
+        if dtype == INT16:
+            return np.frombuffer(raw, "<i2").astype("<i4")
+        stored = np.frombuffer(raw, "<f4")
+        with np.errstate(invalid="ignore"):  # of a NaN, which is refused below
+            numbers: Array = stored.astype("<i4")
+        wrong = (numbers != stored) | (stored < _LEAST) | (stored > _MOST)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise CorruptError(
+                self.remainder.where,
+                f"{self.remainder.fqn!r} has {stored[at]} at element {run[0] + at}, expected a"
+                " remainder of 16 bits as in the rest of this optimizer",
+            )
+        return numbers
+
+
+def _read_run(pool: Reader, planner: CopyPlanner, start: int, stop: int, dtype: DType) -> bytearray:
+    """Return elements ``start`` to ``stop`` of a flattened tensor as they are stored."""
+    buffer = bytearray((stop - start) * dtype.itemsize)
+    for copy in planner.plan_run(start, stop, dtype, 0):
+        _fill(pool, copy, memoryview(buffer))
+    return buffer
+
+
+def _fill(pool: Reader, copy: Copy, buffer: memoryview) -> None:
+    if copy.is_run:
+        nbytes = copy.numel * copy.dtype.itemsize
+        into = buffer[copy.target_offset : copy.target_offset + nbytes]
+        pool.read_into(copy.file, copy.byte_offset, into)
+        return
+    import numpy as np
+    from numpy.lib.stride_tricks import as_strided
+
+    size = copy.dtype.itemsize
+    reach = sum((n - 1) * s for n, s in zip(copy.shape, copy.byte_strides, strict=True)) + size
+    stored = np.frombuffer(pool.read(copy.file, copy.byte_offset, reach), f"<u{size}")
+    target = np.frombuffer(buffer[copy.target_offset :], f"<u{size}")
+    as_strided(target, copy.shape, copy.target_strides)[...] = as_strided(
+        stored, copy.shape, copy.byte_strides
+    )
+
+
+def is_computed(master: Entry) -> bool:
+    """Return whether a master is computed from its weight, so that they cannot disagree."""
+    return not master.layout.is_partition and any(
+        isinstance(chunk.file, Derived) and isinstance(chunk.file.computation, WholeMaster)
+        for chunk in master.chunks
+    )
+
+
+def round_ties_as_stored(
+    masters: bytes | bytearray, rounded: bytearray, stored: bytes | bytearray
+) -> None:
+    """Change the bf16 casts of fp32 masters to the stored weights where those are rounded half up.
+
+    Only a master in the middle between two weights has a choice.
+    """
+    import numpy as np
+
+    bits = np.frombuffer(masters, "<u4")
+    half_up = ((bits + 0x8000) >> 16).astype("<u2")
+    fits = ((bits & 0xFFFF) == 0x8000) & (half_up == np.frombuffer(stored, "<u2"))
+    np.copyto(np.frombuffer(rounded, "<u2"), half_up, where=fits)
+
+
+def complete_masters(manifest: Manifest, *, may_be_float: bool) -> Manifest:
+    """Return a manifest with whole masters in place of remainders.
+
+    Args:
+        may_be_float: whether float32 masters can be remainders too; a few values tell.
+
+    Raises:
+        CorruptError: remainders do not cover their tensor.
+        ReshardError: a file cannot be read.
+    """
+    pairs = list(_pair(manifest, INT16))
+    if may_be_float and not pairs:
+        pairs = list(_pair(manifest, FLOAT32))
+        pairs = pairs if pairs and _are_remainders(pairs) else []
+    if not pairs:
+        return manifest
+    # The entries below no longer have these blocks, so nothing later proves their coverage.
+    check(manifest.with_entries(remainder for _, remainder in pairs))
+    completed = {remainder.key: _complete(*pair) for pair in pairs for _, remainder in [pair]}
+    note = (
+        f"{counted(len(pairs), 'master weight')} stored as 16-bit remainders of the weights: the"
+        " masters are computed from both"
+    )
+    return replace(
+        manifest.with_entries(completed.get(key, e) for key, e in manifest.entries.items()),
+        warnings=(*manifest.warnings, note),
+    )
+
+
+def _pair(manifest: Manifest, dtype: DType) -> Iterator[tuple[Entry, Entry]]:
+    """Yield the bf16 weights with their masters of a dtype."""
+    for stored in manifest.of_kind(MASTER):
+        weight = manifest.entries.get((PARAM, stored.fqn))
+        if (
+            weight is not None
+            and weight.shape == stored.shape
+            and weight.layout.dtypes <= {BFLOAT16}
+            and stored.layout.dtypes == {dtype}
+            and stored.numel
+        ):
+            yield weight, stored
+
+
+def _complete(weight: Entry, remainder: Entry) -> Entry:
+    name = WholeMaster(weight, remainder).name
+    strides = row_major(weight.shape, FLOAT32.itemsize)
+    chunk = Chunk(whole(weight.shape), name, 0, strides, FLOAT32)
+    return replace(remainder, dtype=FLOAT32, chunks=(chunk,))
+
+
+def _are_remainders(pairs: Sequence[tuple[Entry, Entry]]) -> bool:
+    """Return whether float32 masters are remainders, from values of the largest ones.
+
+    Remainders are whole numbers of 16 bits. So are some masters (norms of 1, biases of 0), but the
+    weights beside them are then equal.
+    """
+    largest = sorted(pairs, key=lambda pair: -pair[0].numel)[:_SAMPLED_TENSORS]
+    differ = False
+    with SourceFiles() as pool:
+        for weight, stored in largest:
+            start = max((weight.numel - _SAMPLED) // 2, 0)
+            stop = min(start + _SAMPLED, weight.numel)
+            raw = _read_run(pool, CopyPlanner(stored), start, stop, FLOAT32)
+            if not all(map(_is_remainder, struct.unpack(f"<{stop - start}f", raw))):
+                return False
+            bits = struct.unpack(f"<{stop - start}I", raw)
+            copies = _read_run(pool, CopyPlanner(weight), start, stop, BFLOAT16)
+            differ = differ or [round_to_bfloat16(each) for each in bits] != list(
+                struct.unpack(f"<{stop - start}H", copies)
+            )
+    return differ
+
+
+def _is_remainder(number: float) -> bool:
+    return number.is_integer() and _LEAST <= number <= _MOST
