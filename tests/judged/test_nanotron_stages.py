@@ -94,8 +94,9 @@ def test_stages_whose_schedulers_are_at_other_steps_are_refused(copied, tmp_path
     path = next(run.rglob("lr_scheduler_pp-1-*"))
     saved = torch.load(path)
     torch.save({**saved, "last_epoch": saved["last_epoch"] + 1}, path)
-    with pytest.raises(UnsupportedError, match="at different steps"):
+    with pytest.raises(UnsupportedError, match="at different steps") as refused:
         reshard.split(run, tmp_path / "out", pp=1, dp=1)
+    assert refused.value.remedy == "keep the source's --pp"
 
 
 def test_weights_alone_go_to_other_stages(tmp_path):

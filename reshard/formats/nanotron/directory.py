@@ -120,7 +120,7 @@ def take_census(location: Location) -> Census:
     }
     folder = location.folders.get(_OPTIMIZER)
     states = [] if folder is None else [*_ranked(folder, _STATES)]
-    optimizer = _complete("the optimizer", states, AXES)
+    optimizer = _complete("optimizer", states, AXES)
     return Census(location, weights, optimizer, _schedulers(location.folders.get(SCHEDULER)))
 
 
@@ -128,7 +128,7 @@ def _schedulers(folder: Location | None) -> tuple[Path, ...]:
     """Return the first rank's file of each stage, or the only file of a run."""
     if folder is None:
         return ()
-    ranked = _complete("the scheduler", [*_ranked(folder, _SCHEDULERS)], AXES)
+    ranked = _complete("scheduler", [*_ranked(folder, _SCHEDULERS)], AXES)
     if not ranked:
         return tuple(folder.files.values())[:1]
     by_stage: dict[int, Path] = {}

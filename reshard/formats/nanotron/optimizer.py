@@ -163,7 +163,9 @@ def _add_tensor(
     entry, collected = chunks.setdefault(key, (Entry(fqn, kind, stored.dtype, place.shape, ()), []))
     if entry.dtype != stored.dtype:
         raise CorruptError(
-            stored.file, f"the {kind} of {fqn!r} has the unsupported dtype {stored.dtype}", MIXED
+            stored.file,
+            f"the {kind} of {fqn!r} is {stored.dtype}, but {entry.dtype} in the files of other ranks",
+            MIXED,
         )
     if "dp" in rank.ranks:
         collected += place.run_chunks(stored, start, stop)

@@ -76,8 +76,9 @@ def redistribute(
         if _common(one.scheduler) != _common(two.scheduler):
             raise UnsupportedError(
                 path,
-                "its stages' schedulers are at different steps",
-                "its stages' schedulers are at different steps",
+                "its stages' schedulers are at different steps, so the schedulers of other stages"
+                " cannot be derived",
+                "keep the source's --pp",
             )
     indices = _find_groups(stages)
     if indices is not None:
