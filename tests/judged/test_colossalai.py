@@ -189,3 +189,12 @@ def test_the_names_of_one_tensor_are_in_one_shard(tmp_path, monkeypatch):
     assert places["one.weight"] == places["three.weight"]
     held = torch.load(index.with_name(places["one.weight"]))
     assert held["one.weight"].data_ptr() == held["three.weight"].data_ptr()
+
+
+def test_a_shard_that_the_index_does_not_list_is_noted(copied):
+    run = copied("plain")
+    shard = next(run.rglob("pytorch_model-00001.bin"))
+    shutil.copy(shard, shard.with_name("pytorch_model-00099.bin"))
+    with reshard.open(run) as checkpoint:
+        warnings = checkpoint.manifest.warnings
+    assert any("which were not read: pytorch_model-00099.bin" in text for text in warnings)

@@ -63,7 +63,13 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
     root: dict[str, Any] = {
         "model": {e.fqn: GlobalTensor(e.dtype, e.shape, tuple(e.chunks)) for e in entries}
     }
-    parsed = ParsedTree(root, str(location), dict(saved.files), globals=set(saved.unknown_globals))
+    parsed = ParsedTree(
+        root,
+        str(location),
+        dict(saved.files),
+        globals=set(saved.unknown_globals),
+        notes=list(saved.warnings),
+    )
     root["optimizer"] = _read_optimizer(states, parsed)
     scheduler = location.files.get(SCHEDULER)
     if scheduler and is_torch_file(scheduler):
