@@ -14,10 +14,14 @@ from functools import cache
 from typing import Any
 
 from reshard.model_parallel.rules import load_document
+from reshard.schema import a, either, mapping, record, sequence
 from reshard.units import shorten
 
 ANY = "any"  # no value of the key changes what the family computes
 EACH = "each"  # a list, each of whose elements is one of these
+NEUTRAL = mapping(  # the structure of a section with neutral values
+    item=either(sequence(), record(each=sequence()), a(f"the word {ANY}", lambda v: v == ANY))
+)
 _EXPERTS = "moe_"
 _SHOWN = 60  # letters of a value in a message
 
@@ -71,7 +75,10 @@ def find_changing_args(
         if name in implemented or value is None or (name.startswith(_EXPERTS) and not has_experts):
             continue
         if not _is_neutral(value, allowed):
-            yield f"{settings.meanings[name]} ({name} {shorten(repr(value), _SHOWN)})"
+            stated = f"{name} {shorten(repr(value), _SHOWN)}"
+            # A user's family may list arguments that no built-in table describes.
+            meaning = settings.meanings.get(name)
+            yield f"{meaning} ({stated})" if meaning else stated
 
 
 def get_default_arg(name: str) -> Any:

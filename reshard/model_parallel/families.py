@@ -23,10 +23,12 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
+from reshard import schema
 from reshard.errors import UnsupportedError, UsageError
 from reshard.model_parallel import config_keys, fields, megatron_traits, rules, yarn
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.traits import OWN, Traits
+from reshard.schema import TEXT, mapping, sequence
 
 # Arguments of our own: the program that builds such models, and what it computes differently.
 BUILDER, DIFFERS = "model_builder", "model_builder_differs"
@@ -40,6 +42,13 @@ _SYNONYMS = (  # names of one key, the usual one first
     ("partial_rotary_factor", "rotary_pct"),
     ("num_experts", "num_local_experts"),
 )
+_SECTIONS = {
+    **dict.fromkeys(("when", "config", "args", "equal"), mapping(TEXT)),
+    **dict.fromkeys(("neutral", "neutral_args"), config_keys.NEUTRAL),
+    "alike": sequence(),
+    **dict.fromkeys(("builder", "differs"), TEXT),
+}
+_SECTION = schema.fields(**_SECTIONS)
 _KEEP_NAMES = "convert to a format that keeps Hugging Face's names"
 
 
@@ -246,16 +255,14 @@ def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> I
     Raises:
         UsageError: a family lacks a section, or has one that is unknown.
     """
-    sections = {"when", "config", "args", "neutral", "neutral_args", "equal", "alike", "builder"}
-    sections |= {"differs"}
-    families = document.get("families", {})
-    for model, section in families.items() if isinstance(families, dict) else ():
-        if not isinstance(section, dict) or not {"when", "config"} <= section.keys() <= sections:
+    for model, section in document.get("families", {}).items():
+        if not {"when", "config"} <= section.keys() <= _SECTIONS.keys():
             raise UsageError(
                 source,
                 f"family {model!r} must have the sections 'when' and 'config', and no other"
-                f" sections than {', '.join(sorted(sections))}",
+                f" sections than {', '.join(sorted(_SECTIONS))}",
             )
+        rules.refuse_malformed(source, section, _SECTION, f"families[{model!r}]")
         if "model_type" not in section["config"]:
             raise UsageError(source, f"family {model!r} has no model_type in its config")
         lines = {key: _drop_null(section.get(key, {})) for key in ("config", "args")}

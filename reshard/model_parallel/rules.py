@@ -27,6 +27,7 @@ from reshard.model_parallel import segments
 from reshard.model_parallel.patterns import Pattern, make_group_key
 from reshard.model_parallel.segments import Numbers
 from reshard.model_parallel.shards import REPLICATED, Split
+from reshard.schema import TEXT, Kind, fields, mapping, sequence
 
 _CUTS: Mapping[str, Split] = {
     "vocab": Split(0, padded=True),
@@ -43,6 +44,15 @@ _WHOLE_OR_HEADS = "whole_or_heads"
 _NORM_IS_CUT = "qk_layernorm_is_cut"  # an argument of our own
 MEGATRON = "megatron"  # the table of megatron-core's own names
 TABLES = Path(__file__).parent / "tables"
+_DOCUMENT = fields(
+    **dict.fromkeys(("parameters", "hf"), mapping()),
+    families=mapping(item=mapping()),
+    numbers=mapping(item=sequence(TEXT)),
+    copies=mapping(item=TEXT),
+    repeated=mapping(TEXT, TEXT),
+    base=TEXT,
+)
+_LINE = fields(segments=mapping(item=TEXT))
 FORM = "under  parameters:  write  NAME: {cut: vocab|column|row|gated|replicated|summed}"
 
 
@@ -336,7 +346,7 @@ def parse_document(text: str, source: str) -> Mapping[str, Any]:
     """Return the sections of a table's file.
 
     Raises:
-        UsageError: the text is not YAML, or has no sections.
+        UsageError: the text is not YAML, has no sections, or has one of another structure.
     """
     # Imported late: commands that need no table start without it.
     import yaml  # type: ignore[import-untyped]
@@ -350,14 +360,29 @@ def parse_document(text: str, source: str) -> Mapping[str, Any]:
         ) from error
     if not isinstance(root, dict):
         raise UsageError(source, "has neither 'parameters' nor 'hf'", FORM)
+    refuse_malformed(source, root, _DOCUMENT)
     return root
+
+
+def refuse_malformed(source: str, value: Any, kind: Kind, what: str = "") -> None:
+    """Refuse a value of a table's file that does not have the structure of its kind.
+
+    Args:
+        what: the value's key in the file.
+
+    Raises:
+        UsageError: the value, or one in it, is of another kind.
+    """
+    fault = kind.fault(value)
+    if fault:
+        key, problem = fault
+        raise UsageError(source, f"{(what + key).lstrip('.')} {problem}")
 
 
 def _parse_table(root: Mapping[str, Any], source: str) -> Table:
     """Return the table that a file's sections describe."""
     lines, hf = root.get("parameters", {}), root.get("hf", {})
-    has_any = lines or hf or root.get("families")
-    if not isinstance(lines, dict) or not isinstance(hf, dict) or not has_any:
+    if not (lines or hf or root.get("families")):
         raise UsageError(source, "has neither 'parameters' nor 'hf'", FORM)
     return Table(
         source,
@@ -378,11 +403,15 @@ def _rename_line(line: Any, rename: Callable[[str], str]) -> Any:
         return rename(line)
     if isinstance(line, list):
         return [_rename_line(each, rename) for each in line]
-    return {**line, "names": [rename(name) for name in line["names"]]}
+    names = line.get("names") if isinstance(line, dict) else None
+    if not isinstance(names, list):
+        return line  # `spellings` refuses it
+    return {**line, "names": [rename(str(name)) for name in names]}
 
 
 def _parse_rule(name: str, line: Any, source: str, numbers: Numbers) -> Rule:
     line = line if isinstance(line, dict) else {"cut": line}
+    refuse_malformed(source, line, _LINE, f"parameters[{name!r}]")
     cut = line.get("cut")
     if cut not in (*_CUTS, _MAYBE_GATED, _COLUMN_OR_WHOLE, _WHOLE_OR_HEADS):
         raise UsageError(source, f"{name!r} has the unknown cut {cut!r}", FORM)

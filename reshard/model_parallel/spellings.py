@@ -192,7 +192,7 @@ def _parse_line(own: str, value: Any, source: str) -> Line:
 
 def _find_problems(own: str, value: Any) -> Iterator[str]:
     if not isinstance(value, dict) or not isinstance(value.get("names"), list):
-        yield f"{value!r} contains no list of names"
+        yield f"{value!r} has no list of names"
         return
     form, names = value.get("form", forms.PLAIN), value["names"]
     if form not in forms.NAMES:
@@ -202,8 +202,8 @@ def _find_problems(own: str, value: Any) -> Iterator[str]:
     if not isinstance(value.get("added", 0), (int, float)):
         yield f"added is {value['added']!r}, not a number"
     if value.keys() - _KEYS:
-        yield f"{min(value.keys() - _KEYS)!r} is not a known key"
+        yield f"{min(map(str, value.keys() - _KEYS))!r} is not a known key"
     required = Pattern(own).fields - {str(value.get("stacked", ""))}
     for name in names:
         if Pattern(str(name)).fields - set(NUMBERS) != required:
-            yield f"{name!r} does not contain the fields that the inverse requires"
+            yield f"{name!r} does not contain the fields of {own!r}, which the way back requires"

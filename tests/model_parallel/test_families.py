@@ -7,7 +7,10 @@ import pytest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.model_parallel import config_keys, families, megatron_traits
 from reshard.model_parallel.fields import FORMS, parse_field
+from reshard.model_parallel.rules import add_user_rules, load_table
 from reshard.model_parallel.traits import Traits
+
+LLAMA = load_table("llama")
 
 GATED = """
 base: llama
@@ -205,3 +208,37 @@ def test_arguments_of_another_program_s_model_name_its_family(name):
     traits = Traits(source="model", args=None).with_values(more)
     args = family.make_args(traits)
     assert families.choose_family(megatron_traits.parse_args(args, "args"))[0].name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("families: 3", "families is 3, expected a dict"),
+        ("families: {x: {when: {}, config: 3}}", r"families\['x'\].config is 3"),
+        ("families: {x: {when: {}, config: {model_type: x}, args: 3}}", r"\.args is 3"),
+        ("families: {x: {when: {}, config: {model_type: x}, alike: 3}}", r"\.alike is 3"),
+        ("families: {x: {when: {}, config: {model_type: x}, neutral: {a: 3}}}", r"neutral\['a'\]"),
+        ("numbers: 3\nparameters: {a: column}", "numbers is 3"),
+        ("copies: [1]\nhf: {a: b}", r"copies is \[1\]"),
+        ("repeated: 3\nparameters: {a: column}", "repeated is 3"),
+        ("parameters: {a: {cut: column, segments: 3}}", r"parameters\['a'\].segments is 3"),
+    ],
+)
+def test_a_user_s_file_of_another_structure_is_named(text, problem, tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=problem) as refused:
+        (families.load_families(file), add_user_rules(LLAMA, file))
+    assert refused.value.where == str(file)
+
+
+def test_a_user_s_family_may_have_neutral_values_of_any_argument(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text(
+        "families: {mine: {when: {positions: rope}, config: {model_type: mine},"
+        " neutral_args: {router_dtype: [fp32]}}}"
+    )
+    (mine,) = families.get_families("mine", file)
+    for dtype, mismatches in (("fp32", []), ("fp64", ["router_dtype 'fp64'"])):
+        traits = megatron_traits.parse_args({**SMOLLM3, "router_dtype": dtype}, "args")
+        assert mine.find_mismatches(traits) == mismatches
