@@ -5,14 +5,18 @@ from __future__ import annotations
 import shutil
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
+from reshard.dtypes import FLOAT32
 from reshard.errors import UnsupportedError
 from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.write.groups import make_groups
+from reshard.training.state import TrainedGroup, TrainedParameter, Weight
 from tests.support.megatron_values import change, read_root
 
 DATA = Path(__file__).parents[1] / "data"
@@ -65,6 +69,55 @@ def test_parameters_of_a_group_must_have_as_many_updates(tmp_path, options):
         reshard.split(source, tmp_path / "no", tp=1, pp=1, **options)
     advised = {"ckpt_format": "torch", "adam": "torch", "distributed_optimizer": False}
     reshard.split(source, tmp_path / "out", tp=1, pp=1, **advised)
+    assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
+
+
+@pytest.mark.parametrize(
+    ("decays", "noted"),
+    [((0.1, 0.1, 0.0), ""), ((0.1, 0.0, 0.0), "up.weight"), ((0.1, 0.1, 0.1), "norm.weight")],
+)
+def test_a_weight_decay_that_megatron_changes_is_noted(decays, noted):
+    groups = make_groups(_trained(decays), frozenset(), "torch")
+    assert [group.hyper["weight_decay"] for group in groups.groups] == [0.1, 0.0]
+    assert [note.rpartition(" ")[2] for note in groups.notes] == [noted] * bool(noted)
+
+
+def test_two_weight_decays_of_matrices_are_refused():
+    with pytest.raises(UnsupportedError, match=r"'up.weight': has weight_decay 0.01, but"):
+        make_groups(_trained((0.1, 0.01, 0.0)), frozenset(), "torch")
+
+
+def _trained(decays):
+    """Return a state of two matrices and a vector, each in a group of its own."""
+    groups = [
+        TrainedGroup(
+            {"lr": 1e-3, "weight_decay": decay},
+            (TrainedParameter(Weight(fqn, shape, None, FLOAT32, is_buffer=False), {}, 1.0),),
+        )
+        for decay, fqn, shape in zip(
+            decays, ("down.weight", "up.weight", "norm.weight"), ((2, 3), (3, 2), (2,)), strict=True
+        )
+    ]
+    manifest = SimpleNamespace(
+        origin=SimpleNamespace(path="run"), train=SimpleNamespace(optimizer_step={})
+    )
+    members = [member for group in groups for member in group.members]
+    return SimpleNamespace(groups=groups, members=members, manifest=manifest)
+
+
+def test_a_slot_that_no_flat_buffer_holds_is_refused_with_advice_that_ends(tmp_path):
+    """The source's own arguments ask for the distributed optimizer: no option is left out."""
+    source = shutil.copytree(COUNTED, tmp_path / "source")
+    for file in source.rglob("model_optim_rng.pt"):
+        optimizer = read_root(file)["optimizer"]
+        for state in optimizer["state"].values():
+            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+        change(file, optimizer=optimizer, use_distributed_optimizer=True)
+    sizes = {"tp": 1, "pp": 1, "dp": 1}
+    with pytest.raises(UnsupportedError, match="stores only exp_avg and exp_avg_sq") as refused:
+        reshard.split(source, tmp_path / "no", **sizes)
+    assert refused.value.remedy == "write --no-distributed-optimizer"
+    reshard.split(source, tmp_path / "out", distributed_optimizer=False, **sizes)
     assert reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"]).same
 
 

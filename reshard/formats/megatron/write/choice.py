@@ -330,5 +330,5 @@ def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
                     f"{member.fqn!r}",
                     f"has the state {slot!r}, but the distributed optimizer stores only"
                     " exp_avg and exp_avg_sq",
-                    "leave out --distributed-optimizer",
+                    "write --no-distributed-optimizer",
                 )

@@ -153,31 +153,24 @@ def is_torch(state: WritableState) -> bool:
 def _group_by_shape(
     groups: Sequence[TrainedGroup], notes: list[str]
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return Megatron's two groups: decayed parameters; biases and others of one dim."""
-    members = [(m, group.hyper) for group in groups for m in group.members]
+    """Return Megatron's two groups: decayed parameters; biases and others of one dim.
+
+    Raises:
+        UnsupportedError: parameters that Megatron puts into one group have different settings.
+    """
+    members = [(member, group.hyper) for group in groups for member in group.members]
     decayed: tuple[dict[str, Any], list[str]] = ({"wd_mult": 1.0}, [])
     plain: tuple[dict[str, Any], list[str]] = ({"wd_mult": 0.0}, [])
+    decay = _find_decay(members)
     changed: list[str] = []
     for member, hyper in members:
-        is_plain = len(member.weight.shape) == 1 or member.fqn.endswith(".bias")
-        side = plain if is_plain else decayed
-        side[1].append(member.fqn)
-        decay = hyper.get("weight_decay", 0.0)
-        if (decay != 0.0) == is_plain and (is_plain or _decays(groups)):
+        shared, fqns = plain if _is_plain(member) else decayed
+        fqns.append(member.fqn)
+        if hyper.get("weight_decay", 0.0) != (0.0 if _is_plain(member) else decay):
             changed.append(member.fqn)
         for key, value in hyper.items():
-            if key == "weight_decay":
-                continue
-            known = side[0].setdefault(key, value)
-            if known != value:
-                raise UnsupportedError(
-                    f"{member.fqn!r}",
-                    f"has {key} {value!r}, but others {known!r}: Megatron has no such group",
-                    "pass equal groups with --param-groups FILE, or write the weights with"
-                    " --weights-only",
-                )
-    # The zero of parameters that do not decay must not become the decay of those that do.
-    decay = max((hyper.get("weight_decay", 0.0) for _, hyper in members), default=0.0)
+            if key != "weight_decay" and shared.setdefault(key, value) != value:
+                raise _make_difference_error(member, key, value, shared[key])
     decayed[0]["weight_decay"], plain[0]["weight_decay"] = decay, 0.0
     if changed:
         notes.append(
@@ -187,8 +180,33 @@ def _group_by_shape(
     return [decayed, plain]
 
 
-def _decays(groups: Sequence[TrainedGroup]) -> bool:
-    return any(group.hyper.get("weight_decay", 0.0) for group in groups)
+def _is_plain(member: TrainedParameter) -> bool:
+    """Return whether Megatron does not decay a parameter."""
+    return len(member.weight.shape) == 1 or member.fqn.endswith(".bias")
+
+
+def _find_decay(members: Iterable[tuple[TrainedParameter, Mapping[str, Any]]]) -> float:
+    """Return the weight decay of the parameters that Megatron decays.
+
+    Some of them may have none: their decay changes, with a note. Two different ones are refused.
+    """
+    decay = 0.0
+    for member, hyper in members:
+        own = 0.0 if _is_plain(member) else hyper.get("weight_decay", 0.0)
+        if decay != 0.0 and own not in (0.0, decay):
+            raise _make_difference_error(member, "weight_decay", own, decay)
+        decay = own or decay
+    return decay
+
+
+def _make_difference_error(
+    member: TrainedParameter, key: str, value: Any, known: Any
+) -> UnsupportedError:
+    return UnsupportedError(
+        f"{member.fqn!r}",
+        f"has {key} {value!r}, but others {known!r}: Megatron has no such group",
+        "pass equal groups with --param-groups FILE, or write the weights with --weights-only",
+    )
 
 
 def _complete_hyper(hyper: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
