@@ -63,7 +63,7 @@ def find_checkpoint(
                 chosen,
                 f"is the checkpoint that {location} points to, but it contains no checkpoint; its"
                 " save may have been interrupted",
-                _advise_others(location),
+                _advise_others(location, chosen.name),
             )
         return found
     several = [
@@ -82,8 +82,12 @@ def find_checkpoint(
     return several[0] if several else None
 
 
-def _advise_others(location: Location) -> str:
-    return f"choose another one with --tag; there are {', '.join(list(location.folders)[:_LISTED])}"
+def _advise_others(location: Location, broken: str) -> str:
+    """Return advice to choose another checkpoint of a run than the broken one."""
+    others = [name for name in list_tags(location) or location.folders if name != broken]
+    if not others:
+        return f"copy it here again: {location} has no other checkpoint"
+    return f"choose another one with --tag; there are {some(others, _LISTED)}"
 
 
 def list_tags(location: Location) -> list[str]:
@@ -212,7 +216,7 @@ def _find_pointed(location: Location) -> Location | None:
         raise UnrecognisedError(
             pointer,
             f"names {named[:_LONGEST]!r}, which does not exist",
-            _advise_others(location),
+            _advise_others(location, named),
         )
     return found
 

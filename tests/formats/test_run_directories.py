@@ -22,6 +22,8 @@ from reshard.errors import (
     UnrecognisedError,
     UnsupportedError,
 )
+from reshard.formats import run
+from reshard.location import Location
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = (2, 4)
@@ -441,3 +443,15 @@ def test_a_counter_in_a_dict_of_the_script_keeps_its_name(name, tmp_path):
             client = checkpoint.manifest.train.client
             assert client[f"own.{name}"] == 3, path
             assert client["own.x"] == 1
+
+
+def test_the_advice_about_a_missing_checkpoint_names_only_others(tmp_path):
+    (tmp_path / "latest.txt").write_text("global_step4")
+    with pytest.raises(UnrecognisedError, match="'global_step4', which does not exist") as e:
+        reshard.open(tmp_path)
+    assert e.value.remedy == f"copy it here again: {tmp_path} has no other checkpoint"
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step2").mkdir()
+    with pytest.raises(UnrecognisedError) as e:
+        run.find_checkpoint(Location([tmp_path]), None, lambda _location: False)
+    assert e.value.remedy == "choose another one with --tag; there are global_step2"
