@@ -291,7 +291,7 @@ def _get_window(args: Mapping[str, Any]) -> int | None:
     transformers counts the token itself, Megatron only the tokens before it.
     """
     window = args.get("window_size")
-    if isinstance(window, (list, tuple)) and window and type(window[0]) is int and window[0] > 0:
+    if isinstance(window, (list, tuple)) and window and type(window[0]) is int and window[0] >= 0:
         return int(window[0]) + 1
     return None
 

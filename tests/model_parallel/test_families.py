@@ -242,3 +242,10 @@ def test_a_user_s_family_may_have_neutral_values_of_any_argument(tmp_path):
     for dtype, mismatches in (("fp32", []), ("fp64", ["router_dtype 'fp64'"])):
         traits = megatron_traits.parse_args({**SMOLLM3, "router_dtype": dtype}, "args")
         assert mine.find_mismatches(traits) == mismatches
+
+
+@pytest.mark.parametrize(("tokens", "window"), [((-1, 0), None), ((0, 0), 1), ((7, 0), 8)])
+def test_a_window_counts_the_token_itself(tokens, window):
+    traits = megatron_traits.parse_args({**SMOLLM3, "window_size": tokens}, "args")
+    assert traits.window == window
+    assert window is None or megatron_traits.make_args(traits)["window_size"] == tokens
