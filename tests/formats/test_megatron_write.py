@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
 from reshard.dtypes import FLOAT32
-from reshard.errors import UnsupportedError
+from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.write.groups import make_groups
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight
@@ -172,6 +172,22 @@ def test_each_optimizer_of_a_chain_keeps_its_loss_scaler(tmp_path):
     assert any("scales 64 and 1024" in warning for warning in report.warnings)
     (file,) = (tmp_path / "one").rglob("model_optim_rng.pt")
     assert read_root(file)["optimizer"]["grad_scaler"]["scale"].item() == 64.0
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_third_optimizer_of_a_chain_is_not_dropped_unseen(tmp_path, distributed):
+    with tarfile.open(PACKED) as packed:
+        packed.extractall(tmp_path, filter="data")
+    run = tmp_path / "run"
+    options = {"ckpt_format": "torch", "distributed_optimizer": distributed}
+    reshard.split(tmp_path / "torch_dist", run, ep=2, dp=2, **options)
+    for file in run.rglob("model_optim_rng.pt"):
+        optimizers = read_root(file)["optimizer"]
+        change(file, optimizer=[*optimizers, optimizers[1]])
+    with pytest.raises(IncompleteError, match="a chain of 3 optimizers, and reshard knows"):
+        reshard.split(run, tmp_path / "no", ep=1, dp=1)
+    report = reshard.merge(run, tmp_path / "weights.safetensors")
+    assert any("left out: it is a chain of 3 optimizers" in text for text in report.warnings)
 
 
 def test_a_new_optimizer_updates_masters_of_weights_in_16_bits(tmp_path):

@@ -38,7 +38,6 @@ from reshard.manifest import (
     Manifest,
     Origin,
     SourceFile,
-    UnnamedOptimizer,
     index_entries,
 )
 from reshard.model_parallel.rules import Table
@@ -328,12 +327,8 @@ def _read_rank(
     saved = None if file.is_layer_wise else file.root.get("optimizer")
     state = optimizer.read(saved, params, args, table, file.path)
     if file.is_layer_wise:
-        state.notes.append(f"the optimizer is left out: {_LAYER_WISE}")
-        state.unnamed_optimizers = ("optimizer",)
-        state.why_unnamed = UnnamedOptimizer(
-            _LAYER_WISE, advice="save it once with --ckpt-format torch_dist, which names each state"
-        )
-    if file.flat is not None:
+        optimizer.leave_out(state, _LAYER_WISE)
+    if file.flat is not None and state.why_unnamed is None:
         count, path = len(optimizer.list_states(saved)), file.files[-1].path
         entries += optimizer.read_flat(file.flat, count, params, args, table, path, stage=rank.pp)
     separated = grouped.separate([*entries, *state.entries], experts)

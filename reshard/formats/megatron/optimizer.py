@@ -116,7 +116,15 @@ def read(
     result = ParsedOptimizer()
     states = list_states(value)
     result.scaler = _read_scalers(result, states, args)
-    for state, shared in zip(states, _divide_among(states, params, args, table), strict=False):
+    shares = _divide_among(states, params, args, table)
+    if len(states) > len(shares):
+        leave_out(
+            result,
+            f"it is a chain of {len(states)} optimizers, and reshard knows how Megatron divides the"
+            f" parameters among {len(shares)}",
+        )
+        return result
+    for state, shared in zip(states, shares, strict=False):
         if not isinstance(state, dict):
             continue
         inner = state.get("optimizer", state.get("optimizer_state_dict", state))
@@ -128,6 +136,15 @@ def read(
         _read_indexed(result, inner, members)
         _read_masters(result, state, shared, members, path)
     return result
+
+
+def leave_out(result: ParsedOptimizer, reason: str) -> None:
+    """Note that the states of an optimizer are left out, because nothing tells whose they are."""
+    result.notes.append(f"the optimizer is left out: {reason}")
+    result.unnamed_optimizers = ("optimizer",)
+    result.why_unnamed = UnnamedOptimizer(
+        reason, advice="save it once with --ckpt-format torch_dist, which names each state"
+    )
 
 
 def _read_scalers(
@@ -223,16 +240,11 @@ def _match_by_shape(
     try:
         return name_groups(shapes, signatures)
     except AmbiguousError as error:
-        reason = (
-            f"the optimizer's groups of {', '.join(str(len(each)) for each in signatures)}"
-            f" parameters are not those that Megatron makes of this model, and {error}"
-        )
-        result.notes.append(f"{reason}; its states are left out")
-        result.unnamed_optimizers, result.why_unnamed = (
-            ("optimizer",),
-            UnnamedOptimizer(
-                reason, advice="save it once with --ckpt-format torch_dist, which names each state"
-            ),
+        sizes = ", ".join(str(len(each)) for each in signatures)
+        leave_out(
+            result,
+            f"its groups of {sizes} parameters are not those that Megatron makes of this model, and"
+            f" {error}",
         )
         return []
 
@@ -372,11 +384,15 @@ def read_flat(
     Raises:
         CorruptError: a buffer is not how Megatron lays out these parameters.
     """
-    for content, own in zip(
-        value if isinstance(value, list) else [value],
-        divide_params(count, params, args, table),
-        strict=False,
-    ):
+    contents = value if isinstance(value, list) else [value]
+    shares = divide_params(count, params, args, table)
+    if len(contents) > len(shares):
+        raise CorruptError(
+            path,
+            f"has flat buffers of {len(contents)} optimizers, but there are {len(shares)}",
+            MIXED,
+        )
+    for content, own in zip(contents, shares, strict=False):
         if isinstance(content, dict):  # else another rank has saved this optimizer's buffers
             yield from _read_buffers(content, own, args, path, stage)
 
