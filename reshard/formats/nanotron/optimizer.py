@@ -164,7 +164,7 @@ def _add_tensor(
     if entry.dtype != stored.dtype:
         raise CorruptError(
             stored.file,
-            f"the {kind} of {fqn!r} is {stored.dtype}, but {entry.dtype} in the files of other ranks",
+            f"the {kind} of {fqn!r} is {stored.dtype}, but {entry.dtype} in other ranks' files",
             MIXED,
         )
     if "dp" in rank.ranks:
