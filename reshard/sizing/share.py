@@ -54,7 +54,9 @@ def take_share(model: ModelSizes, training: Training) -> RankShare:
         UsageError: the model has fewer blocks than stages, or nothing would be trained.
     """
     stages = _list_stages(model, training)
-    shares = [_count(model, training, stage) for stage in stages]
+    shares = [_count_stage(model, training, stage) for stage in stages]
+    if not any(each.trainable for each in shares):
+        raise _explain_untrained(model, training)
     share = max(shares, key=lambda each: (each.numel, each.has_head))
     if training.pp > 1:  # a first stage keeps the activations of as many micro batches as stages
         return replace(
@@ -62,9 +64,24 @@ def take_share(model: ModelSizes, training: Training) -> RankShare:
             saved_bytes=training.pp * max(each.saved_bytes for each in shares),
             recomputed_bytes=training.pp * max(each.recomputed_bytes for each in shares),
         )
-    if not share.trainable:
-        raise UsageError(f"--freeze {training.freeze}", "matches every parameter")
     return share
+
+
+def _explain_untrained(model: ModelSizes, training: Training) -> UsageError:
+    """Return the error for settings with which no parameter would be trained."""
+    if training.lora_targets:
+        return UsageError(
+            f"--lora-targets {', '.join(training.lora_targets)}",
+            "names no matrix of the model that can have an adapter",
+            "name modules of the layers, e.g. q_proj, or leave it out",
+        )
+    if training.lora_rank:
+        return UsageError(
+            f"--lora-rank {training.lora_rank}", "the model has no matrix that can have an adapter"
+        )
+    if training.freeze:
+        return UsageError(f"--freeze {training.freeze}", "matches every parameter that is trained")
+    return UsageError(model.source, "all parameters are frozen, so there is nothing to train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,7 @@ def _list_stages(model: ModelSizes, training: Training) -> list[_PipelineStage]:
     ]
 
 
-def _count(model: ModelSizes, training: Training, stage: _PipelineStage) -> RankShare:
+def _count_stage(model: ModelSizes, training: Training, stage: _PipelineStage) -> RankShare:
     outer: list[tuple[str, Parameter]] = []
     if stage.is_first:
         outer += [(tensor.name, tensor) for tensor in model.before]

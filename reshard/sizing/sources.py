@@ -92,7 +92,7 @@ def _find_cached(model: str) -> Path:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a config.json; of a model with several parts, the part that is the language model.
+    """Read a config.json.
 
     Raises:
         UsageError: it is not a JSON object.
@@ -109,8 +109,9 @@ def read_config(file: Path) -> dict[str, Any]:
 def count_parameters(text: str) -> ModelSizes:
     """Return a model of which only the number of parameters is known, for example ``7B``.
 
-    Activations need more: the model is assumed to be a Llama with 12 L h^2 parameters and h = 128 L
-    (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1, for the former).
+    Activations and LoRA need shapes: the model is assumed to be a Llama with 12 L h^2 parameters
+    and h = 128 L (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1, for
+    the former).
 
     Raises:
         UsageError: not a number of parameters.
@@ -124,19 +125,35 @@ def count_parameters(text: str) -> ModelSizes:
     share, rest = divmod(numel, layers)
     saved = count_llama_block(hidden, 8 * hidden // 3)
     blocks = tuple(
-        BlockSizes(
-            f"layers.{n}", (Parameter("weight", (share + (rest if n == 0 else 0), 1)),), saved
-        )
+        BlockSizes(f"layers.{n}", _list_matrices(share + (rest if n == 0 else 0), hidden), saved)
         for n in range(layers)
     )
     note = (
-        f"activations are those of a Llama with {layers} layers of width {hidden} and a vocabulary"
-        f" of {vocab}: --params states no shape"
+        "--params states no shapes: activations and LoRA adapters are counted as those of a Llama"
+        f" with {units.counted(layers, 'layer')} of width {hidden} and a vocabulary of {vocab}"
     )
     outer = Saved(2 * hidden, hidden)
     return ModelSizes(
         f"--params {text}", "given", (), blocks, (), outer, hidden, vocab, notes=(note,)
     )
+
+
+def _list_matrices(numel: int, hidden: int) -> tuple[Parameter, ...]:
+    """Return the matrices of a Llama's block of a given size, and a vector of what remains.
+
+    Four matrices of attention have h x h elements each, three of the MLP h x 8/3 h: together 12 of
+    h x h. The rows are fewer or more than h if the block has another size.
+    """
+    rows = numel // (12 * hidden)
+    inner = 8 * rows // 3
+    shapes = {
+        **{f"self_attn.{name}_proj.weight": (rows, hidden) for name in "qkvo"},
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    matrices = tuple(Parameter(name, shape) for name, shape in shapes.items() if rows)
+    return (*matrices, Parameter("others", (numel - sum(each.numel for each in matrices),)))
 
 
 def _build(model: str, config: Mapping[str, Any] | None = None) -> ModelSizes:
@@ -162,7 +179,7 @@ def count_shapes(
         config: the model's config, if it is known; a known family gives the activations.
         frozen: full names of the parameters that are not trained.
     """
-    before, blocks, after = _group(shapes)
+    before, blocks, after = _group_into_blocks(shapes)
     notes: tuple[str, ...] = ()
     if not blocks:  # then the whole model is one block, so that its activations are not left out
         before, blocks, after = [], {"": [*before, *after]}, []
@@ -215,7 +232,7 @@ def _try_formula(config: Mapping[str, Any] | None, source: str) -> ModelSizes | 
         return None
 
 
-def _group(
+def _group_into_blocks(
     shapes: Mapping[str, Index],
 ) -> tuple[list[Parameter], dict[str, list[Parameter]], list[Parameter]]:
     """Return the tensors before the blocks, those of each block, and those after the blocks.

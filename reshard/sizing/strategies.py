@@ -297,7 +297,7 @@ def fit_micro_batch(
     checkpointing: bool,
 ) -> int:
     """Return the largest micro batch, a power of two, that fits; 0 if one sample does not."""
-    best, micro = 0, 1
+    best = 0
     for micro in _list_micro_batches(cluster, training):
         chosen = replace(training, micro_batch=micro)
         row = forecast_one(strategy, model, take_share(model, chosen), cluster, chosen)

@@ -47,6 +47,12 @@ def test_the_exit_code_is_1_if_nothing_fits():
     assert "compute the loss in chunks" in done.output
 
 
+def test_a_wrong_regular_expression_is_an_error_of_the_user():
+    done = run("--params", "7B", "--freeze", "(")
+    assert isinstance(done.exception, UsageError)
+    assert "--freeze: '(' is not a regular expression" in str(done.exception)
+
+
 def test_the_document_has_every_size(config):
     document = json.loads(run("--model", config, "--gpus", "8x80GB", "--json").output)
     assert document["model"]["parameters"] == 6_738_415_616

@@ -161,6 +161,26 @@ def test_lora_trains_only_the_adapters():
     assert row.gradients + row.masters + row.moments < 0.6 * GB
 
 
+def test_lora_of_a_number_of_parameters_trains_the_adapters_of_a_llama():
+    model = count_parameters("7B")
+    assert model.numel == 7 * 10**9
+    row = rows_of(model, Cluster(1, 80 * GB), lora_rank=16)["zero2"]
+    known = rows_of(count_config(LLAMA_2_7B, "llama"), Cluster(1, 80 * GB), lora_rank=16)["zero2"]
+    assert row.moments == pytest.approx(known.moments, rel=0.1)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_training_of_nothing_is_refused_by_the_option_that_causes_it(stages):
+    model, cluster = count_parameters("7B"), Cluster(2, 80 * GB)
+    with pytest.raises(UsageError, match="--lora-targets nosuch: names no matrix"):
+        rows_of(model, cluster, pp=stages, lora_rank=8, lora_targets=("nosuch",))
+    with pytest.raises(UsageError, match=r"--freeze \.\*: matches every parameter"):
+        rows_of(model, cluster, pp=stages, freeze=".*")
+    frozen = replace(model, frozen=frozenset(name for name, _ in model.named_tensors()))
+    with pytest.raises(UsageError, match="--params 7B: all parameters are frozen"):
+        rows_of(frozen, cluster, pp=stages)
+
+
 def test_frozen_parameters_have_no_gradients_or_moments():
     model = count_config(LLAMA_2_7B, "llama")
     row = rows_of(model, Cluster(1, 80 * GB), freeze=r"\.mlp\.")["zero1"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from reshard import formats, units
+from reshard import formats, keys, units
 from reshard.commands.forecast import Forecast
 from reshard.commands.page import check_page, write_page
 from reshard.commands.plan.options import DEFAULT_SEQ_LEN, PlanOptions
@@ -147,7 +147,13 @@ def _describe_source(manifest: Manifest, options: PlanOptions) -> ModelSizes:
 
 
 def _find_training(options: PlanOptions, manifest: Manifest | None, model: ModelSizes) -> Training:
-    """Return the settings that the options give, else those of the run, else the defaults."""
+    """Return the settings that the options give, else those of the run, else the defaults.
+
+    Raises:
+        UsageError: ``--freeze`` is not a regular expression.
+    """
+    if options.freeze:
+        keys.compile_patterns([options.freeze], "--freeze")
     stated = _read_settings(manifest) if manifest is not None else {}
     length = (
         options.seq_len
@@ -190,7 +196,7 @@ def _read_settings(manifest: Manifest) -> dict[str, Any]:
 def _find_gaps(manifest: Manifest) -> Iterator[str]:
     """Yield what a checkpoint does not state, so that the forecast assumes it."""
     if manifest.without_frozen:
-        yield "the checkpoint lacks frozen parameters, which the forecast therefore lacks, too"
+        yield "the checkpoint lacks the frozen parameters, so the forecast does not count them"
     kinds = {kind for kind, _ in manifest.entries}
     if manifest.has_optimizer and not kinds & {slot for slot, _ in _SLOTS}:
         yield "the checkpoint's optimizer is not a known one; its state is counted as Adam's"
