@@ -101,8 +101,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([row[0].ljust(widths[0]), *cells])
 
 
-def format_timing(nbytes: int, seconds: float, *, verified: bool) -> str:
-    """Return the line that shows how long writing took, and whether the output was read back."""
+def format_timing(nbytes: int, seconds: float, checked: str) -> str:
+    """Return the line that shows how long writing took, and how the output was checked."""
     rate = units.show_bytes(nbytes / max(seconds, 1e-9))
-    checked = "every byte read back" if verified else "not verified (--no-verify)"
     return format_row("time", f"{seconds:.2f} s, {rate}/s; {checked}")

@@ -62,6 +62,8 @@ class Job(Generic[R]):
         check: reads the headers of the written files and compares them with the plan.
         save_id: what the files state about the source and the options they were written with;
             empty: nothing.
+        worker_nbytes: the memory that a worker needs to compute values (means, products, codes),
+            besides its buffers, in bytes.
     """
 
     manifest: Manifest
@@ -71,6 +73,7 @@ class Job(Generic[R]):
     report: R
     check: CheckOutput
     save_id: str = ""
+    worker_nbytes: int = 0
 
 
 def convert(
@@ -140,12 +143,14 @@ def forecast_job(job: Job[R], output: Path, options: OutputOptions) -> Forecast:
     from reshard.commands.forecast import forecast
 
     workers, _ = options.budget()
+    # A worker has a window and a read buffer of the same size.
+    buffer_bytes = workers * (2 * job.plan.window_bytes + job.worker_nbytes)
     return forecast(
         job.manifest.files.values(),
         output,
         bytes_read=job.report.bytes_read,
         bytes_written=job.skeleton.nbytes,
-        buffer_bytes=2 * workers * job.plan.window_bytes,
+        buffer_bytes=buffer_bytes,
         workers=workers,
         verify=options.verify,
     )

@@ -88,6 +88,12 @@ class OutputReport(Report):
         count = units.counted(len(self.files), "file")
         return f"{verb} {self.destination}: {units.show_bytes(nbytes)} in {count}"
 
+    def _describe_check(self) -> str:
+        """Return whether the output was read back."""
+        if self.verified:
+            return "every byte read back"
+        return "not read back" + (" (--no-verify)" if "verify" in self.options else "")
+
     def _list_identity(self) -> Iterator[str]:
         return format_list("identity", [str(self.identity)] if self.identity else [])
 
@@ -97,7 +103,7 @@ class OutputReport(Report):
             size = units.show_bytes(self.resumed_bytes)
             yield format_row("resumed", f"{size} of an interrupted run")
         if self.done and not self.already_there:
-            yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
+            yield format_timing(self.bytes_written, self.seconds, self._describe_check())
         if self.done and self.load_line:
             yield format_row("load it", self.load_line)
         if self.forecast is not None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import reshard
+from reshard.averages.mean import WORKER_NBYTES
 from reshard.commands import forecast as forecasts
 from reshard.manifest import SourceFile
 
@@ -35,6 +36,24 @@ def test_a_dry_run_forecasts_memory_disk_and_time(source, tmp_path):
     done = reshard.merge(source, target, dtype="bf16")
     assert done.forecast is None
     assert target.stat().st_size == forecast.disk
+
+
+@pytest.mark.parametrize("options", [{}, {"to": "dcp"}], ids=["merge", "split"])
+def test_a_forecast_has_the_memory_in_which_means_are_computed(options, source, tmp_path):
+    other = tmp_path / "other.pt"
+    other.write_bytes(source.read_bytes())
+    needed = []
+
+    def forecast(*_arguments, buffer_bytes, **_further):
+        needed.append(buffer_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forecasts, "forecast", forecast)
+        reshard.merge(source, tmp_path / "merged", workers=2, dry_run=True)
+        reshard.average([source, other], tmp_path / "mean", workers=2, dry_run=True, **options)
+    merged, mean = needed
+    # The windows of the two layouts differ by some kilobytes.
+    assert mean == pytest.approx(merged + 2 * WORKER_NBYTES, rel=0.01)
 
 
 def test_a_split_has_a_forecast(source, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.commands.merge import upload
 from reshard.formats import registry
 
 LLAMA = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
@@ -63,3 +64,19 @@ def test_weights_alone_are_loaded_without_an_optimizer(stage, options, tmp_path)
 def test_a_dry_run_shows_no_line(tmp_path):
     report = reshard.merge(LLAMA, tmp_path / "model.safetensors", dry_run=True)
     assert not any(line.startswith("load it") for line in report.lines())
+
+
+@pytest.mark.parametrize(("branch", "revision"), [("", ""), ("@dev", ', revision="dev"')])
+def test_an_upload_has_the_line_that_loads_from_the_hub(branch, revision, monkeypatch):
+    monkeypatch.setattr(upload, "_commit", lambda *_args, **_options: None)
+    report = reshard.merge(LLAMA, f"hf://org/name{branch}")
+    assert report.destination == f"hf://org/name{branch}"
+    expected = f'transformers.AutoModelForCausalLM.from_pretrained("org/name"{revision})'
+    *_, timing, last = report.lines()
+    assert last.split(maxsplit=2) == ["load", "it", expected]
+    assert timing.endswith("; not read back")
+
+
+def test_output_that_was_not_read_back_names_the_option(tmp_path):
+    report = reshard.merge(LLAMA, tmp_path / "model.safetensors", verify=False)
+    assert any(line.endswith("; not read back (--no-verify)") for line in report.lines())

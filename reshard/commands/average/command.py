@@ -123,10 +123,11 @@ def _list_newest(path: Path, count: int) -> list[Path]:
     """
     found = run.list_checkpoints(unclear.find_run(Location.of([path])), unclear.is_checkpoint)
     if len(found) < count:
+        remedy = "list the checkpoints to average, or pass the directory of a run that has several"
+        if len(found) >= _FEWEST:
+            remedy = f"pass --last {len(found)}, or list the checkpoints to average"
         raise UsageError(
-            f"--last {count}",
-            f"{path} has {counted(len(found), 'numbered checkpoint')}",
-            "pass a smaller number, or list the checkpoints",
+            f"--last {count}", f"{path} has {counted(len(found), 'numbered checkpoint')}", remedy
         )
     newest = list(found.items())[-count:]
     for number, place in newest:
@@ -255,6 +256,7 @@ def _plan_layout(
         plan=job.plan,
         report=SplitAverage(**facts),
         check=job.check,
+        worker_nbytes=means.merge.computed_nbytes,
     )
 
 
@@ -334,8 +336,9 @@ def _join_warnings(
     """Yield the warnings of all checkpoints; one that not all have names its checkpoints."""
     paths: dict[str, list[str]] = defaultdict(list)
     for member, merge in zip(members, merges, strict=True):
-        read = member.manifest.warnings, find_counter_conflicts(member.manifest)
-        for text in dict.fromkeys((*read[0], *read[1], *merge.notes.warnings)):
+        manifest = member.manifest
+        own = (*manifest.warnings, *find_counter_conflicts(manifest), *merge.notes.warnings)
+        for text in dict.fromkeys(own):
             paths[text].append(str(member.path))
     for text, found in paths.items():
         yield text if len(found) == len(members) else f"{some(found)}: {text}"

@@ -144,6 +144,7 @@ def plan_files(
         plan=plan,
         report=describe(manifest, merge, plan),
         check=partial(_check_output, merge.skeleton),
+        worker_nbytes=merge.computed_nbytes,
     )
 
 

@@ -121,6 +121,11 @@ class Merge(Conversion):
     worker_nbytes: int = 0
 
     @property
+    def computed_nbytes(self) -> int:
+        """The memory that each worker needs for all values that are computed, in bytes."""
+        return self.worker_nbytes + (self.addition.worker_nbytes if self.addition else 0)
+
+    @property
     def is_directory(self) -> bool:
         """Whether the output is a directory for transformers, not a single file."""
         return not is_single_file(self.output)

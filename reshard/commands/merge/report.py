@@ -129,7 +129,6 @@ def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
     """
     chosen, edited, notes = merge.weights, merge.edited, merge.notes
     workers = merge.options.budget()[0]
-    computed = merge.worker_nbytes + (merge.addition.worker_nbytes if merge.addition else 0)
     return MergeReport(
         **describe_common(manifest, merge.skeleton, plan, notes.warnings),
         load_line=_describe_load(merge),
@@ -152,7 +151,7 @@ def describe_merge(manifest: Manifest, merge: Merge, plan: Plan) -> MergeReport:
         excluded=edited.excluded,
         optimizer_tensors_left=sum(kind not in WEIGHT_KINDS for kind, _ in manifest.entries),
         changes=notes.derived,
-        peak_buffer_bytes=workers * (2 * plan.window_bytes + computed),
+        peak_buffer_bytes=workers * (2 * plan.window_bytes + merge.computed_nbytes),
     )
 
 

@@ -42,6 +42,11 @@ class Repository:
     name: str
     revision: str | None
 
+    @property
+    def url(self) -> str:
+        """The repository as the user names it."""
+        return f"hf://{self.name}" + (f"@{self.revision}" if self.revision else "")
+
 
 def find_repository(destination: str | Path) -> Repository:
     """Return the repository of the Hub that a destination names.
@@ -80,7 +85,8 @@ def upload(
         source, options, lambda manifest, first: plan(manifest, first, as_path("uploaded"))
     )
     report = job.report
-    report.destination, report.options = f"hf://{repository.name}", options.given()
+    report.destination, report.options = repository.url, options.given()
+    report.load_line = _describe_load_from_hub(report.load_line, repository)
     if options.dry_run:
         return report
     with _explain_errors(repository), open_planned(job, options) as files:
@@ -89,6 +95,18 @@ def upload(
     report.done = True
     report.seconds = time.perf_counter() - began
     return report
+
+
+def _describe_load_from_hub(line: str, repository: Repository) -> str:
+    """Return the line of a script that loads the model from the Hub; empty if only reshard can.
+
+    Args:
+        line: loads the model from the directory ``{path}``.
+    """
+    if "from_pretrained" not in line:
+        return ""
+    revision = f', revision="{repository.revision}"' if repository.revision else ""
+    return line.replace('"{path}"', f'"{repository.name}"{revision}')
 
 
 def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) -> None:
@@ -104,7 +122,7 @@ def _commit(files: OnDemandFiles, repository: Repository, *, overwrite: bool) ->
     present = {each.rfilename for each in info.siblings or ()} & set(files)
     if present and not overwrite:
         raise ExistsError(
-            f"hf://{repository.name}",
+            repository.url,
             f"already contains {some(sorted(present))}",
             "pass --overwrite to replace them in a new commit",
         )
@@ -127,7 +145,7 @@ def _explain_errors(repository: Repository) -> Iterator[None]:
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    where = f"hf://{repository.name}"
+    where = repository.url
     try:
         yield
     except RepositoryNotFoundError as error:
