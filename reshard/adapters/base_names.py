@@ -42,11 +42,11 @@ def match_names(base: Manifest, layers: Iterable[str]) -> tuple[Manifest, str]:
     modules = _list_modules(names)
     if not wanted or any(layer in modules for layer in wanted):
         return base, ""
-    for prefix in _first_parts(wanted):
+    for prefix in _list_first_parts(wanted):
         if any(layer.removeprefix(prefix) in modules for layer in wanted):
             new = {fqn: fqn if fqn.startswith("lm_head.") else prefix + fqn for fqn in names}
             return keys.select(base, new), ""
-    for prefix in _first_parts(names):
+    for prefix in _list_first_parts(names):
         if any(prefix + layer in modules for layer in wanted):
             return base, prefix
     raise UsageError(
@@ -101,6 +101,6 @@ def _list_modules(names: Iterable[str]) -> set[str]:
     return set(group_by_module(names))
 
 
-def _first_parts(names: Iterable[str]) -> list[str]:
+def _list_first_parts(names: Iterable[str]) -> list[str]:
     """Return the first components of names, each with its dot."""
     return sorted({f"{name.partition('.')[0]}." for name in names if "." in name})

@@ -96,7 +96,7 @@ def build_missing_error(
     where: object, parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
 ) -> IncompleteError:
     """Return the error for a missing configuration, with the values that the tensors reveal."""
-    ranks = _ranks(parts, shapes)
+    ranks = _read_ranks(parts, shapes)
     usual = Counter(ranks.values()).most_common(1)
     text: dict[str, Any] = {"peft_type": "LORA", "r": usual[0][0] if usual else None}
     others = {strip_root(layer): rank for layer, rank in ranks.items() if rank != text["r"]}
@@ -130,10 +130,10 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
     """
     _refuse_halves(config, parts)
     wrong = chain(
-        _wrong_ranks(config.values, _ranks(parts, shapes)),
-        _wrong_targets(config.values, parts),
-        _wrong_parts(config.values, parts),
-        _wrong_modules(config.values, parts, shapes),
+        _find_wrong_ranks(config.values, _read_ranks(parts, shapes)),
+        _find_wrong_targets(config.values, parts),
+        _find_wrong_parts(config.values, parts),
+        _find_wrong_modules(config.values, parts, shapes),
     )
     problems = list(islice(wrong, _MOST_PROBLEMS))
     if problems:
@@ -144,7 +144,7 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
         )
 
 
-def _ranks(parts: Iterable[AdapterPart], shapes: Mapping[str, Index]) -> dict[str, int]:
+def _read_ranks(parts: Iterable[AdapterPart], shapes: Mapping[str, Index]) -> dict[str, int]:
     """Return layer -> its LoRA rank, the first dim of ``lora_A``."""
     return {
         each.layer: shapes[each.fqn][0] for each in parts if each.role in IN and shapes[each.fqn]
@@ -162,19 +162,19 @@ def _refuse_halves(config: AdapterConfig, parts: Sequence[AdapterPart]) -> None:
         )
 
 
-def _wrong_ranks(values: Mapping[str, Any], ranks: Mapping[str, int]) -> Iterator[str]:
+def _find_wrong_ranks(values: Mapping[str, Any], ranks: Mapping[str, int]) -> Iterator[str]:
     if values.get("target_parameters"):
         return  # a rank there covers all experts together
     patterns = values.get("rank_pattern") or {}
     plain = all(map(_PLAIN.fullmatch, patterns))
     for layer, rank in ranks.items():
-        own = [patterns[name] for name in _endings(layer) if name in patterns]
+        own = [patterns[name] for name in _list_endings(layer) if name in patterns]
         declared = (own or [values["r"]]) if plain else [values["r"], *patterns.values()]
         if rank not in declared:
             yield f"r is {declared[0]}, but {layer} has rank {rank}"
 
 
-def _wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
+def _find_wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
     targets, others = values.get("target_modules"), values.get("target_parameters") or ()
     if isinstance(targets, str) or isinstance(others, str):
         return  # a regular expression, or all-linear
@@ -183,11 +183,11 @@ def _wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> I
     if values.get("ensure_weight_tying"):  # PEFT adapts the layers that are tied to a target, too
         layers = {each: None for each in layers if each.rpartition(".")[2] not in EMBEDDINGS}
     for layer in layers:
-        if named.isdisjoint(_endings(layer)):
+        if named.isdisjoint(_list_endings(layer)):
             yield f"target_modules do not name {layer}"
 
 
-def _wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
+def _find_wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
     """Yield the options whose tensors are missing, or present without the option."""
     has = {
         "use_dora": any(each.role == MAGNITUDE for each in parts),
@@ -200,7 +200,7 @@ def _wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Ite
             yield f"{option} is {shown(values.get(option))}, but {tensors}"
 
 
-def _wrong_modules(
+def _find_wrong_modules(
     values: Mapping[str, Any], parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
 ) -> Iterator[str]:
     named = set(values.get("modules_to_save") or ())
@@ -212,15 +212,15 @@ def _wrong_modules(
         return  # in PEFT's own file a saved module has its original name
     for fqn in shapes:
         if parse_part(fqn) is None and not named.isdisjoint(
-            _endings(add_root(fqn).rpartition(".")[0])
+            _list_endings(add_root(fqn).rpartition(".")[0])
         ):
             yield f"modules_to_save name {fqn}, which has no trained copy"
 
 
-def _endings(layer: str) -> list[str]:
+def _list_endings(layer: str) -> list[str]:
     """Return the names by which PEFT may refer to a layer: its last components, of any number.
 
-    >>> _endings("base_model.model.layers.0.q_proj")
+    >>> _list_endings("base_model.model.layers.0.q_proj")
     ['layers.0.q_proj', '0.q_proj', 'q_proj']
     """
     path = strip_root(layer).split(".")

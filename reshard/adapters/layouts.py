@@ -1,10 +1,10 @@
 """Matching of the matrices of an adapter to dims of base weights, by their shapes.
 
-PEFT does not store which dims they multiply to: it follows from the class of the layer and from
-the version of PEFT. ``nn.Linear`` stores (out, in), ``Conv1D`` (in, out). Experts are 3-D: PEFT
-0.18 takes every such weight for (experts, in, out); since 0.19 only those of layers that state
-``is_transposed``, the others for (experts, out, in) (``tuners/lora/layer.py``,
-ParamWrapper.update_layer).
+PEFT does not store which dim of a weight belongs to which matrix: it follows from the class of the
+layer and from the version of PEFT. ``nn.Linear`` stores (out, in), ``Conv1D`` (in, out). Weights of
+experts are 3-D: PEFT 0.18 takes every such weight for (experts, in, out); PEFT 0.19 and later take
+only those of layers that state ``is_transposed`` for it, and the others for (experts, out, in)
+(``tuners/lora/layer.py``, ParamWrapper.update_layer).
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def fit(weight: str, shape: Index, a: Index, b: Index, *, is_embedding: bool) ->
         is_embedding: whether the matrices are ``lora_embedding_A`` and ``lora_embedding_B``.
     """
     if len(a) > 2:  # convolutions without groups; the second kernel is 1 x 1
-        plain = len(a) == len(shape) and a[1:] == shape[1:] and b == (shape[0], a[0], *_ones(a))
+        plain = (
+            len(a) == len(shape) and a[1:] == shape[1:] and b == (shape[0], a[0], *_make_ones(a))
+        )
         return Fit(weight, ("out_in",)) if plain else None
     if len(a) != 2 or len(b) != 2 or len(shape) not in (2, 3) or a[0] != b[1]:
         return None
@@ -53,7 +55,7 @@ def fit(weight: str, shape: Index, a: Index, b: Index, *, is_embedding: bool) ->
     return Fit(weight, orders, experts) if orders else None
 
 
-def _ones(shape: Index) -> Index:
+def _make_ones(shape: Index) -> Index:
     return (1,) * (len(shape) - 2)
 
 

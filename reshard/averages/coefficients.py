@@ -15,31 +15,26 @@ WEIGHTS, EMA = "--weights", "--ema"
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
-    """What decides the place of a checkpoint in the sum.
-
-    Args:
-        path: where it is.
-        step: the step that its files state; None if they state none.
-    """
+class SourceStep:
+    """A checkpoint of the average, and the step that its files state; None if they state none."""
 
     path: str
     step: int | None
 
 
-def find_order(ranks: Sequence[Rank]) -> list[int]:
+def find_order(sources: Sequence[SourceStep]) -> list[int]:
     """Return the positions of the checkpoints in the order of the sum.
 
     Floating-point sums depend on their order. This one does not depend on the order in which the
     user names the checkpoints: the first are those without a step, then the others by step.
     """
-    unknown = -1
+    unknown = -1  # before every known step
 
     def place(number: int) -> tuple[int, str]:
-        step = ranks[number].step
-        return unknown if step is None else step, ranks[number].path
+        source = sources[number]
+        return unknown if source.step is None else source.step, source.path
 
-    return sorted(range(len(ranks)), key=place)
+    return sorted(range(len(sources)), key=place)
 
 
 def parse_weights(given: str | Sequence[float], count: int) -> list[Fraction]:
@@ -52,7 +47,7 @@ def parse_weights(given: str | Sequence[float], count: int) -> list[Fraction]:
         count: the number of checkpoints.
 
     Raises:
-        UsageError: these are not as many numbers, or their sum is not 1.
+        UsageError: there are not ``count`` numbers, or their sum is not 1.
     """
     texts = given.split(",") if isinstance(given, str) else list(given)
     shown = given if isinstance(given, str) else ",".join(map(str, texts))
@@ -87,7 +82,7 @@ def _check_sum(weights: Sequence[Fraction], shown: str) -> None:
     raise UsageError(f"{WEIGHTS} {shown}", f"the sum is {float(total):.10g}, expected 1", remedy)
 
 
-def compute_ema(decay: float, ranks: Sequence[Rank]) -> list[Fraction]:
+def compute_ema(decay: float, sources: Sequence[SourceStep]) -> list[Fraction]:
     """Return the weights of an exponential moving average over checkpoints in order of steps.
 
     The average begins with the first checkpoint. Each later one moves it: ``average = decay *
@@ -95,31 +90,30 @@ def compute_ema(decay: float, ranks: Sequence[Rank]) -> list[Fraction]:
 
     Args:
         decay: between 0 and 1.
-        ranks: the checkpoints in any order; the weights have the same order.
+        sources: the checkpoints in any order; the weights have the same order.
 
     Raises:
         UsageError: the step of a checkpoint is not known, or two have the same one.
     """
-    unknown = [rank.path for rank in ranks if rank.step is None]
+    unknown = [source.path for source in sources if source.step is None]
     if unknown:
         raise UsageError(
             f"{EMA} {decay:g}",
-            "the order of the checkpoints is needed, and no file states the step of"
-            f" {some(unknown)}",
+            f"needs the order of the checkpoints, but no file states the step of {some(unknown)}",
             f"pass the factors: {WEIGHTS}",
         )
-    order = find_order(ranks)
+    order = find_order(sources)
     for before, after in pairwise(order):
-        if ranks[before].step == ranks[after].step:
+        if sources[before].step == sources[after].step:
             raise UsageError(
                 f"{EMA} {decay:g}",
-                f"{ranks[before].path} and {ranks[after].path} are both of step"
-                f" {ranks[after].step}, so their order is not known",
+                f"{sources[before].path} and {sources[after].path} are both of step"
+                f" {sources[after].step}, so their order is not known",
                 f"leave out one of them, or pass the factors: {WEIGHTS}",
             )
     # By its text, 0.9 is exactly 9/10; `Fraction(0.9)` is the nearest binary number.
     kept = Fraction(str(decay))
-    weights = [Fraction(0)] * len(ranks)
+    weights = [Fraction(0)] * len(sources)
     for place, number in enumerate(order):
         later = len(order) - 1 - place
         weights[number] = kept**later * (1 - kept if place else 1)

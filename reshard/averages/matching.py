@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from reshard.averages.mean import compute_mean
 from reshard.box import Box, contiguous_cuts
-from reshard.dtypes import DType
+from reshard.dtypes import FLOAT32, DType
 from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import BUFFER, PARAM, Entry
@@ -16,7 +16,7 @@ from reshard.units import counted, some
 from reshard.weights import Weights
 
 _SAMPLED = 64  # elements of a weight that are compared to recognize a copy
-_COMPARED = 32  # weights of which they are read
+_COMPARED = 32  # weights of each checkpoint that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,8 @@ class _Averager:
         """Note which buffers were averaged although they are not trained."""
         if self._buffers:
             self._result.notes.append(
-                f"buffers that differ were averaged: {some(self._buffers)}. Averaged weights have"
-                " other activation statistics (BatchNorm): compute the statistics again"
+                f"buffers that differ were averaged: {some(self._buffers)}. If they are statistics"
+                " of activations (BatchNorm), compute them again with the averaged weights"
             )
 
     def _choose_dtype(self, found: Sequence[tuple[Entry, DType]], *, is_buffer: bool) -> DType:
@@ -278,9 +278,8 @@ def _note_copies(
 
 
 def _sample(entry: Entry, pool: SourceFiles) -> bytes:
+    """Return the first values of a weight in float32, whatever its dtype is."""
     if entry.dtype.family != "float" or not entry.numel:
         return b""
-    from reshard.dtypes import FLOAT32
-
     box = next(contiguous_cuts(entry.shape, _SAMPLED))
     return bytes(read_block(pool, entry, box, FLOAT32))

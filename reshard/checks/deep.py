@@ -164,21 +164,27 @@ def check_replicas(tasks: Sequence[Task], scan: ScanResult) -> Check:
 def check_masters(manifest: Manifest, tasks: Sequence[Task], scan: ScanResult) -> Check:
     """Check that the module's weights are the cast of their master weights, bit for bit."""
     copies = [r.entry for task in tasks for r in task.counterparts if r.check == names.MASTERS]
-    if not copies:
-        return not_applicable(names.MASTERS, "no weight beside a master")
-    dtypes = some(sorted({str(entry.dtype) for entry in copies}))
-    check = Check(names.MASTERS, f"{counted(len(copies), 'weight')} in {dtypes}")
-    for each in _select_mismatches(scan, names.MASTERS):
-        where = _describe_location(each.counterpart.entry, each.difference.first)
-        check.failures.append(_describe_mismatch(each, f"not the cast of its master, {where}"))
-    reshaped = [
-        entry.fqn
+    others = [
+        entry
         for entry in manifest.of_kind(PARAM)
         if (MASTER, entry.fqn) in manifest.entries
         and not is_computed(manifest.entries[MASTER, entry.fqn])
         and not _is_comparable(entry, manifest)
     ]
-    check.failures += [f"the shape of {fqn} differs from that of its master" for fqn in reshaped]
+    if not copies and not others:
+        return not_applicable(names.MASTERS, "no weight is stored beside its master weight")
+    dtypes = some(sorted({str(entry.dtype) for entry in (*copies, *others)}))
+    count = counted(len(copies) + len(others), "weight")
+    check = Check(names.MASTERS, f"{count} in {dtypes}")
+    for each in _select_mismatches(scan, names.MASTERS):
+        where = _describe_location(each.counterpart.entry, each.difference.first)
+        check.failures.append(_describe_mismatch(each, f"not the cast of its master, {where}"))
+    for entry in others:
+        master = manifest.entries[MASTER, entry.fqn]
+        check.failures.append(
+            f"{entry.fqn}: {entry.dtype} of shape {list(entry.shape)} cannot be the cast of its"
+            f" master, {master.dtype} of shape {list(master.shape)}"
+        )
     return check
 
 
@@ -195,8 +201,8 @@ def check_tied(
     if not compared and not manifest.tied:
         return not_applicable(names.TIED, "no tied names")
     shared = len(manifest.tied) - len(manifest.tied_copies)
-    what = [f"{counted(shared, 'name')} of a shared storage"] if shared else []
-    what += [f"{counted(compared, 'name')} that are stored more than once"] if compared else []
+    what = [f"{counted(shared, 'tied name')}, stored once"] if shared else []
+    what += [f"{counted(compared, 'tied name')}, stored more than once"] if compared else []
     check = Check(names.TIED, ", ".join(what))
     for each in _select_mismatches(scan, names.TIED):
         name = each.counterpart.entry.fqn
@@ -238,7 +244,7 @@ def _describe_location(entry: Entry, flat: int) -> str:
 
 def check_padding(manifest: Manifest, block_bytes: int) -> Check:
     """Check that the padding of flat partitions is zero, if the format zeroes it."""
-    # The bytes of copies that the model does not use are no padding either.
+    # The bytes of copies that the model does not use are not padding either.
     stored = (*manifest.entries.values(), *manifest.tied_copies, *manifest.unused_copies)
     gaps = find_gaps(stored, manifest.files)
     if not gaps:
@@ -259,7 +265,7 @@ def check_padding(manifest: Manifest, block_bytes: int) -> Check:
     nonzero = [(gap, count) for gap, count in counts if count]
     if expected == "uninitialized":
         total = sum(count for _, count in nonzero)
-        found = f"{counted(total, 'element')} with a value: the framework does not initialize them"
+        found = f"{counted(total, 'element')} not zero: the framework does not initialize padding"
         return not_applicable(names.PADDING, f"{check.looked_at}; {found}")
     lines = [
         f"{gap.file}: the padding near {gap.fqn} (byte {gap.byte_offset}) has"
@@ -268,7 +274,7 @@ def check_padding(manifest: Manifest, block_bytes: int) -> Check:
     ]
     if expected == "zero":
         check.failures = lines
-    else:  # a tensor may be saved as a view of a larger one
+    else:  # a tensor may be saved as a view of a larger one, whose other elements follow it
         check.warnings = lines
     return check
 
@@ -290,7 +296,7 @@ def check_finite(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Chec
     examined = _select_floats(manifest, scan, ignored)
     check = Check(names.FINITE, counted(len(examined), "tensor"))
     if not examined:
-        return not_applicable(names.FINITE, "no floats")
+        return not_applicable(names.FINITE, "no tensor has a floating-point dtype")
     for entry, facts in examined:
         if facts.first_nonfinite is None:
             continue
@@ -310,7 +316,7 @@ def check_moments(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Che
         each for each in _select_floats(manifest, scan, ignored) if each[0].kind in NEVER_NEGATIVE
     ]
     if not examined:
-        return not_applicable(names.MOMENTS, "no slot that cannot be negative")
+        return not_applicable(names.MOMENTS, "no optimizer slot is a sum or mean of squares")
     kinds = list(dict.fromkeys(entry.kind for entry, _ in examined))
     check = Check(names.MOMENTS, f"{', '.join(kinds)} of {counted(len(examined), 'tensor')}")
     check.failures = [
@@ -326,7 +332,7 @@ def check_zeros(manifest: Manifest, scan: ScanResult, ignored: Ignored) -> Check
     """Check for weights that are all zeros, and for moments that never received a gradient."""
     examined = _select_floats(manifest, scan, ignored)
     if not examined:
-        return not_applicable(names.ZEROS, "no floats")
+        return not_applicable(names.ZEROS, "no tensor has a floating-point dtype")
     check = Check(names.ZEROS, counted(len(examined), "tensor"))
     empty: dict[str, list[str]] = {}
     for entry, facts in examined:

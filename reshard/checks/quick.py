@@ -34,17 +34,14 @@ from reshard.units import counted, some
 
 _DIGITS = re.compile(r"\d+")
 _SUGGESTED = 200  # names that are searched for a similar one
-_LONG_APART = timedelta(days=1)
+_LONG_APART = timedelta(days=1)  # longer than the save of one checkpoint takes
 _UNFINISHED = re.compile(r"\.(tmp|temp|part|partial|incomplete)$|\.partial-[0-9a-f]+$")
-_RATES = (
-    "lr",
-    "initial_lr",
-    "weight_decay",
-)  # settings that differ between groups of one optimizer
+# Settings in which groups with the same slots can differ.
+_RATES = ("lr", "initial_lr", "weight_decay")
 
 
 def check_headers(manifest: Manifest) -> Check:
-    """Report the number and size of the files, all of which the readers have opened."""
+    """Report the number and the size of the files; the readers have opened all of them."""
     sizes = units.show_bytes(sum(file.nbytes for file in manifest.files.values()))
     return Check(names.HEADERS, f"{counted(len(manifest.files), 'file')}, {sizes}")
 
@@ -52,11 +49,11 @@ def check_headers(manifest: Manifest) -> Check:
 def check_safe(manifest: Manifest, allowed: Sequence[str]) -> Check:
     """Check that pickles name only known or allowed classes."""
     refused = [name for name in manifest.unknown_globals if name not in allowed]
-    check = Check(names.SAFE, "the classes that the files name", exit_code=5)
+    check = Check(names.SAFE, "the classes that pickles name", exit_code=5)
     if refused:
         allow = " ".join(f"--allow-pickle {name}" for name in refused)
         check.failures.append(
-            f"{', '.join(refused)}: no known framework writes these classes; if one is your own,"
+            f"{', '.join(refused)}: no known framework writes these classes; if they are your own,"
             f" pass {allow}"
         )
     return check
@@ -78,12 +75,12 @@ def check_complete(manifest: Manifest) -> Check:
 
 
 def check_agreement(manifest: Manifest) -> Check:
-    """Report what the files of all ranks agree on, which the readers have compared."""
+    """Report the facts on which the files of all ranks agree; the readers have compared them."""
     versions = ", ".join(f"{name} {number}" for name, number in manifest.origin.versions.items())
     step = "" if manifest.train.step is None else f"step {manifest.train.step}"
     what = ", ".join(filter(None, (step, versions, "names, shapes, groups")))
     if len(manifest.files) == 1:
-        return not_applicable(names.AGREEMENT, "one file")
+        return not_applicable(names.AGREEMENT, "there is only one file")
     return Check(names.AGREEMENT, what, exit_code=3)
 
 
@@ -94,9 +91,11 @@ def check_index(manifest: Manifest) -> Check:
     indexes = [path for folder in folders for path in folder.glob("*.index.json") if is_model]
     metadata = [path for folder in folders for path in folder.glob("*.metadata")]
     if not indexes and not metadata:
-        return not_applicable(names.INDEX, "no index")
+        return not_applicable(names.INDEX, "there is no index")
     shown = some(sorted(path.name for path in (*indexes, *metadata)))
-    check = Check(names.INDEX, f"{shown}: each file and tensor, both ways", exit_code=3)
+    check = Check(
+        names.INDEX, f"{shown}: the listed files and tensors are those that exist", exit_code=3
+    )
     nbytes = sum(entry.nbytes for entry in manifest.of_kind(PARAM, BUFFER))
     for path in indexes:
         check.warnings += _check_total_size(path, nbytes)
@@ -104,6 +103,7 @@ def check_index(manifest: Manifest) -> Check:
 
 
 def _check_total_size(path: Path, nbytes: int) -> Iterator[str]:
+    """Yield a line if an index states another size than its files contain."""
     try:
         stated = read_json_object(path).get("metadata", {}).get("total_size")
     except (CorruptError, AttributeError):
@@ -121,7 +121,10 @@ def check_coverage(manifest: Manifest) -> Check:
 
 
 def check_ranks(manifest: Manifest) -> Check:
-    """Check that no file states another rank, step or save than its name and directory."""
+    """Check that no file contradicts its name, its directory or another file.
+
+    The claims are about ranks, steps and saves.
+    """
     compared = compare_claims(manifest.files)
     if not compared.evidence:
         return not_applicable(names.RANKS, "no file states its rank or save")
@@ -131,12 +134,13 @@ def check_ranks(manifest: Manifest) -> Check:
 
 
 def check_stale(manifest: Manifest, sources: Sequence[Path]) -> Check:
-    """Check that no files of another save, or of an interrupted one, are beside the files."""
+    """Check that no files of another or an interrupted save lie beside those of the checkpoint."""
     if len(sources) == 1 and sources[0].is_file() and len(manifest.files) == 1:
-        return not_applicable(names.STALE, "a single file")
+        return not_applicable(names.STALE, "the checkpoint is a single file")
     folders = sorted({as_path(path).parent for path in manifest.files})
     beside = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
-    check = Check(names.STALE, f"{counted(len(beside), 'file')} in its directories", exit_code=3)
+    where = "the directories of the checkpoint"
+    check = Check(names.STALE, f"{counted(len(beside), 'file')} in {where}", exit_code=3)
     check.failures += _find_unread_siblings(manifest, beside)
     check.failures += _find_extra_random_states(manifest)
     check.warnings += [
@@ -150,9 +154,11 @@ def check_stale(manifest: Manifest, sources: Sequence[Path]) -> Check:
 
 
 def _find_unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterator[str]:
-    """Yield files whose names differ from those read only in numbers, and that nothing refers to.
+    """Yield a line for each file that looks like one of the checkpoint, but that was not read.
 
-    Empty files are not reported: DCP opens a file for each rank, even if it has nothing to write.
+    Its name differs from that of a file that was read only in its numbers, and no file refers to
+    it. Empty files are not reported: DCP opens a file for each rank, even if it has nothing to
+    write.
     """
     read = {(str(as_path(p).parent), mask_digits(Path(p).name)) for p in manifest.files}
     known = {str(as_path(path)) for path in (*manifest.files, *manifest.train.rng_files)}
@@ -164,13 +170,14 @@ def _find_unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterato
 
 
 def _find_extra_random_states(manifest: Manifest) -> Iterator[str]:
+    """Yield a line if there are more files of random states than ranks."""
     world, files = manifest.origin.world, manifest.train.rng_files
     if len(files) > max(world, 1):
         yield f"{files[-1]} belongs to a run with {len(files)} ranks; this run had {world}"
 
 
 def _find_newer_checkpoint(manifest: Manifest, sources: Sequence[Path]) -> Iterator[str]:
-    """Yield the newest checkpoint of the run, if an older one was read."""
+    """Yield a line that names the newest checkpoint of the run, if an older one was read."""
     if len(sources) != 1 or not sources[0].is_dir():
         return
     numbers = run.list_numbered(Location([sources[0]]))
@@ -186,10 +193,10 @@ def _is_inside(path: Path, directory: Path) -> bool:
 
 
 def _find_distant_times(manifest: Manifest) -> Iterator[str]:
-    """Yield files that were written long before or after the others."""
+    """Yield a line for each file that was written long before or after the others."""
     times = {path: as_path(path).stat().st_mtime for path in manifest.files}
     if len(times) < 3:
-        return  # of two times, neither is the exception
+        return  # with two files, the times do not show which of them is the stale one
     middle = median(times.values())
     for path, time in times.items():
         apart = timedelta(seconds=abs(time - middle))
@@ -205,7 +212,7 @@ def check_steps(manifest: Manifest) -> Check:
     counted_steps = {fqn: train.optimizer_step.get(fqn) for fqn in states}
     applied = {step for step in counted_steps.values() if step is not None}
     if train.step is None and not applied:
-        return not_applicable(names.STEPS, "no counter")
+        return not_applicable(names.STEPS, "no file states a step")
     shown = "/".join(f"{step:g}" for step in sorted(applied)[:4])
     what = [f"run: {train.step}" if train.step is not None else ""]
     what.append(f"skipped: {train.skipped_steps}" if train.skipped_steps else "")
@@ -237,18 +244,19 @@ def _collect_states(manifest: Manifest) -> dict[str, dict[str, Entry]]:
 def check_slots(manifest: Manifest) -> Check:
     """Check that every trained parameter has each slot that the others of its group have.
 
-    A parameter without slots was never updated. Some optimizers keep different slots for different
-    shapes (Adafactor, 8-bit states): there a parameter lacks a slot only if it has none instead.
+    A parameter without slots was never updated, and is not reported. Some optimizers keep other
+    slots for parameters of other shapes (Adafactor, 8-bit states): a parameter lacks a slot only if
+    its slots are a proper subset of those of another parameter.
     """
     states = _collect_states(manifest)
     if not states:
-        return not_applicable(names.SLOTS, "no optimizer")
+        return not_applicable(names.SLOTS, "the checkpoint has no optimizer state")
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     slot_names = list(dict.fromkeys(kind for kinds in states.values() for kind in kinds))
     check = Check(names.SLOTS, f"{', '.join(slot_names)} of {counted(len(states), 'parameter')}")
     for members in _group_by_settings(manifest, list(states)):
         slots = {fqn: _classify_slots(states[fqn], shapes.get(fqn)) for fqn in members}
-        # Reversed, so that of parameters with the same slots the first one is named.
+        # Reversed, so that the message names the first of several parameters with the same slots.
         first = {kinds: fqn for fqn, kinds in reversed(slots.items())}
         for fqn, (every, full) in slots.items():
             more = [kinds for kinds in first if every < kinds[0] and full < kinds[1]]
@@ -261,16 +269,16 @@ def check_slots(manifest: Manifest) -> Check:
 def _classify_slots(
     own: Mapping[str, Entry], shape: Index | None
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return all slots of a parameter, and those with one value per element.
+    """Return all slots of a parameter, and those that have a value for each of its elements.
 
-    A matrix of a square parameter (Shampoo) has the parameter's shape by coincidence.
+    Shampoo's matrices are no such slots, although those of a square parameter have its shape.
     """
     full = (k for k, entry in own.items() if entry.shape == shape and k not in optimizers.MATRICES)
     return frozenset(own), frozenset(full)
 
 
 def _group_by_settings(manifest: Manifest, fqns: Sequence[str]) -> Iterator[list[str]]:
-    """Yield lists of parameters whose groups have the same settings, apart from rates."""
+    """Yield lists of parameters whose param groups have the same settings, apart from `_RATES`."""
     settings = {
         fqn: repr(sorted((k, repr(v)) for k, v in group.hyper.items() if k not in _RATES))
         for group in manifest.train.param_groups
@@ -285,7 +293,7 @@ def _group_by_settings(manifest: Manifest, fqns: Sequence[str]) -> Iterator[list
 def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
     """Check that names and shapes match the model."""
     if shapes is None:
-        return not_applicable(names.MODEL, "no --model")
+        return not_applicable(names.MODEL, "--model is not given")
     stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     expected, tied = {**shapes.parameters, **shapes.buffers}, shapes.tied
     published = shapes.find_published()
@@ -303,7 +311,7 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
     check.failures += [f"missing: {fqn}{_suggest(fqn, extra)}" for fqn in missing]
     check.failures += [f"unexpected: {fqn}{_suggest(fqn, missing)}" for fqn in extra]
     check.failures += [
-        f"{fqn}: shape {list(stored[fqn])}, {list(expected[fqn])} in the model"
+        f"{fqn} has shape {list(stored[fqn])}, but {list(expected[fqn])} in the model"
         for fqn in expected
         if fqn in stored and stored[fqn] != expected[fqn]
     ]
@@ -311,13 +319,18 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
 
 
 def _is_published(stored: Container[str], published: Published) -> bool:
-    """Return whether more of the published names are stored than of those in memory."""
-    names = published.conversion.after.keys() | published.spellings.keys()
-    in_files = sum(fqn in stored for fqn in names - published.conversion.before.keys())
-    in_memory = sum(fqn in stored for fqn in published.conversion.before.keys() - names)
+    """Return whether the stored names are the published ones, not those of the model in memory.
+
+    Only names that are in one of the two forms alone are counted.
+    """
+    before = published.conversion.before.keys()
+    after = published.conversion.after.keys() | published.spellings.keys()
+    in_files = sum(fqn in stored for fqn in after - before)
+    in_memory = sum(fqn in stored for fqn in before - after)
     return in_files > in_memory
 
 
 def _suggest(fqn: str, others: Sequence[str]) -> str:
+    """Return a similar name in parentheses, as the end of a finding; empty if there is none."""
     close = get_close_matches(fqn, others[:_SUGGESTED], n=1)
     return f" (is it {close[0]}?)" if close else ""

@@ -44,7 +44,7 @@ class Comparison:
 def compare_claims(files: Mapping[str, SourceFile]) -> Comparison:
     """Compare what the files state about themselves."""
     siblings = _count_siblings(files)
-    conflicts = [*_misplaced(files, siblings), *_other_saves(files)]
+    conflicts = [*_find_misplaced(files, siblings), *_find_other_saves(files)]
     return Comparison(conflicts, _list_evidence(files, siblings))
 
 
@@ -88,8 +88,10 @@ def _names_sibling(file: SourceFile, claim: Claim, siblings: Mapping[str, int]) 
     return has_siblings and mask_digits(claim.value) == masked
 
 
-def _misplaced(files: Mapping[str, SourceFile], siblings: Mapping[str, int]) -> Iterator[Conflict]:
-    """Yield a conflict for each file that states another name, rank or step than its path does."""
+def _find_misplaced(
+    files: Mapping[str, SourceFile], siblings: Mapping[str, int]
+) -> Iterator[Conflict]:
+    """Yield a conflict for each file that states another name, rank or step than its path."""
     for file in files.values():
         for claim in file.claims:
             expected = claim.expected
@@ -98,14 +100,14 @@ def _misplaced(files: Mapping[str, SourceFile], siblings: Mapping[str, int]) -> 
             if expected is not None and claim.value != expected:
                 yield Conflict(
                     file.path,
-                    f"{claim.evidence} says that its {claim.about} is {claim.value}, but it lies"
-                    f" here as {expected}: the file of another rank or save was put in its place",
+                    f"{claim.evidence} states the {claim.about} {claim.value}, but {expected} is"
+                    " expected at this path: it is a file of another rank or save",
                 )
                 break  # one conflict of a file is enough
 
 
-def _other_saves(files: Mapping[str, SourceFile]) -> Iterator[Conflict]:
-    """Yield a conflict for each file that states another save, step or world size than most do."""
+def _find_other_saves(files: Mapping[str, SourceFile]) -> Iterator[Conflict]:
+    """Yield a conflict for each file that states another save, step or world size than most."""
     stated: dict[str, list[tuple[SourceFile, Claim]]] = defaultdict(list)
     for file in files.values():
         for claim in file.claims:

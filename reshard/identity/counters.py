@@ -25,13 +25,17 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
     applied = set(train.optimizer_step.values())
     if applied and max(applied) - expected not in train.updates_at_start:
         problems.append(
-            f"the optimizer was updated {max(applied):g} times, the run counts {expected}"
+            f"the optimizer was updated {max(applied):g} times, but the run counts {expected}"
+            " updates"
         )
     named = _NAMED_STEP.fullmatch(PurePath(manifest.origin.path).name)
     if named and int(named[1]) != train.step:
-        problems.append(f"{manifest.origin.path} by its name, step {train.step} inside")
+        name = named[0]
+        problems.append(f"the directory is named {name}, but its files state step {train.step}")
     scheduled = train.scheduler.get("last_epoch") if isinstance(train.scheduler, Mapping) else None
     # HF Trainer steps its scheduler once with each update (transformers 5.23 trainer.py).
     if train.trainer_state is not None and type(scheduled) is int and scheduled != expected:
-        problems.append(f"the scheduler is at step {scheduled}, the run counts {expected}")
+        problems.append(
+            f"the scheduler has made {scheduled} steps, but the run counts {expected} updates"
+        )
     return problems

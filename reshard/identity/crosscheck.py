@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SAMPLED = 128  # elements of each stored block
-_BATCH = 1 << 18  # elements that are read before they are compared
+_BATCH = 1 << 18  # elements that are read before they are compared together
 _FEW = 1 << 16  # elements that are compared without numpy
-_EVERY = 1 << 20  # elements of a block, where all elements are compared
+_EVERY = 1 << 20  # elements of a box if all elements are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
     totals: Counter[tuple[str, str]] = Counter()
     examples: dict[tuple[str, str], str] = {}
     with SourceFiles() as pool:
-        for batch in _batches(_samples(manifest, every_element=every_element)):
+        for batch in _group_into_batches(_choose_samples(manifest, every_element=every_element)):
             result.elements += sum(sample.box.volume for sample in batch)
             for sample, is_equal in zip(batch, _compare(pool, batch), strict=True):
                 pair = sample.master[0].file, sample.weight[0].file
@@ -100,25 +100,29 @@ def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
         result.unequal.append(
             UnequalMaster(
                 master,
-                f"holds other master weights than {PurePath(weight).name} has weights: {number} of"
-                f" {counted(totals[pair], 'block')} that were compared differ, for example of"
-                f" {examples[pair]!r}; one of the files is of another rank, step or run",
+                f"its master weights do not belong to the weights in {PurePath(weight).name}:"
+                f" {number} of {counted(totals[pair], 'block')} that were compared differ, for"
+                f" example in {examples[pair]!r}; one of the two files is of another rank, step or"
+                " run",
             )
         )
     return result
 
 
-def _samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
+def _choose_samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
+    """Yield the boxes to compare, of each weight of the module that has a master weight."""
     for weight in manifest.of_kind(PARAM):
         master = manifest.entries.get((MASTER, weight.fqn))
         if master is None or is_computed(master) or not are_comparable(master, weight):
             continue  # a master that is computed from its weight cannot disagree with it
         blocks = CopyPlanner(weight)
-        for chunk in _first_copies(master):
+        for chunk in _list_distinct_blocks(master):
             if not chunk.box.volume:
                 continue
             own = CopyPlanner(replace(master, chunks=(chunk,)))
-            boxes = _all_boxes(chunk.box) if every_element else (_sampled_box(weight.fqn, chunk),)
+            boxes = (
+                _cut_into_boxes(chunk.box) if every_element else (_choose_box(weight.fqn, chunk),)
+            )
             for box in boxes:
                 yield _Sample(
                     weight.fqn,
@@ -129,8 +133,8 @@ def _samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
                 )
 
 
-def _first_copies(entry: Entry) -> Iterator[Chunk]:
-    """Yield the blocks of a tensor without their replicas."""
+def _list_distinct_blocks(entry: Entry) -> Iterator[Chunk]:
+    """Yield each stored block of a tensor once, without its replicas."""
     seen: set[Box] = set()
     for chunk in entry.chunks:
         if chunk.box not in seen:
@@ -138,7 +142,7 @@ def _first_copies(entry: Entry) -> Iterator[Chunk]:
             yield chunk
 
 
-def _sampled_box(fqn: str, chunk: Chunk) -> Box:
+def _choose_box(fqn: str, chunk: Chunk) -> Box:
     """Return a small box inside a chunk; the same one every time.
 
     Its position depends on the name, so that weights of one shape are not all compared at the same
@@ -158,7 +162,7 @@ def _sampled_box(fqn: str, chunk: Chunk) -> Box:
     return Box(tuple(origin), tuple(shape))
 
 
-def _all_boxes(box: Box) -> Iterator[Box]:
+def _cut_into_boxes(box: Box) -> Iterator[Box]:
     for cut in contiguous_cuts(box.shape, _EVERY):
         yield Box(_add(box.origin, cut.origin), cut.shape)
 
@@ -167,7 +171,7 @@ def _add(a: Index, b: Index) -> Index:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _batches(samples: Iterator[_Sample]) -> Iterator[list[_Sample]]:
+def _group_into_batches(samples: Iterator[_Sample]) -> Iterator[list[_Sample]]:
     batch: list[_Sample] = []
     elements = 0
     for sample in samples:
@@ -195,7 +199,7 @@ def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
     for (source, trained), numbers in groups.items():
         masters = _read(pool, [batch[n].master for n in numbers], source)
         weights = _read(pool, [batch[n].weight for n in numbers], trained)
-        different = _differs(masters, weights, source, trained)
+        different = _mark_unequal(masters, weights, source, trained)
         stop = 0
         for number in numbers:
             start, stop = stop, stop + batch[number].box.volume
@@ -214,7 +218,7 @@ def _read(pool: SourceFiles, blocks: Sequence[Sequence[Copy]], dtype: DType) -> 
     return buffer
 
 
-def _differs(masters: bytearray, weights: bytearray, source: DType, trained: DType) -> bytes:
+def _mark_unequal(masters: bytearray, weights: bytearray, source: DType, trained: DType) -> bytes:
     """Return a byte for each element: 1 if the weight is not the cast of its master, else 0.
 
     A few elements that are all equal are compared without numpy, whose import takes longer than a
@@ -227,7 +231,7 @@ def _differs(masters: bytearray, weights: bytearray, source: DType, trained: DTy
         and _cast(masters, source, trained) == bytes(weights)
     ):
         return bytes(numel)
-    return _differ_as_numbers(masters, weights, source, trained)
+    return _mark_unequal_numbers(masters, weights, source, trained)
 
 
 def _cast(masters: bytearray, source: DType, trained: DType) -> bytes | None:
@@ -245,7 +249,7 @@ def _cast(masters: bytearray, source: DType, trained: DType) -> bytes | None:
     return None
 
 
-def _differ_as_numbers(
+def _mark_unequal_numbers(
     masters: bytearray, weights: bytearray, source: DType, trained: DType
 ) -> bytes:
     import numpy as np

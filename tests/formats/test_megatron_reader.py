@@ -118,7 +118,7 @@ def test_metadata_of_another_iteration_is_refused(dist, tmp_path):
 def test_a_directory_of_another_iteration_is_warned_of(dist):
     moved = (dist / STEP).rename(dist / "iter_0000005")
     (problem,) = find_counter_conflicts(formats.read(moved))
-    assert problem.endswith("iter_0000005 by its name, step 3 inside")
+    assert problem == "the directory is named iter_0000005, but its files state step 3"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_elements_compared_without_numpy_are_rounded_as_by_the_cast(trained):
     wanted = values.to(getattr(torch, trained.name)).view(torch.uint8).numpy().tobytes()
     masters = bytearray(values.numpy().tobytes())
     assert crosscheck._cast(masters, FLOAT32, trained) == wanted
-    assert not any(crosscheck._differ_as_numbers(masters, bytearray(wanted), FLOAT32, trained))
+    assert not any(crosscheck._mark_unequal_numbers(masters, bytearray(wanted), FLOAT32, trained))
 
 
 def test_a_small_merge_imports_no_numpy_to_compare_its_files(tmp_path):

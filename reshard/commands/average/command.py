@@ -17,7 +17,7 @@ from typing import Any
 
 from reshard import formats
 from reshard.averages import matching
-from reshard.averages.coefficients import Rank, compute_ema, find_order, parse_weights
+from reshard.averages.coefficients import SourceStep, compute_ema, find_order, parse_weights
 from reshard.averages.mean import WORKER_NBYTES
 from reshard.commands.average import layout
 from reshard.commands.average.options import AverageOptions
@@ -161,18 +161,18 @@ def _weigh(
         UsageError: a checkpoint is named twice, or the factors do not fit.
         DifferentError: the steps of a run do not grow with the numbers of its checkpoints.
     """
-    ranks = [Rank(m.origin.path, m.train.step) for m in manifests]
+    steps = [SourceStep(m.origin.path, m.train.step) for m in manifests]
     _refuse_repeated(paths, manifests)
     if options.last is not None:
-        _check_steps(ranks)
+        _check_steps(steps)
     weights: list[Fraction] | None = None
     if options.ema is not None:
-        weights = compute_ema(options.ema, ranks)
+        weights = compute_ema(options.ema, steps)
     elif options.weights is not None:
-        weights = parse_weights(options.weights, len(ranks))
-    given: Sequence[Fraction | None] = weights or [None] * len(ranks)
+        weights = parse_weights(options.weights, len(steps))
+    given: Sequence[Fraction | None] = weights or [None] * len(steps)
     members = [_WeightedCheckpoint(*each) for each in zip(paths, manifests, given, strict=True)]
-    return [members[number] for number in find_order(ranks)]
+    return [members[number] for number in find_order(steps)]
 
 
 def _refuse_repeated(paths: Sequence[Path], manifests: Sequence[Manifest]) -> None:
@@ -193,13 +193,13 @@ def _refuse_repeated(paths: Sequence[Path], manifests: Sequence[Manifest]) -> No
         seen[files] = path
 
 
-def _check_steps(ranks: Sequence[Rank]) -> None:
+def _check_steps(steps: Sequence[SourceStep]) -> None:
     """Check that the steps grow with the numbers of the checkpoints.
 
     Raises:
         DifferentError: they do not.
     """
-    known = [rank for rank in ranks if rank.step is not None]
+    known = [each for each in steps if each.step is not None]
     for before, after in pairwise(known):
         if (before.step or 0) >= (after.step or 0):
             raise DifferentError(

@@ -189,7 +189,7 @@ def _run_deep_checks(
         deep.check_zeros(manifest, seen, is_ignored),
         hashes.check_against(manifest, listed, seen.digests)
         if listed
-        else not_applicable(names.AGAINST, "no --against"),
+        else not_applicable(names.AGAINST, "--against is not given"),
     ]
     if options.write_manifest:
         _write_manifest(manifest, seen.digests, report, options, meter)
