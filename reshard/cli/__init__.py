@@ -18,12 +18,12 @@ import click
 
 from reshard import signals
 from reshard.cli.commands import cli
-from reshard.cli.run import say
+from reshard.cli.run import print_message
 from reshard.errors import INTERRUPTED, ReshardError
 
 __all__ = ["cli", "main"]
 
-_LACKING = "out of memory; pass a smaller --max-memory or fewer --workers"
+_OUT_OF_MEMORY = "out of memory; pass a smaller --max-memory or fewer --workers"
 # Libraries that only some commands need -> the extra of the package that installs them.
 _EXTRAS = {
     "torch": "torch",
@@ -71,28 +71,28 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exi
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, MemoryError):
-        return _fail("; ".join([_LACKING, *map(str, error.args)]), code=4)
+        return _fail("; ".join([_OUT_OF_MEMORY, *map(str, error.args)]), code=4)
     if isinstance(error, OSError):
-        return _explain_system(error)
+        return _explain_os_error(error)
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return _fail(
-            f"this needs {error.name}, which is not installed",
+            f"this command needs {error.name}, which is not installed",
             f"  -> pip install 'reshard[{_EXTRAS[error.name]}]'",
             code=2,
         )
     return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", code=70)
 
 
-def _explain_system(error: OSError) -> int:
+def _explain_os_error(error: OSError) -> int:
     """Print the error of a system call and return its exit code."""
     if error.errno == errno.ENOMEM:
-        return _fail(f"{_LACKING}; {error.filename or error.strerror}", code=4)
-    if isinstance(error, FileNotFoundError) and _is_adrift():
-        return _fail("the working directory does not exist any more: go to one that does", code=2)
+        return _fail(f"{_OUT_OF_MEMORY}; {error.filename or error.strerror}", code=4)
+    if isinstance(error, FileNotFoundError) and _is_working_directory_deleted():
+        return _fail("the working directory was deleted: change to one that exists", code=2)
     return _fail(f"{error.filename or 'system'}: {error.strerror or error}", code=2)
 
 
-def _is_adrift() -> bool:
+def _is_working_directory_deleted() -> bool:
     """Return whether the working directory was deleted."""
     try:
         Path.cwd()
@@ -103,5 +103,5 @@ def _is_adrift() -> bool:
 
 def _fail(first: str, *more: str, code: int) -> int:
     for line in (f"reshard: {first}", *more):
-        say(line)
+        print_message(line)
     return code

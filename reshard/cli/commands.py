@@ -8,7 +8,13 @@ from typing import Any
 import click
 
 from reshard.cli.options import PATH, Group, take_options
-from reshard.cli.run import read, say, show_program, show_result, write
+from reshard.cli.run import (
+    print_message,
+    run_reader,
+    run_writer,
+    show_program,
+    show_result,
+)
 from reshard.version import __version__
 
 _SETTINGS = {
@@ -75,7 +81,7 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     from reshard.commands.merge.command import merge as run
     from reshard.commands.merge.options import MergeOptions
 
-    write(run, MergeOptions, sources, destination, **values)
+    run_writer(run, MergeOptions, sources, destination, **values)
 
 
 @cli.command(
@@ -102,7 +108,7 @@ def average(sources: tuple[Path, ...], destination: Path, **values: Any) -> None
     from reshard.commands.average.command import average as run
     from reshard.commands.average.options import AverageOptions
 
-    write(run, AverageOptions, sources, destination, **values)
+    run_writer(run, AverageOptions, sources, destination, **values)
 
 
 @cli.command(
@@ -174,7 +180,7 @@ def diff(a: Path, b: Path, **values: Any) -> None:
     from reshard.commands.diff import DiffOptions
     from reshard.commands.diff import diff as run
 
-    read(run, DiffOptions, a, b, **values)
+    run_reader(run, DiffOptions, a, b, **values)
 
 
 @cli.command(
@@ -200,7 +206,7 @@ def verify(sources: tuple[Path, ...], **values: Any) -> None:
     from reshard.commands.verify.command import verify as run
     from reshard.commands.verify.options import VerifyOptions
 
-    read(run, VerifyOptions, sources, **values)
+    run_reader(run, VerifyOptions, sources, **values)
 
 
 @cli.command(
@@ -228,9 +234,9 @@ def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     def run_with_messages(source: Path, chosen: ResumeCheckOptions, meter: Any) -> Any:
         if quiet:
             return run(source, chosen)
-        return run(source, chosen, meter, say if meter else None, show_program)
+        return run(source, chosen, meter, print_message if meter else None, show_program)
 
-    read(run_with_messages, ResumeCheckOptions, source, quiet=quiet, **values)
+    run_reader(run_with_messages, ResumeCheckOptions, source, quiet=quiet, **values)
 
 
 @cli.command(
@@ -257,7 +263,7 @@ def plan(sources: tuple[Path, ...], **values: Any) -> None:
     def run_at_once(paths: tuple[Path, ...], chosen: PlanOptions, _meter: Any) -> Any:
         return run(paths or None, chosen)
 
-    read(run_at_once, PlanOptions, sources, **values)
+    run_reader(run_at_once, PlanOptions, sources, **values)
 
 
 @cli.command(
@@ -277,7 +283,7 @@ def serve(sources: tuple[Path, ...], **values: Any) -> None:
     from reshard.commands.serve import ServeOptions
     from reshard.commands.serve import serve as run
 
-    run(sources, take_options(ServeOptions, values), say)
+    run(sources, take_options(ServeOptions, values), print_message)
 
 
 @cli.command(
@@ -300,7 +306,7 @@ def mount(sources: tuple[Path, ...], directory: Path, **values: Any) -> None:
     from reshard.commands.mount import mount as run
     from reshard.commands.unwritten_files import FilesOptions
 
-    run(sources, directory, take_options(FilesOptions, values), say)
+    run(sources, directory, take_options(FilesOptions, values), print_message)
 
 
 @cli.command(examples=[("reshard demo --keep files/", "and look at the files afterwards")])
@@ -321,4 +327,4 @@ def _split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     from reshard.commands.split.command import split as run
     from reshard.commands.split.options import SplitOptions
 
-    write(run, SplitOptions, sources, destination, **values)
+    run_writer(run, SplitOptions, sources, destination, **values)

@@ -21,22 +21,22 @@ else:  # click has no type parameters before 8.4
 
 _REST = "Options"
 _COMMON = "Common options"
-_FEW = 24  # options; a command with so few shows all of them in --help
+_FEW = 24  # a command with at most so many options shows all of them in --help
 _ARGUMENTS, _ALL = "reshard.arguments", "reshard.help_all"  # keys of a click context
 
 
-class _Where(click.Path):
+class _PathOrUrl(click.Path):
     """A local path, or a URL."""
 
     def convert(
         self, value: Any, _param: click.Parameter | None, _context: click.Context | None
     ) -> Any:
-        """Return the path object that all lower layers use."""
+        """Return the path object that the commands take."""
         return as_path(value)
 
 
 class _Parsed(_ParamType):
-    """A text that a function of the option parses, such as a size."""
+    """A text that the option's own function parses, such as a size."""
 
     name = "text"
 
@@ -81,7 +81,7 @@ class _OpenChoice(_SpelledChoice):
         return super().convert(value, param, ctx)
 
 
-PATH = _Where()
+PATH = _PathOrUrl()
 
 
 class _ClickOption(click.Option):
@@ -209,7 +209,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of such commands."""
+    """The commands of the program, each a `Command`."""
 
     command_class = Command
 
@@ -229,7 +229,7 @@ def take_options(kind: type[Options], values: dict[str, Any], **further: Any) ->
     """
     taken = {}
     for each in options_of(kind):
-        value = values.pop(_destination(each))
+        value = values.pop(_name_value(each))
         taken[each.name] = not value if each.is_negated else value
     return build_options(kind, taken, **further)
 
@@ -274,14 +274,14 @@ def _make_options(kind: type[Options], required: Sequence[str]) -> Iterator[clic
 
     declared_options = options_of(kind)
     writers = {each.name: list_writers_using(each.name) for each in declared_options}
-    users = _users_of_groups(declared_options, writers)
+    users = _list_targets_of_groups(declared_options, writers)
     for each in declared_options:
         title = each.declared.group + users.get(each.declared.group, "")
         is_required = each.name in required
         yield _make_option(each, title, writers[each.name], is_required=is_required)
 
 
-def _users_of_groups(
+def _list_targets_of_groups(
     declared_options: Sequence[Option], writers: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
     """Return the targets that use options of a group, as the title shows them.
@@ -311,7 +311,7 @@ def _make_option(
         if option.is_optional and not declared.flags:
             flags = (f"{flags[0]}/{flags[0].replace('--', '--no-', 1)}",)
     else:
-        further["type"] = _type_of(option)
+        further["type"] = _choose_type(option)
         further["show_default"] = option.default not in (None, ()) and not declared.unset
     if option.is_multiple:
         further["multiple"] = True
@@ -320,7 +320,7 @@ def _make_option(
         further["default"] = declared.shown_default or default
     return _ClickOption(
         *flags,
-        _destination(option),
+        _name_value(option),
         section=section,
         writers=writers,
         is_common=declared.is_common or is_required,
@@ -331,7 +331,7 @@ def _make_option(
     )
 
 
-def _type_of(option: Option) -> Any:
+def _choose_type(option: Option) -> Any:
     """Return the type of an option's value, as click knows it."""
     declared = option.declared
     if declared.parse is not None:
@@ -347,6 +347,6 @@ def _type_of(option: Option) -> Any:
     return option.type
 
 
-def _destination(option: Option) -> str:
+def _name_value(option: Option) -> str:
     """Return the name under which click passes the value: that of the first flag."""
     return option.flags[0].partition("/")[0].lstrip("-").replace("-", "_")

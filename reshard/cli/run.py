@@ -18,7 +18,7 @@ from reshard.options import Options
 _SHOWN_EVERY_S = 30.0  # between two lines if stderr is not a terminal
 
 
-def read(
+def run_reader(
     run: Callable[..., Any],
     kind: type[Options],
     /,
@@ -40,7 +40,7 @@ def read(
     raise click.exceptions.Exit(report.exit_code)
 
 
-def write(
+def run_writer(
     run: Callable[..., Any],
     kind: type[Options],
     sources: tuple[Path, ...],
@@ -102,7 +102,7 @@ def show_program(name: str, steps: int) -> Iterator[Callable[[int, float, str], 
         if seconds - shown >= _SHOWN_EVERY_S:
             shown = seconds
             text = make_printable(line) or "nothing printed yet"
-            say(f"{name}: {done} of {steps} steps; {seconds:.0f} s; {text}")
+            print_message(f"{name}: {done} of {steps} steps; {seconds:.0f} s; {text}")
 
     yield watch
 
@@ -157,7 +157,7 @@ def show_result(result: Any, *, as_json: bool) -> None:
         ) from error
 
 
-def say(line: str) -> None:
+def print_message(line: str) -> None:
     """Print a line on stderr."""
     _show(line, err=True)
 

@@ -32,7 +32,7 @@ SCHEMA = 1
 _SHOWN = 60  # characters of a value
 OPTIMIZER, TRAIN = "optimizer", "train"
 RNG = "rng"  # the train state's name of random states
-_WEIGHTS = "weights"  # also accepted for WEIGHT, the word of the report
+_WEIGHTS = "weights"  # accepted as --kind beside WEIGHT, the name in reports
 _compared = partial(option, group="Comparison")
 
 
@@ -65,7 +65,11 @@ class DiffOptions(ReadOptions):
         """
         super().__post_init__()
         if self.exact and (self.atol or self.rtol or self.ulp):
-            raise UsageError("--exact", "excludes --atol, --rtol and --ulp")
+            raise UsageError(
+                "--exact",
+                "excludes --atol, --rtol and --ulp",
+                "leave out --exact, or the tolerances",
+            )
 
 
 @dataclass(slots=True)
@@ -145,7 +149,8 @@ class DiffReport(Report):
         verdict = "the same" if self.same else "DIFFERENT"
         yield f"{self.a} and {self.b}: {verdict}"
         yield format_row(
-            "equal", f"{self.equal} tensors {how}" + (f" ({counts})" if counts else "")
+            "equal",
+            f"{units.counted(self.equal, 'tensor')} {how}" + (f" ({counts})" if counts else ""),
         )
         yield from format_list("unequal", [each.describe() for each in self.unequal])
         yield from format_list("only in A", [f"{kind} {fqn}" for kind, fqn in self.only_a])
@@ -224,10 +229,10 @@ def _pair_own_tensors(a: Manifest, b: Manifest) -> Iterator[TensorPair]:
 
 
 def _build_page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
-    from reshard.html import proof_pages
+    from reshard.html import check_pages
 
     facts = [Inspection(manifest).to_json() for manifest in (a, b)]
-    return proof_pages.build_diff_page(report.to_json(), facts, a, b)
+    return check_pages.build_diff_page(report.to_json(), facts, a, b)
 
 
 def open_checkpoint(paths: formats.Paths, options: ReadOptions) -> Manifest:
@@ -321,7 +326,7 @@ def _explain_dtypes(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterato
         scope = "" if all(each.kind in (WEIGHT, COPY) for each in tensors) else " (weights only)"
         yield (
             f"{len(tensors)} of the unequal tensors differ only in dtype: as {name}, their values"
-            f" are {how}; --dtype {name} compares them like that{scope}"
+            f" are {how}; --dtype {name} compares them in this dtype{scope}"
         )
 
 

@@ -25,8 +25,9 @@ def is_written(
     """Return whether a directory has every planned file, written from the same source.
 
     Sizes are compared, and all bytes that are known before tensors are read: headers and pickles.
-    If they include the id of the save, a digest of the source and the options, that is enough: an
-    output appears whole or not at all. For other layouts, every byte is compared.
+    If these bytes include the id of the save (a digest of the source and the options), that is
+    enough, because an output appears whole or not at all. In other layouts, every byte is
+    compared.
 
     Args:
         sources: the source files by path.
@@ -37,9 +38,9 @@ def is_written(
     Raises:
         DifferentError: as `OnDemandFiles.read_into`.
     """
-    skeleton, needle = plan.target, save_id.encode()
-    is_stamped = bool(needle) and any(
-        needle in data for file in skeleton.files for _, data in file.literals
+    skeleton, stamp = plan.target, save_id.encode()
+    is_stamped = bool(stamp) and any(
+        stamp in data for file in skeleton.files for _, data in file.literals
     )
     checksums: dict[str, list[int]] = defaultdict(list)
     for stored in skeleton.checksums:

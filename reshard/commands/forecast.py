@@ -18,7 +18,7 @@ from reshard.manifest import SourceFile
 from reshard.paths import is_remote
 
 _BLOCK = 1 << 20  # bytes of one read or write of the probe
-_MOST = 64  # blocks that the probe moves at most, in each direction
+_MOST = 64  # the number of blocks that the probe reads and writes at most
 _LONGEST_S = 0.5  # seconds after which the probe moves no further block
 
 
@@ -27,7 +27,7 @@ class Forecast:
     """What a run would need. Sizes are in bytes, rates in bytes per second.
 
     Args:
-        memory: peak of the process: what it has now, and the buffers of all workers.
+        memory: the peak of the process so far, and the memory of all workers.
         disk: size of the output.
         disk_free: space where the output goes; None in an object store.
         read_rate, write_rate, verify_rate: as the probe measured; None if it could not.
@@ -53,8 +53,8 @@ class Forecast:
             f"reads {units.show_bytes(self.bytes_read)}{_format_rate(self.read_rate)}",
             f"writes {units.show_bytes(self.bytes_written)}{_format_rate(self.write_rate)}",
         ]
-        took = "time not known" if self.seconds is None else f"about {_format_time(self.seconds)}"
-        return f"{took}; {', '.join(parts)}"
+        time = "time not known" if self.seconds is None else f"about {_format_time(self.seconds)}"
+        return f"{time}; {', '.join(parts)}"
 
 
 def forecast(
@@ -74,7 +74,7 @@ def forecast(
 
     Args:
         files: the source.
-        buffer_bytes: memory of the buffers of all workers.
+        buffer_bytes: the memory that all workers need together.
         verify: whether the output is read back.
     """
     read_rate = _probe_source(list(files), workers)
@@ -108,13 +108,13 @@ def _add_up(*parts: tuple[int, float | None]) -> float | None:
 
 
 def _find_existing(destination: Path) -> Path | None:
-    """Return the nearest directory above the destination that exists and can be written to."""
+    """Return the nearest directory above the destination; None if it cannot be written to."""
     existing = next((path for path in destination.parents if path.is_dir()), None)
     return existing if existing is not None and os.access(existing, os.W_OK) else None
 
 
 def _probe_source(files: Sequence[SourceFile], workers: int) -> float | None:
-    """Return the rate at which blocks are read that are spread over all files."""
+    """Return the rate at which blocks from all parts of the files are read."""
     ranges = list(_choose_blocks(files))
     if not ranges:
         return None
@@ -146,7 +146,8 @@ def _probe_destination(directory: Path | None, nbytes: int) -> tuple[float | Non
     """Return the rates at which a file is written durably and read back."""
     if directory is None or not nbytes:
         return None, None
-    block, done = os.urandom(min(_BLOCK, nbytes)), 0  # random: file systems that compress are slow
+    # Random bytes, because file systems that compress write zeros faster than tensors.
+    block, done = os.urandom(min(_BLOCK, nbytes)), 0
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             began = time.perf_counter()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)|^\d{1,9}(?=\.)")  # more digits are not a layer index
 _SHOWN = 6
-_WIDTH = 100  # letters of the train state in one row
+_WIDTH = 100  # characters of the train state in one row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,21 +101,21 @@ class Inspection(Report):
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings of the reader, and files that contradict one another."""
+        """The warnings of the reader, and contradictions between files and between counters."""
         conflicts = (f"{each.file}: {each.problem}" for each in find_conflicts(self.manifest.files))
         counters = find_counter_conflicts(self.manifest)
         return [*self.manifest.warnings, *conflicts, *counters]
 
     @property
     def frozen(self) -> list[str]:
-        """The parameters without an optimizer, sorted."""
+        """The parameters that no optimizer lists, sorted."""
         return sorted(self.manifest.frozen - self._listed)
 
     @property
     def never_updated(self) -> list[str]:
-        """The parameters that an optimizer lists and has no state of, sorted.
+        """The parameters that an optimizer lists, but has no state for, sorted.
 
-        No file states whether they were frozen in the optimizer, or only had no gradient so far.
+        No file states whether they are frozen, or have only had no gradient so far.
         """
         return sorted(self.manifest.frozen & self._listed)
 
@@ -140,8 +140,8 @@ class Inspection(Report):
         yield from self._list_sizes()
         yield from self._list_names()
         if self.manifest.absent:
-            shown = ", ".join(self.manifest.absent[:_SHOWN])
-            yield format_row("warning", f"listed, but no rank has a value: {shown}")
+            shown = units.some(self.manifest.absent, _SHOWN)
+            yield format_row("warning", f"listed, but no rank stores a value: {shown}")
         for text in self.warnings:
             yield format_row("warning", text)
         if self.manifest.unknown_globals:

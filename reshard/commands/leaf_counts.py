@@ -1,4 +1,4 @@
-"""Counts of leaves: what every value in the files of a checkpoint was read as."""
+"""Counts of leaves (values that contain no others): what each was read as."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _SECTIONS = ("scheduler", "scaler", "rng", "client", "trainer_state", "opaque")
 
 
 def count_leaves(manifest: Manifest) -> dict[str, Any]:
-    """Return how many leaves became weights, optimizer state and train state, and which are opaque.
+    """Return how many leaves became weights, optimizer state and train state.
 
-    Names of tied weights count as weights, step counters as optimizer state.
+    Names of tied weights count as weights, step counters as optimizer state. ``opaque`` lists the
+    leaves that were not interpreted, each with its kind.
     """
     weights = sum(entry.kind in WEIGHT_KINDS for entry in manifest.entries.values())
     weights += len(manifest.tied)
@@ -47,7 +48,7 @@ def describe_leaves(counts: dict[str, Any]) -> str:
     )
     opaque = counts["opaque"]
     if opaque:
-        text += f", {len(opaque)} opaque ({units.some(list(opaque), _SHOWN)})"
+        text += f", {len(opaque)} not interpreted ({units.some(list(opaque), _SHOWN)})"
     return text
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from reshard import units
 
 LISTED = 8  # items of a list that a report shows; --json has all of them
-_LABEL = 11  # letters of the first column
-_WIDEST = 24  # letters of the first column in a report that has longer labels
+_LABEL = 11  # characters of the first column
+_WIDEST = 24  # characters of the first column at most, if labels are longer
 
 
 def make_printable(text: str) -> str:
@@ -23,8 +23,8 @@ def make_printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in text
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 

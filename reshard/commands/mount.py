@@ -40,14 +40,14 @@ def mount(
     source: formats.Paths,
     directory: Path,
     options: FilesOptions | None = None,
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
 ) -> None:
     """Mount the files until an interrupt, or until the directory is unmounted.
 
     Args:
         source: a path as for `reshard.open`.
         directory: an empty directory.
-        say: called with each line for the user.
+        print_line: called with each line for the user.
 
     Raises:
         ReshardError: the source cannot be read, trusted or laid out, or nothing can be mounted at
@@ -59,7 +59,7 @@ def mount(
     _check_device()
     with open_files(source, options) as files, closing(ComputedBlocks(files, options)) as blocks:
         greeting = f"mounted {len(list(files))} files of {options.to} at {directory}"
-        operations = FileOperations(files, blocks, say, f"{greeting}; Ctrl-C unmounts them")
+        operations = FileOperations(files, blocks, print_line, f"{greeting}; Ctrl-C unmounts them")
         with _unmount_at_signals():
             _run(fuse, operations, directory)
 
@@ -267,7 +267,7 @@ class FileOperations:
     mount.
 
     Args:
-        say: called with a line for the user: the reason of each error.
+        print_line: called with a line for the user: the reason of each error.
         greeting: the line that follows the mount.
     """
 
@@ -277,14 +277,14 @@ class FileOperations:
         self,
         files: OnDemandFiles,
         blocks: ComputedBlocks,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         greeting: str,
     ) -> None:
         self._files = files
         self._blocks = blocks
-        self._say = say
+        self._print_line = print_line
         self._greeting = greeting
-        self._last_said: list[str] = []
+        self._last_printed: list[str] = []
         self._made_ns = time.time_ns()
         self._folders = _list_folders(files)
         self._working_directory = Path.cwd()
@@ -292,7 +292,7 @@ class FileOperations:
     def init(self, _path: str) -> None:
         """Tell the user that the files are there."""
         os.chdir(self._working_directory)  # libfuse went to /, and paths of sources may be relative
-        self._say(self._greeting)
+        self._print_line(self._greeting)
 
     def getattr(self, path: str, _handle: int | None = None) -> dict[str, Any]:
         """Return the type, size, owner and times of a file or directory.
@@ -330,7 +330,7 @@ class FileOperations:
         try:
             return self._blocks.read(path.strip("/"), byte_offset, nbytes)
         except ReshardError as error:
-            self._say_once(error.lines)
+            self._print_once(error.lines)
             raise OSError(errno.EIO, str(error)) from error
 
     def statfs(self, _path: str) -> dict[str, int]:
@@ -339,12 +339,12 @@ class FileOperations:
         size = {"f_bsize": _BLOCK_BYTES, "f_frsize": 512, "f_blocks": -(-nbytes // 512)}
         return {**size, "f_files": len(list(self._files)), "f_namemax": 255}
 
-    def _say_once(self, lines: list[str]) -> None:
-        """Say lines, unless they were the last ones: the kernel repeats reads that fail."""
-        if lines != self._last_said:
-            self._last_said = lines
+    def _print_once(self, lines: list[str]) -> None:
+        """Print lines, unless they were the last ones: the kernel repeats reads that fail."""
+        if lines != self._last_printed:
+            self._last_printed = lines
             for line in lines:
-                self._say(line)
+                self._print_line(line)
 
 
 def _list_folders(files: OnDemandFiles) -> dict[str, list[str]]:

@@ -29,7 +29,7 @@ class SourceOptions(Options):
     )
     tag: str | None = option(
         None,
-        "Checkpoint of a run directory.",
+        "Which checkpoint of a run directory to read.",
         group="Source",
         flags=("--tag", "--step"),
         unset="the one that the directory points to, else the newest",
@@ -53,7 +53,7 @@ class SourceOptions(Options):
     )
     rules: Path | None = option(
         None,
-        "YAML rules for parameters that the built-in tables do not have: cuts and names.",
+        "YAML file with the cuts and names of parameters that the built-in tables lack.",
         group="Source",
         metavar="FILE",
     )

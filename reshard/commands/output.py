@@ -336,13 +336,13 @@ def build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skelet
 
 
 def check_skeleton(skeleton: Skeleton) -> None:
-    """Check the coverage of planned files by the proof that sources must pass.
+    """Check that the planned files store every element once, like those of a source.
 
     Raises:
         ReshardError: an element is missing, or is stored twice.
     """
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
-    # Several entries may have one name here, so the keys are numbered.
+    # Several entries of a skeleton may have the same name, so the keys are numbered.
     entries = {(e.kind, f"{e.fqn} ({e.dtype}, {n})"): e for n, e in enumerate(skeleton.entries)}
     check_manifest(Manifest(Origin("target", ""), entries, files, ordered=False))
 

@@ -27,14 +27,14 @@ class ReadOptions(ReportOptions):
 
     allow_pickle: Sequence[str] = option(
         (),
-        "Accept a class that reshard does not know; its code never runs.",
+        "Accept this class in pickles, which reshard does not know; its code never runs.",
         group="Reading",
         metavar="NAME",
         shapes_output=False,
     )
     workers: int = option(
         0,
-        "Threads; the output does not depend on it.",
+        "Number of threads; the output does not depend on it.",
         group="Reading",
         minimum=0,
         unset=f"number of cores, at most {_MAX_WORKERS}",

@@ -50,28 +50,28 @@ class ServeOptions(FilesOptions):
 def serve(
     source: formats.Paths,
     options: ServeOptions | None = None,
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
 ) -> None:
     """Serve the files until an interrupt.
 
     Args:
         source: a path as for `reshard.open`.
-        say: called with each line for the user.
+        print_line: called with each line for the user.
 
     Raises:
         ReshardError: the source cannot be read, trusted or laid out; or the address is in use.
     """
     options = options or ServeOptions()
-    with open_files(source, options) as files, create_server(files, options, say) as server:
+    with open_files(source, options) as files, create_server(files, options, print_line) as server:
         host, port = server.server_address[:2]
-        say(f"serving {len(list(files))} files of {options.to} at http://{host!s}:{port}/")
+        print_line(f"serving {len(list(files))} files of {options.to} at http://{host!s}:{port}/")
         if server.token and not options.token:
-            say(f"clients must send the header: Authorization: Bearer {server.token}")
+            print_line(f"clients must send the header: Authorization: Bearer {server.token}")
         server.serve_forever()
 
 
 def create_server(
-    files: OnDemandFiles, options: ServeOptions, say: Callable[[str], None]
+    files: OnDemandFiles, options: ServeOptions, print_line: Callable[[str], None]
 ) -> FileServer:
     """Return a server that listens; its `serve_forever` answers requests.
 
@@ -82,7 +82,7 @@ def create_server(
     if token is None and options.host not in _LOOPBACK:
         token = secrets.token_urlsafe(24)
     try:
-        return FileServer(files, (options.host, options.port), token or "", say)
+        return FileServer(files, (options.host, options.port), token or "", print_line)
     except OSError as error:
         raise UsageError(
             f"{options.host}:{options.port}",
@@ -101,11 +101,11 @@ class FileServer(ThreadingHTTPServer):
         files: OnDemandFiles,
         address: tuple[str, int],
         token: str,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         self.files = files
         self.token = token
-        self.say = say
+        self.print_line = print_line
         sizes = repr([(name, files.nbytes(name)) for name in files])
         self.revision = hashlib.sha256(sizes.encode()).hexdigest()[:40]
         super().__init__(address, _Handler)
@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(data)
         except ReshardError as error:
             for line in error.lines:
-                self.server.say(line)
+                self.server.print_line(line)
             self.close_connection = True
         except ConnectionError:  # the client has gone
             self.close_connection = True

@@ -39,7 +39,7 @@ def plan_unwritten(
         raise UsageError(
             "--replicas mean",
             "would store the means in a temporary file, which other programs cannot read",
-            "use --replicas first, or write a checkpoint with reshard split --replicas mean",
+            "pass --replicas first, or write a checkpoint with reshard split --replicas mean",
         )
     sources = formats.as_paths(source)
     manifest = read_trusted(sources, options, live)

@@ -106,7 +106,7 @@ def test_a_node_needs_only_the_files_of_its_ranks(run, manifest):
 def test_a_file_of_another_size_differs(run, manifest):
     path = find_file(run)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CorruptError, match=r"bytes, but \d+ in the manifest"):
+    with pytest.raises(CorruptError, match=r"bytes, but the manifest states \d+"):
         reshard.check_file(path, manifest, ranges=[(0, 1)])
 
 

@@ -141,7 +141,7 @@ def test_a_working_directory_that_was_deleted_is_told_of(plain, tmp_path):
     words = f"{script} '{code}' merge {plain} out.safetensors"
     done = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "working directory does not exist" in done.stderr
+    assert "the working directory was deleted" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -100,8 +100,8 @@ def test_the_same_losses_reach_every_level(source, program):
         assert steps == [4, 5, 6, 7]
         assert target["run"]["series"] == found["unbroken"]["series"]
     text = "\n".join(report.lines())
-    assert "norms     not in both logs: not compared" in text
-    assert "no parameter_hash in both logs" in text
+    assert "norms     not compared, because they are not in both logs" in text
+    assert "parameter_hash is not in both logs" in text
 
 
 def test_noise_is_a_trajectory_and_is_measured(source, program):
@@ -291,7 +291,7 @@ def test_its_page_says_which_run_failed_and_what_nothing_shows(source, program, 
 def test_a_run_that_stops_early_is_no_trajectory(source, program):
     report = checked(source, program("stops"))
     assert report.exit_code == 1
-    assert "one run alone logged step 7" in "\n".join(report.lines())
+    assert "only one of the two runs logged step 7" in "\n".join(report.lines())
 
 
 def test_a_program_that_changes_the_source_is_told(source, program, tmp_path):

@@ -77,7 +77,7 @@ def test_a_difference_of_dtype_alone_is_explained(made, tmp_path):
     (note,) = found.notes
     assert note.startswith(f"{len(found.unequal)} of the unequal tensors differ only in dtype")
     assert note.endswith(
-        "as bfloat16, their values are the same; --dtype bfloat16 compares them like that"
+        "as bfloat16, their values are the same; --dtype bfloat16 compares them in this dtype"
     )
     again = reshard.diff(*sides, dtype="bfloat16")
     assert again.same

@@ -17,7 +17,7 @@ import reshard
 from reshard.errors import UnrecognisedError, UsageError
 from reshard.files import SourceFiles
 from reshard.history import checks as names
-from reshard.html import proof_pages
+from reshard.html import check_pages
 from reshard.manifest import WEIGHT_KINDS
 from reshard.tensors import read_block
 from tests.judged.sequences import RUNS
@@ -344,7 +344,7 @@ def test_each_model_of_a_run_has_a_history(several):
         f"global_step_{step}/{model}" for model in ("actor", "critic") for step in (2, 4, 6)
     ]
     assert {each.partition(": ")[0] for each in report.groups} == {"actor", "critic"}
-    chart, *_ = proof_pages.build_history_page(report.to_json()).sections
+    chart, *_ = check_pages.build_history_page(report.to_json()).sections
     assert [(each.name, each.steps) for each in chart.runs] == [
         (name, [4, 6]) for name in report.groups
     ]

@@ -165,7 +165,7 @@ def test_the_report_states_the_balance(tmp_path, capsys):
     report = reshard.merge(path, tmp_path / "out.safetensors")
     (line,) = (line for line in report.lines() if line.startswith("values "))
     assert "2 weights, 6 of the optimizer" in line
-    assert "1 opaque (model._extra_state)" in line
+    assert "1 not interpreted (model._extra_state)" in line
     assert any("queue.0" in text for text in report.warnings)
     split = reshard.split(path, tmp_path / "ds", to="deepspeed", world_size=2)
     assert split.leaves == report.leaves

@@ -66,7 +66,7 @@ class AverageOptions(
         if self.ema is not None and not 0 < self.ema < 1:
             raise UsageError(f"{EMA} {self.ema:g}", "must be between 0 and 1", "pass e.g. 0.9")
         if self.last is not None and self.tag is not None:
-            raise UsageError("--tag", "and --last exclude each other", "pass one of them")
+            raise UsageError("--tag and --last", "exclude each other", "pass one of them")
         if self.replicas == "mean":
             raise UsageError(
                 "--replicas mean",

@@ -94,7 +94,7 @@ def _has_plain_weights(merge: Merge) -> bool:
 
 
 def _note_rounded(merge: Merge) -> Iterator[str]:
-    """Yield a note on weights that a quantised model stores in fp32 and the output does not.
+    """Yield a note on weights that a quantised model stores in fp32, and the output in less.
 
     Such weights are few, and were left in fp32 for a reason: DeepSeek V3's correction bias chooses
     experts by differences that bf16 cannot represent.

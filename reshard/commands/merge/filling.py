@@ -59,15 +59,15 @@ def fill(manifest: Manifest, base: Manifest, path: Path) -> tuple[Manifest, list
         IncompleteError: the weights of the placeholders are in a checkpoint beside the source.
     """
     offered = {entry.fqn: entry for entry in base.of_kind(PARAM, BUFFER)}
-    hollow = _find_placeholders(manifest, offered)
-    placeholders.refuse_beside_ranks(manifest, hollow)
-    present = {e.fqn: e for e in manifest.of_kind(*WEIGHT_KINDS) if e.fqn not in hollow}
+    empty = _find_placeholders(manifest, offered)
+    placeholders.refuse_beside_ranks(manifest, empty)
+    present = {e.fqn: e for e in manifest.of_kind(*WEIGHT_KINDS) if e.fqn not in empty}
     _check_same_model(path, present, offered)
     taken = [
         entry for fqn, entry in offered.items() if fqn not in present and fqn not in manifest.tied
     ]
     names = [entry.fqn for entry in taken]
-    kept = (entry for entry in manifest.entries.values() if entry.fqn not in hollow)
+    kept = (entry for entry in manifest.entries.values() if entry.fqn not in empty)
     files = {file for entry in taken for chunk in entry.chunks for file in list_files(chunk.file)}
     filled = replace(
         manifest,
@@ -78,9 +78,9 @@ def fill(manifest: Manifest, base: Manifest, path: Path) -> tuple[Manifest, list
         },
         trained_dtypes={**manifest.trained_dtypes, **{entry.fqn: entry.dtype for entry in taken}},
         frozen=manifest.frozen | set(names),
-        absent=tuple(fqn for fqn in (*manifest.absent, *hollow) if fqn not in names),
+        absent=tuple(fqn for fqn in (*manifest.absent, *empty) if fqn not in names),
     )
-    return filled, names, list(_write_notes(names, hollow))
+    return filled, names, list(_note_filled(names, empty))
 
 
 def _find_placeholders(manifest: Manifest, offered: Mapping[str, Entry]) -> list[str]:
@@ -122,11 +122,12 @@ def _check_same_model(
             )
 
 
-def _write_notes(names: Sequence[str], hollow: Sequence[str]) -> Iterator[str]:
+def _note_filled(names: Sequence[str], empty: Sequence[str]) -> Iterator[str]:
+    """Yield notes if the base filled nothing, or placeholders whose weights may be trained."""
     if not names:
         yield f"{FILL}: the checkpoint has all weights of that model"
-    if hollow:
+    if empty:
         yield (
-            f"{FILL}: {units.some(hollow)}: ZeRO-3 placeholders in the checkpoint; if these weights"
+            f"{FILL}: {units.some(empty)}: ZeRO-3 placeholders in the checkpoint; if these weights"
             " were trained, their trained values are not in the output"
         )

@@ -77,7 +77,7 @@ def add_adapter(merge: Merge) -> Merge:
         manifest=replace(merged.manifest, files={**run.files, **merged.manifest.files}),
         companions=companions,
         tied="keep" if is_untied else options.tied,
-        addition=_describe(selected.adapter.name, path, merged, chosen),
+        addition=_describe_addition(selected.adapter.name, path, merged, chosen),
     )
 
 
@@ -238,7 +238,7 @@ def _check_ties(merged: Merged, pool: SourceFiles, policy: weights.Tied) -> bool
     return bool(differing)
 
 
-def _describe(name: str, path: Path, merged: Merged, chosen: Weights) -> Addition:
+def _describe_addition(name: str, path: Path, merged: Merged, chosen: Weights) -> Addition:
     products = merged.products.values()
     scales = Counter(product.scale for product in products)
     return Addition(
@@ -281,6 +281,7 @@ def _note_other_base(
     names |= {part.rpartition("--")[2] for part in path.resolve().parts if "--" in part}
     if PurePath(stated).name not in names:
         yield (
-            f"the adapter states {stated!r} as its base model. Only the names and shapes of its"
-            f" weights show whether {path} is that model, unless the run stores base weights too"
+            f"the adapter's configuration names the base model {stated!r}, which {path} does not"
+            " seem to be: reshard compares names and shapes, and values only if the run stores"
+            " weights of the base"
         )

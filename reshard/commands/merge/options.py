@@ -25,7 +25,7 @@ class WeightsOptions(Options):
 
     dtype: str | None = option(
         None,
-        "bf16, fp16, fp32 or keep (as stored).",
+        "Dtype of the weights: bf16, fp16, fp32 or keep (as stored).",
         group="Weights",
         unset="as trained",
         is_common=True,
@@ -49,7 +49,7 @@ class WeightsOptions(Options):
     )
     hf_dir: Path | None = option(
         None,
-        "Copy config, tokenizer... from this model.",
+        "Copy config.json, tokenizer files, ... from this model's directory.",
         group="Files",
         unset="files beside SOURCE",
         is_common=True,
@@ -88,7 +88,8 @@ class MergeOptions(WeightsOptions, OtherModelOptions, NamingOptions, OutputOptio
 
     quantise_like: Path | None = option(
         None,
-        "Write the weights that this fp8 or MXFP4 model quantises as it does: codes and scales.",
+        "Quantise the same weights in the same way as this fp8 or MXFP4 model: write codes and"
+        " scales.",
         group="Weights",
         metavar="RELEASE",
     )

@@ -65,7 +65,7 @@ class Release:
         return release
 
     def refuse_unknown(self) -> None:
-        """Refuse scales that the weights do not determine, or not within bounded memory.
+        """Refuse scales that cannot be computed from the weights block by block.
 
         Raises:
             UnsupportedError: the release has such scales.
@@ -77,16 +77,16 @@ class Release:
                 f"has scales of activations ({some(unused)}), which depend on calibration data",
                 "calibrate the merged model with the program that quantised this release",
             )
-        whole = [
+        unbounded = [
             fqn
             for fqn, pair in self.pairs.items()
             if pair.weight.shared
             and (pair.weight.matrices > 1 or not self.stated.settings.get("weight_block_size"))
         ]
-        if whole:
+        if unbounded:
             raise UnsupportedError(
                 f"{QUANTISE_LIKE} {self.path}",
-                f"has one scale for a whole tensor ({some(whole)}); reshard writes scales of"
+                f"has one scale for a whole tensor ({some(unbounded)}); reshard writes scales of"
                 " blocks",
                 "pass a release with weight_block_size",
             )

@@ -76,7 +76,7 @@ def plan(source: formats.Paths | None = None, options: PlanOptions | None = None
         advice=advise(model, cluster, training, choice),
         notes=[
             *model.notes,
-            *(_find_gaps(manifest) if manifest else ()),
+            *(_note_gaps(manifest) if manifest else ()),
             *([] if choice.fits else [_describe_nodes(model, cluster, training)]),
             *_describe_assumptions(training),
         ],
@@ -193,8 +193,8 @@ def _read_settings(manifest: Manifest) -> dict[str, Any]:
     return settings | _read_batch(manifest)
 
 
-def _find_gaps(manifest: Manifest) -> Iterator[str]:
-    """Yield what a checkpoint does not state, so that the forecast assumes it."""
+def _note_gaps(manifest: Manifest) -> Iterator[str]:
+    """Yield notes on what a checkpoint does not state."""
     if manifest.without_frozen:
         yield "the checkpoint lacks the frozen parameters, so the forecast does not count them"
     kinds = {kind for kind, _ in manifest.entries}
@@ -203,7 +203,7 @@ def _find_gaps(manifest: Manifest) -> Iterator[str]:
 
 
 def _read_batch(manifest: Manifest) -> dict[str, int]:
-    """Return the sizes of the batch: of our trainer, or of a DeepSpeed configuration."""
+    """Return the batch sizes that the state of our trainer or a DeepSpeed configuration has."""
     config, state = manifest.train.config, manifest.train.trainer_state
     run = trainer_run.read(state, manifest.origin.path)
     if run is not None:
@@ -220,7 +220,7 @@ def _read_batch(manifest: Manifest) -> dict[str, int]:
 
 
 def _describe_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> str:
-    """Return on how many nodes a strategy fits."""
+    """Return a note that states on how many nodes a strategy would fit."""
     found = find_nodes(model, cluster, training)
     if found is None:
         return "more nodes do not help: one sample needs more memory than a GPU has"
@@ -228,10 +228,10 @@ def _describe_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> 
 
 
 def _describe_assumptions(training: Training) -> list[str]:
-    """Return what the numbers assume, for the report."""
+    """Return notes on what the numbers assume."""
     assumed = (
-        f"{MARGIN:.0%} of each GPU is left free for CUDA, NCCL and fragmentation: an assumption,"
-        " while all other sizes are counted"
+        f"{MARGIN:.0%} of each GPU is left free for CUDA, NCCL and fragmentation; this size is"
+        " assumed, all others are counted"
     )
     notes = [assumed]
     if training.lora_rank:
@@ -242,7 +242,7 @@ def _describe_assumptions(training: Training) -> list[str]:
 def _continue_run(
     manifest: Manifest, source: Path, choice: Choice, cluster: Cluster, training: Training
 ) -> tuple[list[str], Forecast | None]:
-    """Return how a run goes on with the chosen strategy: by a split, or by loading it live.
+    """Return how a run continues with the chosen strategy: by a split, or by loading it live.
 
     Returns:
         Lines for the report, and the forecast of the split.

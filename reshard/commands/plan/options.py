@@ -65,7 +65,7 @@ class PlanOptions(ReportOptions):
     )
     optimizer: Optimizer | None = option(
         None,
-        "Optimizer.",
+        "Optimizer of the training.",
         group="Training",
         unset="as SOURCE states, else adamw",
         is_common=True,
@@ -82,12 +82,14 @@ class PlanOptions(ReportOptions):
     )
     lora_targets: Sequence[str] = option(
         (),
-        "Name of modules with adapters, e.g. q_proj.",
+        "Name of the modules that get adapters, e.g. q_proj; repeatable.",
         group="Training",
         unset="all matrices of the layers except routers and routed experts",
     )
     freeze: str | None = option(
-        None, "Regular expression of parameters that are not trained.", group="Training"
+        None,
+        "Regular expression that matches the names of parameters that are not trained.",
+        group="Training",
     )
     tp: int = option(1, "Tensor-parallel ranks.", group="Training", minimum=1)
     pp: int = option(1, "Pipeline stages.", group="Training", minimum=1)

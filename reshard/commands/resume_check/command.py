@@ -61,7 +61,7 @@ RunMeter = Callable[[str, int], AbstractContextManager[ShowRun]]
 
 @dataclass(frozen=True, slots=True)
 class _PlannedLayout:
-    """A layout in which the state is written: its split as planned, and flags for the program."""
+    """A layout to check: the options of its split, the planned split, and flags of the program."""
 
     options: SplitOptions
     planned: SplitReport
@@ -125,9 +125,9 @@ def resume_check(
 
 
 def _build_page(report: ResumeReport) -> Page:
-    from reshard.html import proof_pages
+    from reshard.html import check_pages
 
-    return proof_pages.build_resume_page(report.to_json())
+    return check_pages.build_resume_page(report.to_json())
 
 
 class _ResumeCheck:

@@ -31,7 +31,7 @@ class ResumeCheckOptions(LayoutOptions, ValueOptions):
     )
     to: Sequence[str] = _run(
         (),
-        "Layout; repeatable.",
+        "Layout to continue from; repeatable.",
         choices=tuple(registry.list_built_in_writers()),
         find_choices=registry.list_writers,
         unset="same as the source",
@@ -51,7 +51,7 @@ class ResumeCheckOptions(LayoutOptions, ValueOptions):
         metavar="LOG",
         unset="continue from SOURCE now",
     )
-    control: bool = _run(False, "Also check that a lost optimizer would be noticed.")
+    control: bool = _run(False, "Also check that the losses would show a lost optimizer state.")
     timeout_s: float = _run(3600.0, "Time limit of each run, in seconds.", flags=("--timeout",))
     keep: Path | None = _run(None, "Keep checkpoints, logs and outputs in DIR.", metavar="DIR")
 

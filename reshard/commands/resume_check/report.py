@@ -11,6 +11,7 @@ from reshard.commands.diff import DiffReport
 from reshard.commands.lines import LISTED, Report, format_list, format_row
 from reshard.commands.split.report import SplitReport
 from reshard.errors import NotRunError
+from reshard.units import counted
 
 SCHEMA = 1
 Level = Literal["state", "trajectory", "bitwise"]
@@ -201,8 +202,9 @@ class ResumeReport(Report):
         count = f"{good} of {len(self.targets)} layouts"
         yield f"{self.source}: {verdict}{self.require} reached by {count}"
         at = "" if self.step is None else f", step {self.step}"
-        yield format_row("from", f"{self.format}, {self.ranks} ranks{at}")
-        how = "its log was given" if not self.unbroken.command else f"{self.unbroken.ranks} ranks"
+        yield format_row("from", f"{self.format}, {counted(self.ranks, 'rank')}{at}")
+        ran = counted(self.unbroken.ranks, "rank")
+        how = ran if self.unbroken.command else "its log was given"
         yield format_row("unbroken", f"{how}; {_describe_steps(self.unbroken.points)}")
         yield from _format_losses([self.unbroken, *(result.run for result in self.targets)])
         for result in self.targets:
@@ -238,7 +240,9 @@ class ResumeReport(Report):
             yield format_row("  losses", f"{seen}: {distance} (tolerance {self.rtol:g})")
         if self.blind:
             yield format_row(
-                "  verdict", "these steps show nothing: pass more --steps or a smaller --rtol"
+                "  verdict",
+                "these steps do not show whether the optimizer was restored: pass more --steps or a"
+                " smaller --rtol",
             )
 
 
@@ -248,7 +252,7 @@ def _describe_state(result: LayoutResult) -> str:
         return f"{state.equal} tensors and the train state are equal bit by bit"
     if result.tensors_equal:
         names = ", ".join(value.name for value in state.train[:LISTED])
-        return f"{state.equal} tensors are equal bit by bit; of the train state differ: {names}"
+        return f"{state.equal} tensors are equal bit by bit; the train state differs in {names}"
     first = [each.describe() for each in state.unequal]
     first += [f"{kind} {fqn} is only in the source" for kind, fqn in state.only_a]
     first += [f"{kind} {fqn} is only in the output" for kind, fqn in state.only_b]
@@ -269,12 +273,13 @@ def _describe_trajectory(compared: Trajectory, rtol: float, steps: int) -> Itera
         yield format_row("  losses", f"NOT finite in either run: step {steps_text}")
     if compared.alone:
         yield format_row(
-            "  losses", f"one run alone logged step {', '.join(map(str, compared.alone))}"
+            "  losses",
+            f"only one of the two runs logged step {', '.join(map(str, compared.alone))}",
         )
     norms = (
         _describe_distance(compared.grad_norm)
         if compared.grad_norm
-        else "not in both logs: not compared"
+        else "not compared, because they are not in both logs"
     )
     yield format_row("  norms", norms)
     yield format_row("  weights", _PARAMETERS[compared.parameters])
@@ -283,7 +288,7 @@ def _describe_trajectory(compared: Trajectory, rtol: float, steps: int) -> Itera
 _PARAMETERS = {
     True: "equal at the end (parameter_hash)",
     False: "differ at the end (parameter_hash)",
-    None: "no parameter_hash in both logs: not compared",
+    None: "not compared, because parameter_hash is not in both logs",
 }
 
 

@@ -43,7 +43,7 @@ def parse_world_size(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class NewOptimizerOptions(Options):
-    """The optimizer that is written of a source without one."""
+    """The optimizer that is written for a source without one."""
 
     init_optimizer: InitOptimizer | None = option(
         None,
@@ -88,12 +88,13 @@ class LayoutOptions(NewOptimizerOptions, TargetOptions, NamingOptions):
         super().__post_init__()
         if not self.without_optimizer:
             return
+        none = "--weights-only" if self.weights_only else "--init-optimizer none"
         for name, is_given in (
             ("--init-optimizer zeros", self.init_optimizer == "zeros"),
             ("--param-groups", self.param_groups is not None),
         ):
             if is_given:
-                raise UsageError(name, "and no optimizer at all exclude each other")
+                raise UsageError(f"{name} and {none}", "exclude each other", "pass one of them")
 
     @property
     def without_optimizer(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard import keys, replicas, weights
+from reshard import keys, replicas, units, weights
 from reshard.commands.passes import apply_names
 from reshard.commands.split.options import SplitOptions
 from reshard.containers.json_files import read_json_object
@@ -38,7 +38,7 @@ from reshard.training.state import WritableState, build_writable_state, refuse_w
 
 _ID = 32  # characters of a save's id
 _SAMPLES, _SAMPLE_BYTES = 4, 4096  # samples of each file without checksums
-_NOT_IN_ID = {"keeps_layout", "model_hint", "rng"}  # they do not decide the layout
+_NOT_IN_ID = {"keeps_layout", "model_hint", "rng"}  # fields that do not decide the layout
 
 
 # Passes before the options of the output are resolved
@@ -69,9 +69,10 @@ def strip_wrappers(conversion: Conversion, writer: Writer, options: SplitOptions
             f"lists {weights.describe_missing_values(manifest.absent)}",
             "save it without exclude_frozen_parameters, or write the rest with reshard merge",
         )
-    for old, new in edited.stripped[:1]:
-        text = f"{len(edited.stripped)} names lose their wrappers: {old} -> {new}"
-        conversion.notes.derived.append(text)
+    if edited.stripped:
+        old, new = edited.stripped[0]
+        count = units.counted(len(edited.stripped), "name")
+        conversion.notes.derived.append(f"{count} without wrapper prefixes, e.g. {old} -> {new}")
     return conversion.with_manifest(manifest)
 
 

@@ -36,11 +36,11 @@ def check(
     }
     stepless = {named.name_in_table(member.fqn) for member in state.members if not member.slots}
     for fqn, entries in _group_by_name(seen.entries.values(), named).items():
-        # Where a layout has slots of every parameter, those of one that was never stepped are
+        # A layout may store slots for every parameter; those of one that was never updated are
         # zeros, which the plan does not list.
         if fqn in stepless:
             entries = [entry for entry in entries if entry.kind in WEIGHT_KINDS]  # noqa: PLW2901
-        # Parameters may share the one value of a slot that the next update computes again.
+        # Parameters may share the value of a slot that the next update computes again.
         entries = [e for e in entries if e.kind not in RECOMPUTED]  # noqa: PLW2901
         expected = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
         # One tensor at a time, because all chunks of a large run need much memory.

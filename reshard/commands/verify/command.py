@@ -94,11 +94,11 @@ def _read_listed(options: VerifyOptions) -> Contents | None:
 
 def _build_page(report: VerifyReport, manifest: Manifest | None) -> Page:
     """Build the page, with a map of the shards if their coverage was proved."""
-    from reshard.html import proof_pages
+    from reshard.html import check_pages
 
     if manifest is None or report.check(names.COVERAGE).status != result.PASSED:
-        return proof_pages.build_verify_page(report.to_json())
-    return proof_pages.build_verify_page(report.to_json(), Inspection(manifest).to_json(), manifest)
+        return check_pages.build_verify_page(report.to_json())
+    return check_pages.build_verify_page(report.to_json(), Inspection(manifest).to_json(), manifest)
 
 
 def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:

@@ -121,7 +121,7 @@ def _find_problem(
     blocks = digests.find_blocks([(0, digests.nbytes)] if ranges is None else ranges)
     found = get_size(path)
     if found != digests.nbytes:
-        return f"has {found} bytes, but {digests.nbytes} in the manifest"
+        return f"has {found} bytes, but the manifest states {digests.nbytes}"
     other = find_other_blocks(digests, path, blocks, workers=workers)
     shown = some([f"{start}-{stop}" for start, stop in other])
     return f"its contents differ from those in the manifest in bytes {shown}" if other else ""
@@ -174,8 +174,8 @@ def _find_places(sources: Sequence[Path], chosen: Sequence[FileDigests]) -> dict
         if len(having) > len(sources):
             raise UsageError(
                 sources[0],
-                f"has such files in {some([str(folder) for folder in having])}",
-                "pass the directory of the checkpoint",
+                f"has files of the manifest in {some([str(folder) for folder in having])}",
+                "pass the directory of one checkpoint",
             )
         if having:
             return {
@@ -193,7 +193,7 @@ def _find_places(sources: Sequence[Path], chosen: Sequence[FileDigests]) -> dict
         ]
     raise UsageError(
         sources[0],
-        f"has no {some([each.name for each in chosen])}",
+        f"contains no file {some([each.name for each in chosen])}",
         "pass the directory of the checkpoint that the manifest was written from",
     )
 

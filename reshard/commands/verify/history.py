@@ -323,6 +323,6 @@ def _format(value: float | None, how: str) -> str:
 
 
 def _build_page(report: HistoryReport) -> Page:
-    from reshard.html import proof_pages
+    from reshard.html import check_pages
 
-    return proof_pages.build_history_page(report.to_json())
+    return check_pages.build_history_page(report.to_json())

@@ -24,10 +24,12 @@ class VerifyOptions(ReadOptions):
         unset="only headers; with --history a sample",
     )
     write_manifest: str | Path | None = _checked(
-        None, "Write the digests of every tensor, if all checks pass.", metavar="FILE"
+        None, "Write a manifest: the digests of every tensor, if all checks pass.", metavar="FILE"
     )
     against: str | Path | None = _checked(
-        None, "Compare with such a manifest, made from any layout.", metavar="FILE"
+        None,
+        "Compare with a manifest that --write-manifest wrote, for this or another layout.",
+        metavar="FILE",
     )
     include: Sequence[str] = _checked(
         (),
