@@ -28,9 +28,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=32000)
     args = parser.parse_args()
-    from reshard.testing.megatron.cpu import after_import, pass_for_gpus
+    from reshard.testing.megatron.cpu import replace_cuda, replace_gpu_modules
 
-    pass_for_gpus()
+    replace_cuda()
     import torch.distributed as dist
 
     from tests.judges.megatron_cases import FAMILIES, LLAMA, Case, Grid
@@ -38,7 +38,7 @@ def main() -> None:
     from tests.judges.megatron_models import lay_grid
     from tests.judges.megatron_run import Run
 
-    after_import()
+    replace_gpu_modules()
     FAMILIES["bench"] = LLAMA | {
         "num_layers": args.layers,
         "hidden_size": args.hidden,

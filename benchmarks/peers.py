@@ -76,9 +76,9 @@ def plain(source: Path, output: Path) -> None:
 def convert(source: Path, output: Path) -> None:
     root = Path(os.environ["RESHARD_MEGATRON"])
     sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the tests lie
-    from reshard.testing.megatron.cpu import pass_for_gpus
+    from reshard.testing.megatron.cpu import replace_cuda
 
-    pass_for_gpus()
+    replace_cuda()
     sys.path[:0] = [str(root), str(root / "tools" / "checkpoint")]
     kernels: Any = types.ModuleType("megatron.legacy.fused_kernels")
     kernels.load = lambda _args: None

@@ -117,7 +117,7 @@ def _explain_keyword(function: str, name: str, kind: Any) -> str:
     named = [each for each in options_of(kind) if flag in each.flags]
     # An option can be named by its flag, or be a field of a nested dataclass.
     right = [
-        f"{each.within}=reshard.{_class_name(kind, each.within)}({each.name}=...)"
+        f"{each.within}=reshard.{_name_class(kind, each.within)}({each.name}=...)"
         if each.within
         else each.name
         for each in named
@@ -126,7 +126,7 @@ def _explain_keyword(function: str, name: str, kind: Any) -> str:
     return f"reshard.{function}() got an unexpected keyword argument {name!r}; {advice}"
 
 
-def _class_name(kind: Any, field: str) -> str:
+def _name_class(kind: Any, field: str) -> str:
     return str(introspection.signature(kind).parameters[field].annotation)
 
 

@@ -78,7 +78,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
         The path of the checkpoint, and the client state.
 
     Raises:
-        ReshardError: on every rank; the engine is then unchanged if no rank has begun to load.
+        ReshardError: on every rank; the engine is unchanged if no rank had begun to load.
     """
     _refuse_engine(engine)
     # At stage 3 the weights are in the optimizer's files alone.
@@ -169,8 +169,8 @@ def _name_precision(engine: Any) -> str:
 def _list_groups(engine: Any) -> tuple[ParamGroup, ...]:
     """Return the param groups of an engine's optimizer, in the order of its flat partitions.
 
-    They are empty for an engine with experts or with other parallel ranks, whose optimizer has
-    groups of its own making.
+    The result is empty for an engine with experts or with model-parallel ranks, whose optimizer
+    divides the groups itself.
 
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``param_names``), ``zero/stage_1_and_2.py``
     (``bit16_groups``), ``zero/stage3.py`` (``fp16_groups``, of which each is a sub-group),

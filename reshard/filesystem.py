@@ -6,8 +6,8 @@
     files.cat_file("config.json")
     fsspec.open("reshard://model.safetensors::/path/of/run")  # as a chained URL
 
-Nothing is written: every byte is computed when it is read. The protocol is known to fsspec by an
-entry point of this package.
+Nothing is written: every byte is computed when it is read. An entry point of this package makes the
+protocol known to fsspec.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CheckpointFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc] # i
         self._stack.close()
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:  # noqa: FBT002 - as fsspec declares it
-        """Return the names in a directory, or what `info` tells of each.
+        """Return the names in a directory, or the result of `info` for each.
 
         Raises:
             FileNotFoundError: there is no such file or directory.

@@ -20,7 +20,7 @@ from reshard.stamps import KEY, Save, Stamp
 
 _RUN = "reshard/run"  # key in the store of the process group
 _ID = 32  # characters of a save's id
-_asked: list[tuple[Any, str]] = []  # the store that was used last, and the run's id in it
+_known_run: list[tuple[Any, str]] = []  # the store that was used last, and the run's id in it
 
 
 def stamp(
@@ -52,15 +52,15 @@ def stamp(
     """
     if save_id is None and step is None:
         raise UsageError("reshard.stamp", "needs step=N, or save_id=TEXT where there are no steps")
-    here, ranks = _place()
+    here, ranks = _find_rank()
     new = Stamp(
-        save_id=_save_id(step) if save_id is None else save_id,
+        save_id=_make_save_id(step) if save_id is None else save_id,
         rank=here if rank is None else rank,
         world_size=ranks if world_size is None else world_size,
         step=step,
         file=file,
     )
-    stamped: dict[str, Any] = _with(state, new)
+    stamped: dict[str, Any] = _add_stamp(state, new)
     return stamped
 
 
@@ -81,23 +81,23 @@ def stamp_engine(engine: Any) -> None:
 
     def stamped(state_dict: Any, path: Any, *args: Any, **named: Any) -> Any:
         step = int(engine.global_steps)
-        new = Save(_save_id(step), step).stamp(str(path), *_place())
-        return save(_with(state_dict, new), path, *args, **named)
+        new = Save(_make_save_id(step), step).stamp(str(path), *_find_rank())
+        return save(_add_stamp(state_dict, new), path, *args, **named)
 
     setattr(stamped, KEY, True)
     files.save = stamped
 
 
-def _with(state: Any, new: Stamp) -> Any:
-    """Return a shallow copy of a root with the stamp, or a root that is not a mapping as it is."""
+def _add_stamp(state: Any, new: Stamp) -> Any:
+    """Return a shallow copy of a state with the stamp; a state that is not a mapping as it is."""
     if not isinstance(state, Mapping):
         return state
     if not _is_strict(state):
         return {**state, KEY: new.as_dict()}
-    root = OrderedDict(state)
-    root.__dict__.update(getattr(state, "__dict__", {}))  # _metadata: versions of modules
-    setattr(root, KEY, new.as_dict())
-    return root
+    stamped = OrderedDict(state)
+    stamped.__dict__.update(getattr(state, "__dict__", {}))  # _metadata: versions of modules
+    setattr(stamped, KEY, new.as_dict())
+    return stamped
 
 
 def _is_strict(state: Mapping[str, Any]) -> bool:
@@ -115,7 +115,7 @@ def _is_strict(state: Mapping[str, Any]) -> bool:
     )
 
 
-def _place() -> tuple[int, int]:
+def _find_rank() -> tuple[int, int]:
     """Return the rank of this process and the world size."""
     from torch import distributed
 
@@ -124,11 +124,11 @@ def _place() -> tuple[int, int]:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def _save_id(step: int | None) -> str:
-    return hashlib.sha256(f"{_run_id()} {step}".encode()).hexdigest()[:_ID]
+def _make_save_id(step: int | None) -> str:
+    return hashlib.sha256(f"{_find_run_id()} {step}".encode()).hexdigest()[:_ID]
 
 
-def _run_id() -> str:
+def _find_run_id() -> str:
     """Return a text that is equal on all ranks of this run and different in every other run.
 
     ``compare_set`` keeps the text of the first rank that calls it, so no rank waits. Each rank
@@ -137,13 +137,13 @@ def _run_id() -> str:
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
-        return _own_id()
+        return _make_own_id()
     store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
-    if not _asked or _asked[0][0] is not store:
-        _asked[:] = [(store, bytes(store.compare_set(_RUN, "", _own_id())).decode())]
-    return _asked[0][1]
+    if not _known_run or _known_run[0][0] is not store:
+        _known_run[:] = [(store, bytes(store.compare_set(_RUN, "", _make_own_id())).decode())]
+    return _known_run[0][1]
 
 
 @cache
-def _own_id() -> str:
+def _make_own_id() -> str:
     return uuid.uuid4().hex

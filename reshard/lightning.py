@@ -34,7 +34,7 @@ __all__ = ["open_checkpoint"]
 
 _logger = logging.getLogger("reshard")
 _LOOPS, _SCHEDULERS = "loops", "lr_schedulers"
-_PREFIX = "meta."  # of the values in the file beside a sharded state dict
+_PREFIX = "meta."  # in the names of the values in the file beside a sharded state dict
 
 
 @contextmanager
@@ -219,13 +219,13 @@ def _build_checkpoint(trainer: Any, manifest: Manifest) -> dict[str, Any]:
 
 
 def _find_version(trainer: Any) -> str:
-    """Return the version of the package that the trainer is of: lightning or pytorch_lightning."""
+    """Return the version of the trainer's package: lightning or pytorch_lightning."""
     kind = next(kind for kind in type(trainer).__mro__ if "lightning" in kind.__module__)
     return str(sys.modules[kind.__module__.partition(".")[0]].__version__)
 
 
 def _count_in_loops(trainer: Any, step: int) -> dict[str, Any]:
-    """Return the state of loops that have made a number of optimizer steps, at a new epoch.
+    """Return the state of loops after a number of optimizer steps, at the beginning of an epoch.
 
     Source: Lightning 2.6 ``loops/training_epoch_loop.py`` (``global_step``), ``loops/progress.py``.
     """
@@ -263,8 +263,8 @@ def _set_schedulers(trainer: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint[_SCHEDULERS] = [_count_in_schedule(each, checkpoint) for each in configs]
     if trainer.is_global_zero:
         _logger.warning(
-            "the checkpoint has states of %d schedulers, and the trainer has %d schedulers: each is"
-            " set to step %d and keeps the lengths that the program states",
+            "the checkpoint has the states of %d schedulers, but the trainer has %d: each scheduler"
+            " of the trainer is set to step %d, and keeps the lengths that the program states",
             *(len(states), len(configs), checkpoint["global_step"]),
         )
 

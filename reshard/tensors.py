@@ -153,7 +153,7 @@ class LazyTensor:
         """
         import torch
 
-        origin, shape, steps, dropped = _resolve(index, self.shape)
+        origin, shape, steps, dropped = _parse_index(index, self.shape)
         box = Box(origin, shape)
         data = read_block(self._pool, self._entry, box) if box.volume else bytearray()
         dtype = self._entry.dtype.of_torch()
@@ -165,7 +165,7 @@ class LazyTensor:
         return view[keep]
 
 
-def _resolve(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
+def _parse_index(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
     """Return origin, extent and step of each dim, and the dims that integer indices drop."""
     items = list(index) if isinstance(index, tuple) else [index]
     dots = [at for at, item in enumerate(items) if item is Ellipsis]
@@ -183,7 +183,7 @@ def _resolve(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
             if step < 1:
                 raise IndexError("steps must be positive")
         else:
-            start, step = _position(item, size), 1
+            start, step = _normalize_position(item, size), 1
             stop = start + 1
             dropped.add(dim)
         origin.append(start)
@@ -192,7 +192,7 @@ def _resolve(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
     return tuple(origin), tuple(extents), tuple(steps), dropped
 
 
-def _position(item: SupportsIndex, size: int) -> int:
+def _normalize_position(item: SupportsIndex, size: int) -> int:
     if isinstance(item, bool):  # numpy and torch take it as a mask, not as 0 or 1
         raise TypeError("a bool cannot be used as an index")
     position = operator.index(item)

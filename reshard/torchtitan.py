@@ -24,7 +24,7 @@ from reshard.live.source import read_for_model
 
 __all__ = ["CheckpointManager"]
 
-CheckpointManager: Any  # a subclass of torchtitan's, made when it is used
+CheckpointManager: Any  # a subclass of torchtitan's, defined when it is first used
 _logger = logging.getLogger("reshard")
 _COUNTS_STEPS = ("step", "last_epoch")
 
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _define_manager() -> Any:
-    """Return a checkpoint manager as torchtitan configures its components."""
+    """Return the class of the checkpoint manager, a subclass of torchtitan's."""
     from dataclasses import dataclass
 
     from torchtitan.components.checkpointer import dcp

@@ -21,9 +21,8 @@ from reshard.move.fill import fill
 from reshard.planning.copies import Copy, plan_block
 
 _STAGED_BYTES = 4 << 20  # read at a time if a target is on another device, or not contiguous
-_BATCH_BYTES = (
-    64 << 20
-)  # targets filled at a time: a planner may create a temporary tensor for each
+# The size of the targets that are filled at a time: a planner may create a tensor for each of them.
+_BATCH_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -101,7 +100,7 @@ def _read_batch(pool: SourceFiles, batch: list[BlockRead], planner: LoadPlanner)
     for copy, view in copies:
         overflowed += fill(pool, [copy], view)
     for job, target in staged:
-        overflowed += _stage(pool, job, target)
+        overflowed += _fill_through_buffer(pool, job, target)
     _refuse_overflow(overflowed, targets)
     for job, target in targets:
         planner.commit_tensor(job.item, target)
@@ -144,7 +143,7 @@ def _find_target_dtype(job: BlockRead, target: torch.Tensor) -> DType:
     return dtype
 
 
-def _stage(pool: SourceFiles, job: BlockRead, target: torch.Tensor) -> Counter[str]:
+def _fill_through_buffer(pool: SourceFiles, job: BlockRead, target: torch.Tensor) -> Counter[str]:
     """Fill a tensor that cannot be read into directly, in cuts; return the overflow counts."""
     dtype = _find_target_dtype(job, target)
     overflowed: Counter[str] = Counter()
@@ -153,10 +152,10 @@ def _stage(pool: SourceFiles, job: BlockRead, target: torch.Tensor) -> Counter[s
         data = bytearray(window.nbytes)
         overflowed += fill(pool, window.copies, memoryview(data))
         piece = torch.frombuffer(data, dtype=target.dtype).reshape(cut.shape)
-        _take_part(target, cut).copy_(piece)
+        _select_box(target, cut).copy_(piece)
     return overflowed
 
 
-def _take_part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def _select_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     index = tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))
     return tensor[index]

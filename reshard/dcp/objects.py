@@ -67,8 +67,8 @@ def fill_model_state(state: dict[str, Any], manifest: Manifest, *, strict: bool 
     if lists and strict:
         raise UnsupportedError(
             "the model",
-            f"has {some([repr(name) for name in lists], _NAMED)} in its state dict: lists, of which"
-            " reshard loads none",
+            f"has lists in its state dict, which reshard does not load:"
+            f" {some([repr(name) for name in lists], _NAMED)}",
             "leave them out of the state dict (a metric of torchmetrics: metric.persistent(False)),"
             " or load with strict=False (Lightning: module.strict_loading = False)",
         )

@@ -127,7 +127,7 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         other: the values under other names, for keys that ``state`` lacks.
 
     Iteration yields the keys under the given prefixes, or under ``model`` and ``optim``. A lookup
-    of a key that the checkpoint lacks returns metadata without bytes. Only the later read can tell
+    of a key that the checkpoint lacks returns metadata without bytes. Only the later read decides
     whether that is an error, because it depends on the planner.
     """
 
@@ -153,7 +153,7 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         super().__setitem__(key, _build_metadata(value))
 
     def __contains__(self, key: object) -> bool:
-        # torch 2.13 `create_default_local_load_plan` checks a key before it looks it up.
+        # torch 2.13 `create_default_local_load_plan` tests whether a key exists before the look-up.
         return isinstance(key, str)
 
     def __getitem__(self, key: str) -> torch_metadata.STORAGE_TYPES:
@@ -220,6 +220,6 @@ def _build_metadata(value: Resolved) -> torch_metadata.STORAGE_TYPES:
 def iterate_splits(key: str) -> Iterator[tuple[str, str]]:
     """Yield every (prefix, rest) of a dotted key, the empty prefix first."""
     yield "", key
-    for at, letter in enumerate(key):
-        if letter == ".":
+    for at, character in enumerate(key):
+        if character == ".":
             yield key[:at], key[at + 1 :]

@@ -132,19 +132,21 @@ class PlainItems:
         if len(set(numbers.values())) > 1:
             a = next(iter(numbers))
             b = next(fqn for fqn in numbers if numbers[fqn] != numbers[a])
-            self._refuse_split(f"{a!r} and {b!r} are in one group in the target", "not here")
+            self._refuse_groups(
+                f"{a!r} and {b!r} are in one group of the target, but in two of the checkpoint"
+            )
         number = next(iter(numbers.values()), hyper.group)
         self.used_groups[hyper.group] = number
         if list(self.used_groups.values()).count(number) > 1:
-            self._refuse_split(
-                f"two groups of the target correspond to group {number} here", "undivided"
+            self._refuse_groups(
+                f"two groups of the target are one group of the checkpoint, number {number}"
             )
         return groups[number]
 
-    def _refuse_split(self, problem: str, here: str) -> NoReturn:
+    def _refuse_groups(self, problem: str) -> NoReturn:
         raise UsageError(
             self.keys.state.path,
-            f"the parameter groups differ from those of the target: {problem}, {here}",
+            f"the parameter groups differ from those of the target: {problem}",
             "create the optimizer with the same groups",
         )
 

@@ -11,7 +11,7 @@ from reshard.training.optimizers import AMSGRAD, MOMENTS
 
 
 def is_bounded(hyper: Mapping[str, Any], slots: Collection[str]) -> bool:
-    """Return whether a param group is that of an Adam or AdamW, whose updates are bounded."""
+    """Return whether a param group is one of Adam or AdamW, whose updates are bounded."""
     has_slots = set(MOMENTS) <= set(slots) <= {*MOMENTS, AMSGRAD}
     return has_slots and optimizers.is_adam(hyper)
 

@@ -1,8 +1,7 @@
-"""The named checks of a run's history: each says what training cannot have made.
+"""The named checks of a run's history: each finds what training cannot have produced.
 
-A check fails only where the files themselves show a contradiction. What a sound run can show as
-well (a learning rate of zero, skipped updates, weights without a gradient) is left alone, or is a
-warning.
+A check fails only if the files themselves contradict one another. What also occurs in sound runs (a
+learning rate of zero, skipped updates, weights without a gradient) is accepted, or is a warning.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from reshard.identity import find_conflicts
 from reshard.units import counted, some
 
 READABLE = "readable"  # every checkpoint of the run can be read
-TENSORS = "tensors"  # all have the same tensors
+TENSORS = "tensors"  # all checkpoints have the same tensors
 STEPS = "steps"  # steps and updates grow
 IDENTICAL = "identical"  # no two saves have the same bits
-WEIGHTS = "weights"  # weights moved where the optimizer did
-MOMENTS = "moments"  # the optimizer moved where weights did
-SHARDS = "shards"  # the shards of all ranks moved
-UPDATES = "updates"  # changes are within what the learning rate allows
-UNCHANGED = "unchanged"  # every trained weight changes
+WEIGHTS = "weights"  # weights changed whose optimizer state changed
+MOMENTS = "moments"  # the optimizer state changed of weights that changed
+SHARDS = "shards"  # the shards of all ranks changed
+UPDATES = "updates"  # no weight changed by more than its learning rate allows
+UNCHANGED = "unchanged"  # every trained weight changed between the first save and the last
 CONTENT = "content"  # no checkpoint has the content of another run or step
-FINITE = "finite"  # no NaN, no infinity
+FINITE = "finite"  # no value is NaN or infinite
 ALL = (
     *(READABLE, TENSORS, STEPS, IDENTICAL, WEIGHTS, MOMENTS),
     *(SHARDS, UPDATES, UNCHANGED, CONTENT, FINITE),
 )
 
 _AWAY = 8.0  # a stray checkpoint is this many times as far from its neighbours as they are apart
-_MANY = 64  # the fewest elements of a weight whose distance is judged: a few can swing to and fro
-_FEW = 16  # the fewest elements of a file to judge it by
+_MANY = 64  # elements of a weight whose distance is judged at least: a few can swing to and fro
+_FEW = 16  # elements of a file that are needed to judge it
 _SLACK = 10.0  # factor on the bound on updates if the highest learning rate is not stated
 _ROUNDING = 1.01  # factor on the bound on updates, for the rounding of its terms
 
@@ -64,7 +63,7 @@ class History:
 
     @property
     def trained(self) -> list[Movement]:
-        """The movements of trained weights; all, where the files do not state which are trained."""
+        """The movements of trained weights; of all, if no file states which are trained."""
         known = [tag.trained for tag in self.tags if tag.trained is not None]
         if not known:
             return list(self.movements)
@@ -144,8 +143,8 @@ def _check_steps(history: History) -> Check:
             )
         elif _has_stopped(before, now):
             text = (
-                f"the optimizer had made {now.updates:g} updates at {now.name}, and"
-                f" {before.updates:g} at {before.name} before it"
+                f"the optimizer counts {now.updates:g} updates in {now.name}, not more than the"
+                f" {before.updates:g} in {before.name} before it"
             )
             # A gradient scaler skips updates without counting them.
             is_scaled = now.manifest.train.scaler is not None
@@ -222,9 +221,12 @@ def _is_kept(change: Change) -> bool:
 
 
 def _may_be_equal(before: Tag, now: Tag, trained: Sequence[Movement]) -> bool:
-    """Return whether two equal states are sound: no update between them, or no learning rate."""
+    """Return whether two saves of a sound run may be equal.
+
+    They may be if there was no update between them, or if the learning rate was 0.
+    """
     if before.updates is not None and before.updates == now.updates:
-        return True  # `steps` judges whether that is sound
+        return True  # `_check_steps` judges whether that is sound
     # A learning rate of 0 keeps the weights, but not the moments of an optimizer.
     rates = [tag.find_rate(each.fqn) for tag in (before, now) for each in trained]
     return not now.slots and bool(rates) and not any(rate is None or rate for rate in rates)
@@ -241,7 +243,7 @@ def _check_weights(history: History) -> Check:
         stale = change.expected > 0 and not change.expected_moved and not change.moved
         return stale and change.momenta_moved > 0
 
-    return _compare_halves(
+    return _check_both_moved(
         history, WEIGHTS, is_stale, "did not move, although their optimizer state did"
     )
 
@@ -250,15 +252,21 @@ def _check_moments(history: History) -> Check:
     def is_stale(change: Change) -> bool:
         return change.momenta > 0 and not change.momenta_moved and change.moved > 0
 
-    return _compare_halves(
+    return _check_both_moved(
         history, MOMENTS, is_stale, "moved, although their optimizer state did not"
     )
 
 
-def _compare_halves(
+def _check_both_moved(
     history: History, name: str, is_stale: Callable[[Change], bool], what: str
 ) -> Check:
-    """Return the check that weights and their optimizer state moved together."""
+    """Return the check that weights and their optimizer state changed together.
+
+    Args:
+        name: the name of the check.
+        is_stale: returns whether only one of the two changed.
+        what: the predicate of the finding, whose subject are weights.
+    """
     check = Check(name, "weights and their optimizer state, from each checkpoint to the next")
     found = False
     for number, before, now in history.pairs():
@@ -374,7 +382,7 @@ def _check_unchanged(history: History) -> Check:
         and any(tag.find_rate(each.fqn) != 0 for tag in history.tags)
     ]
     if trained and len(still) == len(trained):
-        return check  # `identical` or `weights` judges a run that stands still
+        return check  # `_check_identical` or `_check_weights` judges a run that stands still
     kept = [each for each in still if history.is_whole or not history.differs(each.fqn)]
     for has_state, why in (
         (False, "they have no gradient, so the loss does not reach them"),
@@ -397,7 +405,7 @@ def _check_content(history: History) -> Check:
     # The first and the last checkpoint lack a neighbour to compare with.
     for number in range(1, len(history.tags) - 1):
         eligible = [e for e in history.trained if e.changes[number].elements >= _MANY]
-        away = [each.fqn for each in eligible if _goes_away(each, number)]
+        away = [each.fqn for each in eligible if _is_far(each, number)]
         if away and 2 * len(away) >= len(eligible):
             before, tag, after = history.tags[number - 1 : number + 2]
             check.failures.append(
@@ -408,8 +416,8 @@ def _check_content(history: History) -> Check:
     return check
 
 
-def _goes_away(movement: Movement, number: int) -> bool:
-    """Return whether a weight is far from its values before and after, which are alike."""
+def _is_far(movement: Movement, number: int) -> bool:
+    """Return whether a weight is far from its values before and after, which are near together."""
     past = movement.jumps[number - 1]
     squares = min(movement.changes[pair].squares for pair in (number - 1, number))
     return squares > _AWAY**2 * past

@@ -1,8 +1,8 @@
 """What changed from each checkpoint of a run to the next, counted in the same elements of all.
 
-Every tensor is read in short runs, spread over it at positions that depend on its name alone; or as
-a whole. A run is read from all checkpoints, one after the other, so that memory depends neither on
-the model nor on the number of checkpoints.
+Every tensor is read in short runs of elements, at positions that depend on its name alone; or as a
+whole. A run of elements is read from all checkpoints, one after the other, so that memory depends
+neither on the model nor on the number of checkpoints.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 _SAMPLED = 512  # elements of a tensor
-_FEWEST_RUNS, _MOST_RUNS = 4, 8  # runs of a tensor; more if more ranks store it
+_FEWEST_RUNS, _MOST_RUNS = 4, 8  # limits of the runs of a tensor: one for each part on a rank
 _BLOCK = 1 << 17  # elements that are read at a time if all are read
 _JUDGED = 4096  # elements of a run whose update is computed
 _MARGIN = 16  # roundings of a weight; an update below this many may leave its bits as they are
+_TINY = 1e-37  # just above the smallest normal float32: a smaller update may become zero
 _BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}  # bits of a stored significand
 
 
@@ -89,9 +90,10 @@ class Movement:
         changes: from each checkpoint to the next.
         jumps: the sum of squared changes from each checkpoint to the one after the next.
         digests: for each checkpoint, the CRC-32 of the weights and slots that were read.
-        files: (number of the later checkpoint, path of the file in it) -> what changed in the
-            elements whose weight that file stores; and the same of slots.
         not_finite: for each checkpoint, the number of weights that are infinite or NaN.
+        weight_files: (number of the later checkpoint, path of the file in it) -> what changed in
+            the elements whose weight that file stores.
+        slot_files: the same for the slots that the file stores.
     """
 
     fqn: str
@@ -215,7 +217,7 @@ class _TensorSeries:
             if earlier:
                 self._compare(number, earlier[-1], now, pieces)
             if len(earlier) > 1:
-                self._found.jumps[number - 2] += _sum_squares(now.weight, earlier[-2].weight)
+                self._found.jumps[number - 2] += _measure_distance(now.weight, earlier[-2].weight)
             earlier = [*earlier[-1:], now]
 
     def finish(self) -> Movement:
@@ -266,7 +268,7 @@ class _TensorSeries:
         """Count the changes of a run, of all elements and by the file that stores them."""
         import numpy as np
 
-        moved = _differ(before.weight, now.weight)
+        moved = _mark_moved(before.weight, now.weight)
         expected = self._find_expected(number, now)
         shared = [kind for kind in now.slots if kind in before.slots]
         momenta = np.zeros(len(moved), bool)
@@ -274,18 +276,18 @@ class _TensorSeries:
         if shared:
             momenta = now.slots[_find_first(shared)] != 0
             for kind in shared:
-                momenta_moved |= _differ(before.slots[kind], now.slots[kind])
+                momenta_moved |= _mark_moved(before.slots[kind], now.slots[kind])
             momenta_moved &= momenta
         found = self._found
         flags = moved, expected, momenta, momenta_moved
-        found.changes[number - 1].add(_describe(before.weight, now.weight, flags))
+        found.changes[number - 1].add(_count_change(before.weight, now.weight, flags))
         for part, file in pieces[""]:
             name = self._tags[number].name_file(file)
-            found.weight_files[number, name].add(_count([flag[part] for flag in flags]))
+            found.weight_files[number, name].add(_count_flags([flag[part] for flag in flags]))
         if shared:
             for part, file in pieces[_find_first(shared)]:
                 name = self._tags[number].name_file(file)
-                found.slot_files[number, name].add(_count([flag[part] for flag in flags]))
+                found.slot_files[number, name].add(_count_flags([flag[part] for flag in flags]))
 
     def _find_expected(self, number: int, now: _RunValues) -> Array:
         """Return the elements that must move, by the optimizer's state and the learning rate."""
@@ -305,7 +307,7 @@ class _TensorSeries:
         bits = _BITS[self._weights[number].dtype.name]
         rounding = np.abs(now.weight[judged]) * (_MARGIN * 2.0**-bits)
         # The rate between the two saves is not known: the smaller one is the cautious choice.
-        flags[judged] = update * min(rate or 0 for rate in rates) > np.maximum(rounding, 1e-37)
+        flags[judged] = update * min(rate or 0 for rate in rates) > np.maximum(rounding, _TINY)
         return flags
 
 
@@ -319,8 +321,8 @@ def _find_first(kinds: Sequence[str]) -> str:
     return next((kind for kind in (MOMENTS[0], "momentum_buffer") if kind in kinds), kinds[0])
 
 
-def _differ(before: Array, now: Array) -> Array:
-    """Return the elements whose bits differ."""
+def _mark_moved(before: Array, now: Array) -> Array:
+    """Return a flag for each element: whether its bits differ."""
     # As bits, a NaN is equal to itself, and 0 differs from -0.
     if before.dtype == now.dtype:
         before, now = (values.view(f"<u{now.itemsize}") for values in (before, now))
@@ -328,25 +330,27 @@ def _differ(before: Array, now: Array) -> Array:
     return flags
 
 
-def _sum_squares(a: Array, b: Array) -> float:
+def _measure_distance(a: Array, b: Array) -> float:
+    """Return the sum of the squared differences of two arrays."""
     import numpy as np
 
     with np.errstate(all="ignore"):
         difference = a.astype(np.float64) - b
-        return _sum_of_squares(difference)
+        return _sum_squares(difference)
 
 
-def _describe(before: Array, now: Array, flags: Sequence[Array]) -> Change:
+def _count_change(before: Array, now: Array, flags: Sequence[Array]) -> Change:
+    """Return the counts of the flags, and the sizes of weights and of their changes."""
     import numpy as np
 
-    change = _count(flags)
+    change = _count_flags(flags)
     with np.errstate(all="ignore"):
         wide = now.astype(np.float64)
         difference = wide - before
         change.largest = _find_largest(difference)
         change.largest_weight = max(_find_largest(now), _find_largest(before))
-        change.squares = _sum_of_squares(difference)
-        change.weight_squares = _sum_of_squares(wide)
+        change.squares = _sum_squares(difference)
+        change.weight_squares = _sum_squares(wide)
     return change
 
 
@@ -355,7 +359,7 @@ def _find_largest(values: Array) -> float:
     return max(float(values.max(initial=0)), -float(values.min(initial=0)))
 
 
-def _sum_of_squares(values: Array) -> float:
+def _sum_squares(values: Array) -> float:
     """Return the sum of the squares of a float64 array, which is overwritten.
 
     ``np.dot`` would start threads of the BLAS library, which wait actively for work.
@@ -365,7 +369,8 @@ def _sum_of_squares(values: Array) -> float:
     return float(np.square(values, out=values).sum())
 
 
-def _count(flags: Sequence[Array]) -> Change:
+def _count_flags(flags: Sequence[Array]) -> Change:
+    """Return the number of elements that have each flag."""
     import numpy as np
 
     moved, expected, momenta, momenta_moved = flags

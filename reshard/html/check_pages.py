@@ -175,7 +175,7 @@ def build_resume_page(document: Document) -> Page:
     if document["verdict"] == "could not run":
         verdict = f"could not run: {verdict}"
     if document["control"] and not document["control"]["noticed"] and need != "state":
-        verdict = "these steps cannot tell: not even a zeroed optimizer was noticed"
+        verdict = "these steps show nothing: the losses do not reveal even a zeroed optimizer"
     runs = [document["unbroken"], *(target["run"] for target in targets)]
     series = [_read_series(run) for run in runs if run["series"]]
     drawn: list[Section] = [Curves.of(series)] if series else []
@@ -187,7 +187,7 @@ def build_resume_page(document: Document) -> Page:
         facts=(
             Facts("Checkpoint", _list_resume_rows(document)),
             build_command_panel(document),
-            Facts("Levels", _MEANING),
+            Facts("Levels", _LEVEL_MEANINGS),
         ),
         findings=[*_list_failed_runs(document), Findings("Notes", document["notes"])],
         sections=(
@@ -199,7 +199,7 @@ def build_resume_page(document: Document) -> Page:
     )
 
 
-_MEANING = (
+_LEVEL_MEANINGS = (
     ("state", "every tensor and the train state are equal"),
     ("trajectory", "tensors equal, losses within the tolerance"),
     ("bitwise", "tensors equal, losses equal bit by bit"),
@@ -222,8 +222,8 @@ def _list_resume_rows(document: Document) -> list[tuple[str, str]]:
 
 
 def _show_control(control: Document) -> str:
-    """Return a sentence on whether these steps would reveal a lost optimizer."""
-    noticed = "noticed" if control["noticed"] else "NOT noticed: these steps cannot tell"
+    """Return a sentence: whether the losses of these steps would reveal a lost optimizer."""
+    noticed = "noticed" if control["noticed"] else "NOT noticed: these steps show nothing"
     far = _find_max_relative(control["trajectory"], "loss")
     distance = f", by {far:.2g} relative" if isinstance(far, float) else ""
     return f"a zeroed optimizer is {noticed}{distance}"

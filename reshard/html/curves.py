@@ -58,11 +58,13 @@ class Curves:
     labels: Mapping[str, str] = field(default_factory=lambda: _MEASURES)
 
     @classmethod
-    def of(cls, series: Sequence[Mapping[str, Any]], baseline: int = 0) -> Curves:
+    def of(cls, series: Sequence[Mapping[str, Any]]) -> Curves:
         """Build curves from a list: ``[{name, steps: [...], loss: [...], grad_norm: [...]}]``.
 
+        The first run is the baseline.
+
         Raises:
-            UsageError: a run does not have one value per step, or the baseline does not exist.
+            UsageError: a run does not have one value per step.
         """
         runs = tuple(
             LossRun(
@@ -77,9 +79,7 @@ class Curves:
                 if len(values) != len(run.steps):
                     mismatch = f"{len(values)} values of {key} for {len(run.steps)} steps"
                     raise UsageError(run.name, f"has {mismatch}")
-        if not 0 <= baseline < len(runs):
-            raise UsageError(f"baseline {baseline}", f"does not exist: there are {len(runs)} runs")
-        return cls(runs, baseline)
+        return cls(runs)
 
     def differences(self) -> Iterator[Difference]:
         """Yield the differences of every other run from the baseline, in each shared measure."""

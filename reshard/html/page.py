@@ -74,9 +74,9 @@ class Maps:
     """The maps of the bytes on each side, for example before and after a conversion.
 
     Args:
-        singled: (kind, fqn) of tensors that the viewer may filter for; the kind ``weight``
-            means a parameter, its master or a buffer.
-        singled_as: label of that filter.
+        singled: (kind, fqn) of tensors that the viewer may show alone; the kind ``weight`` means a
+            parameter, its master or a buffer.
+        singled_as: the label of the switch that shows them alone.
     """
 
     sides: Sequence[Shards]

@@ -90,7 +90,7 @@ def build_output_page(
 
 
 def build_command_panel(document: Document) -> Facts:
-    """Build the panel of the command, the options that were given, and how an output is loaded."""
+    """Build the panel of the command: its options, and the line that loads its output."""
     places = [document[name] for name in ("source", "destination") if name in document]
     command = shlex.join(["reshard", document["command"], *places])
     options = document["options"].items()
@@ -115,7 +115,7 @@ def _build_averaged_table(sources: Sequence[Document]) -> Iterator[PageTable]:
 
 
 def _set_read_kinds(skeleton: Skeleton, target: str) -> Skeleton:
-    """Return the skeleton with the kinds that a reader will give to its entries.
+    """Return the skeleton with the kinds that entries have when the output is read.
 
     An entry of a skeleton has the kind of the source entry that fills it. Module weights may thus
     be called masters, masters may be called weights, and one entry may be both. Only DeepSpeed has

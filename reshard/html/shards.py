@@ -1,9 +1,9 @@
 """The map of a checkpoint's bytes: one row per rank, and on it one piece per tensor.
 
 A map must stay small with a thousand ranks, where every rank stores a piece of every tensor. Ranks
-whose files have the same layout therefore share it: the piece of the i-th of them begins at element
-``start + i * step`` of its tensor. If that is still too much, neighbouring pieces are drawn as one,
-and the page says so.
+whose files have the same layout therefore share one list of pieces: in the i-th of these rows, a
+piece begins at element ``start + i * step`` of its tensor. If that is still too much, neighbouring
+pieces are drawn as one, and the page says so.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _get_itemsize(entry: Entry) -> int:
 def map_manifest(title: str, manifest: Manifest) -> Shards:
     """Build the map of a checkpoint that was read."""
     files = {path: file.nbytes for path, file in manifest.files.items()}
-    return _build(title, manifest.entries.values(), files, shorten_names(files))
+    return _build_shards(title, manifest.entries.values(), files, shorten_names(files))
 
 
 def shorten_names(paths: Iterable[str]) -> dict[str, str]:
@@ -120,10 +120,10 @@ def shorten_names(paths: Iterable[str]) -> dict[str, str]:
 def map_skeleton(title: str, skeleton: Skeleton) -> Shards:
     """Build the map of a checkpoint that will be written."""
     files = {file.name: file.nbytes for file in skeleton.files}
-    return _build(title, skeleton.entries, files, {name: name for name in files})
+    return _build_shards(title, skeleton.entries, files, {name: name for name in files})
 
 
-def _build(
+def _build_shards(
     title: str,
     entries: Iterable[Entry],
     files: Mapping[str, int],
@@ -149,6 +149,7 @@ def _build(
 
 
 def _sum_kinds(rows: Iterable[MapRow], tensors: Sequence[Entry]) -> dict[str, int]:
+    """Return the bytes of all rows by the kind of their tensors."""
     sizes: dict[str, int] = {}
     for row in rows:
         for piece in row.pieces:

@@ -100,8 +100,8 @@ def _find_misplaced(
             if expected is not None and claim.value != expected:
                 yield Conflict(
                     file.path,
-                    f"{claim.evidence} states the {claim.about} {claim.value}, but {expected} is"
-                    " expected at this path: it is a file of another rank or save",
+                    f"{claim.evidence} states that the {claim.about} is {claim.value}, but"
+                    f" {expected} is expected at this path: it is a file of another rank or save",
                 )
                 break  # one conflict of a file is enough
 

@@ -25,7 +25,7 @@ from reshard.errors import ReshardError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats.request import LiveTarget
 from reshard.keys import strip_wrappers
-from reshard.live.names import name_as_in
+from reshard.live.names import use_live_names
 from reshard.manifest import Entry, Key, Manifest, ParamGroup, Skeleton, SourceFile
 from reshard.move.on_demand import OnDemandFiles
 from reshard.planning.planner import Plan
@@ -172,7 +172,7 @@ def _plan(source: formats.Paths, options: SplitOptions, target: LiveTarget | Non
     def plan(manifest: Manifest, _: Path) -> Job[SplitReport]:
         prefix = None
         if shapes is not None:
-            manifest, prefix = name_as_in(manifest, shapes.parameters, shapes.buffers)
+            manifest, prefix = use_live_names(manifest, shapes.parameters, shapes.buffers)
         job = plan_split(manifest, Path("live"), options, target=target)
         job.report.notes += [str(prefix)] if prefix else []
         return job
@@ -202,7 +202,7 @@ def compute_on_first_rank(compute: Callable[[], _T]) -> _T:
         except ReshardError as error:
             outcome[1] = error
         except Exception as error:
-            # The other ranks wait for this one: they must hear of any failure.
+            # The other ranks wait for the broadcast of this one, so any failure is sent to them.
             outcome[1] = ReshardError("rank 0", f"failed with {type(error).__name__}: {error}")
             dist.broadcast_object_list(outcome, src=0)
             raise

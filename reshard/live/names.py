@@ -29,25 +29,27 @@ class Prefix:
         return f"names {'gain' if self.is_added else 'lose'} the prefix {self.text!r}"
 
 
-def name_as_in(
+def use_live_names(
     manifest: Manifest, parameters: Collection[str], buffers: Collection[str]
 ) -> tuple[Manifest, Prefix | None]:
     """Return a state under the names of a live model, and the prefix that has changed, if any.
 
     Args:
         parameters: the names of the model's parameters.
-        buffers: the names of its buffers, which files of a state dict do not tell from parameters.
+        buffers: the names of its buffers, which files do not always distinguish from parameters.
     """
     named, prefix = _change_prefix(manifest, parameters)
     return _mark_buffers(named, buffers), prefix
 
 
 def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest, Prefix | None]:
+    """Return a state with the prefix that the names of a live model have, and the prefix."""
     bare = edit(manifest, Edits()).manifest
     stored = {entry.fqn for entry in bare.of_kind(*WEIGHT_KINDS)} | bare.tied.keys()
     prefix = _find_prefix(stored, set(map(canonical, fqns)))
     if prefix is None:
         return manifest, None
+    # An empty name stays empty: a tensor without a name is an error of its own.
     pattern = f"^(?!$){'' if prefix.is_added else re.escape(prefix.text)}"
     rename = (pattern, prefix.text.replace("\\", r"\\") if prefix.is_added else "")
     return edit(bare, Edits(rename=[rename])).manifest, prefix

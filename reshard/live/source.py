@@ -10,7 +10,7 @@ from reshard.commands.output_options import ValueOptions
 from reshard.commands.reading import read_trusted
 from reshard.identity import check_identity
 from reshard.live.files import compute_on_first_rank
-from reshard.live.names import name_as_in
+from reshard.live.names import use_live_names
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes
 
@@ -42,7 +42,7 @@ def read_for_model(
         manifest = read_trusted(formats.as_paths(source), options, live)
         check_identity(manifest, options.trust)
         _logger.info("loading %s without a copy on a disk", manifest.origin.path)
-        manifest, prefix = name_as_in(manifest, parameters, buffers)
+        manifest, prefix = use_live_names(manifest, parameters, buffers)
         if prefix is not None:
             _logger.info("%s", prefix)
         return manifest

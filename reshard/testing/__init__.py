@@ -1,4 +1,4 @@
-"""What authors of formats and of model families check their work with.
+"""Tests for authors of formats and of model families.
 
 formats  the conformance kit for formats: ``from reshard.testing import Example, check_format``
 megatron  proof of a model family with Megatron-core: ``python -m reshard.testing.megatron CONFIG``

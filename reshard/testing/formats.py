@@ -1,4 +1,4 @@
-"""The conformance kit for formats: what every format must do, on checkpoints that its author has.
+"""The conformance kit: it checks a format on checkpoints that its author has.
 
     from reshard.testing import Example, check_format
 
@@ -98,7 +98,7 @@ def _read(candidate: Format, path: Path) -> Manifest:
 
 
 def _check_detection(candidate: Format, example: Example, _folder: Path) -> Iterator[str]:
-    """Yield what is wrong with the choice of the format, and with the listed files."""
+    """Yield what is wrong with the detection of the format, and with the listed files."""
     manifest = formats.read(example.path)
     if manifest.origin.format not in candidate.sources:
         yield f"read as {manifest.origin.format}, expected one of {', '.join(candidate.sources)}"
@@ -108,14 +108,14 @@ def _check_detection(candidate: Format, example: Example, _folder: Path) -> Iter
 
 
 def _check_merge(_candidate: Format, example: Example, folder: Path) -> Iterator[str]:
-    """Yield the merged weights that are not the framework's."""
+    """Yield the merged weights that differ from the framework's."""
     api.merge(example.path, folder / "merged.safetensors", **example.merge_options)
     with api.open(folder / "merged.safetensors") as merged:
         yield from _compare({name: merged[name][...] for name in merged}, example.weights)
 
 
 def _check_slots(_candidate: Format, example: Example, _folder: Path) -> Iterator[str]:
-    """Yield the optimizer slots that are not the framework's."""
+    """Yield the optimizer slots that differ from the framework's."""
     with api.open(example.path) as source:
         for slot, values in example.slots.items():
             stored = source.optimizer(slot)
@@ -140,7 +140,7 @@ def _compare(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> It
 
 
 def _check_round_trips(_candidate: Format, example: Example, folder: Path) -> Iterator[str]:
-    """Yield the states that are not the same after a split to other ranks and back."""
+    """Yield the states that differ after a split to other ranks, or after the way back."""
     ranks = api.inspect(example.path).manifest.origin.world
     for world_size in example.world_sizes:
         there, back = folder / f"to_{world_size}", folder / f"from_{world_size}"
@@ -164,7 +164,7 @@ _CHECKS: dict[str, _Check] = {
 def _check_damage(
     candidate: Format, example: Example, folder: Path, rng: random.Random
 ) -> Iterator[str]:
-    """Yield damage that is answered with anything but an error of reshard, or an equal manifest."""
+    """Yield the damage that leads neither to an error of reshard nor to an equal manifest."""
     sound = _summarize(_read(candidate, example.path))
     # Sorted, so that a seed gives the same damage on every file system.
     files = [example.path] if example.path.is_file() else sorted(_list_files(example.path))
@@ -192,7 +192,7 @@ def _list_files(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Damage:
-    """One way to damage a file: to remove it, to cut it off, or to alter one byte."""
+    """One way to damage a file: remove it, cut it off at ``size``, or alter the byte ``at``."""
 
     size: int | None = None
     at: int | None = None

@@ -351,12 +351,6 @@ def test_series_must_have_a_value_a_step():
         Curves.of([{"name": "x", "steps": [1, 2, 3], "loss": [1.0, 2.0]}])
 
 
-@pytest.mark.parametrize("baseline", [-1, 1])
-def test_the_baseline_is_one_of_the_runs(baseline):
-    with pytest.raises(UsageError, match="baseline"):
-        Curves.of([{"name": "x", "steps": [1], "loss": [1.0]}], baseline)
-
-
 # ---- the commands
 
 

@@ -90,7 +90,8 @@ def test_seeds_identify_tensor_parallel_ranks_without_arguments(megatron, tmp_pa
     check_identity(formats.read(megatron))
     exchange(files[0], files[2])  # the first stage's ranks
     with pytest.raises(
-        CorruptError, match="states the tensor-parallel rank 1, but 0 is expected at this path"
+        CorruptError,
+        match="states that the tensor-parallel rank is 1, but 0 is expected at this path",
     ):
         check_identity(formats.read(megatron))
 
@@ -103,7 +104,7 @@ def test_the_final_norm_identifies_the_last_pipeline_stage(megatron):
         torch.save(state, path)
     exchange(files[0], files[1])
     exchange(files[2], files[3])
-    with pytest.raises(CorruptError, match="its pipeline stage is the last"):
+    with pytest.raises(CorruptError, match="states that the pipeline stage is the last"):
         check_identity(formats.read(megatron))
 
 
@@ -132,7 +133,7 @@ def test_one_element_that_differs_is_found_by_full_trust(zero):
         changed = bytearray(before)
         changed[offset : offset + 4] = torch.tensor([7.0]).numpy().tobytes()
         path.write_bytes(changed)
-        with pytest.raises(CorruptError, match="other master weights"):
+        with pytest.raises(CorruptError, match="its master weights do not belong"):
             check_identity(manifest, "full")
         try:
             check_identity(manifest, "sampled")
@@ -220,4 +221,7 @@ def test_a_file_of_another_run_is_refused_by_its_values(made, tmp_path, monkeypa
         for what, mutate in mutations.list_mutations(source, seed=tmp_path / name / "run"):
             if what.startswith("seed"):
                 found, text = mutations.run_mutated(source, mutate, "merge")
-                assert (found, "other master weights" in text) == (mutations.REFUSED, True), text
+                assert (found, "its master weights do not belong" in text) == (
+                    mutations.REFUSED,
+                    True,
+                ), text

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 
-from reshard.testing.megatron.core import TRACKER, rank_directory
+from reshard.testing.megatron.core import TRACKER, find_rank_directory
 from tests.judges.megatron_cases import FAMILIES, MULTIPLE, SEQUENCE, SHARDING, Case
 from tests.judges.megatron_data import MICRO, SAMPLES
 from tests.judges.megatron_models import COMMON, DTYPES, SEED
@@ -61,7 +61,7 @@ def load(run: Run, place: Path, form: str) -> None:
         chunk.load_state_dict(state["model" if len(run.chunks) == 1 else f"model{i}"], strict=True)
     run.optimizer.load_state_dict(state["optimizer"])
     if form == "torch" and run.case.distributed:
-        run.optimizer.load_parameter_state(str(rank_directory(base) / "distrib_optim.pt"))
+        run.optimizer.load_parameter_state(str(find_rank_directory(base) / "distrib_optim.pt"))
     run.scheduler.load_state_dict(state["opt_param_scheduler"])
     run.step = state["iteration"]
     if run.case.rng:
@@ -69,7 +69,7 @@ def load(run: Run, place: Path, form: str) -> None:
 
 
 def _save_legacy(run: Run, args: Namespace, base: Path) -> None:
-    place = rank_directory(base)
+    place = find_rank_directory(base)
     place.mkdir(exist_ok=True)
     if run.case.distributed and not run.case.weights_only:
         run.optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
@@ -78,7 +78,7 @@ def _save_legacy(run: Run, args: Namespace, base: Path) -> None:
 
 
 def _load_legacy(base: Path) -> dict[str, Any]:
-    path = rank_directory(base) / "model_optim_rng.pt"
+    path = find_rank_directory(base) / "model_optim_rng.pt"
     return torch.load(path, map_location="cpu", weights_only=False)
 
 

@@ -113,7 +113,7 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
     family = FAMILIES[case.family]
     chunk = stage if case.grid.vpp else None
     if family.get("fused"):
-        spec = fused.layer_spec(config)
+        spec = fused.make_layer_spec(config)
         layers = [spec]
     elif config.num_moe_experts:
         spec = get_gpt_decoder_block_spec(

@@ -106,14 +106,14 @@ def _on_one_rank(job: ranks.Job, case: Case) -> dict[str, Any]:
 
 def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once. Returns case -> why Megatron-core cannot be imported here."""
-    from reshard.testing.megatron.cpu import after_import, pass_for_gpus
+    from reshard.testing.megatron.cpu import replace_cuda, replace_gpu_modules
 
     try:
         importlib.import_module("torch")
-        pass_for_gpus()
+        replace_cuda()
         for module in PRELOADED:
             importlib.import_module(module)
-        after_import()
+        replace_gpu_modules()
     except ImportError as error:
         return {job.case: f"{type(error).__name__}: {error}" for job in jobs}
     return {}

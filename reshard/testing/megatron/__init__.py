@@ -5,13 +5,13 @@
 It needs megatron-core and transformers, and no GPU.
 
     proof    the steps of a proof, and its results; __main__: the command line
-    models   a tiny random model of any configuration of transformers
+    models   builds a tiny random model of any configuration of transformers
     mtp      the layers of a model that predict more tokens
-    ranks    processes that load a checkpoint into Megatron-core, from the proof's side
-    worker   the same, from the ranks' side
-    core     a model of Megatron-core from the arguments in a checkpoint
+    ranks    starts the processes that load a checkpoint into Megatron-core
+    worker   the code of these processes
+    core     builds a model of Megatron-core from the arguments in a checkpoint
     hybrid   Mamba layers on a CPU
     delta    gated delta nets on a CPU
-    fused    layers with the names of Transformer Engine's
+    fused    layers with the names of Transformer Engine's layers
     cpu      stand-ins for the CUDA calls of Megatron-core
 """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from reshard.testing.megatron.proof import Proof
 
-NOT_RUN = 6  # as of `reshard.errors.NotRunError`
+NOT_RUN = 6  # the exit code of `reshard.errors.NotRunError`
 _HEAD = "| model type | result | grids, or why not |"
 _MISSING = (
     "megatron-core is not installed, and the proof runs its models\n"
@@ -31,7 +31,7 @@ examples:
 
 
 def main() -> int:
-    """Prove what the command line names, and print the steps of each; return the exit code."""
+    """Prove the configurations of the command line, print the steps, and return the exit code."""
     options = _parse_command_line()
     if importlib.util.find_spec("megatron") is None:
         print(_MISSING, file=sys.stderr)
@@ -41,7 +41,7 @@ def main() -> int:
     from reshard.testing.megatron import proof
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # layers that predict more tokens are unexpected to it
+    logging.set_verbosity_error()  # it warns about layers that predict more tokens
     place = options.work or Path(tempfile.mkdtemp(prefix="families-"))
     place.mkdir(parents=True, exist_ok=True)
     try:
@@ -68,15 +68,17 @@ def _parse_command_line() -> argparse.Namespace:
     )
     configs = "a config.json, its directory or text, or a model_type [default: all families]"
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help=configs)
-    parser.add_argument("--rules", type=Path, metavar="FILE", help="a model family of your own")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="keep what is made, in DIR")
-    table = "put the results into the table that ends FILE"
+    parser.add_argument(
+        "--rules", type=Path, metavar="FILE", help="rules of a model family of your own"
+    )
+    parser.add_argument("--work", type=Path, metavar="DIR", help="keep all files in DIR")
+    table = "write the results into the table at the end of FILE"
     parser.add_argument("--table", type=Path, metavar="FILE", help=table)
     return parser.parse_args()
 
 
 def write_table(proofs: Iterable[Proof], page: str) -> str:
-    """Return a page (`docs/megatron-families.md`) with these results in the table at its end.
+    """Return a page like `docs/megatron-families.md` with these results in the table at its end.
 
     The rows of other configurations stay as they are.
     """

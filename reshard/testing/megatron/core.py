@@ -1,8 +1,8 @@
-"""Megatron-core's own model, built from the ``args`` in a checkpoint and from nothing else.
+"""Build Megatron-core's own model from the ``args`` in a checkpoint, and load the checkpoint.
 
-What Megatron-LM core_v0.16.1 does between a command line and a model is here
-(``training/arguments.py`` ``core_transformer_config_from_args``, ``gpt_builders.py``), as the
-package holds ``megatron.core`` without ``megatron.training``. Only kernels that need a GPU are
+This module repeats what Megatron-LM core_v0.16.1 does between a command line and a model
+(``training/arguments.py`` ``core_transformer_config_from_args``, ``gpt_builders.py``), because the
+package contains ``megatron.core`` without ``megatron.training``. Only kernels that need a GPU are
 switched off.
 """
 
@@ -58,11 +58,11 @@ ON_CPU = {
     "pipeline_dtype": torch.float32,
 }
 TRACKER = "latest_checkpointed_iteration.txt"
-YARN = "yarn_"  # read from the configuration with getattr, and no fields of its class
+YARN = "yarn_"  # prefix of settings that Megatron reads by getattr: the class has no such fields
 
 
 def read_args(place: Path) -> Namespace:
-    """Return the arguments of a run; every file of it has them."""
+    """Return the arguments of a run, which every file of it contains."""
     base = _find_iteration(place)
     path = base / "common.pt" if _is_dist(base) else next(base.glob("mp_rank_*/model_optim_rng.pt"))
     return torch.load(path, map_location="cpu", weights_only=False)["args"]
@@ -77,8 +77,8 @@ def _find_iteration(place: Path) -> Path:
     return place / (name if name == "release" else f"iter_{int(name):07d}")
 
 
-def lay_grid(args: Namespace) -> None:
-    """Make Megatron's process groups."""
+def create_groups(args: Namespace) -> None:
+    """Create Megatron's process groups."""
     mpu.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -90,7 +90,7 @@ def lay_grid(args: Namespace) -> None:
 
 
 def make_config(args: Namespace) -> TransformerConfig:
-    """Return what ``core_transformer_config_from_args`` makes of the arguments."""
+    """Return the config that ``core_transformer_config_from_args`` makes from the arguments."""
     stated = vars(args)
     kind = MLATransformerConfig if stated.get("multi_latent_attention") else TransformerConfig
     values = {f.name: stated[f.name] for f in dataclasses.fields(kind) if f.name in stated}
@@ -108,7 +108,7 @@ def make_config(args: Namespace) -> TransformerConfig:
     values["num_query_groups"] = (
         args.num_query_groups if stated.get("group_query_attention") else None
     )
-    # Of Megatron-core's own modules for many experts none works without Transformer Engine.
+    # Megatron-core's own modules for grouped experts do not work without Transformer Engine.
     values["moe_grouped_gemm"] = args.transformer_impl == "transformer_engine"
     config = kind(**values | ON_CPU)
     for name in stated:
@@ -118,7 +118,7 @@ def make_config(args: Namespace) -> TransformerConfig:
 
 
 def build(args: Namespace) -> GPTModel:
-    """Return this rank's stage, as ``gpt_builder`` with ``--transformer-impl local`` makes it."""
+    """Build this rank's stage like ``gpt_builder`` with ``--transformer-impl local``."""
     config, stated = make_config(args), vars(args)
     common = {
         "vocab_size": args.padded_vocab_size,
@@ -147,7 +147,7 @@ def build(args: Namespace) -> GPTModel:
             qk_l2_norm=stated.get("qk_l2_norm", False),
         )
     if config.multi_latent_attention:
-        multi_latent_attention.HAVE_TE = False  # 0.16.1 has it True without the package
+        multi_latent_attention.HAVE_TE = False  # in 0.16.1 it is True without the package
         for layer in getattr(spec, "layer_specs", [spec]):
             layer.submodules.self_attention.submodules.core_attention = LatentCore
     mtp = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
@@ -165,12 +165,12 @@ def build(args: Namespace) -> GPTModel:
 
 
 class LatentCore(DotProductAttention):
-    """Megatron's own attention, which 0.16.1 cannot build for latent attention: no parameters."""
+    """Megatron's attention, which ignores the arguments that 0.16.1 passes in latent attention."""
 
     def __init__(
         self,
         *args: Any,
-        k_channels: int = 0,  # noqa: ARG002 - the sizes of keys and values, which it has already
+        k_channels: int = 0,  # noqa: ARG002 - the config states the sizes of keys and values
         v_channels: int = 0,  # noqa: ARG002
         **options: Any,
     ) -> None:
@@ -178,8 +178,8 @@ class LatentCore(DotProductAttention):
 
 
 def load(model: GPTModel, place: Path) -> Any:
-    """Load this rank's file, strictly, into the model and a new optimizer, which is returned."""
-    # torch's AdamW, whatever is installed: the proof writes its form (``adam: torch``).
+    """Load this rank's file, strictly, into the model and a new optimizer; return the optimizer."""
+    # Always torch's AdamW, because the proof writes its form (``adam: torch``).
     mcore_optimizer.USING_PYTORCH_OPTIMIZER = True
     mcore_optimizer.Adam = torch.optim.AdamW
     distrib_optimizer.HAVE_APEX_OR_TE = False
@@ -194,8 +194,8 @@ def load(model: GPTModel, place: Path) -> Any:
     return optimizer
 
 
-def rank_directory(base: Path) -> Path:
-    """Return where this rank's files lie, as ``get_checkpoint_name`` does (checkpointing.py)."""
+def find_rank_directory(base: Path) -> Path:
+    """Return the directory of this rank's files, as ``get_checkpoint_name`` does."""
     name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
@@ -205,12 +205,12 @@ def rank_directory(base: Path) -> Path:
 
 
 def _load_legacy(base: Path) -> dict[str, Any]:
-    path = rank_directory(base) / "model_optim_rng.pt"
+    path = find_rank_directory(base) / "model_optim_rng.pt"
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def _load_dist(base: Path, model: GPTModel, optimizer: Any) -> dict[str, Any]:
-    """``_load_global_dist_base_checkpoint`` of ``training/checkpointing.py``."""
+    """Load a state like ``_load_global_dist_base_checkpoint`` (``training/checkpointing.py``)."""
     common = dist_checkpointing.load_common_state_dict(str(base))
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     metadata["dp_cp_group"] = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -230,7 +230,7 @@ def find_wrong_moments(model: GPTModel, optimizer: Any) -> tuple[int, list[str]]
     ]
     wrong = []
     for param, state in states:
-        # Hugging Face's norm behind a gated delta net is not of 1 + weight; moments do not differ.
+        # Megatron stores the norm after a gated delta net as weight - 1, and its moments unchanged.
         value = param + 1 if names[param].endswith("out_norm.weight") else param
         for slot, wanted in (("exp_avg", 2 * value), ("exp_avg_sq", value.square())):
             if not torch.equal(state[slot], wanted):
@@ -241,9 +241,10 @@ def find_wrong_moments(model: GPTModel, optimizer: Any) -> tuple[int, list[str]]
 
 @torch.no_grad()
 def compute_logits(model: GPTModel, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Return (samples, length, padded vocabulary) on the last stage; nothing on the others.
+    """Compute logits (samples, length, padded vocabulary) on the last stage.
 
-    Those of the layers that predict more tokens follow.
+    The result has the logits of the model, then those of each layer that predicts more tokens. It
+    is empty on the other stages.
     """
     model.eval()
     computed: list[torch.Tensor] = []
@@ -251,7 +252,7 @@ def compute_logits(model: GPTModel, tokens: torch.Tensor) -> list[torch.Tensor]:
         model.output_layer.register_forward_hook(
             lambda _module, _inputs, output: computed.append(output[0].transpose(0, 1).clone())
         )
-    # Megatron computes those layers' logits for their loss alone.
+    # Megatron computes the logits of these layers only for their loss, which needs labels.
     labels = {"labels": tokens} if model.config.mtp_num_layers else {}
     length = tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)

@@ -1,7 +1,7 @@
-"""What makes CPUs pass for the GPUs that Megatron-core asks for. Nothing here writes a byte.
+"""Stand-ins for the GPUs that Megatron-core needs. No function here writes a file.
 
-Megatron-core allocates with ``device="cuda"``, asks for streams, and tells half precision by the
-type string of CUDA tensors. Kernels that need a compiler or a GPU stand in as plain PyTorch.
+Megatron-core allocates with ``device="cuda"``, uses streams, and recognizes half precision by the
+type string of CUDA tensors. Plain PyTorch replaces kernels that need a compiler or a GPU.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ CUDA_TYPES = {
 }
 
 
-def pass_for_gpus() -> None:
-    """Make every CUDA call act on the CPU, before Megatron-core is imported."""
-    _compile_nothing()
-    _stand_in_for_streams()
+def replace_cuda() -> None:
+    """Make every CUDA call act on the CPU; to be called before Megatron-core is imported."""
+    _disable_compilers()
+    _replace_streams()
     for name in FACTORIES.split():
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.to = _on_cpu(torch.Tensor.to)
+        setattr(torch, name, _wrap_for_cpu(getattr(torch, name)))
+    torch.Tensor.to = _wrap_for_cpu(torch.Tensor.to)
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
     torch.nn.Module.cuda = lambda self, *_args, **_kwargs: self
     plain_type = torch.Tensor.type
@@ -45,16 +45,16 @@ def pass_for_gpus() -> None:
         return CUDA_TYPES.get(found, found) if isinstance(found, str) else found
 
     torch.Tensor.type = type_
-    sys.modules["grouped_gemm"] = _grouped_gemm()
+    sys.modules["grouped_gemm"] = _make_grouped_gemm()
 
 
-def _compile_nothing() -> None:
-    """``jit_fuser`` would compile small functions for seconds."""
+def _disable_compilers() -> None:
+    """Leave functions uncompiled: ``jit_fuser`` would compile small ones for seconds."""
     torch.compile = lambda model=None, **_kwargs: model if model is not None else (lambda f: f)
     torch.jit.script = lambda function, *_args, **_kwargs: function
 
 
-def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_for_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
@@ -66,19 +66,19 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _StreamStandIn:
-    """A CUDA stream or event: what is asked of it has happened already."""
+    """A CUDA stream or event whose operations have always finished already."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., _StreamStandIn]:
-        # Callers probe for such names (``__deepcopy__``), and any answer passes for a method.
+        # Callers test for such names (``__deepcopy__``), and would take any value for a method.
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_args, **_kwargs: self
 
 
-def _stand_in_for_streams() -> None:
+def _replace_streams() -> None:
     cuda = torch.cuda
     cuda.Stream = cuda.Event = _StreamStandIn
     cuda.current_stream = cuda.default_stream = _StreamStandIn
@@ -95,15 +95,19 @@ def _stand_in_for_streams() -> None:
 
 
 def add_modules(modules: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let modules that are not installed be imported: name -> their functions and values."""
+    """Add modules that are not installed, so that they can be imported.
+
+    Args:
+        modules: name -> functions and values of the module.
+    """
     for name, values in modules.items():
         module = types.ModuleType(name)
         module.__dict__.update(values)
         sys.modules[name] = module
 
 
-def _grouped_gemm() -> types.ModuleType:
-    """Return the one operation of ``grouped_gemm`` that Megatron's GroupedMLP calls."""
+def _make_grouped_gemm() -> types.ModuleType:
+    """Return a module with the operation of ``grouped_gemm`` that Megatron's GroupedMLP calls."""
 
     def gmm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *, trans_b: bool) -> Any:
         parts = a.split(sizes.tolist())  # a: (tokens, k), b: (experts, k, n)
@@ -114,33 +118,39 @@ def _grouped_gemm() -> types.ModuleType:
     return module
 
 
-def after_import() -> None:
-    """Replace what only Transformer Engine has, and what costs seconds in each rank."""
+def replace_gpu_modules() -> None:
+    """Replace what only Transformer Engine has, and what takes seconds in each rank.
+
+    Megatron-core must be imported already.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    moe_utils.te_general_gemm = None  # a name that 0.16.1 uses without it
-    WrappedTorchNorm.__new__ = _norm
-    filesystem_async._get_write_results_queue = _forked_queue
+    moe_utils.te_general_gemm = None  # 0.16.1 uses this name even without Transformer Engine
+    WrappedTorchNorm.__new__ = _make_norm
+    filesystem_async._get_write_results_queue = _get_forked_queue
 
 
 @functools.cache
-def _forked_queue() -> Any:
-    """Return the queue of a rank's writers, whose process Megatron spawns: it imports torch."""
+def _get_forked_queue() -> Any:
+    """Return the queue of a rank's writers.
+
+    Megatron itself would spawn the process of the queue, which would import torch again.
+    """
     return multiprocessing.get_context("fork").Manager().Queue()
 
 
 class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
-    """A norm of ``1 + weight``, which Transformer Engine and apex have, and PyTorch has not."""
+    """A norm that multiplies by ``1 + weight``, as in Transformer Engine and apex."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x as a norm of ``1 + weight`` makes it."""
+        """Return the normalized x, multiplied by ``1 + weight``."""
         return torch.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
-def _norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any) -> Any:
-    """Return PyTorch's norm, marked for sequence parallel as fused_layer_norm.py marks its own."""
+def _make_norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any) -> Any:
+    """Return PyTorch's norm, marked for sequence parallelism as in fused_layer_norm.py."""
     if config.layernorm_zero_centered_gamma:
         assert config.normalization == "RMSNorm"
         norm = ZeroCenteredRMSNorm(hidden_size, eps)

@@ -1,7 +1,7 @@
 """Megatron-core's models with gated delta nets on a CPU.
 
-The kernels of ``fla`` stand in as Megatron-core's own PyTorch functions, and Transformer Engine's
-layers, of which these models alone are made, as those of `fused`.
+Megatron-core's own PyTorch functions replace the kernels of ``fla``, and the layers of `fused`
+replace those of Transformer Engine, of which Megatron-core builds these models.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from reshard.testing.megatron import cpu
 
 
-def stand_in_for_kernels() -> None:
-    """Put the functions of ``fla`` that megatron-core imports where it finds them.
+def replace_kernels() -> None:
+    """Add modules with the functions of ``fla`` that Megatron-core imports.
 
-    Its modules must not be imported yet.
+    Megatron-core must not be imported yet.
     """
 
     def normalize(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -38,7 +38,7 @@ def stand_in_for_kernels() -> None:
 
 
 def make_layer_spec(config: Any) -> Any:
-    """Return what Megatron-core specifies for this rank's layers."""
+    """Return Megatron-core's specification of this rank's layers."""
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
     from megatron.core.models.gpt import gpt_layer_specs
 

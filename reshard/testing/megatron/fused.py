@@ -1,9 +1,9 @@
-"""Layers that hold their norm inside the linear layer behind it, as Transformer Engine's do.
+"""Layers that contain a norm and the linear layer after it, like those of Transformer Engine.
 
-Transformer Engine needs a GPU, but its names are what most users' files hold:
+Transformer Engine needs a GPU, but the files of most users have its names:
 ``self_attention.linear_qkv.layer_norm_weight``, ``mlp.linear_fc1.layer_norm_weight``. The order of
-parameters and the extra state are those of transformer_engine/pytorch/module/layernorm_linear.py
-and base.py.
+the parameters and the extra state are those of
+transformer_engine/pytorch/module/layernorm_linear.py and base.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NormThenLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         norm = getattr(torch.nn, config.normalization)(input_size, eps=config.layernorm_epsilon)
-        # Transformer Engine registers the norm's parameters first, and optimizers number them so.
+        # Transformer Engine registers the norm's parameters first, so optimizers number them first.
         own, self._parameters = self._parameters, {}
         for name, param in norm.named_parameters():
             param.sequence_parallel = config.sequence_parallel
@@ -36,37 +36,37 @@ class NormThenLinear(ColumnParallelLinear):
         self._parameters.update(own)
         self.added = int(config.layernorm_zero_centered_gamma)
         self.eps, self.kind = config.layernorm_epsilon, config.normalization
-        self.history = torch.zeros(4)  # the largest outputs, as of FP8's delayed scaling
+        self.history = torch.zeros(4)  # the largest outputs, as FP8's delayed scaling keeps them
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Normalise x (sequence, samples, hidden), then as the linear layer does."""
+        """Normalize x (sequence, samples, hidden), then apply the linear layer."""
         if self.kind == "RMSNorm":
             x = torch.rms_norm(x, x.shape[-1:], self.added + self.layer_norm_weight, self.eps)
         else:
             parts = (self.layer_norm_weight, self.layer_norm_bias, self.eps)
             x = torch.layer_norm(x, x.shape[-1:], *parts)
-        made = super().forward(x)
-        largest = made[0].detach().abs().amax().float()
+        result = super().forward(x)
+        largest = result[0].detach().abs().amax().float()
         self.history = torch.cat([self.history[1:], largest[None]])
-        return made
+        return result
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return opaque bytes, as Transformer Engine's are."""
+        """Return bytes whose content only this class knows, like Transformer Engine."""
         return self.history.view(torch.uint8).clone()
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """Take them back; nothing and no bytes change nothing."""
+        """Restore the state; None and an empty state change nothing."""
         if state is not None and state.numel():
             self.history = state.clone().view(torch.float32)
 
 
 class Whole(torch.nn.Module):
-    """A module that is the same on every tensor-parallel rank, with an extra state: nothing."""
+    """A module that is the same on every tensor-parallel rank, with an empty extra state."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """Return what Transformer Engine's wrappers do for whole tensors and their extra state."""
+        """Return the tensors and the extra state like Transformer Engine's wrappers."""
         options = {
             "tp_group": parallel_state.get_tensor_model_parallel_group(),
             "dp_cp_group": metadata["dp_cp_group"],
@@ -75,18 +75,18 @@ class Whole(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets, **options)
 
     def get_extra_state(self) -> None:
-        """Return nothing, under the key that Transformer Engine has."""
+        """Return None, which is saved under the key of Transformer Engine."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Accept it."""
+        """Accept a state, and ignore it."""
 
 
 class Core(Whole, DotProductAttention):
-    """Attention with a state of its own, as Transformer Engine's has one."""
+    """Attention with an extra state, like Transformer Engine's."""
 
 
 class WholeLinear(Whole):
-    """A linear layer that every tensor-parallel rank has whole: ``TELinear``, "duplicated"."""
+    """A linear layer that every tensor-parallel rank has whole (``TELinear``, "duplicated")."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: Any, parallel_mode: str, **_: Any
@@ -98,12 +98,12 @@ class WholeLinear(Whole):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Return x (sequence, samples, inputs) as (sequence, samples, outputs), and no bias."""
+        """Apply the layer to x (sequence, samples, inputs); return the outputs, and no bias."""
         return torch.nn.functional.linear(x, self.weight), None
 
 
 class GroupedLinear(Whole):
-    """The weights of several experts in one module: ``TEGroupedLinear``, on a rank's own tokens."""
+    """The weights of several experts in one module (``TEGroupedLinear``), for a rank's tokens."""
 
     def __init__(
         self,
@@ -119,7 +119,8 @@ class GroupedLinear(Whole):
         assert not options["bias"]
         self.groups = options["pg_collection"]
         ranks = self.groups.expt_tp.size()
-        is_first = tp_comm_buffer_name == "fc1"  # the outputs are cut, of the second the inputs
+        # Ranks divide the outputs of the first linear layer, and the inputs of the second.
+        is_first = tp_comm_buffer_name == "fc1"
         self.cut = 0 if is_first else 1
         shape = (
             (output_size // ranks, input_size) if is_first else (output_size, input_size // ranks)
@@ -144,7 +145,7 @@ class GroupedLinear(Whole):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """Return what ``_sharded_state_dict_grouped`` does (extensions/transformer_engine.py)."""
+        """Return the same as ``_sharded_state_dict_grouped`` (extensions/transformer_engine.py)."""
         weights = list(self.parameters())
         first, count = self.groups.ep.rank() * len(weights), self.groups.ep.size() * len(weights)
         found = {}
@@ -165,14 +166,14 @@ class GroupedLinear(Whole):
 
 
 class FusedSpecProvider(LocalSpecProvider):
-    """Local modules where Transformer Engine has no other names."""
+    """The modules of this file, and local ones where Transformer Engine has the same names."""
 
     def linear(self) -> type:
         """Return the layer of latent attention's down projections."""
         return WholeLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """Return True: they are one module."""
+        """Return True: the norm and the linear layer are one module."""
         return True
 
     def grouped_mlp_modules(
@@ -184,16 +185,16 @@ class FusedSpecProvider(LocalSpecProvider):
         return super().grouped_mlp_modules(moe_use_grouped_gemm, moe_use_legacy_grouped_gemm)
 
     def core_attention(self) -> type:
-        """Return attention with a state of its own, as Transformer Engine's has one."""
+        """Return attention with an extra state."""
         return Core
 
     def column_parallel_layer_norm_linear(self) -> type:
-        """Return the module that is both."""
+        """Return the module that contains both."""
         return NormThenLinear
 
 
-def layer_spec(config: Any) -> Any:
-    """Return what Megatron-core specifies with Transformer Engine, of these modules."""
+def make_layer_spec(config: Any) -> Any:
+    """Return Megatron-core's specification with Transformer Engine, made of these modules."""
     gpt_layer_specs.TESpecProvider = FusedSpecProvider
     multi_latent_attention.TELinear = WholeLinear
     return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(

@@ -1,7 +1,7 @@
 """Megatron-core's hybrid models (Mamba 2, attention, feed-forward layers) on a CPU.
 
-The kernels of ``mamba_ssm`` stand in as plain PyTorch, and Transformer Engine's layers, of which
-``mamba_layer_specs.py`` makes these models alone, as those of ``megatron_fused``.
+Plain PyTorch replaces the kernels of ``mamba_ssm``, and the layers of `fused` replace those of
+Transformer Engine, of which ``mamba_layer_specs.py`` builds these models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _RMSNormGated(torch.nn.Module):
-    """``layernorm_gated.RMSNorm``: of each group of x, after the gate."""
+    """The norm of each group of x after the gate, as ``layernorm_gated.RMSNorm`` computes it."""
 
     def __init__(
         self, size: int, eps: float, group_size: int, *, norm_before_gate: bool, **options: Any
@@ -37,7 +37,12 @@ class _RMSNormGated(torch.nn.Module):
 
 
 def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, _chunk: int, **options: Any) -> torch.Tensor:
-    """``mamba_chunk_scan_combined``: x (batch, length, heads, dim), b and c (.., groups, state)."""
+    """Compute the result of ``mamba_chunk_scan_combined``, step by step.
+
+    Args:
+        x: (batch, length, heads, dim).
+        b, c: (batch, length, groups, state).
+    """
     assert options["dt_softplus"]
     assert options["z"] is None
     kind = x.dtype
@@ -54,8 +59,8 @@ def _scan(x: Any, dt: Any, a: Any, b: Any, c: Any, _chunk: int, **options: Any) 
     return torch.stack(out, 1).to(kind)
 
 
-def stand_in_for_kernels() -> None:
-    """Put the functions of ``mamba_ssm`` that megatron-core imports where it finds them."""
+def replace_kernels() -> None:
+    """Add modules with the functions of ``mamba_ssm`` that Megatron-core imports."""
     parts: dict[str, dict[str, Any]] = {
         "layernorm_gated": {"RMSNorm": _RMSNormGated},
         "ssd_combined": {
@@ -67,7 +72,7 @@ def stand_in_for_kernels() -> None:
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
         sys.modules.setdefault(name, types.ModuleType(name))
     modules = {f"mamba_ssm.ops.triton.{name}": values for name, values in parts.items()}
-    # Of inference, which needs Triton as it is imported.
+    # A module of inference, whose import needs Triton.
     modules["megatron.core.inference.contexts.attention_context.triton.tensor_ops"] = dict.fromkeys(
         ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge")
     )
@@ -75,15 +80,15 @@ def stand_in_for_kernels() -> None:
 
 
 def build(args: Namespace, config: Any, **options: Any) -> Any:
-    """Return ``mamba_builder``'s model: this rank's stage."""
-    stand_in_for_kernels()
+    """Build this rank's stage like ``mamba_builder``."""
+    replace_kernels()
     from megatron.core.models.mamba import MambaModel
     from megatron.core.ssm import mamba_block
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     mamba_block.TENorm = WrappedTorchNorm
-    # That path calls ``mamba_split_conv1d_scan_combined``, which has no stand-in.
+    # This path would call ``mamba_split_conv1d_scan_combined``, which has no stand-in.
     config.use_mamba_mem_eff_path = False
     return MambaModel(
         config,
@@ -94,7 +99,7 @@ def build(args: Namespace, config: Any, **options: Any) -> Any:
 
 
 def _specify_layers() -> Any:
-    """Return what Megatron-core specifies for each kind of layer, without Transformer Engine."""
+    """Return Megatron-core's specification of each kind of layer, without Transformer Engine."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
     from megatron.core.ssm import mamba_block
@@ -158,7 +163,7 @@ def _specify_layers() -> Any:
             module=MoETransformerLayer,
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=WrappedTorchNorm,
-                # The number of experts only must not be None (``mamba_layer_specs.py``).
+                # Any number of experts but None has the same effect (``mamba_layer_specs.py``).
                 mlp=get_moe_module_spec_for_backend(
                     FusedSpecProvider(), num_experts=8, moe_grouped_gemm=True
                 ),

@@ -1,8 +1,8 @@
-"""A tiny model of any configuration of transformers, with random values everywhere.
+"""Build a tiny model of any configuration of transformers, with random values everywhere.
 
-``shrink`` keeps what a configuration switches on and makes its sizes small; ``write_sources`` saves
-the model as ``save_pretrained`` does, and once more as a training state whose moments are functions
-of the weights, so that whoever holds both can check them: ``exp_avg`` is twice the weight, and
+``shrink`` keeps the features of a configuration and makes its sizes small; ``write_sources`` saves
+the model by ``save_pretrained``, and once more as a training state. Its moments are functions of
+the weights, so that they can be checked against them: ``exp_avg`` is twice the weight, and
 ``exp_avg_sq`` its square.
 """
 
@@ -29,7 +29,7 @@ TOKENS = "tokens.pt"
 VOCABULARY = 120
 _LAYERS, _MOST_LAYERS = 4, 12
 _HEADS, _GROUPS = 8, 4
-_WINDOW = 6  # shorter than the sequence, so that it counts
+_WINDOW = 6  # shorter than the sequence, so that it has an effect
 _POSITIONS, _ORIGINAL_POSITIONS = 64, 16
 _EXPERTS = 8
 _SIZES = {
@@ -85,7 +85,7 @@ class Sources:
 
 
 def read_config(source: str) -> PreTrainedConfig:
-    """Return a configuration by its text, its file, its directory, or its ``model_type``."""
+    """Return the configuration of a text, a file, a directory, or a ``model_type``."""
     if source.startswith("{"):
         return AutoConfig.for_model(**json.loads(source))
     path = Path(source)
@@ -123,7 +123,7 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _count_layers(values: dict[str, Any]) -> int:
-    """Return the number of layers: an even one that has a whole period of what differs by layer."""
+    """Return an even number of layers that contains a whole period of what differs by layer."""
     periods = [_find_period(list(values[key])) for key in _LAYERWISE if values.get(key)]
     most = max([_LAYERS, *(each for each in periods if each <= _MOST_LAYERS)])
     # Even, because two pipeline stages share the layers.
@@ -131,7 +131,7 @@ def _count_layers(values: dict[str, Any]) -> int:
 
 
 def _find_period(row: list[Any]) -> int:
-    """Return after how many elements a list repeats itself."""
+    """Return the number of elements after which a list repeats itself."""
     return next(n for n in range(1, len(row) + 1) if row[n:] == row[: len(row) - n])
 
 
@@ -157,16 +157,16 @@ def _shrink_experts(values: dict[str, Any]) -> None:
 
 
 def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Return a scaling of rotary positions that acts on the first positions already."""
+    """Return a scaling of rotary positions that has an effect on the first positions, too."""
     rope = {k: _shrink_rope(v) if isinstance(v, dict) else v for k, v in rope.items()}
-    # Llama 3's numbers are those of Megatron-core only as they are.
+    # Megatron-core has Llama 3's numbers as constants, so they must stay.
     if "original_max_position_embeddings" in rope and rope.get("rope_type") != "llama3":
         rope["original_max_position_embeddings"] = _ORIGINAL_POSITIONS
     return rope
 
 
 def write_sources(config: PreTrainedConfig, place: Path) -> Sources:
-    """Save a random model of a configuration in both forms; returns its logits of some tokens."""
+    """Save a random model of a configuration in both forms, and compute its logits."""
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -184,21 +184,22 @@ def write_sources(config: PreTrainedConfig, place: Path) -> Sources:
         _save_run(model, place / "run")
     else:
         path = place / "model" / "model.safetensors"
-        save_file(load_file(path) | mtp.cut_experts(named), path, {"format": "pt"})
+        save_file(load_file(path) | mtp.split_experts(named), path, {"format": "pt"})
         _save_run(_WithMore(model, named), place / "run")
-        config.save_pretrained(place / "run")  # as transformers' own class lacks these tensors
+        # reshard needs the config, because transformers' own class lacks these tensors.
+        config.save_pretrained(place / "run")
     predicted = [] if more is None else mtp.compute_logits(model, more, tokens)
     held = [*_list_saved_buffers(model), *named.values()]
     held = [tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter)]
     held += [param for param in model.parameters() if not param.requires_grad]
-    # A published name may be another one than that in memory; values are random.
+    # Buffers are found by their random values: published names may differ from those in memory.
     published = load_file(place / "model" / "model.safetensors")
     buffers = frozenset(n for n, t in published.items() if any(torch.equal(t, b) for b in held))
     return Sources(place / "model", place / "run", tokens, logits, buffers, tuple(predicted))
 
 
 class _WithMore(torch.nn.Module):
-    """A model with further tensors under names of their own, as one module."""
+    """The tensors of a model and further ones, as one module."""
 
     def __init__(self, model: torch.nn.Module, named: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class _WithMore(torch.nn.Module):
 
 
 def _list_saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the buffers of floats that are saved with the weights."""
+    """Return the floating-point buffers that are saved with the weights."""
     saved = {tensor.data_ptr() for tensor in model.state_dict().values()}
     return [b for b in model.buffers() if b.data_ptr() in saved and b.is_floating_point()]
 

@@ -1,7 +1,8 @@
-"""The layers of a model that predict more tokens (MTP), as transformers has them.
+"""The layers of a model that predict more tokens (MTP), as in transformers.
 
-``MtpModel`` of transformers reads them from the files of a model, whose own class ignores them.
-Layer ``k`` of these is number ``num_hidden_layers + k`` in the published names.
+``MtpModel`` of transformers reads them from the files of a model; the model's own class ignores
+them. The published names count them after the other layers: MTP layer ``k`` has the number
+``num_hidden_layers + k``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def build(model: Any, spread: float) -> MtpModel | None:
 
 
 def name_as_published(layers: MtpModel, first: int) -> dict[str, torch.nn.Parameter | torch.Tensor]:
-    """Return the tensors by their published names, with experts as they are in memory.
+    """Return the tensors by their published names, with experts stacked as in memory.
 
     Args:
         first: number of layers of the model itself.
@@ -47,25 +48,25 @@ def name_as_published(layers: MtpModel, first: int) -> dict[str, torch.nn.Parame
     return named
 
 
-def cut_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with a name for each expert, as they are published."""
-    cut: dict[str, torch.Tensor] = {}
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with separate weights of each expert, as they are published."""
+    separate: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         experts, _, last = name.rpartition(".")
         if last not in ("gate_up_proj", "down_proj") or not experts.endswith(".experts"):
-            cut[name] = tensor.detach().clone()
+            separate[name] = tensor.detach().clone()
             continue
         for number, one in enumerate(tensor.detach()):
             halves = one.chunk(2) if last == "gate_up_proj" else (one,)
             parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
             for part, half in zip(parts, halves, strict=True):
-                cut[f"{experts}.{number}.{part}.weight"] = half.clone()
-    return cut
+                separate[f"{experts}.{number}.{part}.weight"] = half.clone()
+    return separate
 
 
 @torch.no_grad()
 def compute_logits(model: Any, layers: MtpModel, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Return the logits of each layer, of every position whose next tokens are known."""
+    """Compute the logits of each layer, at every position whose next tokens are known."""
     hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
     found = []
     for number in range(len(layers.layers)):
@@ -83,6 +84,6 @@ def compute_logits(model: Any, layers: MtpModel, tokens: torch.Tensor) -> list[t
 
 
 def is_of_mtp(name: str, layers: int) -> bool:
-    """Return whether a published name is of such a layer."""
+    """Return whether a published name is that of a tensor of an MTP layer."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and int(match[1]) >= layers

@@ -1,17 +1,17 @@
-"""The steps of a proof: what is shown of one configuration on each grid of ranks.
+"""The steps of a proof: each shows a fact about one configuration on one grid of ranks.
 
-A tiny random model with the features of the configuration is made by transformers (`models`), and
-for each grid:
+transformers builds a tiny random model with the features of the configuration (`models`). The steps
+for each grid are:
 
     convert     ``reshard convert --to megatron`` writes it, with its optimizer
     load        megatron-core builds a model from the ``args`` in the checkpoint alone, and loads
-                strictly: weights and Adam, every moment compared with its weight
-    logits      Megatron's are those of transformers
-    merge       ``reshard merge`` gives back each tensor, name for name and bit for bit, and
-                transformers loads the directory and computes the same
-    moments     under Hugging Face's names they still fit the weights, and so does the step
-    published   the files of ``save_pretrained`` give the same weights as the model in memory
-    ranks       another grid and back: the same training state
+                weights and Adam strictly; every moment is compared with its weight
+    logits      Megatron's logits equal those of transformers
+    merge       ``reshard merge`` returns each tensor with its name and its bits, and transformers
+                loads the directory and computes the same logits
+    moments     under Hugging Face's names, the moments still fit the weights, and the step is kept
+    published   a conversion of the files of ``save_pretrained`` has the same weights
+    ranks       a split to another grid and back returns the same training state
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from reshard.testing.megatron.ranks import LoadJob, run_jobs
 
 NEAR = 2e-5  # of the largest logit: sums in another order
 PROVED, FAILED, REFUSED = "proved", "failed", "refused"
-THERE_AND_BACK = "there and back"  # of what Megatron-core does not build
+THERE_AND_BACK = "there and back"  # the verdict if Megatron-core does not build the model
 CONVERT, LOAD, LOGITS = "convert", "load", "logits"
 MERGE, MOMENTS, PUBLISHED, RANKS = "merge", "moments", "published", "ranks"
 STEPS = (CONVERT, LOAD, LOGITS, MERGE, MOMENTS, PUBLISHED, RANKS)
 _SHOWN = 4
-# Configurations of families whose class has other defaults. transformers raises the steps of a
-# Mamba layer to time_step_min, and Megatron does not. Megatron-Bridge builds Exaone 4 without a
-# window alone.
+# Configurations of families for which the defaults of their class cannot be proved. transformers
+# raises the steps of a Mamba layer to time_step_min, but Megatron does not. Megatron-Bridge builds
+# Exaone 4 only without a window.
 CONFIGS = {
     "exaone4": """{"model_type": "exaone4", "sliding_window": null, "layer_types":
         ["full_attention", "full_attention", "full_attention", "full_attention"],
@@ -97,7 +97,7 @@ SPARSE = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a step found wrong on one grid; None: before any grid."""
+    """A problem that a step found on one grid; ``ranks`` is None if it is of no grid."""
 
     ranks: RankGrid | None
     step: str
@@ -109,11 +109,11 @@ class Problem:
 
 @dataclass
 class Proof:
-    """What was found of one configuration.
+    """The results of the proof of one configuration.
 
     Args:
         name: the configuration, as it was given.
-        place: the directory of everything that is made.
+        place: the directory for all files of the proof.
         rules: a user's file of rules, with a family of its own.
         grids: the grids to which the model was converted.
         refused: the reason -> the last grid that was refused for it.
@@ -137,7 +137,7 @@ class Proof:
 
     @property
     def impl(self) -> str:
-        """The implementation of Megatron's layers: models of other than attention have only one."""
+        """The implementation of Megatron's layers; some models exist only with one of the two."""
         te_alone = self.builder or self.model_type in (*HYBRID, *DELTA)
         return "transformer_engine" if te_alone else "local"
 
@@ -153,7 +153,7 @@ class Proof:
         return {"rules": self.rules} if self.rules else {}
 
     def list_lines(self) -> Iterator[str]:
-        """Yield what a terminal shows: the verdict, the steps of each grid, what went wrong."""
+        """Yield the lines for a terminal: the verdict, the steps of each grid, and the problems."""
         yield f"{self.name}: {self.verdict}"
         for ranks in self.grids:
             failed = {problem.step for problem in self.problems if problem.ranks == ranks}
@@ -179,7 +179,7 @@ class Proof:
         return "; ".join([", ".join(map(str, self.grids)), *names, *reasons]).removeprefix("; ")
 
     def locate_run(self, ranks: RankGrid) -> Path:
-        """Return where the checkpoint of a grid lies."""
+        """Return the path of the checkpoint of a grid."""
         return self.place / re.sub(r"\W", "", str(ranks))
 
 
@@ -190,12 +190,13 @@ def prove(
     sparse: Grids = SPARSE,
     rules: Path | None = None,
 ) -> list[Proof]:
-    """Try each configuration, in directories of ``place``; Megatron-core is started once.
+    """Run all steps for each configuration; Megatron-core is started once for all.
 
     Args:
         configs: each a file, a directory, the text of a ``config.json`` or a ``model_type``.
-        dense: the grids of a model without experts.
-        sparse: the grids of one with experts.
+        place: a directory for all files.
+        dense: the grids for a model without experts.
+        sparse: the grids for a model with experts.
         rules: a user's file of rules, with a family of its own.
     """
     proofs = [
@@ -219,7 +220,7 @@ def _make_job(proof: Proof, ranks: RankGrid, place: Path) -> LoadJob:
 
 
 def _begin(proof: Proof, dense: Grids, sparse: Grids) -> Proof:
-    """Make the model and convert it to every grid."""
+    """Build the model, and convert it to every grid; return the proof with the grids."""
     try:
         tiny = models.shrink(models.read_config(proof.name))
         proof.model_type = tiny.model_type
@@ -289,11 +290,11 @@ def _describe_error(error: Exception) -> str:
 
 
 def _merge(proof: Proof, ranks: RankGrid) -> Iterator[str]:
-    """Yield what a Hugging Face directory that was merged has wrong."""
+    """Yield what is wrong with the merged Hugging Face directory."""
     run = proof.locate_run(ranks)
     back = proof.place / f"{run.name}.back"
     assert proof.sources is not None
-    # A hybrid model's config has settings that Megatron has not (`tables/nemotron_h.yaml`).
+    # A hybrid model's config has settings that Megatron lacks (`tables/nemotron_h.yaml`).
     is_hybrid = proof.model_type in HYBRID
     options: dict[str, Any] = {"hf_dir": proof.sources.model} if is_hybrid else _name_family(proof)
     api.merge(run, back, **options, **proof.options)
@@ -301,7 +302,7 @@ def _merge(proof: Proof, ranks: RankGrid) -> Iterator[str]:
 
 
 def _compare_logits(found: list[torch.Tensor], wanted: torch.Tensor) -> Iterator[str]:
-    """Yield how far Megatron's logits are from transformers', where they are not near."""
+    """Yield by how much logits differ from those of transformers, if it is more than `NEAR`."""
     most = wanted.abs().max()
     for logits in found:
         near = logits[:, : wanted.shape[1], : wanted.shape[2]]
@@ -313,7 +314,7 @@ def _compare_logits(found: list[torch.Tensor], wanted: torch.Tensor) -> Iterator
 
 
 def _compare_directories(back: Path, sources: Sources) -> Iterator[str]:
-    """Yield the tensors that are not as ``save_pretrained`` wrote them, and what they compute."""
+    """Yield the tensors that differ from those of ``save_pretrained``, and unequal logits."""
     before, after = _read(sources.model), _read(back)
     if before.keys() != after.keys():
         yield f"names: {sorted(before.keys() ^ after.keys())[:4]}"
@@ -336,7 +337,7 @@ def _compare_directories(back: Path, sources: Sources) -> Iterator[str]:
     )
     with torch.no_grad():
         logits = model.eval()(sources.tokens, use_cache=False).logits
-    # Not the same bits: gelu_new of a config may have become gelu_pytorch_tanh.
+    # The bits can differ, because gelu_new of a config may have become gelu_pytorch_tanh.
     yield from _compare_logits([logits], sources.logits)
 
 
@@ -345,7 +346,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _name_family(proof: Proof) -> dict[str, Any]:
-    """Return the option that names the family, which Megatron's arguments may not tell."""
+    """Return the option that names the family, which Megatron's arguments may not state."""
     assert proof.sources is not None
     known = families.is_known(proof.model_type, proof.rules)
     return {"family": proof.model_type} if known else {"hf_dir": proof.sources.model}
@@ -359,7 +360,7 @@ def _compare_moments(proof: Proof, ranks: RankGrid) -> Iterator[str]:
     api.split(run, target, to="dcp", names="hf", **_name_family(proof), **proof.options)
     with api.open(target) as state:
         moments = {slot: state.optimizer(slot) for slot in ("exp_avg", "exp_avg_sq")}
-        # Without the copies of what is tied, and without buffers.
+        # The copies of tied weights and buffers have no moments.
         for name in _read(proof.sources.model).keys() - proof.sources.buffers:
             weight = state[name][...]
             wanted = {"exp_avg": 2 * weight, "exp_avg_sq": weight.square()}
@@ -367,11 +368,11 @@ def _compare_moments(proof: Proof, ranks: RankGrid) -> Iterator[str]:
                 if name not in moments[slot] or not torch.equal(moments[slot][name][...], value):
                     yield f"{slot} of {name} does not fit its weight"
         if set(state.manifest.train.optimizer_step.values()) != {models.STEPS}:
-            yield "another step"
+            yield "the step was not kept"
 
 
 def _compare_published(proof: Proof, ranks: RankGrid) -> Iterator[str]:
-    """Yield what is not the same of a checkpoint that the published files became."""
+    """Yield the differences between the run and a conversion of the published files."""
     assert proof.sources is not None
     run = proof.locate_run(ranks)
     target = run.with_suffix(".published")
@@ -381,7 +382,7 @@ def _compare_published(proof: Proof, ranks: RankGrid) -> Iterator[str]:
 
 
 def _go_there_and_back(proof: Proof, ranks: RankGrid) -> Iterator[str]:
-    """Yield what is not the same after another grid."""
+    """Yield the differences after a split to another grid and back."""
     run, other = proof.locate_run(ranks), RankGrid(pp=2) if ranks.tp > 1 else RankGrid(tp=2)
     there, again = (run.with_name(run.name + word) for word in (".there", ".again"))
     _convert(proof, run, there, other)
@@ -395,9 +396,9 @@ def _describe(report: Any) -> Iterator[str]:
 
 
 def list_known() -> list[str]:
-    """Return the model types of all families, and of those that Megatron-core cannot build.
+    """Return the model types of all families, also of those that Megatron-core cannot build.
 
-    Some are configurations.
+    An item of `CONFIGS` stands for its family.
     """
     known = dict.fromkeys(
         CONFIGS.get(family.name, family.model_type) for family in families.load_families().values()

@@ -1,7 +1,7 @@
-"""Processes that load checkpoints into Megatron-core, from the side that asks for them.
+"""Start processes that load checkpoints into Megatron-core, and collect their results.
 
-One worker process imports Megatron-core with stand-ins for CUDA, which would spoil this process,
-and forks the ranks of one checkpoint after the other.
+One worker process imports Megatron-core with stand-ins for CUDA, which must not replace functions
+of this process, and forks the ranks of one checkpoint after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 START_LIMIT_S, LIMIT_S = 180.0, 240.0  # to import Megatron-core; for one checkpoint
 FOUND, FAILED, LOG = "found.pt", "failed.txt", "worker.log"
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_TAIL = 3000  # letters of a log in a message
+_TAIL = 3000  # characters of a log in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class LoadJob:
 
     Args:
         checkpoint: the directory of the run.
-        tokens: the file of the tokens whose logits are computed (``torch.save``).
+        tokens: the file (``torch.save``) of the tokens for which logits are computed.
         world: number of ranks.
-        directory: where the results are put.
+        directory: the directory for the results.
     """
 
     checkpoint: str
@@ -65,7 +65,7 @@ def run_jobs(jobs: Sequence[LoadJob], place: Path) -> list[dict[str, Any] | str]
 
 
 def _run_worker(jobs: Sequence[LoadJob], place: Path) -> str:
-    """Run the worker process to its end; return what to say of jobs without a result."""
+    """Run the worker process to its end; return the failure of jobs without a result, as text."""
     listed, log = place / "jobs.json", place / LOG
     listed.write_text(json.dumps([asdict(job) for job in jobs]))
     with log.open("w") as output:
@@ -86,11 +86,11 @@ def _run_worker(jobs: Sequence[LoadJob], place: Path) -> str:
                 os.killpg(worker.pid, signal.SIGKILL)
                 worker.wait()
     tail = log.read_text(errors="replace")[-_TAIL:]
-    return f"{tail}\nthe worker of Megatron-core ended with {worker.returncode}"
+    return f"{tail}\nthe worker of Megatron-core ended with exit code {worker.returncode}"
 
 
 def _make_environment() -> dict[str, str]:
-    """Return the environment of a program on CPUs that no launcher has started."""
+    """Return the environment without the variables of a launcher, and without GPUs."""
     return {name: value for name, value in os.environ.items() if name not in _LAUNCHED} | {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

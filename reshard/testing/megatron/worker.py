@@ -1,4 +1,4 @@
-"""The worker process of a proof: its forks are ranks that load a checkpoint into Megatron-core.
+"""The worker process of a proof, whose forks load checkpoints into Megatron-core as ranks.
 
 ``python -m reshard.testing.megatron.worker JOBS``; see `ranks`.
 """
@@ -19,14 +19,15 @@ from reshard.testing.megatron.ranks import FAILED, FOUND, LIMIT_S, LoadJob
 
 
 def serve(jobs: list[LoadJob]) -> None:
-    """Do the jobs one after the other, each by forks of this process."""
+    """Run the jobs one after the other; the ranks of each are forks of this process."""
     from reshard.testing.megatron import cpu, delta
 
-    cpu.pass_for_gpus()
-    delta.stand_in_for_kernels()
-    for module in ("reshard.testing.megatron.core", "torch._dynamo"):  # else in each rank
+    cpu.replace_cuda()
+    delta.replace_kernels()
+    # Imported before the forks, so that not every rank needs the seconds of the import.
+    for module in ("reshard.testing.megatron.core", "torch._dynamo"):
         importlib.import_module(module)
-    cpu.after_import()
+    cpu.replace_gpu_modules()
     for job in jobs:
         failure = _run(job)
         if failure:
@@ -60,13 +61,13 @@ def _run(job: LoadJob) -> str:
 def load_checkpoint(rank: int, job: LoadJob) -> None:
     """Build the model, load the checkpoint, compare the moments and compute logits.
 
-    Rank 0 saves what was found: the number of moments, what is wrong of them, the logits.
+    Rank 0 saves the result: the number of moments, what is wrong with them, and the logits.
     """
     try:
         _load_checkpoint(rank, job)
     finally:
         for child in multiprocessing.active_children():
-            child.kill()  # Megatron keeps one for its queue of writers
+            child.kill()  # Megatron keeps a process for its queue of writers
 
 
 def _load_checkpoint(rank: int, job: LoadJob) -> None:
@@ -78,7 +79,7 @@ def _load_checkpoint(rank: int, job: LoadJob) -> None:
     _join_group(job, rank)
     place = Path(job.checkpoint)
     args = core.read_args(place)
-    core.lay_grid(args)
+    core.create_groups(args)
     model = core.build(args)
     optimizer = core.load(model, place)
     moments, wrong = core.find_wrong_moments(model, optimizer)
