@@ -85,11 +85,6 @@ def test_the_errors_of_what_cannot_be_written_are_quoted():
                 assert error in TEXT, case.name
 
 
-def test_the_test_files_named_in_it_exist():
-    files = set(re.findall(r"(?:tests|docs|examples)/[\w./-]+", TEXT))
-    assert {path for path in files if not (ROOT / path.rstrip(".")).exists()} == set()
-
-
 def shown(text):
     """Return the commands of a document that a reader would type, each with its options."""
     text = re.sub(r"\\\n", " ", text)
@@ -109,6 +104,14 @@ def test_every_command_shown_exists_with_its_options(path):
         known = {name for param in cli.commands[command].params for name in param.opts}
         known |= {name for p in cli.commands[command].params for name in p.secondary_opts}
         assert set(options) <= known | {"--help"}, command
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_file_of_the_tree_that_a_page_names_exists(path):
+    files = set(
+        re.findall(r"(?<![\w/-])(?:tests|docs|examples|benchmarks)/[\w./-]+", path.read_text())
+    )
+    assert {name for name in files if not (ROOT / name.rstrip(".")).exists()} == set()
 
 
 def anchors(path):
