@@ -13,7 +13,9 @@ from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import CorruptError
 from reshard.formats.megatron.rank import open_args, open_rank
+from reshard.formats.megatron.write.args import describe_stages
 from reshard.location import Location
+from reshard.model_parallel.sizes import Sizes
 from tests.judges.megatron_judge import CASES, Case, Grid, load_all, loading
 
 pytestmark = pytest.mark.slow
@@ -352,3 +354,16 @@ def test_down_projections_of_another_width_are_refused(latent, tmp_path):
         torch.save(state, path)
     with pytest.raises(CorruptError, match="16 rows on each of 2 tensor-parallel ranks"):
         reshard.split(run, tmp_path / "out", to="megatron", tp=1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("mtp", [0, 2])
+def test_megatron_accepts_the_layout_that_states_uneven_stages(mtp):
+    """The layers of multi-token prediction are in it, too: Megatron counts them."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    stated = describe_stages((2, 1, 2, 1), Sizes(pipeline=4), mtp)
+    layout = PipelineParallelLayerLayout.from_str(
+        stated["pipeline_model_parallel_layout"], pipeline_model_parallel_size=4
+    )
+    layout.validate_layer_layout(num_layers=6, mtp_num_layers=mtp)

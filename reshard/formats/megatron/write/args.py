@@ -45,24 +45,27 @@ def adapt(
     )
     if padded is not None:
         adapted["padded_vocab_size"] = padded
-    # check_checkpoint_args compares it too, and takes a missing one for True.
+    # check_checkpoint_args compares this argument too, and takes a missing one for True.
     adapted.setdefault("add_position_embedding", True)
     if adapted.get(PRECISION_AWARE):
         adapted[REMAINDERS] = False  # the masters are written whole
     return adapted
 
 
-def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, Any]:
+def describe_stages(
+    counts: tuple[int, ...] | None, sizes: Sizes, mtp: int = 0
+) -> dict[str, Any]:
     """Return the args that state the layers of each stage.
 
     Args:
         counts: layers of the first chunk of each stage, then of the second chunks; None: the same
             in each.
+        mtp: number of layers of multi-token prediction, which are on the last stage.
     """
     ends = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
     ends += [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
     stated: dict[str, Any] = dict.fromkeys((*ends, "pipeline_model_parallel_layout"))
-    # The numbers are of layers alone.
+    # The written counts do not include the embedding or the loss.
     for part in ("embedding", "loss"):
         stated[f"account_for_{part}_in_pipeline_split"] = False
     if counts is None or len(set(counts)) == 1:
@@ -70,7 +73,9 @@ def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, A
     if sizes.virtual > 1 or len(set(counts[1:-1])) > 1:
         layers = "|".join("t" * count for count in counts)
         stated["num_layers_per_virtual_pipeline_stage"] = None
-        return {**stated, "pipeline_model_parallel_layout": f"E{layers}L"}
+        # Megatron compares the number of "m" with mtp_num_layers (core/transformer/
+        # pipeline_parallel_layer_layout.py, ``validate_layer_layout``).
+        return {**stated, "pipeline_model_parallel_layout": f"E{layers}{'m' * mtp}L"}
     first, last = counts[0], counts[-1]
     return {**stated, **dict(zip(ends, (first, last, first, last), strict=True))}
 
@@ -78,8 +83,8 @@ def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, A
 def reduces_in_fp32(args: Mapping[str, Any], precision: DType) -> bool:
     """Return whether gradients of 16-bit parameters are accumulated and reduced in fp32.
 
-    The args of a run of the same precision are believed. For others the answer is Megatron's
-    default: ``training/arguments.py`` (``validate_args``) turns it on for bf16, unless
+    The source's args decide if they are of a run of the same precision, else Megatron's default:
+    ``training/arguments.py`` (``validate_args``) turns it on for bf16, unless
     ``--grad-reduce-in-bf16`` is given, and leaves it off for fp16.
     """
     stated = args.get(REDUCES_IN_FP32)

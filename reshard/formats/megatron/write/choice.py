@@ -234,7 +234,7 @@ def _adapt_args(
 ) -> dict[str, Any]:
     """Return Megatron's arguments, as the options and the precision of the new run change them."""
     adapted = arguments.adapt(args, wanted.sizes, wanted.data, layers=places.layers, padded=padded)
-    adapted.update(arguments.describe_stages(wanted.stage_layers, wanted.sizes))
+    adapted.update(arguments.describe_stages(wanted.stage_layers, wanted.sizes, places.mtp))
     adapted["transformer_impl"] = wanted.impl
     if places.has_experts:
         adapted["moe_grouped_gemm"] = places.grouped  # it decides the names of experts
