@@ -674,9 +674,25 @@ def test_experts_that_more_ranks_share_than_layers_are_not_all_saved():
 def test_an_older_core_is_told_which_form_it_loads(form, told, tmp_path):
     """Up to 0.14 Megatron-core knows flat ranges, which 0.16 refuses, and not fully_reshardable."""
     report = reshard.split(RANGES, tmp_path / "out", to="megatron", dp=1, ckpt_format=form)
-    assert any("loads it up to 0.15" in note for note in report.notes) is told
+    assert any("Megatron-core up to 0.15 loads" in note for note in report.notes) is told
     difference = reshard.diff(RANGES, tmp_path / "out")
     assert not difference.unequal
     assert not difference.only_a
     with reshard.open(tmp_path / "out") as written:
         assert ("fully_sharded_model_space" in written.manifest.origin.detail) is told
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ({}, None),
+        ({"overlap_grad_reduce": True}, 40_000_000),
+        ({"overlap_grad_reduce": True, "ddp_bucket_size": 128}, 128),
+        ({"overlap_grad_reduce": True, "data_parallel_size": 64}, 64_000_000),
+        ({"overlap_grad_reduce": True, "overlap_param_gather_with_optimizer_step": True}, None),
+    ],
+)
+def test_buckets_are_closed_where_megatron_overlaps_their_reduction(given, size):
+    assert Arguments("args", given).get_bucket_size(stage=0, chunk=0) == size
+    assert Arguments("args", given).get_bucket_size(stage=1, chunk=0) is None
+    assert Arguments("args", given).get_bucket_size(stage=0, chunk=1) is None

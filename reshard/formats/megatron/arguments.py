@@ -18,7 +18,13 @@ from reshard.pickles.values import Call, Global
 from reshard.schema import INTEGER, expect, fields, maybe, sequence
 from reshard.state_dict.plain_values import to_plain
 
-_GATED = ("swiglu", "quick_geglu", "gated_linear_unit", "glu_activation")
+_GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
+_GLU = (
+    "swiglu",
+    "geglu",
+    "reglu",
+    "liglu",
+)  # of bigscience's --glu-activation (its activations.py)
 _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})")
 _DECODER = "t"
 _PARALLEL = (  # their product is at most the number of ranks, times the chunks of pipeline ranks
@@ -104,13 +110,8 @@ class Arguments:
 
     @property
     def gated(self) -> bool:
-        """Whether the first MLP matrix is gate and up in one."""
-        return any(self.flag(name) for name in _GATED) or self.values.get("glu_activation") in (
-            "swiglu",
-            "geglu",
-            "reglu",
-            "liglu",
-        )
+        """Whether the first matrix of an MLP has two parts, gate and up."""
+        return any(map(self.flag, _GATED)) or self.values.get("glu_activation") in _GLU
 
     @property
     def tied(self) -> bool:
@@ -124,37 +125,41 @@ class Arguments:
 
     @property
     def te(self) -> bool:
-        """Whether the layers are Transformer Engine's, whose names differ."""
+        """Whether the layers are Transformer Engine's, whose parameters have other names."""
         return self.values.get("transformer_impl") != "local"
 
     @property
     def mtp(self) -> int:
-        """Number of layers that predict more tokens."""
+        """Number of layers of multi-token prediction (MTP)."""
         return self.number("mtp_num_layers")
 
     @property
     def shares_embedding(self) -> bool:
         """Whether the last stage has a copy of the embedding.
 
-        ``models/common/language_module/language_module.py`` (setup_embeddings_and_output_layer).
+        Source: ``models/common/language_module/language_module.py``
+        (setup_embeddings_and_output_layer).
         """
         return self.pp > 1 and (self.tied or self.mtp > 0)
 
     def get_bucket_size(self, *, stage: int, chunk: int) -> int | None:
-        """Return the elements that close a gradient bucket; None if one bucket takes all.
+        """Return how many elements close a gradient bucket; None if one bucket takes all.
 
-        ``distributed/distributed_data_parallel.py`` (__init__) and ``training/training.py``
+        Source: ``distributed/distributed_data_parallel.py`` (__init__) and ``training/training.py``
         (get_model).
         """
-        # Elsewhere the reduction is not on the critical path, so Megatron does not divide it.
+        # The reduction of other stages and chunks is not on the critical path, so Megatron does not
+        # divide their buffers.
         if not self.flag("overlap_grad_reduce") or stage > 0 or chunk > 0:
+            return None
+        if self.flag("overlap_param_gather_with_optimizer_step"):  # turns bucketing off (get_model)
             return None
         return self.number("ddp_bucket_size") or max(_BUCKET, 1_000_000 * self.dp * self.cp)
 
     def list_layers(self) -> tuple[tuple[int, ...], ...]:
         """Return the number of transformer layers as ``layers[chunk][stage]``.
 
-        ``transformer/transformer_block.py`` (get_num_layers_to_build),
+        Sources: ``transformer/transformer_block.py`` (get_num_layers_to_build),
         ``transformer/pipeline_parallel_layer_layout.py``.
 
         Raises:
@@ -236,7 +241,7 @@ class Arguments:
 
 
 def has_own_configs(args: Mapping[str, Any]) -> bool:
-    """Return whether each layer has a configuration of its own: heads, widths, or nothing at all.
+    """Return whether each layer has its own configuration: other heads and widths, or no attention.
 
     Source: ``core/transformer/heterogeneous/heterogeneous_config.py``.
     """
@@ -251,7 +256,7 @@ def numbers_layers(args: Mapping[str, Any]) -> bool:
     patterns = (args.get(name) for name in ("moe_layer_freq", "linear_attention_freq"))
     return (
         has_own_configs(args)
-        or args.get("hetereogenous_dist_checkpoint") is True  # so Megatron spells it
+        or args.get("hetereogenous_dist_checkpoint") is True  # sic: Megatron's spelling
         or any(isinstance(each, list) or (type(each) is int and each > 1) for each in patterns)
     )
 

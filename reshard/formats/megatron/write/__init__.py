@@ -1,14 +1,15 @@
 """Lay out a Megatron checkpoint for a grid of tensor, pipeline and expert parallel ranks.
 
-choice     the options of the output, resolved once
-ranks      what each rank holds of every weight
-groups     param groups as Megatron makes them
-scheduler  the state of its schedules of learning rate and weight decay
-args       the Namespace in every file
-written_states  extra states and random states of ranks, on the new grid
-chain      the states of one optimizer, or of two
-legacy     a folder for each rank (``--ckpt-format torch``)
-dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
+    choice      the options of the output, resolved once
+    ranks       the part of every weight that each rank has
+    groups      param groups as Megatron makes them
+    scheduler   the state of Megatron's schedules of learning rate and weight decay
+    args        the Namespace in every file
+    written_states
+                extra states and random states of ranks, on the new grid
+    chain       the states of one optimizer, or of a chain of several
+    legacy      a folder for each rank (``--ckpt-format torch``)
+    dist        one DCP directory for all grids (``--ckpt-format torch_dist``)
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ def lay_out(state: WritableState, wanted: MegatronOptions, described: Described)
     else:
         laid_out = legacy.lay_out_files(choice, inside)
     return LaidOut(
-        skeletons.join([legacy.lay_out_tracker(choice), *laid_out]), tuple(_notes(choice))
+        skeletons.join([legacy.lay_out_tracker(choice), *laid_out]), tuple(_write_notes(choice))
     )
 
 
-def _notes(choice: Resolved) -> list[str]:
+def _write_notes(choice: Resolved) -> list[str]:
     notes = [*choice.notes, *_describe_builder(choice.args), *_describe_ignored_args(choice.args)]
     if choice.wanted.weights_only:
         return [*notes, "only the weights, as a release: Megatron loads nothing else of a release"]
@@ -73,9 +74,9 @@ def _describe_core(choice: Resolved) -> Iterator[str]:
 
     if choice.wanted.form == "torch_dist" and dist.writes_ranges(choice):
         yield (
-            f"the distributed optimizer is in {dist.RANGES}, as in the source: Megatron-core loads"
-            " it up to 0.15; for 0.16 write --ckpt-format torch, which all load on the grid that it"
-            " is written for"
+            f"the distributed optimizer is in {dist.RANGES}, as in the source, which Megatron-core"
+            " up to 0.15 loads; for 0.16 write --ckpt-format torch, which every version loads on the"
+            " grid that it is written for"
         )
 
 
