@@ -10,7 +10,11 @@ Modules beside the packages of the formats:
     unclear     refusals of paths that are not a checkpoint by themselves, with hints
     run         the choice of a checkpoint in a run directory
     beside      files beside tensors: the trainer's state, its scheduler, random states
+    values      the values of weights that files store as codes and scales
     live_form   the names, shapes and groups that a live model of transformers has
+    placeholders
+                weights without elements, which ZeRO 3 leaves in a module
+    engines     known defects of the engines that load checkpoints
 """
 
 from __future__ import annotations

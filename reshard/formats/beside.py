@@ -36,7 +36,7 @@ _COMPANIONS = {
 }
 
 
-def with_companions(manifest: Manifest, location: Location) -> Manifest:
+def add_companions(manifest: Manifest, location: Location) -> Manifest:
     """Add the files of HF Trainer or Accelerate that are beside or above a DeepSpeed checkpoint.
 
     Raises:
@@ -68,7 +68,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
             ),
             unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
         )
-        return with_kept_files(extended, near)
+        return add_kept_files(extended, near)
     return manifest
 
 
@@ -89,7 +89,7 @@ def describe_recipe(location: Location) -> list[str]:
     return [note]
 
 
-def with_kept_files(manifest: Manifest, location: Location) -> Manifest:
+def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
     """Add the files that only their framework understands; their values become client state.
 
     Raises:
@@ -113,7 +113,7 @@ def with_kept_files(manifest: Manifest, location: Location) -> Manifest:
     )
 
 
-def with_run(manifest: Manifest, location: Location) -> Manifest:
+def add_run_document(manifest: Manifest, location: Location) -> Manifest:
     """Add our trainer's document of its run, if there is one.
 
     Raises:
@@ -134,10 +134,11 @@ def find_model(location: Location, wrap: str | None) -> ModelHint | None:
     """
     for folder in (".", *(CONFIG_FOLDERS if not location.chosen else ())):
         config = location.nested(f"{folder}/config.json")
-        # The config only helps where the files are ambiguous, so a broken one is no reason to fail.
+        # The config is needed only if the files are ambiguous, so reading goes on without a broken
+        # one.
         with contextlib.suppress(CorruptError):
             if config and is_model_config(config):
-                return ModelHint(str(config), wrap, by_blocks=_is_verls_first(location))
+                return ModelHint(str(config), wrap, by_blocks=_is_verl_with_fsdp_1(location))
     with contextlib.suppress(CorruptError):
         base = _find_base_config(location)
         if base is not None and is_model_config(base):
@@ -162,7 +163,7 @@ def _find_base_config(location: Location) -> Path | None:
     return config if config.is_file() else None
 
 
-def _is_verls_first(location: Location) -> bool:
+def _is_verl_with_fsdp_1(location: Location) -> bool:
     """Return whether verl wrapped the model with FSDP 1, according to its ``fsdp_config.json``."""
     settings = location.files.get("fsdp_config.json")
     return settings is not None and read_json_object(settings).get("FSDP_version") == 1
@@ -197,7 +198,8 @@ def describe_trained_model(location: Location, given: str | None) -> ModelShapes
             if given:
                 return ModelHint(given).shapes()
             hint = find_model(near, None)
-            with contextlib.suppress(UsageError, UnsupportedError):  # a model that is not here
+            # transformers may not have the class, or the code of the model.
+            with contextlib.suppress(UsageError, UnsupportedError):
                 return hint.shapes() if hint else None
     return None
 

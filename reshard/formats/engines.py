@@ -15,7 +15,8 @@ from pathlib import PurePath
 from reshard.formats.target_options import FsdpVersion
 from reshard.manifest import Manifest
 
-_BY_ACCELERATE = ("accelerate", "fsdp", "hf-trainer")  # who loads FSDP's files by its functions
+# Formats whose files of FSDP are loaded by Accelerate's functions.
+_BY_ACCELERATE = ("accelerate", "fsdp", "hf-trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ TABLE = (
         concerns=lambda form: _is_dcp_of_fsdp(form) and not _is_local(form),
         fsdp=1,
         effect="under FSDP 1 (fsdp_version=1) load_state and the Trainer's resume restore no Adam"
-        " state from a sharded directory, their own included, and say nothing",
+        " state from a sharded directory, not even from one that they saved, and report nothing",
         remedy="resume it with FSDP 2, or write --state-dict-type full, which FSDP 1 restores",
         source="utils/fsdp_utils.py, load_fsdp_optimizer: FSDP.optim_state_dict of an optimizer"
         " that has made no step is empty, so DCP loads nothing into it; run at 2 ranks:"
@@ -133,8 +134,8 @@ TABLE = (
         engine="accelerate",
         checked="1.15.0",
         concerns=_is_local,
-        effect="load_state refuses the files of LOCAL_STATE_DICT, its own included: it opens them"
-        " with weights_only=True, which rejects ShardedTensor",
+        effect="load_state refuses the files of LOCAL_STATE_DICT, also those that it saved: it"
+        " opens them with weights_only=True, which rejects ShardedTensor",
         remedy="write --state-dict-type full, or sharded for FSDP 2",
         source="utils/fsdp_utils.py, load_fsdp_model; tests/judged/test_accelerate.py",
     ),

@@ -1,4 +1,4 @@
-"""The form that a live model of transformers has of a checkpoint: its names, shapes and groups."""
+"""A training state under the names, shapes and groups of a live model of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.naming.published import ModelConfig, choose_form, restore_memory_fo
 
 
 def find_live_form(manifest: Manifest) -> Manifest | None:
-    """Return the training state as a live model of transformers has it.
+    """Return the training state in the form that a live model of transformers has.
 
     Returns:
         None if the checkpoint has that form, or if nothing states a model of transformers.
@@ -23,16 +23,16 @@ def find_live_form(manifest: Manifest) -> Manifest | None:
         return restore_memory_form(manifest)
     try:
         return _rename(manifest, source)
-    except (UsageError, UnsupportedError):  # of no family with a table, or one that is not built
+    except (UsageError, UnsupportedError):  # no family fits, or transformers cannot build the model
         return None
 
 
 def _rename(manifest: Manifest, source: Source) -> Manifest | None:
-    """Return a state with names of its format's own models under those in transformers' memory.
+    """Return a state whose names are of the format's own models under those of transformers.
 
     Raises:
         UsageError: transformers cannot build the model.
-        UnsupportedError: the model has a feature without counterpart.
+        UnsupportedError: the model has a feature that no model of transformers has.
     """
     named = naming.choose_names(manifest, source.names, NameOptions())
     if named.config is None:

@@ -29,14 +29,14 @@ def warn(manifest: Manifest, *, is_filled: bool) -> Manifest:
     Raises:
         IncompleteError: more than half of the weights are placeholders.
     """
-    hollow = manifest.placeholders
-    if not hollow:
+    empty = manifest.placeholders
+    if not empty:
         return manifest
     weights = {entry.fqn for entry in manifest.entries.values()}
     # A single weight without elements may be a real one, even in a model of one weight.
-    if 2 * len(hollow) > len(weights) and len(hollow) > 1 and not is_filled:
-        raise _build_incomplete_error(manifest, hollow, len(weights))
-    text = f"{_describe(hollow)}, unless the model has parameters without elements"
+    if 2 * len(empty) > len(weights) and len(empty) > 1 and not is_filled:
+        raise _build_incomplete_error(manifest, empty, len(weights))
+    text = f"{_describe(empty)}, unless the model has parameters without elements"
     return replace(manifest, warnings=(*manifest.warnings, text + _describe_ranks(manifest)))
 
 
@@ -50,20 +50,20 @@ def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
         IncompleteError: some of them are placeholders; the message names them.
     """
     chosen = {entry.fqn for entry in written}
-    hollow = find(manifest, chosen)
-    if hollow:
-        raise _build_incomplete_error(manifest, hollow, len(chosen))
+    empty = find(manifest, chosen)
+    if empty:
+        raise _build_incomplete_error(manifest, empty, len(chosen))
 
 
-def refuse_beside_ranks(manifest: Manifest, hollow: Sequence[str]) -> None:
+def refuse_beside_ranks(manifest: Manifest, empty: Sequence[str]) -> None:
     """Refuse to fill placeholders whose weights are in a DeepSpeed checkpoint near the file.
 
     Raises:
         IncompleteError: there is such a checkpoint; the message names it.
     """
-    if hollow and _find_ranks(manifest):
+    if empty and _find_ranks(manifest):
         weights = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
-        raise _build_incomplete_error(manifest, hollow, len(weights))
+        raise _build_incomplete_error(manifest, empty, len(weights))
 
 
 def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
@@ -75,21 +75,21 @@ def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
     suspects = [fqn for fqn in manifest.placeholders if names is None or fqn in names]
     shapes = _read_shapes_beside(manifest) if suspects else {}
     if shapes is None:
-        # Several are hardly real parameters; a single one may be.
+        # Several weights of shape [0] are hardly all without elements in the model; one may be.
         return suspects if len(suspects) > 1 else _find_odd_ones(manifest, suspects)
     return [fqn for fqn in suspects if 0 not in shapes.get(fqn, ())]
 
 
 def _build_incomplete_error(
-    manifest: Manifest, hollow: Sequence[str], weights: int
+    manifest: Manifest, empty: Sequence[str], weights: int
 ) -> IncompleteError:
-    real, have = _find_ranks(manifest), "has" if len(hollow) == 1 else "have"
+    checkpoint, have = _find_ranks(manifest), "has" if len(empty) == 1 else "have"
     return IncompleteError(
         manifest.origin.path,
-        f"{len(hollow)} of {weights} weights {have} size 0 ({some(hollow)}): ZeRO-3 placeholders,"
+        f"{len(empty)} of {weights} weights {have} size 0 ({some(empty)}): ZeRO-3 placeholders,"
         " the real weights are in the ranks' *_optim_states.pt",
-        f"merge {real}"
-        if real
+        f"merge {checkpoint}"
+        if checkpoint
         else (
             "merge the checkpoint directory that contains those files. If the model has no"
             " elements there, put its config.json beside the file, or pass --exclude for these"
@@ -98,9 +98,9 @@ def _build_incomplete_error(
     )
 
 
-def _describe(hollow: Sequence[str]) -> str:
+def _describe(empty: Sequence[str]) -> str:
     return (
-        f"{counted(len(hollow), 'weight')} of size 0 ({some(hollow)}): ZeRO-3 placeholders, the"
+        f"{counted(len(empty), 'weight')} of size 0 ({some(empty)}): ZeRO-3 placeholders, the"
         " real weights are in the ranks' *_optim_states.pt"
     )
 
@@ -113,14 +113,14 @@ def _find_ranks(manifest: Manifest) -> str:
 
 
 def _describe_ranks(manifest: Manifest) -> str:
-    """Return a hint at that checkpoint for a message; empty without one."""
-    real = _find_ranks(manifest)
-    return f"; see {real}" if real else ""
+    """Return the end of a message that names the checkpoint with the weights, if there is one."""
+    checkpoint = _find_ranks(manifest)
+    return f"; see {checkpoint}" if checkpoint else ""
 
 
 def _read_shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of the model of a config beside the checkpoint, if one helps."""
-    from reshard.formats import beside  # imported here: it is needed for suspects alone
+    """Return the shapes of the model whose config is beside the checkpoint; None if unknown."""
+    from reshard.formats import beside  # imported here: only placeholders need it
 
     model_hint: ModelHint | None = beside.find_model(
         Location([get_directory(manifest.origin.path)]), None

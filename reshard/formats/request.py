@@ -45,15 +45,17 @@ class Request:
     Args:
         world_size: number of ranks of the output.
         file: name of the output, if it is one file.
+        parallel: sizes of model parallelism.
         dtype: dtype of the module's parameters; None: as trained.
         rank_files: whether there is a file per rank in a layout that is DCP by default.
         fsdp_version: FSDP version of verl's files.
         orig_params: FSDP 1: write ``use_orig_params``, for a forward pass in this dtype.
-        run: the run of ``python -m trainer`` that the source is a checkpoint of.
+        run: the run of ``python -m trainer`` whose checkpoint the source is.
         keeps_layout: whether the user left the choice of the layout to the source.
         separate_masters: whether the optimizer updates fp32 copies of the module's parameters.
-        device: device type of the mesh in DTensor files; loading needs the model's own.
-        model: the model, built; ``model_hint``: the user's name for it.
+        device: device type of the mesh in DTensor files; torch loads them only into a model on that
+            type of device.
+        model: names and shapes of the built model; ``model_hint``: how the user named it.
         rng: whether random states are kept, derived or dropped; None: kept if that is possible.
         grid: the device mesh; None: one axis of all ranks.
         tensor: how the tensor-parallel axis of the mesh cuts parameters.
@@ -64,7 +66,7 @@ class Request:
         live_groups: param groups of the live optimizer that loads the output; empty: those of the
             source.
         live_fsdp: version of FSDP in the running program that loads the output; None: unknown.
-        tag: name of DeepSpeed's tag, if the program that loads it has a name of its own.
+        tag: name of DeepSpeed's tag, if the program that loads the output looks for a certain one.
         own: what the writer derived from the options for its own use; see its ``resolve``.
     """
 

@@ -34,7 +34,7 @@ PARTS = (  # folders of a checkpoint
     "trainer",  # prime-rl's
 )
 _FOLDERS = ("checkpoints", "checkpoint", "ckpt", *PARTS)
-_DEPTH = 3
+_DEPTH = 3  # directories from a run to its checkpoint
 _LISTED = 6
 _LONGEST = 20  # digits of a step
 
@@ -128,7 +128,7 @@ def list_checkpoints(
     if len(runs) > 1:
         raise UnrecognisedError(
             location,
-            f"holds the checkpoints of several models: {' and '.join(runs)}",
+            f"contains the checkpoints of several models: {' and '.join(runs)}",
             "pass the directories of one model's checkpoints",
         )
     return next(iter(runs.values()), {})
@@ -137,7 +137,7 @@ def list_checkpoints(
 def list_runs(
     location: Location, detect: Callable[[Location], bool], depth: int = _DEPTH
 ) -> dict[str, dict[int, Location | None]]:
-    """Return the runs that a directory holds, with their checkpoints as in `list_checkpoints`.
+    """Return the runs in a directory, with their checkpoints as in `list_checkpoints`.
 
     A run that trains several models has each in a folder of the numbered directories (verl:
     ``actor`` and ``critic``). The runs have the names of these folders; a single run has none.
@@ -145,18 +145,17 @@ def list_runs(
     Raises:
         UnrecognisedError: there are several runs beside one another.
     """
-    numbers = list_numbered(location)
-    if depth:
-        models = [_list_models(folder, detect, depth - 1) for folder in numbers.values()]
-        names = [name for name in _FOLDERS if any(name in each for each in models)] or [""]
-        found = {
-            name: {n: _find_model(numbers[n], name, detect, depth - 1) for n in sorted(numbers)}
-            for name in names
-        }
-        if any(place for places in found.values() for place in places.values()):
-            return found
     if not depth:
         return {}
+    numbers = list_numbered(location)
+    models = [_list_models(folder, detect, depth - 1) for folder in numbers.values()]
+    names = [name for name in _FOLDERS if any(name in each for each in models)] or [""]
+    found = {
+        name: {n: _find_model(numbers[n], name, detect, depth - 1) for n in sorted(numbers)}
+        for name in names
+    }
+    if any(checkpoint for run in found.values() for checkpoint in run.values()):
+        return found
     inside = [location.folders[name] for name in _FOLDERS if name in location.folders]
     several = [each for folder in inside if (each := list_runs(folder, detect, depth - 1))]
     if len(several) > 1:

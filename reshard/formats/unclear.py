@@ -23,8 +23,8 @@ _KINDS = "pass a run directory, a checkpoint directory, or a weights file"
 _MODEL = re.compile(
     r"(pytorch_|adapter_)?model(_\d+)?\.(bin|pt|pth)"
 )  # beside runs, the model itself
-_LEVELS = 3  # directories above a run
-_SEARCHED = 100  # directories of one level; more are not those of runs
+_LEVELS = 3  # of directories below the given one, in which a run is looked for
+_SEARCHED = 100  # directories of one level: more of them are not runs
 _LOADER = "dataloader"  # prime-rl's: a file of each rank
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
@@ -64,6 +64,16 @@ def refuse_one_of_many(location: Location) -> None:
             "pass the directory that has the index (model.safetensors.index.json,"
             " pytorch_model.bin.index.json) and all shards",
         )
+    _refuse_torchtune_shards(location, names)
+    _refuse_rank_files(location, names)
+
+
+def _refuse_torchtune_shards(location: Location, names: Iterable[str]) -> None:
+    """Refuse the shards that torchtune wrote before it had an index, if one of them is meant.
+
+    Raises:
+        UnsupportedError: there are several.
+    """
     shards = [name for name in location.files if _TORCHTUNE.fullmatch(name)]
     if len(shards) > 1 and any(map(_TORCHTUNE.fullmatch, names)):
         raise UnsupportedError(
@@ -72,6 +82,14 @@ def refuse_one_of_many(location: Location) -> None:
             "load the shards of one epoch and save them as one state dict; --from torch reads a"
             " single shard",
         )
+
+
+def _refuse_rank_files(location: Location, names: Iterable[str]) -> None:
+    """Refuse one rank's file of a model-parallel checkpoint.
+
+    Raises:
+        UnsupportedError: a file's name states a rank, and there are those of other ranks.
+    """
     for name in names:
         match = _MODEL_PARALLEL.search(name)
         siblings = [n for n in location.files if match and _MODEL_PARALLEL.search(n)]
@@ -104,7 +122,7 @@ def find_format(location: Location) -> str | None:
 
 
 def _find_parts_beside(location: Location) -> list[str]:
-    """Return the loose files beside a folder that has the checkpoint, if there is such a folder."""
+    """Return the loose files beside a folder that contains the checkpoint; empty without one."""
     folders = [location.folders[name] for name in run.PARTS if name in location.folders]
     if location.chosen or not folders or not registry.is_loose(location):
         return []
@@ -131,7 +149,7 @@ def find_checkpoint_below(location: Location, read: Iterable[str]) -> str:
 
 
 def describe_unread(location: Location) -> list[str]:
-    """Return a note on the loose files beside the folder that a checkpoint is in, and in it."""
+    """Return a note on the loose files in and beside the folder of a checkpoint."""
     if location.chosen:
         return []
     paths = []

@@ -44,8 +44,8 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
         return divide_parameters(model) if model else ()
 
     manifest = _read_state(place, hints.rules, find_divisions)
-    manifest = beside.with_companions(manifest, location)
-    return beside.with_run(manifest, Location([get_directory(manifest.origin.path)]))
+    manifest = beside.add_companions(manifest, location)
+    return beside.add_run_document(manifest, Location([get_directory(manifest.origin.path)]))
 
 
 def _read_state(location: Location, rules: Path | None, find_divisions: FindDivisions) -> Manifest:

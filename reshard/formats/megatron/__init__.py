@@ -7,20 +7,21 @@
     verl        what verl saves beside torch_dist, and its three directories as one
     names       local, global and stacked names
     order       the order of a model's parameters
-    grouped     tensors that hold several parameters, or one in an old order
+    grouped     tensors that store several parameters, or one whose heads are in an old order
     buckets     the distributed optimizer's flat buffers
     groups      which param group a parameter is in
     optimizer   every form of a rank's optimizer
     rank        one rank's files
     model       the parameters of a rank, if no file lists them
     share       the layers and experts of a model chunk
-    rank_states the states that ranks save beside tensors; kept_states: which are written
+    rank_states the states that ranks save beside tensors
+    kept_states which of these states a conversion keeps
     legacy      the torch format: a folder for each rank
     dist        the torch_dist format: DCP with Megatron's keys
     dist_flat   the distributed optimizer's buffers there
     grid        the manifests of all ranks joined
     train       the training state beside the tensors
-    translate   the same in the form that other frameworks load
+    translate   the training state in the form that other frameworks load
     write       the files of other ranks, in either format
 
 Facts: Megatron-LM core_v0.16.1; torch_dist of core 0.20 also.

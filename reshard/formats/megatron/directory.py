@@ -66,7 +66,7 @@ def detect(location: Location) -> bool:
     return is_recognized or bool(list_rank_folders(location)) or bool(list_parts(location))
 
 
-def holds(location: Location) -> bool:
+def is_run(location: Location) -> bool:
     """Return whether a location is a run directory of Megatron, which may hold other files."""
     return TRACKER in location.files and any(map(detect, location.folders.values()))
 

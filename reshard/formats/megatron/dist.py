@@ -65,7 +65,7 @@ _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
-_FULLY = (
+_ADVICE_RESHARDABLE = (
     "save it once with --dist-ckpt-optim-fully-reshardable (verl:"
     " dist_ckpt_optim_fully_reshardable)"
 )
@@ -94,26 +94,26 @@ def read(location: Location, table: Table) -> Manifest:
     exported = None if of_model else verl.read_exported(location)
     if exported is None and not of_model:
         raise CorruptError(location, "contains no model")
-    run = args
+    saved_args = args
     if not args.values:
         # verl states how ranks divide the model. That does not describe the model, so it is not
         # among the arguments.
         fqns = {entry.fqn for entry in exported.entries.values()} if exported else of_model.keys()
         is_tied = names.OUTPUT not in fqns
-        known = verl.read_grid(verl.find_root(location), is_tied=is_tied)
-        args = arguments.parse(known, str(location))
+        stated = verl.read_grid(verl.find_root(location), is_tied=is_tied)
+        args = arguments.parse(stated, str(location))
     keys = _KeyReader(table, args)
     weights = [*keys.respell(exported.entries.values())] if exported else []
     weights += [
         replace(entry, kind=BUFFER if names.is_buffer(entry.fqn) else PARAM)
         for key, tensor in of_model.items()
-        for entry in keys.entries(key, PARAM, tensor)
+        for entry in keys.read_entries(key, PARAM, tensor)
     ]
     slots = [
         entry
         for key, tensor in stored.items()
         if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
-        for entry in keys.entries(slot[2], optimizer.get_kind(slot[1]), tensor)
+        for entry in keys.read_entries(slot[2], optimizer.get_kind(slot[1]), tensor)
     ]
     # The optimizer's groups are filled in the order of ``named_parameters``, which DCP keys lack.
     whole = index_entries(grid.sort_entries(weights))
@@ -131,12 +131,12 @@ def read(location: Location, table: Table) -> Manifest:
     state = optimizer.read(chained or common.get("optimizer"), params, args, table, str(location))
     buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location))
     problem = buffers.find_problem()
-    advice = _FULLY
+    advice = _ADVICE_RESHARDABLE
     try:
         flat = [] if problem else buffers.read_entries()
     except CorruptError as error:
         if exported is None and isinstance(error, optimizer.SmallBufferError):
-            # The weights lie apart from the buffers, and are whole without them.
+            # The weights are stored apart from the buffers, so they are complete without them.
             flat, problem, advice = [], error.problem, error.remedy
         elif exported is None:
             raise
@@ -158,7 +158,10 @@ def read(location: Location, table: Table) -> Manifest:
             **(exported.files if exported else {}),
         },
         train=train.make_train_state(
-            {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)}, run, state, range(0)
+            {**common, rank_states.RNG: _get_first(objects, rank_states.RNG)},
+            saved_args,
+            state,
+            range(0),
         ),
         # Megatron saves the last stage's copy under the embedding's key, so its name is not here.
         tied={names.OUTPUT: names.EMBEDDING}
@@ -305,7 +308,7 @@ def _join_rows(parts: Sequence[GlobalTensor]) -> GlobalTensor:
 
 
 def _read_files(location: Location) -> tuple[ParsedTree, dict[str, Any]]:
-    """Return all keys with the files that have them, and what all ranks share."""
+    """Return the tree of all keys, and what all ranks share."""
     parts = directory.list_parts(location)
     common = verl.read_stated(verl.find_root(location), parts)
     trees = verl.read_parts(parts) if parts else {"": dcp.read_flat(location)}
@@ -323,7 +326,7 @@ def _read_files(location: Location) -> tuple[ParsedTree, dict[str, Any]]:
 def _read_common(
     location: Location, objects: Mapping[str, list[Any]]
 ) -> tuple[dict[str, Any], list[TorchFile]]:
-    """Return what all ranks share (arguments, counters, param groups), and the file of its own."""
+    """Return what all ranks share (arguments, counters, param groups), and the file of it, if any."""
     path = location.files.get(directory.COMMON)
     if path is not None:
         file = torch_reader.read(path)
@@ -358,9 +361,9 @@ def _convert_nemo(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_sharding_type(root: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the form of a distributed optimizer where core 0.13 and later have it.
+    """Return the values with the distributed optimizer's form where core 0.13 and later state it.
 
-    The optimizer's own state has it in every version, ``content_metadata`` since 0.13
+    The optimizer's own state states it in every version, ``content_metadata`` since 0.13
     (``core/optimizer/distrib_optimizer.py``, ``training/checkpointing.py``).
     """
     states = optimizer.list_states(root.get("optimizer"))
@@ -376,7 +379,7 @@ def _get_first(objects: Mapping[str, list[Any]], key: str) -> Any:
 
 
 def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entry]) -> str:
-    """Return the description of the format: how a distributed optimizer is saved."""
+    """Return the name of the format, with the form of a distributed optimizer if there is one."""
     metadata = common.get("content_metadata")
     sharding = metadata.get(train.SHARDING) if isinstance(metadata, dict) else None
     if sharding is None and flat:
@@ -387,20 +390,20 @@ def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequ
 
 
 class _KeyReader:
-    """The reader of torch_dist keys as names of the saving model."""
+    """Reads stored tensors as parameters, under the names that the saving model has for them."""
 
     def __init__(self, table: Table, args: Arguments) -> None:
         self._table = table
         self._args = args
 
-    def entries(self, key: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
+    def read_entries(self, key: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
         """Yield the parameters that one stored tensor holds."""
         name = names.parse_stacked(key)
         if name is None:
-            yield from self._experts(key, kind, tensor)
+            yield from self._read_experts(key, kind, tensor)
             return
         for index, one in enumerate(_unstack(tensor)):
-            yield from self._experts(name.replace("{}", str(index), 1), kind, one)
+            yield from self._read_experts(name.replace("{}", str(index), 1), kind, one)
 
     def respell(self, entries: Collection[Entry]) -> Iterator[Entry]:
         """Yield parameters that have the table's names under those of the saving model."""
@@ -409,17 +412,17 @@ class _KeyReader:
             name = names.spell_for_dist(self._table, entry.fqn, fqns)
             yield replace(entry, fqn=names.spell_as_saved(self._table, name, self._args))
 
-    def _experts(self, name: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
+    def _read_experts(self, name: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
         parsed = names.parse_dist_expert(name)
         if parsed is None:
-            yield self._entry(name, kind, tensor)
+            yield self._make_entry(name, kind, tensor)
             return
         pattern, number = parsed
         numbered = enumerate(_unstack(tensor)) if number is None else [(number, tensor)]
         for index, expert in numbered:
-            yield self._entry(pattern.replace("{}", str(index), 1), kind, expert)
+            yield self._make_entry(pattern.replace("{}", str(index), 1), kind, expert)
 
-    def _entry(self, name: str, kind: str, tensor: GlobalTensor) -> Entry:
+    def _make_entry(self, name: str, kind: str, tensor: GlobalTensor) -> Entry:
         fqn = names.spell_as_saved(self._table, name, self._args)
         return Entry(fqn, kind, tensor.dtype, tensor.shape, tensor.chunks)
 

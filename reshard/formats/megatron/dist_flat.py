@@ -37,8 +37,8 @@ _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
     """Return the state of each optimizer, as its first model-parallel group saved it."""
     states: dict[int, dict[str, Any]] = {}
-    # Any group would do, because all ranks have the same param groups (``_get_param_groups``);
-    # sorting makes the choice independent of the order in the file.
+    # Any group will do, because all ranks have the same param groups (``_get_param_groups``).
+    # Sorting makes the choice independent of the order in the file.
     for key in sorted(objects):
         chain = CHAIN.fullmatch(key)
         match = _GROUP.fullmatch(chain[2]) if chain else None
@@ -153,9 +153,9 @@ class FlatBuffers:
         return min(ep for other, ep in directory.list_saving_ranks(self._args) if other == tp)
 
     def _get_group(self, rank: GridPosition, *, experts: bool) -> int:
-        """Return the number of a model-parallel group: tensor, expert, then pipeline ranks.
+        """Return the number of a model-parallel group, ``dp_group_idx`` (get_megatron_optimizer).
 
-        ``dp_group_idx`` (get_megatron_optimizer).
+        Groups are numbered by tensor rank, then expert rank, then pipeline stage.
         """
         args = self._args
         if not experts:
@@ -184,7 +184,7 @@ class FlatBuffers:
                     raise optimizer.make_layout_error(self._path, what, members, sum(numels))
                 for bucket, tensor in zip(fitted, ordered, strict=True):
                     pieces = [(chunk.box.origin[0], chunk) for chunk in tensor.chunks]
-                    if not _are_on_edges(bucket.members, pieces):
+                    if not _respect_edges(bucket.members, pieces):
                         raise optimizer.make_layout_error(self._path, what, members, sum(numels))
                     yield from optimizer.split_flat(slot, bucket.members, pieces)
 
@@ -193,8 +193,8 @@ class FlatBuffers:
     ) -> Sequence[int]:
         """Return the elements of a buffer's buckets without the padding at their ends.
 
-        The form of core up to 0.14, ``fully_sharded_bucket_space``, stores the padding too; what
-        the buckets hold without it is beside them.
+        The form of core up to 0.14, ``fully_sharded_bucket_space``, stores the padding too, and
+        the numbers of elements without it in an object beside the buckets.
         """
         try:
             (numels,) = self._unpadded[group][number].values()
@@ -205,8 +205,8 @@ class FlatBuffers:
         return numels if fits else stored
 
 
-def _are_on_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:
-    """Return whether no stored piece crosses the edge of a parameter."""
+def _respect_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:
+    """Return whether no stored piece reaches across the start or end of a parameter."""
     edges = sorted({edge for member in members for edge in (member.start, member.stop)})
     # Megatron stores each parameter's range on a rank, and each gap, as a piece of its own
     # (sharded_param_state_dp_reshardable): a piece across an edge proves another layout.

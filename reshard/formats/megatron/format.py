@@ -12,8 +12,8 @@ from reshard.formats.megatron.directory import (
     NAME,
     detect,
     find_checkpoint,
-    holds,
     is_dist,
+    is_run,
     is_zarr,
     list_parts,
 )
@@ -63,7 +63,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     manifest = remainders.complete_masters(
         manifest, may_be_float=not args or args.get(PRECISION_AWARE) is True
     )
-    return beside.with_run(manifest, location)
+    return beside.add_run_document(manifest, location)
 
 
 def _read_args(manifest: Manifest) -> Mapping[str, Any]:
@@ -274,6 +274,6 @@ FORMAT = Format(
         )
     },
     writers=(Megatron(),),
-    claims=holds,
+    claims=is_run,
     requires=("dcp",),
 )

@@ -45,6 +45,14 @@ from reshard.paths import as_path
 from reshard.pickles import trust
 from reshard.state_dict.tree import as_global
 
+_FINAL_NORM = re.compile(r"(^|\.)final_(layer)?norm\.")
+_EMBEDDING = re.compile(r"(^|\.)word_embeddings\.")
+_SEED, _SEED_BYTES = "the seed of its random states", 8
+_LAYER_WISE = (
+    "each data-parallel rank has the states of some layers, in its own layer_wise_optimizer_N.pt"
+)
+_AXES = ("tp", "pp", "ep", "etp", "vp")
+
 
 def read(location: Location, table: Table) -> Manifest:
     """Return every rank's files as one manifest.
@@ -112,7 +120,10 @@ def _collect_random(
 
 
 def _complete_sizes(args: Arguments, location: Location) -> Arguments:
-    """Return arguments that state the grid; if the files have none, from the folders' names."""
+    """Return arguments that state the grid: those of the files, else those that follow from names.
+
+    The folders' names state the number of ranks on each axis.
+    """
     if args.values:
         return args
     numbers = [name.split("_")[2:] for name in directory.list_rank_folders(location)]
@@ -150,7 +161,8 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
                 MIXED,
             )
         _check_position(rank, file, args)
-    # Ranks with the same dense layers have one file between them, unless they have experts.
+    # Of the ranks with the same dense layers only the first must have the file; the others have
+    # one only if their experts are in buffers.
     flat = [file for rank, file in opened.items() if file.flat is not None]
     lacking = [
         f
@@ -198,24 +210,26 @@ def _add_claims(rank: GridPosition, file: RankFile, args: Arguments) -> dict[str
 
 
 def _claim_stage(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
-    """Yield a claim whether a file is of the last pipeline stage, which alone has the final norm.
+    """Yield the claim of a file that has the final norm, or lacks it, about its pipeline stage.
+
+    Only the last stage has the norm.
 
     Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py``
     (``has_final_layernorm_in_this_stage``), ``megatron/model/transformer.py`` of 2.x
     (``post_process``).
     """
-    names = [name for chunk in file.read_chunks() for name in chunk.params]
+    params = [name for chunk in file.read_chunks() for name in chunk.params]
     # In a model with other names no stage would have the norm, so a file must show a known name.
-    is_known = any(_FINAL_NORM.search(name) or _EMBEDDING.search(name) for name in names)
+    is_known = any(_FINAL_NORM.search(name) or _EMBEDDING.search(name) for name in params)
     if args.pp > 1 and is_known:
-        has_norm = any(map(_FINAL_NORM.search, names))
+        has_norm = any(map(_FINAL_NORM.search, params))
         stages = {False: "one before the last", True: "the last"}
         expected = stages[rank.pp == args.pp - 1]
         yield Claim("pipeline stage", stages[has_norm], "its list of parameters", expected)
 
 
 def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
-    """Yield the tensor- and expert-parallel ranks that the seeds of the random states state.
+    """Yield the tensor- and expert-parallel ranks that follow from the seeds of random states.
 
     Source: Megatron-LM core_v0.16.1 ``core/tensor_parallel/random.py``
     (``model_parallel_cuda_manual_seed``): of a seed s the tensor-parallel tracker gets
@@ -231,7 +245,7 @@ def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterato
     dense, expert = map(
         _read_seed, map(trackers.get, ("model-parallel-rng", "expert-parallel-rng"))
     )
-    # A difference that is no rank's number shows seeds that were made in another way: no claim.
+    # Seeds that were made in another way differ by a number that is not a rank's: no claim then.
     if base is not None and dense is not None and 0 <= (tp := dense - base - 2718) < args.tp:
         yield Claim("tensor-parallel rank", str(tp), _SEED, str(rank.tp))
     if base is not None and expert is not None and expert >= base + 1024:
@@ -253,15 +267,6 @@ def _read_seed(state: Any) -> int | None:
     with SourceFiles() as pool:
         chunk = tensor.chunks[0]
         return int.from_bytes(pool.read(chunk.file, chunk.byte_offset, _SEED_BYTES), "little")
-
-
-_FINAL_NORM = re.compile(r"(^|\.)final_(layer)?norm\.")
-_EMBEDDING = re.compile(r"(^|\.)word_embeddings\.")
-_SEED, _SEED_BYTES = "the seed of its random states", 8
-_LAYER_WISE = (
-    "each data-parallel rank has the states of some layers, in its own layer_wise_optimizer_N.pt"
-)
-_AXES = ("tp", "pp", "ep", "etp", "vp")
 
 
 def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -> list[list[int]]:
@@ -311,19 +316,19 @@ def _read_rank(
     params: list[RankParam] = []
     for number, (chunk, layers) in enumerate(zip(file.read_chunks(), offsets, strict=True)):
 
-        def global_name(name: str, layers: int = layers) -> str:
+        def name_globally(name: str, layers: int = layers) -> str:
             return names.shift_numbers(name, layers=layers, experts=experts.start, table=table)
 
         for kind, tensors in ((PARAM, chunk.params), (BUFFER, chunk.buffers)):
             entries += [
-                Entry(global_name(name), kind, tensor.dtype, tensor.shape, tensor.chunks)
+                Entry(name_globally(name), kind, tensor.dtype, tensor.shape, tensor.chunks)
                 for name, tensor in tensors.items()
             ]
         params += [
-            RankParam(global_name(name), tensor.shape, tensor.dtype.name, number)
+            RankParam(name_globally(name), tensor.shape, tensor.dtype.name, number)
             for name, tensor in chunk.params.items()
         ]
-    # One rank's part of a layer-wise optimizer would pass for a run that froze the rest.
+    # One rank's part of a layer-wise optimizer would look like a run that froze the other layers.
     saved = None if file.is_layer_wise else file.root.get("optimizer")
     state = optimizer.read(saved, params, args, table, file.path)
     if file.is_layer_wise:
@@ -341,5 +346,5 @@ def _read_rank(
         unnamed_optimizers=state.unnamed_optimizers,
         unnamed=state.why_unnamed,
         unknown_globals=trust.list_unknown(set().union(*(each.globals for each in file.files))),
-        ordered=True,  # by the module's state dict; `grid` orders the ranks' together
+        ordered=True,  # as in the module's state dict; `grid` sorts the joined entries of all ranks
     )

@@ -93,7 +93,7 @@ def read(
     train = replace(train, rng_files=beside.list_random_files(location))
     notes = beside.describe_recipe(location)
     manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
-    return beside.with_kept_files(manifest, location)
+    return beside.add_kept_files(manifest, location)
 
 
 def _complete_train_state(
