@@ -6,10 +6,10 @@ the family has: a value, a list of possible values, or ``any`` for what its conf
 `megatron_traits` makes of every model's traits; both have constants, and fields that stand for
 traits (see `fields`). ``neutral`` lists values of further keys of the config that change nothing,
 ``neutral_args`` of further arguments (see `config_keys`). ``equal`` has fields whose value must be
-a given one. ``builder`` names the program whose modules the
-model is made of, if Megatron-core has none for it, and ``differs`` what they compute differently,
-which `convert` reports. ``alike`` lists other model types of
-transformers that compute the same from these keys: tests compare logits.
+a given one. ``builder`` names the program that builds the model if Megatron-core has no modules
+for it, and ``differs`` states what these modules compute differently, which a conversion reports.
+``alike`` lists other model types of transformers that compute the same from these keys: tests
+compare logits.
 
 The built-in families are those of every table in ``tables/``; a user's file adds its own.
 """
@@ -104,7 +104,8 @@ class Family:
         for _, line, value in fields.list_fields(self.args, traits.args or {}):
             traits = traits.with_values({line.own: line.read(value, traits.get)})
         if traits.rope_scaling and fields.KIND not in traits.rope_scaling:
-            return replace(traits, rope_scaling=None)  # numbers of a scaling that is not in use
+            # The file states the defaults of a scaling that is not in use.
+            return replace(traits, rope_scaling=None)
         return traits
 
     def make_config(self, traits: Traits) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class Family:
         built = {name: value for name, value in stated.items() if value}
         return megatron_traits.make_args(traits) | own | built
 
-    def differences(
+    def find_differences(
         self, config: Mapping[str, Any], traits: Traits
     ) -> Iterator[tuple[str, Any, Any]]:
         """Yield each setting in which a config of this family differs from a model.
@@ -271,7 +272,7 @@ def _parse_families(document: Mapping[str, Any], table: Table, source: str) -> I
 
 
 def _drop_null(lines: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lines without those that another family's are overridden with as null."""
+    """Return the lines but those that are null, with which a family cancels lines it has merged."""
     return {key: line for key, line in lines.items() if line is not None}
 
 
@@ -344,7 +345,7 @@ def get_families(name: str, path: Path | None = None) -> list[Family]:
     return families
 
 
-# The other way: traits of a config
+# The other direction: from a config to traits
 
 
 def read_config(

@@ -28,8 +28,9 @@ _FIELD = re.compile(
     r"(?P<optional>\?)?\}"
 )
 OTHERS = "others"  # the form that needs the number of layers too
-KIND = "rope_type"  # the item of a mapping without which it has no meaning
-_INVERSE = {"rows": "vocab", "shared_width": "shared_ffn"}  # traits that follow from another
+KIND = "rope_type"  # the item without which a mapping such as rope_scaling has no meaning
+# Traits that `Traits` computes -> the trait from which it does, which a file's value states.
+_INVERSE = {"rows": "vocab", "shared_width": "shared_ffn"}
 _ALIKE = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 
 
@@ -66,7 +67,11 @@ def _find_period(flags: tuple[int, ...]) -> list[int]:
 
 
 def _make_layer_types(*types: str) -> FieldForm:
-    """Return the form of a list whose numbers transformers has as these words."""
+    """Return the form of a list of numbers that transformers writes as these words.
+
+    Args:
+        types: the word for 0, the word for 1 ...
+    """
 
     def read(words: list[str]) -> tuple[int, ...]:
         for word in words:
@@ -93,7 +98,7 @@ def _read_blocks(words: list[str]) -> str:
 
 
 FORMS: Mapping[str, FieldForm] = {
-    # The letters of a hybrid model's layers, in transformers' words for them.
+    # The letters of a hybrid model's layers, as words of transformers.
     "blocks": FieldForm(_write_blocks, _read_blocks),
     # The number of dense layers before those with experts.
     "count_first": FieldForm(_count_first, lambda count: tuple(range(count or 0))),
@@ -101,28 +106,28 @@ FORMS: Mapping[str, FieldForm] = {
     "last": FieldForm(lambda count: count - 1, lambda number: number + 1),
     # A flag that states the opposite.
     "not": FieldForm(lambda value: not value, lambda value: not value),
-    # A number that is null where it is zero.
+    # A number; the file has null for zero.
     "or_none": FieldForm(lambda value: value or None, lambda value: value or 0, is_null=True),
-    # A factor that is null where it is one.
+    # A factor; the file has null for one.
     "not_one": FieldForm(
         lambda value: None if value == 1 else value,
         lambda value: 1.0 if value is None else value,
         is_null=True,
     ),
-    # One value that is a list of one.
+    # One value; the file has a list of one.
     "in_list": FieldForm(lambda value: [value], lambda value: value[0]),
-    # A list with 0 or 1 for each layer, as it is and with the opposite meaning.
+    # A list with 0 or 1 for each layer: as it is, with the opposite meaning, and its shortest part
+    # of which the list consists.
     "list": FieldForm(list, tuple),
     "opposite": FieldForm(
         lambda flags: [1 - flag for flag in flags], lambda flags: tuple(1 - flag for flag in flags)
     ),
-    # Such a list in transformers' words: 1 is a layer with a sliding window.
-    "layer_types": _make_layer_types("full_attention", "sliding_attention"),
-    # The shortest part of such a list that repeats itself.
     "period": FieldForm(_find_period, tuple),
-    # The same: 1 is a layer without rotary positions.
+    # Such a list in transformers' words: 1 is a layer with a sliding window,
+    "layer_types": _make_layer_types("full_attention", "sliding_attention"),
+    # without rotary positions,
     "chunk_types": _make_layer_types("chunked_attention", "full_attention"),
-    # The same: 1 is a layer of linear attention.
+    # or of linear attention.
     "linear_types": _make_layer_types("full_attention", "linear_attention"),
 }
 
@@ -144,12 +149,12 @@ class Field:
 
     @property
     def own(self) -> str:
-        """The trait that reading the line gives."""
+        """The name of the trait that `read` returns."""
         return _INVERSE.get(self.trait, self.trait)
 
     @property
     def needs_others(self) -> bool:
-        """Whether reading the line needs a trait that another line gives."""
+        """Whether `read` needs a trait that another line states."""
         return bool(self.divisor) or self.form == OTHERS
 
     @property
@@ -214,7 +219,7 @@ class Field:
         """
         if self.item:
             mapping = dict(known(self.trait) or {})
-            # A kind at its default says that there is no such mapping: see `Family.complete`.
+            # The default of `KIND` means that there is no such mapping: see `Family.complete`.
             if value is not None and (self.item != KIND or value != self.default):
                 mapping[self.item] = value
             return mapping or None

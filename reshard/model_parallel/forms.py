@@ -285,8 +285,7 @@ _FORMS: Mapping[str, Callable[[int, Architecture], FusedForm]] = {
     "rope": _make_rope,
 }
 NAMES = tuple(_FORMS)
-# any other form has one part
-PARTS: Mapping[str, int] = {
+PARTS: Mapping[str, int] = {  # any other form has one part
     "gate_up": 2,
     "qkv": 3,
     "qkvg": 3,

@@ -147,9 +147,8 @@ class _Renaming:
         """Return a weight with a constant added to its values; optimizer slots stay as they are."""
         if not added or entry.kind not in WEIGHT_KINDS:
             return entry
-        self.notes[f"the two sides define some norms differently: {added:+g} to their weights"] = (
-            None
-        )
+        text = f"the two sides define some norms differently: {added:+g} was added to their weights"
+        self.notes[text] = None
         # A 16-bit copy stays the rounded master: both come from the same values.
         master = self.manifest.entries.get((MASTER, entry.fqn)) if entry.kind == PARAM else None
         source = master if master and master.shape == entry.shape else entry
@@ -296,7 +295,7 @@ class _FromHf(_Renaming):
         if kept is not None and any(key[1] == kept for key in self.manifest.entries):
             return self.find_new_names(kept)
         part = self._parts[fqn] = self.spellings.find_by_hf(fqn)
-        return tuple(part.spelled(number).own for number in self._list_slices(fqn, part))
+        return tuple(part.find_parameter(number).own for number in self._list_slices(fqn, part))
 
     def _list_slices(self, fqn: str, part: SpelledPart) -> Iterable[int | None]:
         if not part.line.stacked:
@@ -316,7 +315,7 @@ class _FromHf(_Renaming):
                 continue
             self.check_shape(entry, plain=False)
             for number in self._list_slices(entry.fqn, part):
-                spelled = part.spelled(number)
+                spelled = part.find_parameter(number)
                 key = self._find_kind(entry, spelled.own), spelled.own
                 if key not in gathered:
                     whole.append(key)

@@ -117,20 +117,20 @@ class RuleMatch:
     """A parameter that a table knows: its rule, and the values of the name's fields.
 
     Args:
-        word: the pattern of the rule that the name matches.
+        pattern: the one of the rule's patterns that the name matches.
     """
 
     rule: Rule
     fields: Mapping[str, str | int]
-    word: Pattern
+    pattern: Pattern
 
     @property
     def name(self) -> str:
-        """The table's own name of it."""
+        """The table's own name of the parameter."""
         return self.rule.name.fill(self.fields)
 
-    def spelled(self, dialect: str | None, constants: Mapping[str, int]) -> str:
-        """Return a dialect's name of it, or the table's own if the dialect has none."""
+    def spell(self, dialect: str | None, constants: Mapping[str, int]) -> str:
+        """Return a dialect's name of the parameter, or the table's own if the dialect has none."""
         return self.rule.get_patterns(dialect or "")[0].fill({**constants, **self.fields})
 
 
@@ -158,18 +158,20 @@ class Table:
     computed: tuple[Pattern, ...] = ()
     wrapper: str = ""
     copies: Mapping[Pattern, str] = field(default_factory=dict)
-    _words: Mapping[str | None, Sequence[_Spelling]] = field(init=False, repr=False, compare=False)
+    _spellings: Mapping[str | None, Sequence[_Spelling]] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Index the names for `find`."""
         # A pattern without a group may match any name, so it is in every list, in table order: the
         # first match counts. The list of None serves names whose group no pattern has.
-        words: dict[str | None, list[_Spelling]] = {None: []}
-        for word in self._list_spellings():
-            group = word.pattern.group
-            for each in list(words) if group is None else [group]:
-                words.setdefault(each, [*words[None]]).append(word)
-        object.__setattr__(self, "_words", words)
+        spellings: dict[str | None, list[_Spelling]] = {None: []}
+        for spelling in self._list_spellings():
+            group = spelling.pattern.group
+            for each in list(spellings) if group is None else [group]:
+                spellings.setdefault(each, [*spellings[None]]).append(spelling)
+        object.__setattr__(self, "_spellings", spellings)
 
     def _list_spellings(self) -> Iterator[_Spelling]:
         """Yield every name of every rule."""
@@ -233,11 +235,11 @@ class Table:
             dialect: the dialect of the name; None: the table's own names, then those of any.
         """
         name = name.removeprefix(f"{self.wrapper}.") if self.wrapper else name
-        for word in self._words.get(make_group_key(name), self._words[None]):
-            if dialect is None or word.is_of(dialect):
-                fields = word.pattern.match(name, constants)
+        for spelling in self._spellings.get(make_group_key(name), self._spellings[None]):
+            if dialect is None or spelling.is_of(dialect):
+                fields = spelling.pattern.match(name, constants)
                 if fields is not None:
-                    return RuleMatch(word.rule, fields, word.pattern)
+                    return RuleMatch(spelling.rule, fields, spelling.pattern)
         return None
 
     def require(
@@ -250,7 +252,7 @@ class Table:
         """
         match = self.find(name, constants, dialect)
         if match is None:
-            near = suggest_names(name, (word.pattern for word in self._list_spellings()))
+            near = suggest_names(name, (spelling.pattern for spelling in self._list_spellings()))
             raise UsageError(
                 f"{name!r}",
                 f"matches no rule of {self.source}{near}",

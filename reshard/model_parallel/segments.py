@@ -37,7 +37,7 @@ def make_split(
 
 
 def evaluate(text: str, numbers: Numbers, args: Mapping[str, Any], source: str) -> int:
-    """Return the number that a product of arguments is.
+    """Return the value of a product of arguments.
 
     Raises:
         UsageError: the arguments do not state a number.
@@ -70,7 +70,7 @@ def _find(word: str, numbers: Numbers, args: Mapping[str, Any]) -> int | None:
     if type(value) is int:
         return value
     for text in numbers.get(word, ()):
-        # Without the word itself, so that numbers which are defined by one another end.
+        # Without the word itself: numbers that refer to one another must not recurse forever.
         found = _evaluate(text, {k: v for k, v in numbers.items() if k != word}, args)
         if found is not None and not found[1]:
             return found[0]

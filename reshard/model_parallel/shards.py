@@ -20,9 +20,9 @@ class Split:
         dim: the dim that is cut; None: every rank holds the whole.
         parts: the relative extents of the tensors that are fused along it. Each is cut separately,
             so that a rank holds a piece of every one (gate and up: ``(1, 1)``).
-        padded: dim 0 is a vocabulary, whose last rows may be padding.
+        padded: whether dim 0 is a vocabulary, whose last rows may be padding.
         widths: the extent of each part on each rank, if a checkpoint states it; they may differ.
-        summed: every rank holds the same share of the values, whose sum is the parameter.
+        summed: whether every rank holds the same share of the values, whose sum is the parameter.
         rows: the extent of the whole along ``dim``, if the parts are known in rows.
     """
 

@@ -83,8 +83,8 @@ class SpelledPart:
     fields: Fields
     number: int
 
-    def spelled(self, slice_number: int | None = None) -> Spelled:
-        """Return the parameter that it is a part of.
+    def find_parameter(self, slice_number: int | None = None) -> Spelled:
+        """Return the parameter that the tensor is a part of.
 
         Args:
             slice_number: number of the slice, if the line has a stack.

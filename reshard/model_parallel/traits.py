@@ -1,4 +1,4 @@
-"""The traits of a model, which decide the transformers model that is the same."""
+"""The traits of a model, by which the equal model of transformers is found."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Traits:
         return self.more.get(name) if name in self.more else getattr(self, name, None)
 
     def with_values(self, values: Mapping[str, Any]) -> Traits:
-        """Return the traits with other values; what is not a field of the class is of `more`."""
+        """Return the traits with other values; those without a field of the class go to `more`."""
         own = {name: value for name, value in values.items() if name in OWN}
         more = {name: value for name, value in values.items() if name not in OWN}
         return replace(self, **own, more={**self.more, **more})
@@ -146,7 +146,7 @@ class Traits:
 
     @property
     def has_one_mscale(self) -> bool:
-        """Whether one of YaRN's mscales is given that transformers uses only with the other."""
+        """Whether one of YaRN's mscales is set alone, so that transformers ignores it."""
         scaling = self.rope_scaling or {}
         one, other = scaling.get("mscale"), scaling.get("mscale_all_dim")
         return bool(other) if not one else one != 1 and not other
@@ -156,7 +156,7 @@ class Traits:
         """Rows of the vocabulary as far as they are known: without padding, else with it."""
         return self.vocab or self.padded_vocab
 
-    def architecture(self) -> Architecture:
+    def make_architecture(self) -> Architecture:
         """Return the sizes that rules need."""
         return Architecture(
             source=self.source,

@@ -110,7 +110,7 @@ def rename_to_hf(
     renamed = names.rename_to_hf(
         manifest,
         table,
-        traits.architecture(),
+        traits.make_architecture(),
         dialect=own.spelling(manifest),
         keep_padding=options.keep_padding,
     )
@@ -190,7 +190,7 @@ def rename_to_hf_first(
 
 def build_architecture(traits: Traits, options: NameOptions) -> Architecture:
     """Return the sizes of the model, with the vocabulary that the user gives."""
-    return replace(traits, vocab=options.vocab_size or traits.vocab).architecture()
+    return replace(traits, vocab=options.vocab_size or traits.vocab).make_architecture()
 
 
 def _vocab_size(traits: Traits, options: NameOptions) -> int | None:
@@ -210,7 +210,7 @@ def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> l
         UsageError: a setting differs that changes what the model computes.
     """
     warnings = []
-    for key, value, other in family.differences(given, traits):
+    for key, value, other in family.find_differences(given, traits):
         if key in _WINDOWS:
             warnings.append(
                 f"the config has {key} {other}, and the run had {value}: longer sequences give"

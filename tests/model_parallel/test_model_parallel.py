@@ -112,7 +112,7 @@ def test_a_table_knows_a_parameter_by_each_of_its_names():
     table = load_table("megatron")
     te = table.require("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", {})
     assert te.name == "decoder.layers.3.pre_mlp_layernorm.weight"
-    assert te.spelled("layers", {}) == "5.post_attention_layernorm.weight"
+    assert te.spell("layers", {}) == "5.post_attention_layernorm.weight"
     assert te.rule.split(gated=True).dim is None
     fc1 = table.require("decoder.layers.0.mlp.linear_fc1.weight", {}).rule
     assert (fc1.split(gated=True).parts, fc1.split(gated=False).parts) == ((1, 1), (1,))
@@ -144,7 +144,7 @@ def test_a_word_before_a_number_ends_where_the_number_begins(word, expert):
         f"decoder.layers.3.mlp.experts.linear_fc1.{word}{expert}", {}
     )
     assert found.name == f"decoder.layers.3.mlp.experts.local_experts.{expert}.linear_fc1.{word}"
-    assert found.spelled("te", {}) == f"decoder.layers.3.mlp.experts.linear_fc1.{word}{expert}"
+    assert found.spell("te", {}) == f"decoder.layers.3.mlp.experts.linear_fc1.{word}{expert}"
 
 
 @pytest.mark.parametrize("name", ["megatron", "llama", "gpt_neox", "qwen_moe", "meta"])

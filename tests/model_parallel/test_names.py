@@ -98,7 +98,7 @@ TOKENS = torch.tensor([[1, 5, 9, 52, 7, 0, 11], [3, 3, 2, 1, 50, 51, 30]])
 def numbers_of(config):
     """What rules need of a model, from its config with every default filled in."""
     _family, traits = families.read_config(config, "config.json")
-    return traits.architecture()
+    return traits.make_architecture()
 
 
 def made(config):

@@ -326,7 +326,7 @@ def _read_files(location: Location) -> tuple[ParsedTree, dict[str, Any]]:
 def _read_common(
     location: Location, objects: Mapping[str, list[Any]]
 ) -> tuple[dict[str, Any], list[TorchFile]]:
-    """Return what all ranks share (arguments, counters, param groups), and the file of it, if any."""
+    """Return what all ranks share (arguments, counters, groups), and its file if it has one."""
     path = location.files.get(directory.COMMON)
     if path is not None:
         file = torch_reader.read(path)

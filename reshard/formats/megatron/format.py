@@ -190,7 +190,7 @@ class Megatron(Writer):
             manifest, source.names, names, conversion.request.model_hint
         )
         table = add_user_rules(family.table, names.rules)
-        renamed = renaming.rename_from_hf(manifest, table, traits.architecture())
+        renamed = renaming.rename_from_hf(manifest, table, traits.make_architecture())
         notes = (*renamed.notes, f"renamed to Megatron's names, by the table of {family.name}")
         described = Described(
             table, tables.build_architecture(traits, names), family.make_args(traits)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def name_extra_states(manifest: Manifest) -> str:
     """Return the words for a source's extra states in a report; empty if it has none."""
-    count = len(rank_states.get_rank_states(manifest).names())
+    count = len(rank_states.get_rank_states(manifest).list_modules())
     return f"own states of {count} modules (_extra_state)" if count else ""
 
 

@@ -46,7 +46,7 @@ def list_params(
         if share.ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
             fqns.append(names.OUTPUT)  # the last stage has a copy of the tied embedding
         if share.ends and args.mtp and args.pp > 1 and names.EMBEDDING in whole:
-            fqns.append(names.EMBEDDING)  # and one for the layers that predict more tokens
+            fqns.append(names.EMBEDDING)  # and one for its MTP layers
         ordered = sorted(fqns, key=order.sort_key)
         shapes = {fqn: _get_local_shape(fqn, whole, rank, args, table) for fqn in ordered}
         dtypes = {fqn: _get_stored(fqn, whole).dtype.name for fqn in ordered}

@@ -86,7 +86,7 @@ def shift_numbers(name: str, *, layers: int, experts: int, table: Table | None =
     if rule is None:
         return name
     fields = {**rule.fields, "e": int(rule.fields["e"]) + experts}
-    whole = rule.word.fill(fields)
+    whole = rule.pattern.fill(fields)
     return f"{whole.rpartition('.')[0]}.{_EXTRA}" if is_extra(name) else whole
 
 
@@ -188,4 +188,4 @@ def spell_as_saved(table: Table, name: str, args: Arguments) -> str:
         # torch_dist has Transformer Engine's names also for a model of Megatron's own layers.
         return name if args.te else rule.name
     grouped = args.flag("moe_grouped_gemm") and not args.flag("moe_use_legacy_grouped_gemm")
-    return rule.spelled("te", {}) if args.te and grouped else rule.name
+    return rule.spell("te", {}) if args.te and grouped else rule.name

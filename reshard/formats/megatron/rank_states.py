@@ -48,7 +48,7 @@ class RankStates:
     extra: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
     rng: Mapping[RankKey, Any] = field(default_factory=dict)
 
-    def names(self) -> set[str]:
+    def list_modules(self) -> set[str]:
         """Return the modules whose states hold anything."""
         return {
             name
@@ -71,9 +71,9 @@ class RankStates:
     @property
     def of_experts(self) -> bool:
         """Whether experts have states, which the two forms store in different ways."""
-        return any(map(is_of_expert, self.names()))
+        return any(map(is_of_expert, self.list_modules()))
 
-    def blank(self) -> RankStates:
+    def make_blank(self) -> RankStates:
         """Return the modules that could have a state, with None for each.
 
         Experts are left out: their names depend on the rank.
@@ -121,15 +121,15 @@ def _is_stream(value: Any) -> bool:
 
 
 def collect_from_ranks(
-    held: Iterable[tuple[tuple[int, int], Mapping[str, Any]]], rng: Mapping[RankKey, Any]
+    states_of: Iterable[tuple[tuple[int, int], Mapping[str, Any]]], rng: Mapping[RankKey, Any]
 ) -> RankStates:
     """Return the states of a run in the torch format.
 
     Args:
-        held: (tensor, expert) rank with its states, once for each of its model chunks.
+        states_of: (tensor, expert) rank with its states, once for each of its model chunks.
     """
     extra: dict[tuple[int, int], dict[str, Any]] = {}
-    for rank, states in held:
+    for rank, states in states_of:
         extra.setdefault(rank, {}).update(states)
     return RankStates("torch", extra, {rank: value for rank, value in rng.items() if value})
 

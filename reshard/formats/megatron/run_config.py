@@ -150,10 +150,10 @@ def _derive(root: Mapping[str, Any]) -> dict[str, Any]:
         RENAMED.get(name, name): value for name, value in model.items() if _is_plain(value)
     } | _derive_activation(model)
     for section, names in _OTHERS.items():
-        held = root.get(section) or {}
+        settings = root.get(section) or {}
         for name, argument in names.items():
-            if _is_plain(held.get(name)) and not args.get(argument or name):
-                args[argument or name] = held[name]
+            if _is_plain(settings.get(name)) and not args.get(argument or name):
+                args[argument or name] = settings[name]
     scheduler, saved = root.get("scheduler") or {}, root.get("checkpoint") or {}
     if scheduler.get("no_weight_decay_cond_type") == _QWEN_NEXT:
         args["apply_wd_to_qk_layernorm"] = True

@@ -47,7 +47,7 @@ class ChunkShare:
             yield from (Spot(layer, expert) for expert in self.experts)
         if self.ends:
             yield Spot(None, None)
-            # Layers that predict more tokens (MTP) come behind the last one, experts and all.
+            # Layers of multi-token prediction (MTP), which may have experts, follow the last layer.
             yield from (Spot(None, expert) for expert in self.experts)
 
 
@@ -61,11 +61,11 @@ class ParameterIndex(Generic[T]):
     """The parameters of a whole model, for lookup by share."""
 
     def __init__(self, parameters: Iterable[tuple[Spot, T]]) -> None:
-        self._held: dict[Spot, list[T]] = defaultdict(list)
+        self._parameters: dict[Spot, list[T]] = defaultdict(list)
         for spot, parameter in parameters:
-            self._held[spot].append(parameter)
+            self._parameters[spot].append(parameter)
 
     def find(self, share: ChunkShare) -> Iterator[T]:
         """Yield the parameters in a share, in their order at each position."""
         for spot in share.list_spots():
-            yield from self._held.get(spot, ())
+            yield from self._parameters.get(spot, ())

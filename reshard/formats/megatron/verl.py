@@ -148,7 +148,7 @@ def read_exported(location: Location) -> Manifest | None:
         )
     manifest = huggingface.read(model)
     family, traits = describe_config(manifest, NameOptions(), None)
-    return rename_from_hf(manifest, family.table, traits.architecture()).manifest
+    return rename_from_hf(manifest, family.table, traits.make_architecture()).manifest
 
 
 def read_grid(location: Location, *, is_tied: bool) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Meta(Writer):
                 traits.source,
                 f"scales rotary positions ({traits.rope_scaling}), which params.json cannot state",
             )
-        renamed = renaming.rename_from_hf(manifest, table, traits.architecture())
+        renamed = renaming.rename_from_hf(manifest, table, traits.make_architecture())
         # Meta's files have both tensors: a tied model writes its embedding under two names.
         head = {OUTPUT: EMBEDDING} if traits.tied else {}
         described = Described(

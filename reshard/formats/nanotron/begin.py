@@ -65,7 +65,7 @@ def rename(conversion: StateConversion, names: NameOptions) -> Naming:
     _refuse_unknown(traits)
     table = add_user_rules(load_table(NAME), names.rules)
     architecture = tables.build_architecture(traits, names)
-    renamed = renaming.rename_from_hf(manifest, table, traits.architecture())
+    renamed = renaming.rename_from_hf(manifest, table, traits.make_architecture())
     sequence = run.get("seq_length") if isinstance(run, Mapping) else None
     args = {
         "config": _make_config(traits, family.name, architecture.vocab),

@@ -1,15 +1,15 @@
 """Lay out a Megatron checkpoint for a grid of tensor, pipeline and expert parallel ranks.
 
-    choice      the options of the output, resolved once
-    ranks       the part of every weight that each rank has
-    groups      param groups as Megatron makes them
-    scheduler   the state of Megatron's schedules of learning rate and weight decay
-    args        the Namespace in every file
-    written_states
-                extra states and random states of ranks, on the new grid
-    chain       the states of one optimizer, or of a chain of several
-    legacy      a folder for each rank (``--ckpt-format torch``)
-    dist        one DCP directory for all grids (``--ckpt-format torch_dist``)
+choice      the options of the output, resolved once
+ranks       the part of every weight that each rank has
+groups      param groups as Megatron makes them
+scheduler   the state of Megatron's schedules of learning rate and weight decay
+args        the Namespace in every file
+written_states
+            extra states and random states of ranks, on the new grid
+chain       the states of one optimizer, or of a chain of several
+legacy      a folder for each rank (``--ckpt-format torch``)
+dist        one DCP directory for all grids (``--ckpt-format torch_dist``)
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _write_notes(choice: Resolved) -> list[str]:
         return [*notes, "only the weights, as a release: Megatron loads nothing else of a release"]
     notes += [f"not copied: {name}" for name in choice.lost]
     notes += describe_lost_state(choice.state)
-    notes += filter(None, [choice.scaler_lost()])
+    notes += filter(None, [choice.describe_lost_scaler()])
     if choice.state.manifest.origin.format != NAME:
         notes += describe_lost_setup(choice.state)
     notes += _describe_core(choice)
@@ -75,8 +75,8 @@ def _describe_core(choice: Resolved) -> Iterator[str]:
     if choice.wanted.form == "torch_dist" and dist.writes_ranges(choice):
         yield (
             f"the distributed optimizer is in {dist.RANGES}, as in the source, which Megatron-core"
-            " up to 0.15 loads; for 0.16 write --ckpt-format torch, which every version loads on the"
-            " grid that it is written for"
+            " up to 0.15 loads; for 0.16 write --ckpt-format torch, which every version loads on"
+            " the grid that it is written for"
         )
 
 

@@ -52,9 +52,7 @@ def adapt(
     return adapted
 
 
-def describe_stages(
-    counts: tuple[int, ...] | None, sizes: Sizes, mtp: int = 0
-) -> dict[str, Any]:
+def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes, mtp: int = 0) -> dict[str, Any]:
     """Return the args that state the layers of each stage.
 
     Args:

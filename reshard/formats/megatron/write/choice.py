@@ -138,7 +138,7 @@ class Resolved:
         scaler = self.state.manifest.train.scaler
         return list(scaler.get(CHAINED, ())) if isinstance(scaler, Mapping) else []
 
-    def scaler_lost(self) -> str:
+    def describe_lost_scaler(self) -> str:
         """Return the note about a loss scaler that the output cannot have; else empty."""
         scaler = self.state.manifest.train.scaler
         if loss_scale.is_idle(scaler):

@@ -75,14 +75,14 @@ def lay_out_files(choice: Resolved, directory: str, shards: int) -> Iterator[Ske
         stacks.add("", known, *choice.stored(known.weight))
     if not choice.wanted.weights_only:
         _add_optimizer(choice, stacks)
-    root: dict[str, Any] = dict(stacks.values())
-    extra_states = dict.fromkeys(stacks.extra_states())
-    extra_states.update(choice.wanted.rank_states.of_dist([*extra_states]))
+    root: dict[str, Any] = dict(stacks.list_values())
+    extra_states = dict.fromkeys(stacks.list_extra_states())
+    extra_states.update(choice.wanted.rank_states.select_for_dist([*extra_states]))
     root.update((key, dcp.StoredObject([value])) for key, value in extra_states.items())
     root.update(_lay_out_random(choice))
     attributes = stacks.describe_ranges()
     skeleton = dcp.lay_out_state(root, shards=shards, directory=directory, attributes=attributes)
-    yield stacks.unstacked(skeleton)
+    yield stacks.unstack(skeleton)
     stamp = choice.state.stamp("common.pt", 0, choice.world)
     yield torch_writer.lay_out_object(f"{directory}/common.pt", _make_common(choice), stamp=stamp)
     yield skeletons.lay_out_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
@@ -166,7 +166,7 @@ class _Stack:
         """Number of leading dims that number the members."""
         return len(next(iter(self.members)))
 
-    def full(self) -> Index:
+    def compute_full_shape(self) -> Index:
         """Return the shape of the stack: the numbers of members, then a member's shape.
 
         Raises:
@@ -184,12 +184,12 @@ class _Stack:
             )
         return (*extents, *self.shape)
 
-    def stored(self) -> Index:
+    def compute_stored_shape(self) -> Index:
         """Return the shape that is stored; see `formats.dcp.flattened`."""
         if not self.ranges:
-            return self.full()
+            return self.compute_full_shape()
         ones = (1,) * (len(self.shape) - 1)
-        parts = (*self.full()[: self.dims], self.ranges, *ones)
+        parts = (*self.compute_full_shape()[: self.dims], self.ranges, *ones)
         return (*parts, prod(self.shape) // self.ranges)
 
     def restore(self, chunk: Chunk) -> Iterator[Chunk]:
@@ -232,9 +232,9 @@ class _Stacks:
         """Add a tensor, or each of its segments, at its position in its stack."""
         # A tensor of one dim keeps its shape: core 0.9 has it so, and later versions load it too
         # (``load_legacy_1d_flatten_tensors``).
-        has_parts = len(known.shape) + len(self._place(known)) > 1
+        has_parts = len(known.shape) + len(self._find_position(known)) > 1
         ranges = max(1, len(known.split.parts)) if in_ranges and has_parts else 0
-        key = prefix + self.key(known)
+        key = prefix + self._make_key(known)
         for ending, row, rows in _list_segments(known):
             shape = known.shape if rows is None else (rows, *known.shape[1:])
             stack = self._stacks.get(key + ending)
@@ -248,12 +248,12 @@ class _Stacks:
                     " dtypes",
                     "write --ckpt-format torch",
                 )
-            stack.members[self._place(known)] = entry
+            stack.members[self._find_position(known)] = entry
 
-    def values(self) -> Iterator[tuple[str, Value]]:
+    def list_values(self) -> Iterator[tuple[str, Value]]:
         """Yield each stack as one tensor."""
         for key, stack in self._stacks.items():
-            shape = stack.stored()
+            shape = stack.compute_stored_shape()
             entry = Entry(key, stack.kind, stack.dtype, shape, ())
             yield key, Value(stack.dtype, shape, entry, divided=True)
 
@@ -263,20 +263,22 @@ class _Stacks:
         Source: Megatron-LM core_v0.15.3 ``core/dist_checkpointing/strategies/torch.py``
         (``mcore_data``, which `get_reformulation_metadata` reads).
         """
-        shapes = {key: stack.full() for key, stack in self._stacks.items() if stack.ranges}
+        shapes = {
+            key: stack.compute_full_shape() for key, stack in self._stacks.items() if stack.ranges
+        }
         about = {key: {"nd_reformulated_orig_global_shape": shape} for key, shape in shapes.items()}
         return {"mcore_data": about} if about else {}
 
-    def key(self, known: KnownWeight) -> str:
+    def _make_key(self, known: KnownWeight) -> str:
         """Return torch_dist's key of a parameter: a name without its numbers."""
         if known.expert is not None:
             name = known.found.name
             name = _LOCAL_EXPERT.sub(".experts.", name)
         else:
-            name = self._places.spell(known, self._dialect(known))
+            name = self._places.spell(known, self._choose_dialect(known))
         return _LAYERS.sub("decoder.layers.", name) if self._alike else name
 
-    def _dialect(self, known: KnownWeight) -> str:
+    def _choose_dialect(self, known: KnownWeight) -> str:
         """Return the dialect of a key.
 
         Megatron-core's own layers save two norms under Transformer Engine's names, but not where
@@ -284,15 +286,15 @@ class _Stacks:
         ``sharded_state_dict_keys_map``).
         """
         if self._te:
-            return self._places.dialect_of(known, "te")
+            return self._places.choose_dialect(known, "te")
         is_renamed = _RENAMED.search(known.found.name) and not self._places.is_latent(known)
         return "te" if is_renamed else "local"
 
-    def _place(self, known: KnownWeight) -> Index:
+    def _find_position(self, known: KnownWeight) -> Index:
         layer = () if known.layer is None or not self._alike else (known.layer,)
         return layer if known.expert is None else (*layer, known.expert)
 
-    def extra_states(self) -> Iterator[str]:
+    def list_extra_states(self) -> Iterator[str]:
         """Yield the keys of modules' extra states: an object for each layer and expert."""
         if self._hybrid:  # GPTModel removes it from what it saves, MambaModel does not
             yield "output_layer._extra_state/shard_0_1"
@@ -304,7 +306,7 @@ class _Stacks:
             if match[1] in done:  # by another segment
                 continue
             done.add(match[1])
-            extents = stack.full()[: stack.dims] or (1,)
+            extents = stack.compute_full_shape()[: stack.dims] or (1,)
             modules = [match[1]]
             # The core of attention has a state but no parameter: the projection before it stands
             # for it.
@@ -315,7 +317,7 @@ class _Stacks:
                 for position in product(*map(range, extents)):
                     yield f"{module}._extra_state/shard_{'.'.join(map(str, position))}_{size}"
 
-    def unstacked(self, skeleton: Skeleton) -> Skeleton:
+    def unstack(self, skeleton: Skeleton) -> Skeleton:
         """Return the skeleton in terms of the tensors that are stacked."""
         entries: dict[Key, Entry] = {}
         chunks: dict[Key, list[Chunk]] = {}

@@ -43,9 +43,9 @@ def lay_out_files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
         content = _LegacyRank(choice, rank)
         position = directories.GridPosition(pp=rank.stage, ep=rank.expert, tp=rank.tensor)
         folder = f"{directory}/{position.name_folder(pp=sizes.pipeline, ep=sizes.expert)}"
-        roots = {"model_optim_rng.pt": content.root()}
+        roots = {"model_optim_rng.pt": content.build_root()}
         if choice.wanted.distributed and not choice.wanted.weights_only:
-            roots["distrib_optim.pt"] = content.distributed()
+            roots["distrib_optim.pt"] = content.build_distributed()
         for name, root in roots.items():
             stamp = choice.state.stamp(name, content.number, choice.world)
             yield torch_writer.lay_out_object(f"{folder}/{name}", root, stamp=stamp)
@@ -70,7 +70,8 @@ class _LegacyRank:
         self._rank = rank
         self._arguments = arguments.Arguments("", choice.args)
         self._chunks = [
-            choice.places.of_chunk(rank, chunk) for chunk in range(choice.wanted.sizes.virtual)
+            choice.places.list_chunk_weights(rank, chunk)
+            for chunk in range(choice.wanted.sizes.virtual)
         ]
 
     @property
@@ -100,7 +101,7 @@ class _LegacyRank:
                 "write --ckpt-format torch_dist, or only the weights: --init-optimizer none",
             )
 
-    def root(self) -> dict[str, Any]:
+    def build_root(self) -> dict[str, Any]:
         """Return the contents of ``model_optim_rng.pt``."""
         choice, rank = self._choice, self.number
         args = {**choice.args, "rank": rank, "local_rank": rank}
@@ -111,35 +112,35 @@ class _LegacyRank:
         }
         for number, chunk in enumerate(self._chunks):
             key = "model" if len(self._chunks) == 1 else f"model{number}"
-            root[key] = self._module(chunk)
+            root[key] = self._build_module(chunk)
         if not choice.wanted.weights_only:
             self._refuse_unknown_places()
-            root["optimizer"] = self._optimizer()
+            root["optimizer"] = self._build_optimizers()
             root["opt_param_scheduler"] = choice.scheduler
             root.update(choice.client)
-            root.update(self._random())
+            root.update(self._build_random())
         return root
 
-    def _random(self) -> dict[str, Any]:
+    def _build_random(self) -> dict[str, Any]:
         """Return the random states that are kept."""
         rank, states = self._rank, self._choice.wanted.rank_states.rng
         position = (rank.stage, rank.tensor)
         state = states.get(position, states.get((*position, rank.expert)))
         return {} if state is None else {RNG: state}
 
-    def _module(self, chunk: Sequence[LocalWeight]) -> OrderedDict[str, Any]:
+    def _build_module(self, chunk: Sequence[LocalWeight]) -> OrderedDict[str, Any]:
         """Return the state dict of a model chunk.
 
         Extra states that are kept have their values, others None. The source's files list the
         modules that have one. If they do not, and for experts, `_STATEFUL` decides by name.
         """
-        rank, before = self._rank, self._choice.places.experts_of(self._rank).start
+        rank, before = self._rank, self._choice.places.list_rank_experts(self._rank).start
         rank_states = self._choice.wanted.rank_states
-        own = dict(rank_states.of_chunk(rank.tensor, rank.expert, chunk, before))
+        own = dict(rank_states.select_for_chunk(rank.tensor, rank.expert, chunk, before))
         is_listed = bool(own)
         module_state: OrderedDict[str, Any] = OrderedDict()
 
-        def end(module: str, *, expert: bool) -> None:
+        def add_extra_state(module: str, *, expert: bool) -> None:
             """Add a module's extra state after its parameters."""
             name = f"{module}._extra_state"
             if name in own:
@@ -151,32 +152,32 @@ class _LegacyRank:
         for local in chunk:
             module = local.name.rpartition(".")[0]
             if last and module != last:
-                end(last, expert=of_expert)
+                add_extra_state(last, expert=of_expert)
             module_state[local.name] = local.slot(*self._choice.stored(local.known.weight))
             last, of_expert = module, local.known.expert is not None
             if self._choice.wanted.dialect == "te" and _INPUT.search(module) and not is_listed:
                 module_state[_INPUT.sub(".core_attention._extra_state", module)] = None
-        end(last, expert=of_expert)
+        add_extra_state(last, expert=of_expert)
         # What is left belongs to modules without parameters, such as the core of attention.
         module_state.update(own)
         return module_state
 
     # The optimizer
 
-    def _trained(self) -> list[LocalWeight]:
+    def _list_trained(self) -> list[LocalWeight]:
         members = self._choice.groups.members
         return [
             local for chunk in self._chunks for local in chunk if local.known.weight.fqn in members
         ]
 
-    def _optimizer(self) -> Any:
-        fqns = [local.known.weight.fqn for local in self._trained()]
-        chained = chain.make_states(self._choice, self._of, fqns)
+    def _build_optimizers(self) -> Any:
+        fqns = [local.known.weight.fqn for local in self._list_trained()]
+        chained = chain.make_states(self._choice, self._build_optimizer, fqns)
         return chained[0] if len(chained) == 1 else chained
 
-    def _of(self, groups: Sequence[MegatronGroup]) -> tuple[chain.State, chain.State]:
+    def _build_optimizer(self, groups: Sequence[MegatronGroup]) -> tuple[chain.State, chain.State]:
         """Return an optimizer's own state, and its masters."""
-        listed = self._trained()
+        listed = self._list_trained()
         states: dict[int, dict[str, Any]] = {}
         param_groups = []
         masters: list[list[Slot]] = []
@@ -184,14 +185,14 @@ class _LegacyRank:
             own = [local for local in listed if local.known.weight.fqn in group.fqns]
             numbers = range(len(states), len(states) + len(own))
             states.update(
-                (n, self._state(local, group)) for n, local in zip(numbers, own, strict=True)
+                (n, self._build_state(local, group)) for n, local in zip(numbers, own, strict=True)
             )
             param_groups.append({**group.hyper, "params": list(numbers)})
-            masters.append([self._master(local) for local in own if self._is_cast(local)])
+            masters.append([self._build_master(local) for local in own if self._is_cast(local)])
         inner = {"state": states, "param_groups": param_groups}
         return inner, {"fp32_from_fp16_params": masters}
 
-    def _state(self, local: LocalWeight, group: MegatronGroup) -> dict[str, Any]:
+    def _build_state(self, local: LocalWeight, group: MegatronGroup) -> dict[str, Any]:
         member = self._choice.groups.members[local.known.weight.fqn]
         counter: dict[str, Any] = {}
         if "step" not in group.hyper and member.step is not None:
@@ -202,24 +203,24 @@ class _LegacyRank:
     def _is_cast(self, local: LocalWeight) -> bool:
         return self._choice.stored(local.known.weight)[1] != FLOAT32
 
-    def _master(self, local: LocalWeight) -> Slot:
+    def _build_master(self, local: LocalWeight) -> Slot:
         return local.slot(local.known.weight.value, FLOAT32)
 
-    def distributed(self) -> Any:
+    def build_distributed(self) -> Any:
         """Return the contents of ``distrib_optim.pt``: the flat tensors of every buffer."""
-        trained = self._trained()
+        trained = self._list_trained()
         experts = self._choice.groups.experts
         members = [
             [local for local in trained if (local.known.weight.fqn in experts) == of_experts]
             for of_experts in (False, True)
         ]
-        buffers = [self._buffers(own) if own else None for own in members]
+        buffers = [self._build_buffers(own) if own else None for own in members]
         if not buffers[1]:
             return buffers[0]
         # Of the ranks with the same dense layers the first saves their buffers.
         return [buffers[0] if self._rank.is_first else None, buffers[1]]
 
-    def _buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
+    def _build_buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
         """Return a buffer for each model chunk and dtype.
 
         Its key is the dtype of its parameters and that of their gradients (core_v0.16.1
@@ -238,26 +239,26 @@ class _LegacyRank:
                 gradients = FLOAT32 if self._arguments.flag(REDUCES_IN_FP32) else dtype
                 key = tuple(Global(f"torch.{each.name}") for each in (dtype, gradients))
                 # Buffers are numbered from 0, and ``buckets_coalesced`` is the first key.
-                state[len(state) - 1] = {key: self._flat(same_dtype, number)}
+                state[len(state) - 1] = {key: self._build_buffer(same_dtype, number)}
         return state
 
-    def _flat(self, locals_: Sequence[LocalWeight], chunk: int) -> dict[str, Any]:
+    def _build_buffer(self, weights: Sequence[LocalWeight], chunk: int) -> dict[str, Any]:
         """Return one buffer: its buckets end to end, without the padding at their ends."""
         size = self._arguments.get_bucket_size(stage=self._rank.stage, chunk=chunk)
-        params = [Param(local.name, local.shape, alone=local.shared) for local in locals_]
+        params = [Param(local.name, local.shape, alone=local.shared) for local in weights]
         members, numel = concatenate(make_buckets(params, size))
         starts = {member.fqn: member.start for member in members}
         tensors: dict[str, Any] = {}
         for key in ("param", "exp_avg", "exp_avg_sq"):
             parts: list[Part] = []
-            for local in reversed(locals_):  # the order of a buffer (see `buckets`)
-                entry = self._value(local, key)
+            for local in reversed(weights):  # the order of a buffer (see `buckets`)
+                entry = self._find_entry(local, key)
                 if entry is not None:
                     parts += local.parts(entry, starts[local.name])
             tensors[key] = Slot(Storage(FLOAT32, numel, tuple(parts)), (numel,))
         return {**tensors, "numel_unpadded": numel}
 
-    def _value(self, local: LocalWeight, key: str) -> Entry | None:
+    def _find_entry(self, local: LocalWeight, key: str) -> Entry | None:
         if key == "param":
             return local.known.weight.value
         return self._choice.groups.members[local.known.weight.fqn].slots.get(key)

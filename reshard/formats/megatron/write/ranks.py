@@ -46,7 +46,7 @@ class KnownWeight:
 
     @property
     def mtp(self) -> int | None:
-        """The number of its layer among those that predict more tokens."""
+        """The number of its layer among those of multi-token prediction (MTP)."""
         number = self.found.fields.get("m")
         return number if isinstance(number, int) else None
 
@@ -212,14 +212,14 @@ class WeightLocations:
         embedding = next((each for each in weights if each.found.name == names.EMBEDDING), None)
         self._tied = embedding if tied else None  # what the last stage has once more
         self.mtp = 1 + max((each.mtp for each in weights if each.mtp is not None), default=-1)
-        self._looked_up = embedding if self.mtp else None  # by its layers that predict more tokens
+        self._looked_up = embedding if self.mtp else None  # by its MTP layers
 
     @property
     def has_experts(self) -> bool:
         """Whether the model is a mixture of experts."""
         return self._experts > 0
 
-    def dialect_of(self, known: KnownWeight, dialect: str) -> str:
+    def choose_dialect(self, known: KnownWeight, dialect: str) -> str:
         """Return the dialect of a parameter's name, in a model most of whose names are in this one.
 
         A norm is part of the linear layer behind it, if there is one. Before experts and before
@@ -237,7 +237,7 @@ class WeightLocations:
         """Return the name of a weight of the whole model in a dialect.
 
         Args:
-            dialect: one that `dialect_of` returned.
+            dialect: one that `choose_dialect` returned.
         """
         return self._choose_pattern(known, dialect).fill(known.found.fields)
 
@@ -254,7 +254,7 @@ class WeightLocations:
         layer = known.found.name.partition("layernorm.")[0].rpartition(".")[0]
         return f"{layer}.self_attention.linear_kv_up_proj.weight" in self._names
 
-    def of_chunk(self, rank: WriterRank, chunk: int) -> list[LocalWeight]:
+    def list_chunk_weights(self, rank: WriterRank, chunk: int) -> list[LocalWeight]:
         """Return the weights of one model chunk of one rank, in the module's order.
 
         Raises:
@@ -263,21 +263,21 @@ class WeightLocations:
         at = self._chunks.index((rank.stage, chunk))
         share = ChunkShare(
             stages.assign_layers(self._sizes, self.layers, self._counts)[at],
-            self.experts_of(rank),
+            self.list_rank_experts(rank),
             begins=at == 0,
             ends=at == len(self._chunks) - 1,
         )
-        own = [self._local(known, share, rank) for known in self._model.find(share)]
+        own = [self._place_weight(known, share, rank) for known in self._model.find(share)]
         copied = self._looked_up or self._tied
         if copied and self._sizes.pipeline > 1:
             own = [replace(x, shared=x.known is copied) for x in own]
         if self._looked_up and share.ends and not share.begins:
-            own.append(replace(self._local(self._looked_up, share, rank), shared=True))
+            own.append(replace(self._place_weight(self._looked_up, share, rank), shared=True))
         if self._tied and share.ends and not share.begins:
-            own.append(replace(self._local(self._tied, share, rank), name=HEAD, shared=True))
+            own.append(replace(self._place_weight(self._tied, share, rank), name=HEAD, shared=True))
         return sorted(own, key=lambda local: order.sort_key(local.name))
 
-    def experts_of(self, rank: WriterRank) -> range:
+    def list_rank_experts(self, rank: WriterRank) -> range:
         """Return the numbers of the experts of each layer that a rank holds.
 
         Raises:
@@ -290,8 +290,8 @@ class WeightLocations:
             )
         return list_experts(rank.expert, self._sizes.expert, self._experts)
 
-    def _local(self, known: KnownWeight, share: ChunkShare, rank: WriterRank) -> LocalWeight:
-        dialect = self.dialect_of(known, self._dialect)
+    def _place_weight(self, known: KnownWeight, share: ChunkShare, rank: WriterRank) -> LocalWeight:
+        dialect = self.choose_dialect(known, self._dialect)
         pattern = self._choose_pattern(known, dialect)
         fields = dict(known.found.fields)
         if known.layer is not None:

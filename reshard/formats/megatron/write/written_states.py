@@ -38,7 +38,7 @@ class WrittenStates:
     entries: tuple[Entry, ...] = ()
     rng: Mapping[RankKey, Any] = field(default_factory=dict)
 
-    def of_chunk(
+    def select_for_chunk(
         self, tensor: int, expert: int, chunk: Sequence[LocalWeight], experts: int
     ) -> Iterator[tuple[str, Any]]:
         """Yield the states of the modules in a rank's model chunk, under their names there.
@@ -55,7 +55,7 @@ class WrittenStates:
             for local in chunk
             if local.known.expert is not None
         }
-        patterns = {local.known.found.word for local in chunk if local.known.expert is not None}
+        patterns = {local.known.found.pattern for local in chunk if local.known.expert is not None}
         for key, value in self.extra.get(rank, {}).items():
             name = key if self.form == "torch" else rank_states.name_in_model(key)
             layer = names.find_layer(name)
@@ -70,7 +70,7 @@ class WrittenStates:
             elif (here := layers.get(layer)) is not None:
                 yield names.shift_numbers(name, layers=here - layer, experts=-experts), value
 
-    def of_dist(self, keys: Iterable[str]) -> dict[str, Any]:
+    def select_for_dist(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the states under torch_dist's keys."""
         states = self.extra.get((0, 0), {})
         return dict(states if self.form == "torch_dist" else rank_states.spell_keys(states, keys))
@@ -106,7 +106,7 @@ def make_blank(states: RankStates, manifest: Manifest, impl: str) -> WrittenStat
     """Return empty states of the modules that the source's files list."""
     if _get_impl(manifest) != impl:
         return WrittenStates()
-    blank = states.blank()
+    blank = states.make_blank()
     return WrittenStates(form=blank.form, extra=blank.extra)
 
 
