@@ -100,19 +100,19 @@ class MeshGrid:
         pairs = zip(self.roles, self.sizes, strict=True)
         return prod(size for role, size in pairs if role in roles)
 
-    def coordinate(self, rank: int) -> Index:
+    def locate(self, rank: int) -> Index:
         """Return the position of a rank on each axis."""
         steps = row_major(self.sizes)
         return tuple(rank // step % size for step, size in zip(steps, self.sizes, strict=True))
 
-    def group_names(self, rank: int) -> tuple[str, ...]:
+    def name_groups(self, rank: int) -> tuple[str, ...]:
         """Return torch's names of a rank's process groups, one per axis.
 
         torch numbers the groups as it creates them: 0 is the default group, then come the groups
         of each axis in turn. An axis of all ranks uses the default group. This holds if nothing
         created a group before the mesh.
         """
-        at, created, names = self.coordinate(rank), 0, []
+        at, created, names = self.locate(rank), 0, []
         for axis, size in enumerate(self.sizes):
             if size == self.world:
                 names.append("0")
@@ -124,13 +124,13 @@ class MeshGrid:
             created += self.world // size
         return tuple(names)
 
-    def box(self, shape: Index, placed: TensorPlacement, rank: int) -> Box:
+    def compute_box(self, shape: Index, placed: TensorPlacement, rank: int) -> Box:
         """Return the block of a tensor that a rank stores.
 
         Raises:
             UnsupportedError: the mesh cannot cut the tensor in this way.
         """
-        at = self.coordinate(rank)
+        at = self.locate(rank)
         sizes = [self.sizes[axis] for axis in placed.axes]
         box = compute_mesh_box(shape, placed.cuts, sizes, [at[axis] for axis in placed.axes])
         if box is None:
@@ -155,13 +155,13 @@ class MeshPlacements:
     tensor: Mapping[str, Cut | None] = field(default_factory=dict)
     _known: dict[str, TensorPlacement] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, fqn: str) -> TensorPlacement:
+    def get_placement(self, fqn: str) -> TensorPlacement:
         """Return the parameter's placement, which its optimizer slots share."""
         if fqn not in self._known:  # computed once for all ranks
-            self._known[fqn] = self._placed(fqn)
+            self._known[fqn] = self._compute_placement(fqn)
         return self._known[fqn]
 
-    def _placed(self, fqn: str) -> TensorPlacement:
+    def _compute_placement(self, fqn: str) -> TensorPlacement:
         touched, cut = fqn in self.tensor, self.tensor.get(fqn)
         # fully_shard cuts what tensor parallelism left of dim 0: a strided shard, see `Cut`.
         factor = self.grid.size("tensor") if cut and cut.dim == 0 else 1

@@ -112,7 +112,7 @@ def compute_mesh_box(
     """
     origin, extent = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
-        axes = (order or {}).get(dim) or _cutting_order(dim, cuts, sizes)
+        axes = (order or {}).get(dim) or _find_cutting_order(dim, cuts, sizes)
         if axes is None:
             return None
         for axis in axes:
@@ -122,7 +122,9 @@ def compute_mesh_box(
     return Box(tuple(origin), tuple(extent))
 
 
-def _cutting_order(dim: int, cuts: Sequence[Cut | None], sizes: Sequence[int]) -> list[int] | None:
+def _find_cutting_order(
+    dim: int, cuts: Sequence[Cut | None], sizes: Sequence[int]
+) -> list[int] | None:
     """Return the mesh axes that cut a tensor dim, first cut first.
 
     An axis follows those later axes whose sizes multiply to its split factor (torch 2.13

@@ -85,7 +85,7 @@ def read(path: Path, model: ModelShapes | None = None) -> TensorPlan:
     return TensorPlan(str(path), styles, model.embeddings if model else None, from_user=True)
 
 
-def of_model(model: ModelShapes) -> TensorPlan:
+def get_declared_plan(model: ModelShapes) -> TensorPlan:
     """Return the plan that a transformers model declares (``model.tp_plan``).
 
     Raises:
@@ -179,10 +179,10 @@ def _resolve_cut(plan: TensorPlan, fqn: str, shape: Index, style: Style) -> Cut 
             " of it",
             "write DCP instead (--to dcp), which any mesh can load",
         )
-    return _cut_of_layer(fqn, shape, style, plan)
+    return _compute_layer_cut(fqn, shape, style, plan)
 
 
-def _cut_of_layer(fqn: str, shape: Index, style: str, plan: TensorPlan) -> Cut | None:
+def _compute_layer_cut(fqn: str, shape: Index, style: str, plan: TensorPlan) -> Cut | None:
     module, _, leaf = fqn.rpartition(".")
     if plan.embeddings is None and any(word in module.rpartition(".")[2] for word in _MAY_EMBED):
         raise UsageError(

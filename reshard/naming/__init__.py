@@ -25,7 +25,7 @@ __all__ = [
 
 
 def prefer_source(options: NameOptions) -> NameOptions:
-    """Return the options with the source's own names, if the user states nothing about names."""
+    """Return the options with the source's own names, unless the user chose other names."""
     return replace(options, names=options.names or "source")
 
 
@@ -76,7 +76,7 @@ def explain_source_names(
 
     traits, note = tables.describe_or_explain(manifest, own, options, model)
     if traits is not None:
-        note = tables.explain_source_names(own, traits, options)
+        note = tables.suggest_hf_names(own, traits, options)
     return [note] if note else []
 
 

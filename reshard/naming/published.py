@@ -147,7 +147,7 @@ def restore_memory_form(manifest: Manifest) -> Manifest | None:
         if published is None or not published.fits(manifest):
             return None
         return published.restore_memory_form(manifest)
-    except (UsageError, UnsupportedError):  # of another model, or one that transformers lacks
+    except (UsageError, UnsupportedError):  # other weights, or a model that transformers lacks
         return None
 
 
@@ -207,7 +207,7 @@ def _keep_written_names(manifest: Manifest, aliases: Mapping[str, str]) -> Manif
     names: dict[str, str] = {}
     for alias, written in aliases.items():
         if alias in stored and written not in stored and written not in names.values():
-            # Exchanged, because the manifest may have the written name as the tied one already.
+            # The two names are exchanged, because the written one may be a tied name already.
             names |= {alias: written, written: alias}
     if not names:
         return manifest

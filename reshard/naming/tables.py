@@ -25,7 +25,7 @@ _MAY_DIFFER = frozenset(
     vocab_size max_position_embeddings n_positions tie_word_embeddings router_aux_loss_coef
     """.split()
 )
-_WINDOWS = {"sliding_window", "use_sliding_window"}  # sequences up to the window are not affected
+_WINDOWS = {"sliding_window", "use_sliding_window"}  # they change nothing for shorter sequences
 
 
 def describe_source(manifest: Manifest, own: ModelNames) -> Traits | None:
@@ -62,7 +62,7 @@ def describe_model(
 def describe_or_explain(
     manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None
 ) -> tuple[Traits | None, str]:
-    """Return what `describe_model` does, or why a model with names of its format is unknown.
+    """Return the result of `describe_model`, or a note why the model is unknown.
 
     Raises:
         UsageError, UnsupportedError: the config is of no use, and the user asked for other names.
@@ -97,11 +97,11 @@ def rename_to_hf(
     try:
         family, traits = _choose_family(own, traits, options)
     except UnsupportedError as error:
-        # Without any wish of the user about names, the source's own names are a valid output.
+        # The source's own names are a valid output, unless the user asked for other names.
         if options.names or options.family or options.config:
             raise
         return Naming(manifest, (_explain_unknown_family(error),))
-    traits = replace(traits, vocab=_vocab_size(traits, options))
+    traits = replace(traits, vocab=_choose_vocab_size(traits, options))
     if options.config is None:
         config, notes = family.make_config(traits), list[str]()
     else:
@@ -122,7 +122,7 @@ def rename_to_hf(
     )
 
 
-def explain_source_names(own: ModelNames, traits: Traits, options: NameOptions) -> str:
+def suggest_hf_names(own: ModelNames, traits: Traits, options: NameOptions) -> str:
     """Return a note that the output has the names of the source, and how to get Hugging Face's.
 
     Args:
@@ -193,7 +193,7 @@ def build_architecture(traits: Traits, options: NameOptions) -> Architecture:
     return replace(traits, vocab=options.vocab_size or traits.vocab).make_architecture()
 
 
-def _vocab_size(traits: Traits, options: NameOptions) -> int | None:
+def _choose_vocab_size(traits: Traits, options: NameOptions) -> int | None:
     if options.vocab_size is not None:
         return options.vocab_size
     given = options.config.get("vocab_size") if options.config else None
@@ -227,7 +227,7 @@ def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> l
 
 
 def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> tuple[Family, Traits]:
-    """Return the family by the format, by its name, by the config, else by the traits."""
+    """Return the format's own family, else that of the user, of the config, or of the traits."""
     if own.family:
         if traits.odd and options.config is None:
             raise UnsupportedError(

@@ -92,7 +92,7 @@ class DTensorBuilder:
 
     def _made(self, axes: Index, root: Call | None) -> Call:
         grid = self.grid
-        at, groups = grid.coordinate(self.rank), grid.group_names(self.rank)
+        at, groups = grid.locate(self.rank), grid.name_groups(self.rank)
         layout = {"axes": tuple(self._axes[axis] for axis in axes)}
         state = {
             "_device_type": grid.device,

@@ -37,10 +37,10 @@ class RankSharder:
         return [self.of(item) for item in value] if isinstance(value, list) else value
 
     def _tensor(self, value: Value) -> Any:
-        placed = self._placing.of(value.owner)
+        placed = self._placing.get_placement(value.owner)
         if not value.divided or not placed.axes:
             return build_whole_slot(value)
-        box = self._placing.grid.box(value.shape, placed, self._rank)
+        box = self._placing.grid.compute_box(value.shape, placed, self._rank)
         local = Slot(Storage(value.dtype, box.volume, _list_parts(value, box)), box.shape)
         # Equal shapes are one tuple, which the pickle stores once.
         shape = self._shapes.setdefault(value.shape, value.shape)

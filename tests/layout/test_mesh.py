@@ -38,7 +38,7 @@ def test_boxes_are_torchs_and_hold_every_element_equally_often(drawn):
     from torch.distributed.tensor.placement_types import _StridedShard
 
     placing, shape = drawn
-    grid, placed = placing.grid, placing.of("w")
+    grid, placed = placing.grid, placing.get_placement("w")
     theirs = [
         Replicate()
         if cut is None
@@ -50,8 +50,8 @@ def test_boxes_are_torchs_and_hold_every_element_equally_often(drawn):
     sizes = [grid.sizes[axis] for axis in placed.axes]
     counts = np.zeros(shape, int)
     for rank in range(grid.world):
-        at = [grid.coordinate(rank)[axis] for axis in placed.axes]
-        box = grid.box(shape, placed, rank)
+        at = [grid.locate(rank)[axis] for axis in placed.axes]
+        box = grid.compute_box(shape, placed, rank)
         counts[tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))] += 1
         local, origin = _compute_local_shape_and_global_offset(shape, sizes, at.__getitem__, theirs)
         assert box.shape == tuple(local)
@@ -64,12 +64,18 @@ def test_what_fully_shard_makes_of_each_parameter():
     """As torch 2.13 places them: see the judged tests, which ask it."""
     grid = MeshGrid((2, 4, 2), ("dp_replicate", "dp_shard", "tp"))
     placing = MeshPlacements(grid, {"columns": Cut(0), "rows": Cut(1), "bias": None})
-    assert placing.of("columns").cuts == (None, Cut(0, 2), Cut(0))
-    assert placing.of("rows").cuts == (None, Cut(0), Cut(1))
-    assert placing.of("bias").cuts == (None, Cut(0), None)
-    assert (placing.of("norm").axes, placing.of("norm").cuts) == ((0, 1), (None, Cut(0)))
+    assert placing.get_placement("columns").cuts == (None, Cut(0, 2), Cut(0))
+    assert placing.get_placement("rows").cuts == (None, Cut(0), Cut(1))
+    assert placing.get_placement("bias").cuts == (None, Cut(0), None)
+    assert (placing.get_placement("norm").axes, placing.get_placement("norm").cuts) == (
+        (0, 1),
+        (None, Cut(0)),
+    )
     alone = MeshPlacements(MeshGrid((2,), ("tp",)), {"columns": Cut(0)})
-    assert (alone.of("columns").cuts, alone.of("norm").axes) == ((Cut(0),), ())
+    assert (alone.get_placement("columns").cuts, alone.get_placement("norm").axes) == (
+        (Cut(0),),
+        (),
+    )
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
@@ -78,7 +84,7 @@ def test_a_group_has_the_ranks_that_differ_on_one_axis_alone(sizes):
     for axis in range(len(sizes)):
         groups = {}
         for rank in range(grid.world):
-            groups.setdefault(grid.group_names(rank)[axis], []).append(grid.coordinate(rank))
+            groups.setdefault(grid.name_groups(rank)[axis], []).append(grid.locate(rank))
         for members in groups.values():
             assert [at[axis] for at in members] == list(range(sizes[axis]))
             assert len({at[:axis] + at[axis + 1 :] for at in members}) == 1
@@ -89,7 +95,7 @@ def test_a_mesh_is_read_as_it_is_written():
     assert grid == MeshGrid((2, 4, 2), ("dp_replicate", "dp_shard", "tp"), "cpu")
     assert (grid.world, grid.size("tensor"), grid.size("shard", "replicate")) == (16, 2, 8)
     assert str(grid) == "dp_replicate=2,dp_shard=4,tp=2"
-    assert [grid.coordinate(rank) for rank in (0, 1, 15)] == [(0, 0, 0), (0, 0, 1), (1, 3, 1)]
+    assert [grid.locate(rank) for rank in (0, 1, 15)] == [(0, 0, 0), (0, 0, 1), (1, 3, 1)]
     for name in ROLES:
         if ROLES[name] != "replicate":
             assert parse_mesh(f"{name}=3", "cuda").sizes == (3,)
@@ -119,9 +125,9 @@ def test_an_unclear_mesh_is_refused(text, told):
 
 def test_axes_without_names_do_nothing_that_is_known():
     with pytest.raises(UnsupportedError, match="a mesh of 2x2"):
-        MeshPlacements(MeshGrid((2, 2))).of("w")
+        MeshPlacements(MeshGrid((2, 2))).get_placement("w")
 
 
 def test_all_coordinates_are_ranks():
     grid = MeshGrid((2, 3, 2))
-    assert [grid.coordinate(rank) for rank in range(12)] == list(product(*map(range, grid.sizes)))
+    assert [grid.locate(rank) for rank in range(12)] == list(product(*map(range, grid.sizes)))

@@ -107,14 +107,14 @@ def test_a_file_is_the_users_word(tmp_path):
 
 def test_a_models_plan_is_transformers_own():
     llama = models.describe("tests.judges.torch_models:menagerie_tied")
-    plan = tensor_parallel.of_model(llama)
+    plan = tensor_parallel.get_declared_plan(llama)
     assert plan.styles["llama.model.layers.*.self_attn.o_proj"] == "rowwise"
     assert plan.styles["llama.lm_head"] == "colwise"
     assert "llama.model.embed_tokens.weight" in plan.embeddings
     names = ("llama.model.embed_tokens.weight", "llama.lm_head.weight")
     assert find_cuts(plan, [(names, (64, 32))]) == {names[0]: Cut(0)}
     with pytest.raises(UsageError, match="has no tensor-parallel plan"):
-        tensor_parallel.of_model(models.describe("tests.judges.torch_models:mlp"))
+        tensor_parallel.get_declared_plan(models.describe("tests.judges.torch_models:mlp"))
 
 
 def test_every_style_of_transformers_is_known():

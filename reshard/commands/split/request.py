@@ -145,7 +145,7 @@ def _choose_tensor_plan(
         return tensor_parallel.read(as_path(options.tp_plan), model)
     if model is None:
         model = describe_beside(manifest)
-    return tensor_parallel.of_model(model) if model else None
+    return tensor_parallel.get_declared_plan(model) if model else None
 
 
 def _choose_dtype(options: SplitOptions, *, separate_masters: bool) -> DType | None:

@@ -20,16 +20,16 @@ def detect(location: Location) -> bool:
     return find_optimizer(location) is not None and find_weights(location) is not None
 
 
-def _candidates(location: Location) -> Iterator[Location]:
+def _list_candidates(location: Location) -> Iterator[Location]:
     yield location
     yield from location.folders.values()
 
 
 def find_optimizer(location: Location) -> Location | None:
     """Return the folder with the index of the optimizer: this one or one below."""
-    return next((p for p in _candidates(location) if any(map(INDEX.fullmatch, p.files))), None)
+    return next((p for p in _list_candidates(location) if any(map(INDEX.fullmatch, p.files))), None)
 
 
 def find_weights(location: Location) -> Location | None:
     """Return the folder with the index of the weights: this one or one below."""
-    return next((p for p in _candidates(location) if find_index(p)), None)
+    return next((p for p in _list_candidates(location) if find_index(p)), None)

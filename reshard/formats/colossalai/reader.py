@@ -20,7 +20,7 @@ from reshard.formats.colossalai.directory import (
     find_optimizer,
     find_weights,
 )
-from reshard.formats.huggingface import reader as of_huggingface
+from reshard.formats.huggingface import reader as huggingface
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, Origin
 from reshard.model import ModelHint
@@ -56,7 +56,7 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
             "contains a ColossalAI optimizer but no weights",
             "pass the directory that contains both",
         )
-    saved = of_huggingface.read(weights)
+    saved = huggingface.read(weights)
     stages = {chunk.file for entry in saved.entries.values() for chunk in entry.chunks}
     pipeline = len({match[1] for file in stages if (match := _STAGE.search(Path(file).name))})
     entries = sorted(saved.entries.values(), key=_find_stage)

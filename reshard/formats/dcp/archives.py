@@ -39,19 +39,19 @@ class ArchiveCache:
     """Opens archives one after the other and remembers their structure."""
 
     def __init__(self) -> None:
-        self._forms: dict[int, list[_ArchiveTemplate]] = defaultdict(list)
+        self._templates: dict[int, list[_ArchiveTemplate]] = defaultdict(list)
 
     def open(self, archive: Section) -> TorchFile:
         """Open an archive like `torch_reader.read_archive`, and raise the same errors."""
         # Archives of one structure have one size: few templates have to be compared.
-        for form in self._forms[archive.nbytes]:
-            opened = _apply_template(form, archive)
+        for template in self._templates[archive.nbytes]:
+            opened = _apply_template(template, archive)
             if opened:
                 return opened
         file = torch_reader.read_archive(archive)
-        template = _build_template(file, archive)
-        if template is not None:
-            self._forms[archive.nbytes].append(template)
+        built = _build_template(file, archive)
+        if built is not None:
+            self._templates[archive.nbytes].append(built)
         return file
 
 
@@ -89,20 +89,28 @@ def _blank_crcs(tail: bytes, offsets: tuple[int, ...]) -> bytes:
     return bytes(blanked)
 
 
-def _apply_template(form: _ArchiveTemplate, archive: Section) -> TorchFile | None:
+def _apply_template(template: _ArchiveTemplate, archive: Section) -> TorchFile | None:
     """Return the content of an archive by a template; None if its structure differs."""
-    if archive.read(0, form.data) != form.head:
+    if archive.read(0, template.data) != template.head:
         return None
-    tail = archive.read(form.directory, archive.nbytes - form.directory)
-    if _blank_crcs(tail, form.free) != form.tail:
+    tail = archive.read(template.directory, archive.nbytes - template.directory)
+    if _blank_crcs(tail, template.free) != template.tail:
         return None
-    old = form.tensor.storage
-    start = archive.start + form.data
+    old = template.tensor.storage
+    start = archive.start + template.data
     storage = StoredBuffer(archive.path, old.key, old.dtype, old.nbytes, start)
     tensor = Tensor(
-        storage, form.tensor.offset, form.tensor.shape, form.tensor.strides, form.tensor.dtype
+        storage,
+        template.tensor.offset,
+        template.tensor.shape,
+        template.tensor.strides,
+        template.tensor.dtype,
     )
-    crc = int.from_bytes(tail[form.crc : form.crc + 4], "little") if form.checked else None
-    name = form.file.records[old.key].name
+    crc = (
+        int.from_bytes(tail[template.crc : template.crc + 4], "little")
+        if template.checked
+        else None
+    )
+    name = template.file.records[old.key].name
     records = {old.key: Record(start, old.nbytes, crc, name)}
-    return TorchFile(archive.path, archive.nbytes, tensor, form.file.globals, records)
+    return TorchFile(archive.path, archive.nbytes, tensor, template.file.globals, records)

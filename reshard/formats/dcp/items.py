@@ -22,12 +22,12 @@ from reshard.formats.dcp.metadata import Block
 from reshard.manifest import Record, SourceFile
 from reshard.pickles.values import Call
 
-_ZIP = b"PK"
+ZIP = b"PK"  # the first bytes of a torch.save archive
 _MIXED = "the file and .metadata belong to different saves: fetch the checkpoint again as a whole"
 
 
-class Items:
-    """The ``.distcp`` files of one checkpoint, opened on demand."""
+class ItemReader:
+    """Reads blocks and objects of the ``.distcp`` files of one checkpoint."""
 
     def __init__(self, pool: SourceFiles) -> None:
         self.globals: set[str] = set()
@@ -38,7 +38,7 @@ class Items:
         self._records: dict[str, list[Record]] = {}
         self._streams: dict[tuple[str, int], dict[str, Chunk]] = {}
 
-    def sources(self) -> dict[str, SourceFile]:
+    def list_sources(self) -> dict[str, SourceFile]:
         """Return every file that was opened, as a manifest lists it."""
         return {
             path: SourceFile(
@@ -47,16 +47,16 @@ class Items:
             for path, size in self._sizes.items()
         }
 
-    def chunk(self, path: Path, block: Block, dtype: DType) -> Chunk | Call:
+    def read_chunk(self, path: Path, block: Block, dtype: DType) -> Chunk | Call:
         """Return a block's chunk; or the `Call` of a tensor whose class computes its elements.
 
         Raises:
             CorruptError: the stored tensor is not the announced one.
         """
-        section = self._section(str(path), block)
+        section = self._find_section(str(path), block)
         if section is None:
-            return self._in_stream(str(path), block, dtype)
-        # Blocks of equal form would both read well from one place, one of them with wrong values.
+            return self._read_from_stream(str(path), block, dtype)
+        # Two blocks of one dtype and shape could be read from one position, one with wrong values.
         if (section.path, section.start) in self._taken:
             raise CorruptError(
                 path,
@@ -81,14 +81,14 @@ class Items:
         whole = tensor.chunk
         return Chunk(box, whole.file, whole.byte_offset, whole.byte_strides, dtype)
 
-    def object(self, path: Path, block: Block) -> torch_objects.TorchFile:
+    def read_object(self, path: Path, block: Block) -> torch_objects.TorchFile:
         """Return a stored object; its tensors are described, and its classes are names.
 
         Raises:
             UnsupportedError: the object was not saved by ``torch.save``.
             CorruptError: the archive is damaged.
         """
-        section = self._section(str(path), block)
+        section = self._find_section(str(path), block)
         if section is None:
             raise UnsupportedError(path, f"{block.key!r} is not a torch.save archive")
         return self._open(section)
@@ -99,35 +99,36 @@ class Items:
         self._records[section.path] += file.records.values()
         return file
 
-    def _size(self, name: str) -> int:
+    def _get_size(self, name: str) -> int:
         if name not in self._sizes:
             self._sizes[name] = get_size(name)
             self._records[name] = []
         return self._sizes[name]
 
-    def _section(self, name: str, block: Block) -> Section | None:
+    def _find_section(self, name: str, block: Block) -> Section | None:
         """Return the archive of a block; None if a safetensors stream begins there."""
         stop = block.byte_offset + block.nbytes
-        if stop > self._size(name):
+        if stop > self._get_size(name):
             raise CorruptError(
                 name,
                 f".metadata places {block.key!r} at bytes {block.byte_offset} to {stop}, but the"
-                f" file has {self._size(name)}",
+                f" file has {self._get_size(name)}",
                 "the file is truncated: fetch it again",
             )
         if (name, block.byte_offset) in self._streams:
             return None
         section = Section(self._pool, name, block.byte_offset, block.nbytes)
-        return section if section.read(0, min(2, section.nbytes)) == _ZIP else None
+        return section if section.read(0, min(2, section.nbytes)) == ZIP else None
 
-    def _in_stream(self, name: str, block: Block, dtype: DType) -> Chunk:
-        """Return a chunk of a safetensors stream, one for each file, which follows any objects.
+    def _read_from_stream(self, name: str, block: Block, dtype: DType) -> Chunk:
+        """Return a chunk of a safetensors stream.
 
-        The metadata give the offset of the stream for each of its tensors.
+        A file has at most one stream, behind its objects. For each of its tensors the metadata give
+        the offset of the stream, not that of the tensor.
         """
         position = (name, block.byte_offset)
         if position not in self._streams:
-            nbytes = self._size(name) - block.byte_offset
+            nbytes = self._get_size(name) - block.byte_offset
             section = Section(self._pool, name, block.byte_offset, nbytes)
             self._streams[position] = safetensors.read_section(section).tensors
         chunk = self._streams[position].get(block.key)

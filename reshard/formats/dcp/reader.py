@@ -15,14 +15,14 @@ from reshard.files import SourceFiles
 from reshard.formats.dcp import metadata
 from reshard.formats.dcp.directory import METADATA
 from reshard.formats.dcp.flattened import restore
-from reshard.formats.dcp.items import Items
+from reshard.formats.dcp.items import ItemReader
 from reshard.formats.dcp.metadata import Metadata
 from reshard.location import Location, list_missing_ranks
 from reshard.state_dict import tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-_MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual tops
+_MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual first parts of keys
 _OPTIMIZER_KEY = re.compile(rf"({'|'.join(_OPTIMIZERS)})\.(?=(?:state|param_groups)\.)")
 _LISTED = 4
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp")
@@ -54,15 +54,16 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
     about = metadata.read(find_metadata_files(location))
     objects = {key: block for key, block in about.objects.items() if block is not None}
     with SourceFiles() as pool:
-        items = Items(pool)
+        items = ItemReader(pool)
         leaves: dict[str, Any] = {}
         for key, stored in about.tensors.items():
             blocks = [
-                items.chunk(_find_data_file(location, block.file), block, stored.dtype)
+                items.read_chunk(_find_data_file(location, block.file), block, stored.dtype)
                 for block in stored.blocks
             ]
             chunks = tuple(each for each in blocks if isinstance(each, Chunk))
-            # The class of such a tensor computes its elements: only its description is kept.
+            # A block that is not a chunk is of a tensor whose class computes its elements: only its
+            # description is kept.
             if len(chunks) < len(blocks):
                 leaves[key] = next(each for each in blocks if not isinstance(each, Chunk))
                 continue
@@ -71,14 +72,14 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
             leaves[key] = leaf if shape is None else restore(location, key, leaf, shape)
         for key, block in objects.items():
             leaves[key] = tree.convert_file(
-                items.object(_find_data_file(location, block.file), block)
+                items.read_object(_find_data_file(location, block.file), block)
             )
     used = {block.file for stored in about.tensors.values() for block in stored.blocks}
     used |= {block.file for block in objects.values()}
     parsed = ParsedTree(
         root=leaves,
         where=str(location),
-        files=items.sources(),
+        files=items.list_sources(),
         world=len({match[1] for name in used if (match := _DATA.fullmatch(name))}) or 1,
         globals=items.globals | about.globals,
         plain_is_buffer=False,
@@ -90,11 +91,12 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
 
 def _describe_stale(location: Location, used: set[str]) -> list[str]:
     """Return notes about files that do not belong to the save."""
+    # A rank that had nothing to save leaves an empty file, which no metadata names.
     rest = [
         name
         for name, path in location.files.items()
         if name.endswith(".distcp") and name not in used and path.stat().st_size
-    ]  # a rank that had nothing to save leaves an empty file
+    ]
     shown = ", ".join(rest[:_LISTED])
     return [f"this directory also contains files of another save: {shown}"] if rest else []
 
@@ -171,7 +173,7 @@ def _find_positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int
 def parse_flat_paths(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]] | None:
     """Return the paths of a state dict that its program flattened; None if it did not.
 
-    Otherwise the moments, ``optimizer.state.<fqn>.<slot>``, would look like weights.
+    With paths of one part the moments, ``optimizer.state.<fqn>.<slot>``, would look like weights.
     ``model.<fqn>`` is taken for the weight ``<fqn>`` of the optimizer if all its names match.
     """
     matches = {key: _OPTIMIZER_KEY.match(key) for key, path in paths.items() if len(path) == 1}

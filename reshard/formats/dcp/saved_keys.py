@@ -23,6 +23,7 @@ from reshard.dtypes import UINT8, DType
 from reshard.files import SourceFiles
 from reshard.formats.base import StateConversion
 from reshard.formats.dcp import metadata, reader, writer
+from reshard.formats.dcp.items import ZIP
 from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
 from reshard.formats.request import Request
@@ -35,8 +36,6 @@ from reshard.training import copied_files
 from reshard.training.copied_files import ITEM
 from reshard.training.state import WritableState
 from reshard.units import some
-
-_ZIP = b"PK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ def _can_copy(saved: SavedKeys, manifest: Manifest) -> bool:
     with SourceFiles() as pool:
         return all(
             (path := f"{saved.directory}/{block.file}") in manifest.files
-            and pool.read(path, block.byte_offset, len(_ZIP)) == _ZIP
+            and pool.read(path, block.byte_offset, len(ZIP)) == ZIP
             for block in _list_other_blocks(saved)
         )
 

@@ -133,8 +133,8 @@ def lay_out_leaves(
         UnsupportedError: two paths are the same once joined.
     """
     prefix = f"{directory}/" if directory else ""
-    forms = _TemplateCache()
-    files = [_DataFile(prefix, f"__{rank}_0.distcp", forms) for rank in range(shards)]
+    templates = _TemplateCache()
+    files = [_DataFile(prefix, f"__{rank}_0.distcp", templates) for rank in range(shards)]
     about = _MetadataBuilder(attributes or {})
     for path, value in leaves:
         key = ".".join(map(str, path))
@@ -152,8 +152,8 @@ def lay_out_leaves(
         else:
             item = value.value if isinstance(value, StoredObject) else value
             about.add_object(key, files[0], files[0].add_object(item))
-    pickle = about.pickled(f"{prefix}.metadata")
-    data_files = [file.finished() for file in files if file.at]
+    pickle = about.build_pickle(f"{prefix}.metadata")
+    data_files = [file.build_skeleton() for file in files if file.at]
     return skeletons.join([*data_files, skeletons.lay_out_bytes(f"{prefix}.metadata", pickle)])
 
 
@@ -201,8 +201,10 @@ def divide(value: Value, shards: int) -> list[tuple[int, Box]]:
 def _add_tensor(
     about: _MetadataBuilder, files: Sequence[_DataFile], key: str, value: Value
 ) -> None:
-    placed = [(rank, box, files[rank].add(value, box)) for rank, box in divide(value, len(files))]
-    about.add_tensor(key, value, [(files[rank], box, place) for rank, box, place in placed])
+    placed = [
+        (rank, box, files[rank].add_block(value, box)) for rank, box in divide(value, len(files))
+    ]
+    about.add_tensor(key, value, [(files[rank], box, position) for rank, box, position in placed])
 
 
 def _add_copy(
@@ -238,7 +240,7 @@ class _TemplateCache(dict[tuple[DType, Index], _ItemTemplate]):
         return self.setdefault(key, _ItemTemplate(skeleton, chunk))
 
 
-_Place = tuple[int, int]  # byte offset, nbytes
+_Position = tuple[int, int]  # byte offset, nbytes
 
 
 @dataclass(slots=True)
@@ -247,7 +249,7 @@ class _DataFile:
 
     prefix: str
     name: str  # in .metadata
-    forms: _TemplateCache
+    templates: _TemplateCache
     at: int = 0
     literals: list[tuple[int, bytes]] = field(default_factory=list)
     checksums: list[StoredChecksum] = field(default_factory=list)
@@ -259,22 +261,22 @@ class _DataFile:
         """The path below the destination."""
         return self.prefix + self.name
 
-    def add(self, value: Value, box: Box) -> _Place:
+    def add_block(self, value: Value, box: Box) -> _Position:
         """Add a block of a tensor."""
         if value.entry is None:
             slot = Slot(Storage(value.dtype, box.volume, data=value.data), box.shape)
             return self._append(torch_writer.lay_out_object(self.path, slot, in_stream=True))
-        form = self.forms[value.dtype, box.shape]
-        start, nbytes = self._append(form.skeleton)
-        if form.chunk is not None:
-            entry, at = value.entry, start + form.chunk.byte_offset
-            chunk = Chunk(box, self.path, at, form.chunk.byte_strides, value.dtype)
+        template = self.templates[value.dtype, box.shape]
+        start, nbytes = self._append(template.skeleton)
+        if template.chunk is not None:
+            entry, at = value.entry, start + template.chunk.byte_offset
+            chunk = Chunk(box, self.path, at, template.chunk.byte_strides, value.dtype)
             empty = Entry(entry.fqn, entry.kind, value.dtype, entry.shape, ())
             self.entries.setdefault(entry.key, empty)
             self.chunks.setdefault(entry.key, []).append(chunk)
         return start, nbytes
 
-    def add_object(self, value: Any) -> _Place:
+    def add_object(self, value: Any) -> _Position:
         """Add a pickled object."""
         item = torch_writer.lay_out_object(self.path, value, in_stream=True)
         start, nbytes = self._append(item)
@@ -284,7 +286,7 @@ class _DataFile:
             self.chunks.setdefault(entry.key, []).extend(moved)
         return start, nbytes
 
-    def add_copy(self, item: Entry) -> _Place:
+    def add_copy(self, item: Entry) -> _Position:
         """Add the bytes of an item of the source."""
         start = self.at + -self.at % ALIGNMENT
         chunk = contiguous(self.path, start, item.dtype, whole(item.shape))
@@ -293,7 +295,7 @@ class _DataFile:
         self.at = start + item.nbytes
         return start, item.nbytes
 
-    def finished(self) -> Skeleton:
+    def build_skeleton(self) -> Skeleton:
         """Return the file."""
         entries = tuple(
             Entry(e.fqn, e.kind, e.dtype, e.shape, tuple(self.chunks[key]))
@@ -302,7 +304,7 @@ class _DataFile:
         file = OutputFile(self.path, self.at, tuple(self.literals))
         return Skeleton((file,), entries, tuple(self.checksums))
 
-    def _append(self, item: Skeleton) -> _Place:
+    def _append(self, item: Skeleton) -> _Position:
         """Append an archive at a multiple of its own alignment."""
         (file,) = item.files
         start = self.at + -self.at % ALIGNMENT
@@ -326,29 +328,29 @@ class _MetadataBuilder:
     properties: dict[DType, Call] = field(default_factory=dict)
     sizes: dict[Index, Call] = field(default_factory=dict)
 
-    def add_object(self, key: str, file: _DataFile, place: _Place) -> None:
+    def add_object(self, key: str, file: _DataFile, position: _Position) -> None:
         """Add a pickled object."""
         self.announced[key] = _build_object("BytesStorageMetadata")
-        self._store({"fqn": key, "index": None}, file, place)
+        self._store({"fqn": key, "index": None}, file, position)
 
     def add_tensor(
-        self, key: str, value: Value, placed: Sequence[tuple[_DataFile, Box, _Place]]
+        self, key: str, value: Value, placed: Sequence[tuple[_DataFile, Box, _Position]]
     ) -> None:
         """Add a tensor and its blocks."""
         chunks = []
-        for number, (file, box, place) in enumerate(placed):
-            origin = self._size(box.origin)
-            sizes = {"offsets": origin, "sizes": self._size(box.shape)}
+        for number, (file, box, position) in enumerate(placed):
+            origin = self._share_size(box.origin)
+            sizes = {"offsets": origin, "sizes": self._share_size(box.shape)}
             chunks.append(_build_object("ChunkStorageMetadata", sizes))
-            self._store({"fqn": key, "index": number, "offset": origin}, file, place)
+            self._store({"fqn": key, "index": number, "offset": origin}, file, position)
         state = {
-            "properties": self._properties(value.dtype),
-            "size": self._size(value.shape),
+            "properties": self._share_properties(value.dtype),
+            "size": self._share_size(value.shape),
             "chunks": chunks,
         }
         self.announced[key] = _build_object("TensorStorageMetadata", state)
 
-    def pickled(self, where: str) -> bytes:
+    def build_pickle(self, where: str) -> bytes:
         """Return the file's content."""
         state = {
             "state_dict_metadata": self.announced,
@@ -363,15 +365,15 @@ class _MetadataBuilder:
         pickler.write(root)
         return pickler.finish()
 
-    def _store(self, index: dict[str, Any], file: _DataFile, place: _Place) -> None:
-        info = {"relative_path": file.name, "offset": place[0], "length": place[1]}
+    def _store(self, index: dict[str, Any], file: _DataFile, position: _Position) -> None:
+        info = {"relative_path": file.name, "offset": position[0], "length": position[1]}
         storage_info = Call(f"{_DCP}.filesystem._StorageInfo", (), info)
         self.stored[_build_object("MetadataIndex", index)] = storage_info
 
-    def _size(self, index: Index) -> Call:
+    def _share_size(self, index: Index) -> Call:
         return self.sizes.setdefault(index, Call("torch.Size", (index,)))
 
-    def _properties(self, dtype: DType) -> Call:
+    def _share_properties(self, dtype: DType) -> Call:
         if dtype not in self.properties:
             layout = Call("torch.serialization._get_layout", ("torch.strided",))
             memory = Call(f"{_METADATA}._MEM_FORMAT_ENCODING", (0,))

@@ -105,7 +105,9 @@ def _read_indexed(location: Location, index: Path) -> Manifest:
         names = sorted(set(weight_map.values()))
         safe = all(_is_plain_name(name) for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(index, f"is not an index: no weight_map ({error})") from error
+        raise CorruptError(
+            index, f"is not an index: it has no weight_map of names of files ({error})"
+        ) from error
     if not safe:
         bad = next(name for name in names if not _is_plain_name(name))
         raise UnsafeError(

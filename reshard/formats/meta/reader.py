@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from reshard.manifest import (
     Entry,
     Manifest,
     Origin,
+    TrainState,
     find_most_common_dtype,
     index_entries,
 )
 from reshard.model_parallel.combine import join_tensor_ranks
-from reshard.model_parallel.rules import Table, load_table
+from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import REPLICATED, Split
 from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
@@ -47,7 +47,7 @@ _PARAMS = fields(
 _MIXED = "files of different models are mixed: fetch the checkpoint again as a whole"
 
 
-def read(location: Location, table: Table | None = None) -> Manifest:
+def read(location: Location, table: Table) -> Manifest:
     """Read the files of all ranks into one manifest.
 
     Raises:
@@ -56,7 +56,6 @@ def read(location: Location, table: Table | None = None) -> Manifest:
         UnsupportedError: there are more ranks than key and value heads.
         UsageError: no rule states how a tensor is cut.
     """
-    table = table or load_table(NAME)
     files = {
         int(m[1]): path for name, path in location.files.items() if (m := FILE.fullmatch(name))
     }
@@ -80,10 +79,10 @@ def read(location: Location, table: Table | None = None) -> Manifest:
 
     def split_of(name: str, shape: Index) -> Split:
         if name == EMBEDDING:
-            return Split(_embedding_dim(ranks[0], shape))
-        return (
-            REPLICATED if name == _FREQUENCIES else table.require(name, {}).rule.split(gated=True)
-        )
+            return Split(_find_embedding_dim(ranks[0], shape))
+        if name == _FREQUENCIES:
+            return REPLICATED
+        return table.require(name, {}).rule.split(gated=True)
 
     manifest = join_tensor_ranks(ranks, split_of)
     _check_vocabulary(manifest, params, location)
@@ -120,24 +119,19 @@ def _read_rank(path: Path, location: Location, params: Mapping[str, Any], world:
         precision=find_most_common_dtype(entry.dtype for entry in entries),
     )
     source = file.source()
-    manifest = Manifest(
+    return Manifest(
         origin,
         index_entries(entries),
         {source.path: source},
+        TrainState(config=dict(params)),
         ordered=False,  # the order is that of the program that wrote the file
         trained_dtypes={entry.fqn: entry.dtype for entry in entries if entry.kind == PARAM},
         unread=unread,
         unknown_globals=trust.list_unknown(file.globals),
     )
-    return with_params(manifest, params)
 
 
-def with_params(manifest: Manifest, params: Mapping[str, Any]) -> Manifest:
-    """Return the manifest with params.json as the configuration of its model."""
-    return replace(manifest, train=replace(manifest.train, config=dict(params)))
-
-
-def _embedding_dim(rank: Manifest, shape: Index) -> int:
+def _find_embedding_dim(rank: Manifest, shape: Index) -> int:
     """Return the dim along which the embedding is cut, by comparison with the width of a norm."""
     norm = rank.entries.get((PARAM, _NORM))
     if norm is None:
@@ -166,7 +160,7 @@ def find_traits(manifest: Manifest) -> Traits:
     params: Mapping[str, Any] = manifest.train.config
     heads, hidden = params.get("n_heads"), params.get("dim")
     gate = manifest.entries.get((PARAM, _GATE))
-    # Llama 1 and 2 state none: theirs is the default of ``precompute_freqs_cis``.
+    # Files of Llama 1 and 2 do not state it: they have the default of ``precompute_freqs_cis``.
     theta = float(params.get("rope_theta") or 10000.0)
     odd = (
         "scales rotary positions by a factor that no file states (use_scaled_rope): Llama 3.1 has"

@@ -47,7 +47,9 @@ def lay_out(
         torch_writer.lay_out_object(
             f"consolidated.{rank:02d}.pth",
             {
-                name: _slot(name, entry, dtype, _split(name, entry, table), ranks, rank)
+                name: _build_slot(
+                    name, entry, dtype, _choose_split(name, entry, table), ranks, rank
+                )
                 for name, (entry, dtype) in tensors.items()
             },
         )
@@ -87,13 +89,13 @@ def build_params(traits: Traits) -> dict[str, Any]:
     }
 
 
-def _split(name: str, entry: Entry, table: Table) -> Split:
+def _choose_split(name: str, entry: Entry, table: Table) -> Split:
     if name == EMBEDDING:
         return Split(0 if entry.shape[0] >= _LARGE else 1)
     return table.require(name, {}).rule.split(gated=True)
 
 
-def _slot(name: str, entry: Entry, dtype: DType, split: Split, ranks: int, rank: int) -> Slot:
+def _build_slot(name: str, entry: Entry, dtype: DType, split: Split, ranks: int, rank: int) -> Slot:
     shape, pairs = list_blocks(name, entry.shape, split, ranks, rank)
     # Meta's files have no fused tensors, so a rank's piece is a single block.
     ((box, _),) = pairs

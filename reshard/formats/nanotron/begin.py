@@ -1,7 +1,7 @@
 """The nanotron run that a training state of another framework becomes.
 
 A nanotron run states in its own files how ranks share each parameter, and which stage trains it.
-For other sources the answers are those of nanotron's models, which are known here: Llama and Qwen2.
+For other sources both follow from nanotron's models, of which Llama and Qwen2 are known here.
 
 Sources: nanotron at 2411b02 ``models/{llama,qwen}.py`` (modules, ``contiguous_chunks``),
 ``helpers.py`` (``init_optimizer_and_grad_accumulator``: a param group per parameter),
@@ -127,13 +127,15 @@ def add_layout(state: WritableState, described: Described, pipeline: int) -> Wri
         UnsupportedError: a parameter is in no block of nanotron's model.
     """
     config, path = described.args["config"], state.manifest.origin.path
-    weights = sorted(state.weights, key=lambda weight: _order(weight.fqn, config))
-    held = stages.list_blocks(path, config, [weight.fqn for weight in weights]).stages(pipeline)
-    stages.refuse_empty(held)
-    # Reversed, so that the first of two stages wins: that one saves a tied parameter.
-    first = {fqn: stage for stage, fqns in reversed([*enumerate(held)]) for fqn in fqns}
+    weights = sorted(state.weights, key=lambda weight: _compute_sort_key(weight.fqn, config))
+    stage_params = stages.list_blocks(
+        path, config, [weight.fqn for weight in weights]
+    ).assign_stages(pipeline)
+    stages.refuse_empty(stage_params)
+    # Reversed, so that the first of two stages stays: nanotron saves a tied parameter there.
+    first = {fqn: stage for stage, fqns in reversed([*enumerate(stage_params)]) for fqn in fqns}
     cuts = dict(_make_cuts(weights, first, described))
-    known = RunFacts(cuts, tuple(_make_stages(state, held)), config, 0, ())
+    known = RunFacts(cuts, tuple(_make_stages(state, stage_params)), config, 0, ())
     train = state.manifest.train
     about = {METADATA: _make_metadata(state, described.args["sequence"])}
     train = replace(
@@ -142,7 +144,7 @@ def add_layout(state: WritableState, described: Described, pipeline: int) -> Wri
     return replace(state, manifest=replace(state.manifest, train=train))
 
 
-def _order(fqn: str, config: Mapping[str, Any]) -> tuple[int, int]:
+def _compute_sort_key(fqn: str, config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the position of a parameter in its layer; all others have a block of their own."""
     modules = _QWEN_LAYER if config.get("is_qwen2_config") else _LAYER
     inside = fqn.partition(".pp_block.")[2]
@@ -170,11 +172,11 @@ def _find_parts(weight: Weight, model: Architecture) -> tuple[int, ...]:
     return make_form(name, weight.shape[0], model).parts if name else ()
 
 
-def _make_stages(state: WritableState, held: Sequence[Sequence[str]]) -> Iterator[Stage]:
+def _make_stages(state: WritableState, stage_params: Sequence[Sequence[str]]) -> Iterator[Stage]:
     """Yield the optimizer of each stage: a group per parameter, and their scheduler."""
     hypers: dict[str, dict[str, Any]] = {}
     for trained in state.groups:
-        # nanotron updates numbers: a rate in a tensor becomes one.
+        # nanotron's scheduler computes with numbers: a learning rate in a tensor becomes one.
         numbers = {
             name: float(value) if isinstance(value, TensorNumber) else value
             for name, value in trained.hyper.items()
@@ -182,7 +184,7 @@ def _make_stages(state: WritableState, held: Sequence[Sequence[str]]) -> Iterato
         hyper = build_hyper(state, replace(trained, hyper=numbers))
         hyper.setdefault("initial_lr", hyper["lr"])
         hypers.update((fqn, hyper) for fqn in trained.fqns)
-    for fqns in held:
+    for fqns in stage_params:
         own = [fqn for fqn in fqns if fqn in hypers]
         groups = tuple(ParamGroup(hypers[fqn], (fqn,)) for fqn in own)
         yield Stage(groups, _make_scheduler([group.hyper for group in groups], state.step()))

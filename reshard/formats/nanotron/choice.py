@@ -93,7 +93,7 @@ def _change_stages(state: WritableState, stated: RunFacts, before: int, after: i
     fqns = [fqn for kind, fqn in entries if kind == PARAM]
     blocks = stages.list_blocks(path, stated.config, fqns)
     # The rule is trusted for the new stages only if it gives the stages of the source.
-    own, others = blocks.stages(before), blocks.stages(after)
+    own, others = blocks.assign_stages(before), blocks.assign_stages(after)
     for stage, (here, stored) in enumerate(zip(own, stated.stages, strict=False)):
         there = {fqn for group in stored.groups for fqn in group.fqns}
         if there and there != set(here):
@@ -106,7 +106,7 @@ def _change_stages(state: WritableState, stated: RunFacts, before: int, after: i
             )
     # The weights' file names state their stages as well: both have to agree with the derived ones.
     saved = {fqn: cut.stage for fqn, cut in stated.cuts.items() if cut}
-    derived = stated.on(own, stated.stages)
+    derived = stated.move_to_stages(own, stated.stages)
     if any(cut and cut.stage != saved[fqn] for fqn, cut in derived.cuts.items()):
         raise UnsupportedError(
             path,
@@ -114,7 +114,7 @@ def _change_stages(state: WritableState, stated: RunFacts, before: int, after: i
             f"keep the source's number of stages: --pp {before}",
         )
     stages.refuse_empty(others)
-    return stated.on(
+    return stated.move_to_stages(
         others, stages.redistribute(path, stated.stages, others) if stated.stages else ()
     )
 

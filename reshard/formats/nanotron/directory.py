@@ -50,8 +50,8 @@ class NamedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
-    """All files of a checkpoint.
+class CheckpointFiles:
+    """The files of a checkpoint.
 
     Args:
         weights: fqn -> its files; a file whose name has no rank stores the whole tensor.
@@ -107,28 +107,32 @@ def list_other_files(location: Location) -> tuple[str, ...]:
     return tuple(sorted(name for name in (*location.files, *location.folders) if name not in known))
 
 
-def take_census(location: Location) -> Census:
-    """List all files, and check that none is missing.
+def list_files(location: Location) -> CheckpointFiles:
+    """Return the files of a checkpoint, after a check that none is missing.
 
     Raises:
         IncompleteError: a rank's file is missing.
         CorruptError: the files belong to two grids.
     """
     weights = {
-        fqn: _complete(fqn, files, ("tp", "exp"))
-        for fqn, files in sorted(_weights(location.folders[_MODEL], ()), key=lambda item: item[0])
+        fqn: _require_all_ranks(fqn, files, ("tp", "exp"))
+        for fqn, files in sorted(
+            _find_weights(location.folders[_MODEL], ()), key=lambda item: item[0]
+        )
     }
     folder = location.folders.get(_OPTIMIZER)
-    states = [] if folder is None else [*_ranked(folder, _STATES)]
-    optimizer = _complete("optimizer", states, AXES)
-    return Census(location, weights, optimizer, _schedulers(location.folders.get(SCHEDULER)))
+    states = [] if folder is None else [*_find_ranked(folder, _STATES)]
+    optimizer = _require_all_ranks("optimizer", states, AXES)
+    return CheckpointFiles(
+        location, weights, optimizer, _choose_schedulers(location.folders.get(SCHEDULER))
+    )
 
 
-def _schedulers(folder: Location | None) -> tuple[Path, ...]:
+def _choose_schedulers(folder: Location | None) -> tuple[Path, ...]:
     """Return the first rank's file of each stage, or the only file of a run."""
     if folder is None:
         return ()
-    ranked = _complete("scheduler", [*_ranked(folder, _SCHEDULERS)], AXES)
+    ranked = _require_all_ranks("scheduler", [*_find_ranked(folder, _SCHEDULERS)], AXES)
     if not ranked:
         return tuple(folder.files.values())[:1]
     by_stage: dict[int, Path] = {}
@@ -138,29 +142,33 @@ def _schedulers(folder: Location | None) -> tuple[Path, ...]:
     return tuple(by_stage.values())
 
 
-def _weights(location: Location, modules: tuple[str, ...]) -> Iterator[tuple[str, list[NamedFile]]]:
+def _find_weights(
+    location: Location, modules: tuple[str, ...]
+) -> Iterator[tuple[str, list[NamedFile]]]:
     by_leaf: dict[str, list[NamedFile]] = {}
     for name, path in location.files.items():
         if match := _WEIGHTS.fullmatch(name):
-            by_leaf.setdefault(match["leaf"], []).append(_rank_file(path, match["ranks"]))
+            by_leaf.setdefault(match["leaf"], []).append(_parse_file(path, match["ranks"]))
     for leaf, files in by_leaf.items():
         yield ".".join((*modules, leaf)), files
     for name, folder in location.folders.items():
-        yield from _weights(folder, (*modules, name))
+        yield from _find_weights(folder, (*modules, name))
 
 
-def _ranked(location: Location, pattern: re.Pattern[str]) -> Iterator[NamedFile]:
+def _find_ranked(location: Location, pattern: re.Pattern[str]) -> Iterator[NamedFile]:
     for name, path in location.files.items():
         if match := pattern.fullmatch(name):
-            yield _rank_file(path, match["ranks"])
+            yield _parse_file(path, match["ranks"])
 
 
-def _rank_file(path: Path, text: str | None) -> NamedFile:
+def _parse_file(path: Path, text: str | None) -> NamedFile:
     axes = [(axis, int(rank), int(size)) for axis, rank, size in _RANK.findall(text or "")]
     return NamedFile(path, {a: rank for a, rank, _ in axes}, {a: size for a, _, size in axes})
 
 
-def _complete(what: str, files: list[NamedFile], axes: tuple[str, ...]) -> tuple[NamedFile, ...]:
+def _require_all_ranks(
+    what: str, files: list[NamedFile], axes: tuple[str, ...]
+) -> tuple[NamedFile, ...]:
     """Return the files in rank order, if every rank of the axes has one.
 
     Raises:
@@ -174,7 +182,7 @@ def _complete(what: str, files: list[NamedFile], axes: tuple[str, ...]) -> tuple
         if file.sizes != first.sizes:
             raise CorruptError(
                 file.path,
-                f"belongs to a grid of {_shown(file)}, but {first.path.name} to another",
+                f"belongs to a grid of {_describe_grid(file)}, but {first.path.name} to another",
                 MIXED,
             )
     present = [axis for axis in axes if axis in first.sizes]
@@ -191,5 +199,5 @@ def _complete(what: str, files: list[NamedFile], axes: tuple[str, ...]) -> tuple
     return tuple(sorted(files, key=lambda file: [file.rank(axis) for axis in AXES]))
 
 
-def _shown(file: NamedFile) -> str:
+def _describe_grid(file: NamedFile) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in file.sizes.items()) or "one rank"

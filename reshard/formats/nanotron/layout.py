@@ -36,7 +36,7 @@ class ParameterCut:
     parts: Index
     texts: Mapping[str, str]
 
-    def header(self, fqn: str, shape: Index, ranks: int, rank: int) -> dict[str, str]:
+    def make_header(self, fqn: str, shape: Index, ranks: int, rank: int) -> dict[str, str]:
         """Return the metadata of a rank's file.
 
         Raises:
@@ -53,15 +53,15 @@ class ParameterCut:
             width = part // ranks
             here = f"{local},{local + width},None" if self.parts else _ALL
             there = f"{start + rank * width},{start + (rank + 1) * width},None"
-            pairs.append(f"{self._side(here, shape)}#{self._side(there, shape)}")
+            pairs.append(f"{self._format_side(here, shape)}#{self._format_side(there, shape)}")
             start, local = start + part, local + width
         return {**self.texts, PAIRS: ";".join(pairs)}
 
-    def local(self, shape: Index, ranks: int) -> Index:
+    def compute_local_shape(self, shape: Index, ranks: int) -> Index:
         """Return the shape of a rank's part."""
         return (*shape[: self.dim], shape[self.dim] // ranks, *shape[self.dim + 1 :])
 
-    def _side(self, text: str, shape: Index) -> str:
+    def _format_side(self, text: str, shape: Index) -> str:
         return "|".join(text if dim == self.dim else _ALL for dim in range(len(shape)))
 
 
@@ -83,22 +83,29 @@ class RunFacts:
     unnamed: int
     beside: tuple[str, ...]
 
-    def on(self, stages: Sequence[Sequence[str]], dealt: tuple[Stage, ...]) -> RunFacts:
-        """Return the run on other pipeline stages; the first stage of a parameter saves it."""
+    def move_to_stages(
+        self, stages: Sequence[Sequence[str]], optimizers: tuple[Stage, ...]
+    ) -> RunFacts:
+        """Return the run on other pipeline stages; the first stage of a parameter saves it.
+
+        Args:
+            stages: the names of each stage's parameters.
+            optimizers: the optimizer and the scheduler of each stage.
+        """
         first: dict[str, int] = {}
         for stage, fqns in enumerate(stages):
             for fqn in fqns:
                 first.setdefault(fqn, stage)
         cuts = {fqn: cut and replace(cut, stage=first[fqn]) for fqn, cut in self.cuts.items()}
-        return replace(self, cuts=cuts, stages=dealt)
+        return replace(self, cuts=cuts, stages=optimizers)
 
 
-def cut(
+def derive_cut(
     fqn: str, shape: Index, stage: int, headers: Sequence[Mapping[str, str]]
 ) -> ParameterCut | None:
     """Return how a parameter is cut, from the headers of all ranks' files in rank order.
 
-    The result is None if `ParameterCut` would write another header than one of those in the files.
+    The result is None if `ParameterCut` would write other headers than those in the files.
     """
     ranks, first = len(headers), headers[0]
     if PAIRS not in first or SHAPE not in first:
@@ -109,18 +116,18 @@ def cut(
         return None
     (dim,) = cuts
     mine = [local.split("|")[dim] for local, _ in pairs]
-    parts = () if mine == [_ALL] else tuple(_width(text) * ranks for text in mine)
+    parts = () if mine == [_ALL] else tuple(_parse_width(text) * ranks for text in mine)
     texts = {name: text for name, text in first.items() if name != PAIRS}
     derived = ParameterCut(stage, dim, parts, texts)
     try:
-        written = [derived.header(fqn, shape, ranks, rank) for rank in range(ranks)]
+        written = [derived.make_header(fqn, shape, ranks, rank) for rank in range(ranks)]
     except UsageError:
         return None
-    # Headers from which the same headers follow prove that the cut is understood.
+    # The cut is understood only if it makes exactly the headers in the files.
     return derived if written == list(headers) else None
 
 
-def _width(text: str) -> int:
+def _parse_width(text: str) -> int:
     """Return the extent of one slice; the reader has checked its text."""
     start, stop, _ = text.split(",")
     return int(stop) - int(start) if "None" not in (start, stop) else 0

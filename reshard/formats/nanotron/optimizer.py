@@ -19,8 +19,8 @@ from reshard.containers import torch_objects, torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import MIXED, CorruptError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.formats.nanotron.directory import Census, NamedFile
-from reshard.formats.nanotron.slices import Placed
+from reshard.formats.nanotron.directory import CheckpointFiles, NamedFile
+from reshard.formats.nanotron.slices import RankPart
 from reshard.manifest import MASTER, Entry, Key, ParamGroup
 from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
 from reshard.state_dict.hyper_parameters import read_hyper
@@ -34,7 +34,7 @@ _FILE = record(
     param_groups=sequence(fields(params=sequence(COUNT))),
 )
 
-PartTable = Mapping[str, Mapping[tuple[int, int], Placed]]  # fqn -> (tp, exp) -> the rank's part
+PartTable = Mapping[str, Mapping[tuple[int, int], RankPart]]  # fqn -> (tp, exp) -> the rank's part
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ def compute_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
     return tuple(n * size - max(0, n - full) for n in (rank, rank + 1))  # type: ignore[return-value]
 
 
-def read(census: Census, parts: PartTable, pool: SourceFiles) -> StagedOptimizer:
+def read(listed: CheckpointFiles, parts: PartTable, pool: SourceFiles) -> StagedOptimizer:
     """Read every slot, step and group.
 
     Args:
@@ -69,7 +69,7 @@ def read(census: Census, parts: PartTable, pool: SourceFiles) -> StagedOptimizer
     """
     parsed = StagedOptimizer()
     chunks: dict[Key, tuple[Entry, list[Chunk]]] = {}
-    for rank in census.optimizer:
+    for rank in listed.optimizer:
         file = torch_reader.read(rank.path)
         parsed.files.append(file)
         names = _check_names(file)
@@ -117,7 +117,7 @@ def _iterate_tensors(
             yield fqn, MASTER, value
 
 
-def _find_part(file: TorchFile, rank: NamedFile, part_table: PartTable, fqn: str) -> Placed:
+def _find_part(file: TorchFile, rank: NamedFile, part_table: PartTable, fqn: str) -> RankPart:
     parts = part_table.get(fqn)
     if parts is None:
         raise IncompleteError(
@@ -137,7 +137,7 @@ def _find_part(file: TorchFile, rank: NamedFile, part_table: PartTable, fqn: str
 
 def _add_tensor(
     chunks: dict[Key, tuple[Entry, list[Chunk]]],
-    place: Placed,
+    part: RankPart,
     key: Key,
     stored: Chunk,
     rank: NamedFile,
@@ -149,18 +149,18 @@ def _add_tensor(
     """
     kind, fqn = key
     if "dp" in rank.ranks:
-        start, stop = compute_piece(prod(place.local), rank.sizes["dp"], rank.rank("dp"))
+        start, stop = compute_piece(prod(part.local), rank.sizes["dp"], rank.rank("dp"))
         expected: Index = (stop - start,)
     else:
-        start, stop = 0, prod(place.local)
-        expected = place.local
+        start, stop = 0, prod(part.local)
+        expected = part.local
     if stored.box.shape != expected:
         raise CorruptError(
             stored.file,
             f"the {kind} of {fqn!r} has shape {stored.box.shape}, but its weights imply {expected}",
             MIXED,
         )
-    entry, collected = chunks.setdefault(key, (Entry(fqn, kind, stored.dtype, place.shape, ()), []))
+    entry, collected = chunks.setdefault(key, (Entry(fqn, kind, stored.dtype, part.shape, ()), []))
     if entry.dtype != stored.dtype:
         raise CorruptError(
             stored.file,
@@ -168,9 +168,9 @@ def _add_tensor(
             MIXED,
         )
     if "dp" in rank.ranks:
-        collected += place.run_chunks(stored, start, stop)
+        collected += part.list_run_chunks(stored, start, stop)
     else:
-        collected += place.chunks(stored)
+        collected += part.list_chunks(stored)
 
 
 def _add_non_tensors(

@@ -13,10 +13,15 @@ from reshard.containers.json_files import read_json_object
 from reshard.errors import MIXED, CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
-from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, list_other_files
+from reshard.formats.nanotron.directory import (
+    METADATA,
+    MODEL_CONFIG,
+    CheckpointFiles,
+    list_other_files,
+)
 from reshard.formats.nanotron.layout import ParameterCut, RunFacts
 from reshard.formats.nanotron.optimizer import StagedOptimizer
-from reshard.formats.nanotron.slices import Placed
+from reshard.formats.nanotron.slices import RankPart
 from reshard.formats.nanotron.stages import Stage
 from reshard.location import Location
 from reshard.manifest import (
@@ -46,17 +51,17 @@ def read(location: Location) -> Manifest:
         IncompleteError: a rank's file is missing.
         UnsupportedError: the checkpoint has an unknown variant of the format.
     """
-    census = directory.take_census(directory.locate(location) or location)
+    listed = directory.list_files(directory.locate(location) or location)
     files: dict[str, SourceFile] = {}
-    places: dict[str, dict[tuple[int, int], Placed]] = {}
+    parts: dict[str, dict[tuple[int, int], RankPart]] = {}
     cuts: dict[str, ParameterCut | None] = {}
-    weights = {fqn: _read_weight(census, fqn, files, places, cuts) for fqn in census.weights}
+    weights = {fqn: _read_weight(listed, fqn, files, parts, cuts) for fqn in listed.weights}
     with SourceFiles() as pool:
-        states = optimizer.read(census, places, pool)
+        states = optimizer.read(listed, parts, pool)
     files |= {file.path: file.source() for file in states.files}
-    about = _read_json(census.location, METADATA)
+    about = _read_json(listed.location, METADATA)
     train = about.get("metas") if isinstance(about.get("metas"), dict) else {}
-    opened = [torch_reader.read(path) for path in census.schedulers]
+    opened = [torch_reader.read(path) for path in listed.schedulers]
     stage_list = _build_stages(states, [to_plain(file.root) for file in opened])
     whole = stages.join_stages(stage_list)
     order, ordered = _sort_weights(weights, stage_list, whole)
@@ -64,18 +69,18 @@ def read(location: Location) -> Manifest:
     return Manifest(
         origin=Origin(
             format=directory.NAME,
-            path=str(census.location),
-            detail="ZeRO stage 1" if census.is_zero else "",
-            zero_stage=1 if census.is_zero else None,
+            path=str(listed.location),
+            detail="ZeRO stage 1" if listed.is_zero else "",
+            zero_stage=1 if listed.is_zero else None,
             versions=versions,
-            mesh=_build_mesh(census, about),
+            mesh=_build_mesh(listed, about),
             precision=find_most_common_dtype(entry.dtype for entry in weights.values()),
         ),
         entries=index_entries([*(weights[fqn] for fqn in order), *states.entries]),
         files=files,
         train=TrainState(
-            step=_count(train, "last_train_step"),
-            samples=_count(train, "consumed_train_samples"),
+            step=_get_int(train, "last_train_step"),
+            samples=_get_int(train, "consumed_train_samples"),
             optimizer_step=states.steps,
             non_tensor_state=states.other,
             param_groups=whole.groups,
@@ -85,14 +90,14 @@ def read(location: Location) -> Manifest:
                 layout.KEY: RunFacts(
                     cuts=cuts,
                     stages=stage_list,
-                    config=_read_json(census.location, MODEL_CONFIG) or None,
+                    config=_read_json(listed.location, MODEL_CONFIG) or None,
                     unnamed=states.unnamed,
-                    beside=list_other_files(census.location),
+                    beside=list_other_files(listed.location),
                 ),
             },
         ),
         trained_dtypes={fqn: entry.dtype for fqn, entry in weights.items()},
-        warnings=tuple(_notes(census, states)),
+        warnings=tuple(_write_notes(listed, states)),
         unknown_globals=trust.list_unknown(
             set().union(*(file.globals for file in [*states.files, *opened]))
         ),
@@ -101,13 +106,13 @@ def read(location: Location) -> Manifest:
 
 
 def _read_weight(
-    census: Census,
+    listed: CheckpointFiles,
     fqn: str,
     files: dict[str, SourceFile],
-    places: dict[str, dict[tuple[int, int], Placed]],
+    parts: dict[str, dict[tuple[int, int], RankPart]],
     cuts: dict[str, ParameterCut | None],
 ) -> Entry:
-    """Read a parameter of all ranks; add the part of each rank to ``places``, the cut to ``cuts``.
+    """Read a parameter of all ranks; add the part of each rank to ``parts``, the cut to ``cuts``.
 
     Raises:
         CorruptError: a file has unexpected content, or ranks contradict each other.
@@ -115,7 +120,7 @@ def _read_weight(
     chunks: list[Chunk] = []
     first: Entry | None = None
     headers: list[Mapping[str, str]] = []
-    for rank in census.weights[fqn]:
+    for rank in listed.weights[fqn]:
         file = safetensors.read(rank.path)
         files[file.source.path] = file.source
         headers.append(file.metadata)
@@ -126,25 +131,25 @@ def _read_weight(
                 f"contains {sorted(file.tensors)}, but a nanotron weight file contains one tensor"
                 f" called {_TENSOR!r}",
             )
-        place = slices.of_header(file.source.path, file.metadata, stored.box.shape)
-        places.setdefault(fqn, {})[rank.rank("tp"), rank.rank("exp")] = place
-        entry = Entry(fqn, PARAM, stored.dtype, place.shape, ())
+        part = slices.parse_part(file.source.path, file.metadata, stored.box.shape)
+        parts.setdefault(fqn, {})[rank.rank("tp"), rank.rank("exp")] = part
+        entry = Entry(fqn, PARAM, stored.dtype, part.shape, ())
         first = first or entry
         if entry != first:
             raise CorruptError(
                 rank.path,
                 f"{fqn!r} is {entry.dtype} {entry.shape}, but {first.dtype} {first.shape} in"
-                f" {census.weights[fqn][0].path.name}",
+                f" {listed.weights[fqn][0].path.name}",
                 MIXED,
             )
-        chunks += place.chunks(stored)
-    if first is None:  # every parameter of a census has a file
+        chunks += part.list_chunks(stored)
+    if first is None:  # every listed parameter has a file
         raise AssertionError(fqn)
-    ranks = census.weights[fqn]
+    ranks = listed.weights[fqn]
     if ranks[0].sizes:
         is_regular = len({rank.rank("pp") for rank in ranks}) == 1 and "exp" not in ranks[0].sizes
         stage = ranks[0].rank("pp")
-        cuts[fqn] = layout.cut(fqn, first.shape, stage, headers) if is_regular else None
+        cuts[fqn] = layout.derive_cut(fqn, first.shape, stage, headers) if is_regular else None
     return Entry(fqn, PARAM, first.dtype, first.shape, tuple(chunks))
 
 
@@ -156,26 +161,26 @@ def _read_json(location: Location, name: str) -> dict[str, Any]:
 
 def _build_stages(found: StagedOptimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
     """Return the param groups and the scheduler of each pipeline stage."""
-    # A scheduler without an optimizer needs a stage to be in, too.
+    # A scheduler without an optimizer is of a stage, too.
     groups: Sequence[Sequence[ParamGroup]] = found.stages or [()] * bool(schedulers)
     shared = schedulers[0] if len(schedulers) == 1 else None
     schedulers_of = schedulers if len(schedulers) == len(groups) else [shared] * len(groups)
     return tuple(Stage(tuple(g), each) for g, each in zip(groups, schedulers_of, strict=True))
 
 
-def _count(table: Mapping[str, Any] | None, name: str) -> int | None:
+def _get_int(table: Mapping[str, Any] | None, name: str) -> int | None:
     value = (table or {}).get(name)
     return value if type(value) is int else None
 
 
-def _build_mesh(census: Census, about: Mapping[str, Any]) -> dict[str, int]:
+def _build_mesh(listed: CheckpointFiles, about: Mapping[str, Any]) -> dict[str, int]:
     """Return the grid: from file names, and from descriptions that include replicas not on disk."""
     sizes = dict.fromkeys(("pp", "dp", "cp", "tp", "ep"), 1)
-    sharded = [file for files in census.weights.values() for file in files]
-    for file in (*sharded, *census.optimizer):
+    sharded = [file for files in listed.weights.values() for file in files]
+    for file in (*sharded, *listed.optimizer):
         sizes.update({"ep" if axis == "exp" else axis: n for axis, n in file.sizes.items()})
-    sizes |= {axis: n for axis in sizes if (n := _count(about, axis))} | _read_sizes(
-        census.location
+    sizes |= {axis: n for axis in sizes if (n := _get_int(about, axis))} | _read_sizes(
+        listed.location
     )
     return {"world": prod(sizes.values())} | {axis: n for axis, n in sizes.items() if n > 1}
 
@@ -199,19 +204,19 @@ def _sort_weights(
 ) -> tuple[Sequence[str], bool]:
     """Return the weights in the model's order, and whether that order is known."""
     fqns = [fqn for group in whole.groups for fqn in group.fqns]
-    # Several groups with several parameters each (decay and none) break up the model's order.
+    # Several groups of several parameters each (with and without decay) do not keep the order.
     in_order = len(whole.groups) == 1 or stages.is_one_each(stage_list)
     if in_order and len(fqns) == len(weights) and set(fqns) == set(weights):
         return fqns, True
     return sorted(weights, key=make_natural_key), False
 
 
-def _notes(census: Census, found: StagedOptimizer) -> Iterator[str]:
+def _write_notes(listed: CheckpointFiles, found: StagedOptimizer) -> Iterator[str]:
     if found.unnamed:
         yield (
             f"{found.unnamed} parameters without state (never stepped) have no name in the"
             " optimizer, and are in no param group"
         )
-    random = census.location.folders.get("random")
+    random = listed.location.folders.get("random")
     if random and random.files:
         yield f"the random states of {counted(len(random.files), 'rank')} (random/) were not read"

@@ -21,39 +21,39 @@ _SIZE = re.compile(r"(?:np\.\w+\()?(\d{1,19})\)?")  # numpy 2 prints np.int64(8)
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RankPart:
     """A rank's part of a tensor of ``shape``: its own shape, and (local, global) boxes."""
 
     shape: Index
     local: Index
     pairs: tuple[tuple[Box, Box], ...]
 
-    def chunks(self, stored: Chunk) -> Iterator[Chunk]:
+    def list_chunks(self, stored: Chunk) -> Iterator[Chunk]:
         """Yield the chunks of a stored tensor that has the rank's shape."""
         for local, box in self.pairs:
             steps = zip(local.origin, stored.byte_strides, strict=True)
             at = stored.byte_offset + sum(origin * stride for origin, stride in steps)
             yield Chunk(box, stored.file, at, stored.byte_strides, stored.dtype)
 
-    def run_chunks(self, stored: Chunk, start: int, stop: int) -> Iterator[Chunk]:
+    def list_run_chunks(self, stored: Chunk, start: int, stop: int) -> Iterator[Chunk]:
         """Yield the chunks of a stored flat piece: the run ``[start, stop)`` of the rank's part."""
         unit = stored.byte_strides[0] if stored.byte_strides else stored.dtype.itemsize
         strides = row_major(self.local, unit)
-        for block, box in self._run(start, stop):
+        for block, box in self._list_blocks(start, stop):
             at = stored.byte_offset + (flat_span(block, self.local)[0] - start) * unit
             yield Chunk(box, stored.file, at, strides, stored.dtype)
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    def list_runs(self, start: int, stop: int) -> Iterator[tuple[Box, int]]:
         """Yield the blocks of the whole that make up the run ``[start, stop)`` of the rank's part.
 
         Each is contiguous in the run, and comes with the element of the run at which it begins.
         """
-        for block, box in self._run(start, stop):
+        for block, box in self._list_blocks(start, stop):
             for row in _split_contiguous(block, self.local):
                 whole_row = row.within(block).shift(box.origin)
                 yield whole_row, flat_span(row, self.local)[0] - start
 
-    def _run(self, start: int, stop: int) -> Iterator[tuple[Box, Box]]:
+    def _list_blocks(self, start: int, stop: int) -> Iterator[tuple[Box, Box]]:
         """Yield (block of the rank's part, block of the whole) of a run of the rank's part."""
         for piece in run_boxes(self.local, start, stop):
             for local, box in self.pairs:
@@ -62,12 +62,12 @@ class Placed:
                     yield block, block.within(local).shift(box.origin)
 
 
-def of_whole(shape: Index) -> Placed:
+def make_whole_part(shape: Index) -> RankPart:
     """Return the part of a rank that stores the whole tensor."""
-    return Placed(shape, shape, ((whole(shape), whole(shape)),))
+    return RankPart(shape, shape, ((whole(shape), whole(shape)),))
 
 
-def of_header(path: str, metadata: Mapping[str, str], local: Index) -> Placed:
+def parse_part(path: str, metadata: Mapping[str, str], local: Index) -> RankPart:
     """Return the part that the header of a rank's weights states, else the whole tensor.
 
     Args:
@@ -78,7 +78,7 @@ def of_header(path: str, metadata: Mapping[str, str], local: Index) -> Placed:
         UnsupportedError: a slice has a step.
     """
     if PAIRS not in metadata or SHAPE not in metadata:
-        return of_whole(local)
+        return make_whole_part(local)
     try:
         sizes = metadata[SHAPE].strip()[1:-1].split(",")
         shape = as_index((_parse_size(text) for text in sizes if text.strip()), len(local))
@@ -93,7 +93,7 @@ def of_header(path: str, metadata: Mapping[str, str], local: Index) -> Placed:
     # Elements outside every pair would be lost.
     if sum(a.volume for a, _ in pairs) != whole(local).volume:
         raise CorruptError(path, f"its slices do not cover its tensor of {local}")
-    return Placed(shape, local, pairs)
+    return RankPart(shape, local, pairs)
 
 
 def _split_contiguous(box: Box, shape: Index) -> Iterator[Box]:

@@ -73,7 +73,7 @@ def redistribute(
         UnsupportedError: groups or schedulers differ between stages.
     """
     for one, two in pairwise(stages):
-        if _common(one.scheduler) != _common(two.scheduler):
+        if _drop_per_group(one.scheduler) != _drop_per_group(two.scheduler):
             raise UnsupportedError(
                 path,
                 "its stages' schedulers are at different steps, so the schedulers of other stages"
@@ -117,9 +117,9 @@ def _find_groups(stages: Sequence[Stage]) -> dict[str, _GroupIndex] | None:
     return first
 
 
-def _pick_groups(stages: Sequence[Stage], places: Iterable[_GroupIndex]) -> Stage:
+def _pick_groups(stages: Sequence[Stage], indices: Iterable[_GroupIndex]) -> Stage:
     """Return these groups, and a scheduler with their values."""
-    chosen = list(places)
+    chosen = list(indices)
     groups = tuple(stages[stage].groups[number] for stage, number in chosen)
     scheduler = stages[0].scheduler if stages else None
     if not isinstance(scheduler, dict):
@@ -143,7 +143,7 @@ def _has_value_per_group(stages: Sequence[Stage], key: str) -> bool:
     )
 
 
-def _common(scheduler: Any) -> Any:
+def _drop_per_group(scheduler: Any) -> Any:
     """Return the values of a scheduler that are not per group."""
     if not isinstance(scheduler, dict):
         return scheduler
@@ -165,7 +165,7 @@ class Blocks:
     cost: Mapping[str, int]
     members: Mapping[str, tuple[str, ...]]
 
-    def stages(self, ranks: int) -> list[tuple[str, ...]]:
+    def assign_stages(self, ranks: int) -> list[tuple[str, ...]]:
         """Return the parameters of each stage, in the model's order; a tied one may be in two."""
         by_stage: list[dict[str, None]] = [{} for _ in range(ranks)]
         for block, stage in zip(

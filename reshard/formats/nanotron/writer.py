@@ -25,7 +25,7 @@ from reshard.formats.nanotron.choice import Wanted
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER
 from reshard.formats.nanotron.layout import RunFacts
 from reshard.formats.nanotron.optimizer import compute_piece
-from reshard.formats.nanotron.slices import Placed
+from reshard.formats.nanotron.slices import RankPart
 from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
 from reshard.state_dict import torch_state_dict
 from reshard.training.state import TrainedParameter, Weight, WritableState
@@ -41,10 +41,10 @@ def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
     """
     run = _RunWriter(state, wanted, choice.resolve_layout(state, wanted))
     step = str(state.step())
-    inside = [*run.weights()]
+    inside = [*run.lay_out_weights()]
     if not wanted.weights_only:
-        inside += [*run.optimizers(), *run.schedulers()]
-    inside += run.descriptions()
+        inside += [*run.lay_out_optimizers(), *run.lay_out_schedulers()]
+    inside += run.lay_out_descriptions()
     moved = (skeletons.move_into(part, step) for part in inside)
     return skeletons.join([skeletons.lay_out_bytes("latest.txt", step.encode()), *moved])
 
@@ -71,7 +71,7 @@ class _RunWriter:
         self._members = {member.fqn: member for member in state.members}
         self._ranks = wanted.sizes.tensor
 
-    def weights(self) -> Iterator[Skeleton]:
+    def lay_out_weights(self) -> Iterator[Skeleton]:
         """Yield one file per parameter and rank, or a single one if no rank cuts it."""
         for weight in self._state.weights:
             entry, dtype = self._find_source(weight)
@@ -79,12 +79,12 @@ class _RunWriter:
             path = "/".join(("model", *modules, f"model_{leaf}"))
             cut = self._known.cuts.get(weight.fqn)
             if cut is None:  # every rank has the same tensor, and nanotron saves it once
-                whole = slices.of_whole(weight.shape)
+                whole = slices.make_whole_part(weight.shape)
                 yield _lay_out_weight(f"{path}.safetensors", entry, dtype, whole, {})
                 continue
             for rank in range(self._ranks):
-                name = f"{path}_{self._suffix(cut.stage, rank, '-rank')}.safetensors"
-                header = cut.header(weight.fqn, weight.shape, self._ranks, rank)
+                name = f"{path}_{self._format_suffix(cut.stage, rank, '-rank')}.safetensors"
+                header = cut.make_header(weight.fqn, weight.shape, self._ranks, rank)
                 yield _lay_out_weight(name, entry, dtype, self._find_part(weight, rank), header)
 
     def _find_source(self, weight: Weight) -> tuple[Entry, DType]:
@@ -96,14 +96,16 @@ class _RunWriter:
             return weight.value, dtype or weight.dtype
         return trained, trained.dtype
 
-    def _find_part(self, weight: Weight, rank: int) -> Placed:
+    def _find_part(self, weight: Weight, rank: int) -> RankPart:
         cut = self._known.cuts.get(weight.fqn)
         if cut is None:
-            return slices.of_whole(weight.shape)
-        header = cut.header(weight.fqn, weight.shape, self._ranks, rank)
-        return slices.of_header(weight.fqn, header, cut.local(weight.shape, self._ranks))
+            return slices.make_whole_part(weight.shape)
+        header = cut.make_header(weight.fqn, weight.shape, self._ranks, rank)
+        return slices.parse_part(
+            weight.fqn, header, cut.compute_local_shape(weight.shape, self._ranks)
+        )
 
-    def _suffix(self, stage: int, rank: int, word: str = "", data: int | None = None) -> str:
+    def _format_suffix(self, stage: int, rank: int, word: str = "", data: int | None = None) -> str:
         """Return the suffix of a rank's file names."""
         sizes = self._wanted.sizes
         parts = [f"pp{word}-{stage}-of-{sizes.pipeline}"]
@@ -116,10 +118,10 @@ class _RunWriter:
         for stage in range(self._wanted.sizes.pipeline):
             for each in data:
                 for rank in range(self._ranks):
-                    at = self._suffix(stage, rank, data=each)
+                    at = self._format_suffix(stage, rank, data=each)
                     yield stage, rank, each, f"{at}_exp-0-of-1"
 
-    def optimizers(self) -> Iterator[Skeleton]:
+    def lay_out_optimizers(self) -> Iterator[Skeleton]:
         """Yield one file per rank, and the file that describes how ranks share the optimizer."""
         config = json.dumps(self._build_config()).encode()
         yield skeletons.lay_out_bytes("optimizer/optimizer_config.json", config)
@@ -127,14 +129,14 @@ class _RunWriter:
             root = self._build_optimizer(stage, rank, data)
             yield torch_writer.lay_out_object(f"optimizer/optimizer_{at}.pt", root)
 
-    def schedulers(self) -> Iterator[Skeleton]:
+    def lay_out_schedulers(self) -> Iterator[Skeleton]:
         """Yield the scheduler of each stage, for each of its ranks."""
         for stage, _, _, at in self._iterate_writers():
             scheduler = self._known.stages[stage].scheduler
             if scheduler is not None and torch_state_dict.is_restorable(scheduler):
                 yield torch_writer.lay_out_object(f"{SCHEDULER}/{SCHEDULER}_{at}.pt", scheduler)
 
-    def descriptions(self) -> Iterator[Skeleton]:
+    def lay_out_descriptions(self) -> Iterator[Skeleton]:
         """Yield ``checkpoint_metadata.json`` and the model's configuration, if known."""
         about, config = self._state.manifest.train.client.get(METADATA), self._known.config
         if about is not None:
@@ -156,7 +158,7 @@ class _RunWriter:
         if wanted.zero:
             kind = "ZeroDistributedOptimizer"
             shapes = {
-                fqn: self._local_shape(fqn)
+                fqn: self._find_local_shape(fqn)
                 for group in self._known.stages[0].groups
                 for fqn in group.fqns
             }
@@ -174,7 +176,7 @@ class _RunWriter:
         }
         return {"type": kind, "parallelism": sizes, "configs": configs}
 
-    def _local_shape(self, fqn: str) -> Index:
+    def _find_local_shape(self, fqn: str) -> Index:
         return self._find_part(self._members[fqn].weight, 0).local
 
     def _iterate_offsets(self, numel: int) -> Iterator[tuple[str, list[str]]]:
@@ -204,12 +206,12 @@ class _RunWriter:
 
     def _build_piece(self, fqn: str, rank: int, data: int | None) -> _OptimizedRun:
         member = self._members[fqn]
-        place = self._find_part(member.weight, rank)
-        numel = prod(place.local)
+        part = self._find_part(member.weight, rank)
+        numel = prod(part.local)
         if data is None:
-            return _OptimizedRun(member, place, 0, numel, place.local)
+            return _OptimizedRun(member, part, 0, numel, part.local)
         start, stop = compute_piece(numel, self._wanted.data, data)
-        return _OptimizedRun(member, place, start, stop, (stop - start,))
+        return _OptimizedRun(member, part, start, stop, (stop - start,))
 
     def _build_slots(self, own: _OptimizedRun) -> dict[str, Any]:
         """Return the state of one parameter: step, slots, and values that are not tensors."""
@@ -218,7 +220,7 @@ class _RunWriter:
             data = struct.pack("<f", member.step)
             slots["step"] = Slot(Storage(FLOAT32, 1, data=data), ())
         for name, entry in member.slots.items():
-            parts = tuple(own.parts(entry))
+            parts = tuple(own.make_parts(entry))
             slots[name] = Slot(Storage(entry.dtype, own.numel, parts), own.shape)
         return {**slots, **torch_state_dict.get_non_tensor_state(self._state, member)}
 
@@ -228,7 +230,7 @@ class _OptimizedRun:
     """The run of a parameter's part that a rank optimizes, and the shape of its tensors."""
 
     member: TrainedParameter
-    place: Placed
+    part: RankPart
     start: int
     stop: int
     shape: Index
@@ -238,9 +240,9 @@ class _OptimizedRun:
         """The number of elements."""
         return self.stop - self.start
 
-    def parts(self, entry: Entry) -> Iterator[Part]:
+    def make_parts(self, entry: Entry) -> Iterator[Part]:
         """Yield the blocks of an entry that has the parameter's shape."""
-        for box, at in self.place.runs(self.start, self.stop):
+        for box, at in self.part.list_runs(self.start, self.stop):
             yield Part(entry.kind, entry.fqn, entry.shape, box, at)
 
 
@@ -252,7 +254,7 @@ def _concatenate_masters(pieces: list[_OptimizedRun]) -> dict[str, Slot]:
     for each in pieces:
         starts.append(numel)
         value = each.member.weight.value
-        parts += (replace(part, offset=part.offset + numel) for part in each.parts(value))
+        parts += (replace(part, offset=part.offset + numel) for part in each.make_parts(value))
         numel += each.numel
     storage = Storage(FLOAT32, numel, tuple(parts))
     return {
@@ -262,15 +264,15 @@ def _concatenate_masters(pieces: list[_OptimizedRun]) -> dict[str, Slot]:
 
 
 def _lay_out_weight(
-    name: str, entry: Entry, dtype: DType, place: Placed, header: Mapping[str, str]
+    name: str, entry: Entry, dtype: DType, part: RankPart, header: Mapping[str, str]
 ) -> Skeleton:
     """Lay out one file with one tensor."""
-    stored = Entry("data", entry.kind, dtype, place.local, ())
+    stored = Entry("data", entry.kind, dtype, part.local, ())
     head, (local,), nbytes = safetensors.lay_out(name, [(stored, dtype)], header)
     start = local.chunks[0].byte_offset
     chunks = tuple(
         contiguous(name, start + at * dtype.itemsize, dtype, box)
-        for box, at in place.runs(0, prod(place.local))
+        for box, at in part.list_runs(0, prod(part.local))
     )
     laid_out = Entry(entry.fqn, entry.kind, dtype, entry.shape, chunks)
     return Skeleton((OutputFile(name, nbytes, ((0, head),)),), (laid_out,))
