@@ -33,6 +33,8 @@ _FLOAT8 = {
 }
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, table 5
 
+NAN_EXPONENT = 255
+"""A scale that is stored as an exponent of two and is not a number."""
 _BLOCK = 1 << 18  # values; a block stays in the cache
 _KEPT = 16 << 20  # bytes; an expert of GPT-OSS has 8 MiB
 
@@ -57,7 +59,7 @@ def read_values(pool: Reader, weight: Scaled, start: int, target: memoryview) ->
 
 def decode_scales(raw: bytes | bytearray, dtype: DType) -> Array:
     """Return stored scales as float32."""
-    if dtype in (UINT8, E8M0):  # an exponent; 255 is NaN
+    if dtype in (UINT8, E8M0):  # an exponent of two
         powers: Array = np.take(_list_powers(), np.frombuffer(raw, np.uint8))
         return powers
     if dtype == BFLOAT16:
@@ -104,7 +106,7 @@ def _build_pair_table() -> Array:
 def _list_powers() -> Array:
     with np.errstate(over="ignore"):
         powers: Array = np.ldexp(np.float32(1), np.arange(256, dtype=np.int32) - 127)
-    powers[255] = np.nan
+    powers[NAN_EXPONENT] = np.nan
     return powers
 
 
@@ -206,7 +208,7 @@ def _read_exponents(pool: Reader, weight: Scaled, matrix: int, row: int, rows: i
         CorruptError: a scale is not a number.
     """
     at, raw = _read_stored_scales(pool, weight, matrix, row, rows)
-    bad = raw.find(255)
+    bad = raw.find(NAN_EXPONENT)
     if bad >= 0:
         raise _explain_scale(weight, np.nan, at + bad)
     return np.frombuffer(raw, np.uint8).reshape(rows, -1)
@@ -256,11 +258,11 @@ def _transpose(
     for start in range(row - row % step, row + rows, step):
         codes, scales = _read_columns(pool, weight, matrix, start, step)
         first = max(row - start, 0), column
-        loops.decode_columns(codes, scales, _build_products(), first, max(start - row, 0), out)
+        loops.decode_columns(codes, scales, build_products(), first, max(start - row, 0), out)
 
 
 @cache
-def _build_products() -> Array:
+def build_products() -> Array:
     """Return the bfloat16 of each pair of a scale and an e2m1 code: 256 rows of 16."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         products = _list_powers()[:, None] * decode_e2m1()

@@ -45,9 +45,16 @@ def find_largest(values: Array, weight: Scaled) -> Array:
     return _reduce_columns(np.maximum, lines, wide)
 
 
-def compare(values: Array, others: Array, weight: Scaled) -> Array:
-    """Return for each block whether it has the values of another, perhaps rounded to bfloat16."""
-    return _find_same(loops.compare(values, others, weight.value_block[0]), weight)
+def compare(values: Array, others: Array, high: int, weight: Scaled) -> Array:
+    """Return for each block whether it has the values of another, perhaps rounded to bfloat16.
+
+    Args:
+        values: `high` rows of each row of blocks.
+        others: the other values, of the same shape.
+        high: see above.
+        weight: where codes and scales are stored, and how.
+    """
+    return _find_same(loops.compare(values, others, high), weight)
 
 
 def compare_codes(values: Array, codes: Array, scales: Array, high: int, weight: Scaled) -> Array:

@@ -179,7 +179,7 @@ def test_any_part_of_transposed_codes(both):
 
         def part(shape=(columns, width), origin=(row, column), at=at):
             out = np.zeros(shape, "<u2")
-            loops.decode_columns(codes, scales, decode._build_products(), origin, at, out)
+            loops.decode_columns(codes, scales, decode.build_products(), origin, at, out)
             return out
 
         ours, wanted = both(part)

@@ -300,8 +300,8 @@ class Matrix:
     def _find_same(self, reader: TileReader, values: Array, first: int, box: Box) -> Array:
         """Return for each block whether it has the release's values, perhaps rounded to bfloat16.
 
-        After a training, no block has. If that was so in the last band, the first row of each block
-        is compared before the others.
+        After a training, no block has. If that was so in the last band, the first value of each
+        column of each block is compared before the others.
 
         Args:
             reader: reads the release.
@@ -310,9 +310,13 @@ class Matrix:
             box: the part of the weight that the values are.
         """
         weight = self.pair.weight
-        if not (self.kept.had_same or weight.packed or weight.block[0] == 1):
-            is_same = self._compare_first_rows(reader, values, first)
-            if not is_same.any():
+        if not self.kept.had_same and weight.value_block[0] > 1:
+            is_same: Array | None = None
+            if not weight.packed:
+                is_same = self._compare_first_rows(reader, values, first)
+            elif weight.transposed:
+                is_same = self._compare_first_columns(reader, values, box)
+            if is_same is not None and not is_same.any():
                 return is_same
         is_same = self._compare(reader, values, first, box)
         self.kept.had_same = bool(is_same.any())
@@ -328,6 +332,28 @@ class Matrix:
         sample = np.ascontiguousarray(values[::high])
         return self._compare_codes(reader, sample, np.concatenate(codes), rows, 1)
 
+    def _compare_first_columns(self, reader: TileReader, values: Array, box: Box) -> Array | None:
+        """Return for each block of packed, transposed codes whether its first code has its value.
+
+        The codes are compared where they are stored: to transpose all of them takes longer. None
+        if a scale is not a number; the comparison of whole blocks refuses it by name.
+        """
+        import numpy as np
+
+        from reshard.quantised import decode, encode
+
+        weight, width = self.pair.weight, self.pair.weight.block[1]
+        stored_rows, columns = box.shape[-1], range(box.origin[-2], box.origin[-2] + len(values))
+        first = box.origin[-1] % weight.rows  # several matrices can lie behind one another
+        codes = self._read_stored("codes", first, stored_rows, reader)
+        scales = self._read_stored("scales", first, stored_rows, reader)
+        codes = codes[:, columns.start // 2 : -(-columns.stop // 2) : width // 2] & 15
+        scales = scales[:, columns.start // width :][:, : codes.shape[1]]
+        if (scales == decode.NAN_EXPONENT).any():
+            return None
+        released = np.ascontiguousarray(decode.build_products()[scales, codes].T)
+        return encode.compare(np.ascontiguousarray(values[::width]), released, 1, weight)
+
     def _compare(self, reader: TileReader, values: Array, first: int, box: Box) -> Array:
         """Return for each block whether it has the release's values, like `_find_same`."""
         from reshard.quantised import encode
@@ -338,7 +364,7 @@ class Matrix:
             rows = range(first, first + count)
             return self._compare_codes(reader, values, codes, rows, weight.block[0])
         released = self._read_values(reader, self.released, weight.dtype, box)
-        return encode.compare(values, released, weight)
+        return encode.compare(values, released, weight.value_block[0], weight)
 
     def _compare_codes(
         self, reader: TileReader, values: Array, codes: Array, rows: range, high: int
