@@ -4,8 +4,8 @@ The optimizer states then hold tensors of size 0. ``offloaded_tensors/rankRR`` h
 fp32 weights of each swapped sub-group, ``BEGIN_END.tensor.swp``, and one for each slot,
 ``SLOT-BEGIN_END.tensor.swp``: float32 elements, then padding to a multiple of the I/O alignment.
 BEGIN and END are the ``ds_id`` of the sub-group's first and last parameter, ids in the order in
-which the parameters were made. No file says which sub-group that is: within one param group files
-and sub-groups are matched in order, between several by size, and every size must agree.
+which the parameters were made. No file states which sub-group that is. Within one param group, the
+files and the sub-groups are matched in order; between several groups, they are matched by size.
 
 Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``save_checkpoint``), ``runtime/zero/stage3.py``
 (``fp32_partitioned_groups_flat[i].ds_id``), ``runtime/swap_tensor/optimizer_utils.py``.
@@ -39,7 +39,8 @@ def find_swap_files(
     Raises:
         IncompleteError: a sub-group was offloaded, and its files are not in the checkpoint.
         CorruptError: a file does not have the size of its sub-group.
-        UnsupportedError: the sizes do not tell two sub-groups apart.
+        UnsupportedError: files of several param groups have one size, so nothing tells their
+            sub-groups apart.
     """
     pieces: dict[tuple[int, int, str], FlatPiece] = {}
     for rank in ranks:
@@ -50,14 +51,13 @@ def find_swap_files(
             if isinstance(group, Tensor) and group.numel == 0 and index < len(shapes)
         ]
         if offloaded:
-            folder = _folder(location, rank.rank)
-            _refuse_ambiguous(folder, offloaded, shapes, rank)
-            for index, kind, piece in _pieces_of_rank(folder, offloaded, shapes, rank, len(ranks)):
+            folder = _find_folder(location, rank.rank)
+            for index, kind, piece in _list_pieces(folder, offloaded, shapes, rank, len(ranks)):
                 pieces[rank.rank, index, kind] = piece
     return pieces
 
 
-def _folder(location: Location, rank: int) -> Path:
+def _find_folder(location: Location, rank: int) -> Path:
     """Return the directory of a rank's swap files, which may be missing."""
     name = f"rank{rank:02d}"
     offloaded = location.folders.get("offloaded_tensors")
@@ -65,7 +65,7 @@ def _folder(location: Location, rank: int) -> Path:
     return folder.path if folder else location.path / "offloaded_tensors" / name
 
 
-def _pieces_of_rank(
+def _list_pieces(
     folder: Path, offloaded: list[int], shapes: Shapes, rank: OptimizerStates, ranks: int
 ) -> Iterator[tuple[int, str, FlatPiece]]:
     """Yield (sub-group, kind, piece) for each swap file of a rank."""
@@ -81,8 +81,8 @@ def _pieces_of_rank(
             " offload",
         )
     if _count_groups(offloaded, rank) > 1:
+        ids = _sort_by_size(folder, ids)
         offloaded = sorted(offloaded, key=lambda index: count_piece_elements(shapes[index], ranks))
-        ids.sort(key=lambda pair: get_size(folder / f"{pair[0]}_{pair[1]}.tensor.swp"))
     for index, (begin, end) in zip(offloaded, ids, strict=True):
         numel = count_piece_elements(shapes[index], ranks)
         slots = [
@@ -95,6 +95,26 @@ def _pieces_of_rank(
             path = folder / f"{prefix}{begin}_{end}.tensor.swp"
             _check_size(path, numel)
             yield index, kind, FlatPiece(str(path), 0, numel, dtypes.FLOAT32)
+
+
+def _sort_by_size(folder: Path, ids: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ids in the order of the sizes of their files.
+
+    Ids rise along one param group, but not from one group to the next. Padding does not change the
+    order of sizes, so different sizes show which file belongs to which sub-group.
+
+    Raises:
+        UnsupportedError: two files have one size.
+    """
+    sizes = {pair: get_size(folder / f"{pair[0]}_{pair[1]}.tensor.swp") for pair in ids}
+    if len(set(sizes.values())) < len(ids):
+        raise UnsupportedError(
+            folder,
+            "sub-groups of several param groups were offloaded to disk, and the swap files cannot"
+            " be told apart by size",
+            "save once without offload_optimizer to nvme",
+        )
+    return sorted(ids, key=sizes.__getitem__)
 
 
 def _check_size(path: Path, numel: int) -> None:
@@ -116,20 +136,3 @@ def _count_groups(offloaded: list[int], rank: OptimizerStates) -> int:
         for index in group.get("params", [])
     }
     return len({owner.get(index) for index in offloaded})
-
-
-def _refuse_ambiguous(
-    folder: Path, offloaded: list[int], shapes: Shapes, rank: OptimizerStates
-) -> None:
-    """Refuse sub-groups of several param groups that their sizes do not tell apart.
-
-    Ids rise along one param group; between groups only a size tells sub-groups apart.
-    """
-    sizes = {count_piece_elements(shapes[index], 1) * 4 // _MAX_PADDING for index in offloaded}
-    if _count_groups(offloaded, rank) > 1 and len(sizes) < len(offloaded):
-        raise UnsupportedError(
-            folder,
-            "sub-groups of several param groups were offloaded to disk, and the swap files cannot"
-            " be told apart by size",
-            "save once without offload_optimizer to nvme",
-        )

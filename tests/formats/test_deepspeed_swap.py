@@ -1,0 +1,55 @@
+"""Which swap file holds which sub-group of ZeRO stage 3."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard.containers.torch_objects import StoredBuffer, Tensor, TorchFile
+from reshard.dtypes import FLOAT32
+from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed import swap
+from reshard.formats.deepspeed.states import OptimizerStates
+from reshard.location import Location
+from reshard.manifest import MASTER
+
+_UNIT = 1024  # every swap file is padded to a multiple of it
+
+
+def save(run, numels, ranks):
+    """Two param groups with one offloaded sub-group each; ids rise with the model's order."""
+    empty = Tensor(StoredBuffer("f", "0", FLOAT32, 0), 0, (0,), (1,), FLOAT32)
+    root = {
+        "fp32_flat_groups": [empty, empty],
+        "optimizer_state_dict": {
+            "state": {},
+            "param_groups": [{"params": [number]} for number in range(2)],
+        },
+    }
+    states = []
+    for rank in range(ranks):
+        folder = run / "offloaded_tensors" / f"rank{rank:02d}"
+        folder.mkdir(parents=True)
+        for number, numel in enumerate(numels):
+            nbytes = -(-(-(-numel // ranks) * 4) // _UNIT) * _UNIT
+            (folder / f"{number}_{number}.tensor.swp").write_bytes(bytes(nbytes))
+        states.append(OptimizerStates(TorchFile("f", 1, None, set()), root, rank, ""))
+    return states
+
+
+# A rank's parts of 65,600 and of 65,500 bytes fill 22,528 bytes alike on 3 ranks, although the
+# whole sub-groups differ by more than any padding.
+@pytest.mark.parametrize("numels", [(16_400, 16_375), (10, 10)])
+def test_swap_files_of_equal_size_are_refused(numels, tmp_path):
+    ranks = save(tmp_path, numels, 3)
+    shapes = [{f"p{number}": (numel,)} for number, numel in enumerate(numels)]
+    with pytest.raises(UnsupportedError, match="cannot be told apart by size"):
+        swap.find_swap_files(Location([tmp_path]), shapes, ranks)
+
+
+def test_swap_files_are_matched_by_size(tmp_path):
+    # The two whole sub-groups differ by less than 64 KiB, but no two files have one size.
+    ranks = save(tmp_path, (4000, 1000), 3)
+    shapes = [{"small": (1000,)}, {"large": (4000,)}]
+    found = swap.find_swap_files(Location([tmp_path]), shapes, ranks)
+    names = {number: found[2, number, MASTER].file.rsplit("/", 1)[1] for number in range(2)}
+    assert names == {0: "1_1.tensor.swp", 1: "0_0.tensor.swp"}
