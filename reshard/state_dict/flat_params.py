@@ -77,14 +77,11 @@ def resolve(
         shapes: the shapes of parameters in an optimizer that is saved by fqn.
 
     Raises:
-        UnsupportedError: nothing states which parameters a flat parameter contains.
+        UnsupportedError: nothing states which parameters a flat parameter contains, or which part
+            of it a rank holds.
         CorruptError: the given parameters do not fill it.
     """
-    flats = {
-        prefix: value
-        for key, value in state.items()
-        if (prefix := parse_prefix(key)) is not None and isinstance(value, GlobalTensor)
-    }
+    flats = _collect_flats(state, where)
     rest = {key: value for key, value in state.items() if parse_prefix(key) is None}
     known = {**shapes, **(model.parameters if model else {})}
     origins = _ShardOrigins(flats)
@@ -99,6 +96,28 @@ def resolve(
     for unit, value in zip(units, flats.values(), strict=True):
         tensors.update(unit.tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
     return {**tensors, **rest}, units
+
+
+def _collect_flats(state: Mapping[str, Any], where: str) -> dict[str, GlobalTensor]:
+    """Return the flat parameters of a state dict by the module that they belong to.
+
+    FSDP's state dict has each as a ShardedTensor, which states the rank's part of it. The tensors
+    of ``named_parameters`` are plain.
+    """
+    flats = {}
+    for key, value in state.items():
+        prefix = parse_prefix(key)
+        if prefix is None:
+            continue
+        if not isinstance(value, GlobalTensor):
+            raise UnsupportedError(
+                where,
+                f"contains {key!r} as a plain tensor, which does not state which part of the flat"
+                " parameter it is",
+                "save model.state_dict() of the FSDP module, not its parameters",
+            )
+        flats[prefix] = value
+    return flats
 
 
 class _ShardOrigins:

@@ -39,6 +39,15 @@ def save(value, path, **options):
     return path
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_flat_parameter_that_states_no_part_is_refused(tmp_path, ranks):
+    for rank in range(ranks):
+        state = {"unit._flat_param": torch.ones(10), "bias": torch.ones(3)}
+        save(state, tmp_path / f"model_rank{rank}.pt")
+    with pytest.raises(UnsupportedError, match=r"'unit\._flat_param' as a plain tensor"):
+        reshard.merge(tmp_path, tmp_path / "out.safetensors")
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_numpy_arrays_are_the_tensors_that_they_are(tmp_path, protocol, nested):
