@@ -5,6 +5,7 @@ Source: Python ``Lib/pickletools.py``, protocols 0 to 5.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from typing import Any
 
@@ -283,7 +284,7 @@ def _put(machine: Machine) -> None:
 def _int(machine: Machine) -> None:
     text = machine.take_line()
     # Protocols 0 and 1 write False and True as integers with a leading zero.
-    machine.stack.append({"00": False, "01": True}.get(text) if text in ("00", "01") else int(text))
+    machine.stack.append(text == "01" if text in ("00", "01") else int(text))
 
 
 @_opcode(0x4C)  # LONG
@@ -303,4 +304,8 @@ def _text_unicode(machine: Machine) -> None:
 
 @_opcode(0x53)  # STRING
 def _text_string(machine: Machine) -> None:
-    machine.stack.append(machine.take_line().strip("'\""))
+    # The line is the text that Python 2's ``repr`` gives for a string of bytes.
+    line = machine.take_raw_line()
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+        raise ValueError("a string without quotes")
+    machine.stack.append(_latin(codecs.escape_decode(line[1:-1])[0]))

@@ -74,6 +74,20 @@ def test_what_python_pickles_comes_back_equal(name, protocol):
     assert read(pickletools.optimize(data)) == result
 
 
+@pytest.mark.parametrize(
+    "line", [rb"'a\\b\n\xe9'", b'"it\'s"', b"''x''", b"''"], ids=["escaped", "s", "x", "empty"]
+)
+def test_a_string_of_python_2_is_what_its_repr_says(line):
+    data = b"S" + line + b"\n."
+    assert read(data) == pickle.loads(data, encoding="latin-1")
+
+
+@pytest.mark.parametrize("line", [b"abc", b"'", b"'abc\""])
+def test_a_string_of_python_2_without_quotes_is_refused(line):
+    with pytest.raises(CorruptError, match="without quotes"):
+        read(b"S" + line + b"\n.")
+
+
 KEYS = (  # integers of 64 bits: larger ones can be made to collide, and are refused as keys
     st.none()
     | st.booleans()
