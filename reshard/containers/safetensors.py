@@ -55,8 +55,9 @@ def read_section(section: Section) -> SafetensorsFile:
         CorruptError, UnsupportedError: as `read`.
     """
     path, size = section.path, section.nbytes
-    # A file without room for the length of its header fails the next check.
-    length = struct.unpack("<Q", section.read(0, 8))[0] if size >= 8 else size + 1
+    if size < 8:
+        raise CorruptError(path, f"has {size} bytes, too few for a safetensors header", DAMAGED)
+    length = struct.unpack("<Q", section.read(0, 8))[0]
     if length > min(size - 8, _MAX_HEADER):
         refuse_lfs_pointer(path, section.read(0, min(size, 16)))
         raise CorruptError(
@@ -122,7 +123,7 @@ def _parse_chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
     return contiguous(path, data_start + start, dtype, whole(shape))
 
 
-def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, size: int) -> None:
+def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, stop: int) -> None:
     """Check that tensors follow one another without gap or overlap up to the last byte."""
     at = start
     for name, chunk in sorted(tensors.items(), key=lambda item: item[1].byte_span):
@@ -130,9 +131,9 @@ def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, size: int
         if begin != at:
             raise CorruptError(path, f"{name!r} starts at byte {begin}, expected {at}", DAMAGED)
         at = end
-    if at != size:
+    if at != stop:
         raise CorruptError(
-            path, f"its tensors end at byte {at}, but the file at byte {size}", DAMAGED
+            path, f"its tensors end at byte {at}, but the file at byte {stop}", DAMAGED
         )
 
 

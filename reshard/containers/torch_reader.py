@@ -27,7 +27,7 @@ from reshard.containers.torch_objects import (
     TorchFile,
 )
 from reshard.containers.zip_reader import ZipMember, read_directory
-from reshard.errors import CorruptError, UnsupportedError
+from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
 from reshard.files import Section, SourceFiles, get_size, refuse_lfs_pointer
 from reshard.manifest import Record
 from reshard.pickles.unpickle import Unpickled, loads
@@ -216,10 +216,15 @@ def _read_stream(
     file = TorchFile(path, size, value, done.globals, stamp=stamp)
     for key in keys:
         storage = storages.by_key.get(key) if isinstance(key, str) else None
-        if storage is None or end + 8 + storage.nbytes > size:
+        if storage is None:
+            raise CorruptError(
+                path, f"lists storage {shown(key)}, which its pickle does not contain", ALTERED
+            )
+        stop = end + 8 + storage.nbytes  # 8 bytes for the number of elements
+        if stop > size:
             raise CorruptError(
                 path,
-                f"storage {str(key)[:40]} ends at byte {end}, beyond the file's {size} bytes",
+                f"storage {key[:40]} ends at byte {stop}, but the file has {size}",
                 "the file is truncated: fetch it again",
             )
         numel = int.from_bytes(files.read(path, end, 8), "little", signed=True)
@@ -228,8 +233,8 @@ def _read_stream(
                 path, f"storage {key} has {numel} elements, but its pickle states another number"
             )
         storage.byte_offset = end + 8
-        file.records[str(key)] = Record(end + 8, storage.nbytes, None, f"storage {key}")
-        end += 8 + storage.nbytes
+        file.records[key] = Record(end + 8, storage.nbytes, None, f"storage {key}")
+        end = stop
     if len(keys) != len(storages.by_key) or len(file.records) != len(keys):
         raise CorruptError(
             path,

@@ -305,3 +305,9 @@ def test_a_chunk_of_a_header_lies_where_its_offsets_say(tmp_path):
     found = safetensors.read(path).tensors
     assert found["a"] == contiguous(str(path), start + 4, dtypes.FLOAT32, whole((2, 1)))
     assert found["b"].byte_offset == start
+
+
+def test_a_file_too_short_for_a_header_states_its_size(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(b"abc")
+    with pytest.raises(CorruptError, match="has 3 bytes, too few for a safetensors header"):
+        safetensors.read(tmp_path / "x.safetensors")

@@ -44,6 +44,13 @@ def test_a_truncated_file_is_refused(tmp_path, saved, form):
             read_all(path)
 
 
+def test_a_truncated_stream_states_where_its_storage_ends(tmp_path, saved):
+    size = len(saved["legacy"])
+    (tmp_path / "x.pt").write_bytes(saved["legacy"][:-1])
+    with pytest.raises(CorruptError, match=f"ends at byte {size}, but the file has {size - 1}"):
+        torch_reader.read(tmp_path / "x.pt")
+
+
 @pytest.mark.parametrize("part", ["directory", "headers", "pickle", "legacy"])
 def test_a_flipped_byte_raises_our_errors_or_changes_nothing_of_the_structure(
     tmp_path, saved, part
