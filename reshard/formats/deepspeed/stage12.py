@@ -9,6 +9,7 @@ may have their tail padding (``group_paddings``) cut off. ``param_shapes`` is th
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -135,6 +136,8 @@ class FlatGroup:
         self.members = members
         self.ranks = ranks
         self.flat, self.end = self._place_members()
+        self._starts = [member.start for member in self.flat]
+        self._stops = [member.stop for member in self.flat]
         self.tails = self._tails()
         self.piece_numel = self._piece_numel()
         self._check_tail()
@@ -256,7 +259,7 @@ class FlatGroup:
     def _members_of(self, position: int) -> list[Member]:
         """Return the members that overlap a rank's partition, and the empty ones inside it."""
         first, last = self._bounds(position)
-        return [m for m in self.flat if m.start < last and m.stop > first]
+        return self.flat[bisect_right(self._stops, first) : bisect_left(self._starts, last)]
 
     def _stated_slices(self, position: int) -> dict[str, tuple[int, int]] | None:
         """Return the slices that the file of a rank states, as `_slices` has them; None if none."""
