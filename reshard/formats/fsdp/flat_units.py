@@ -143,11 +143,15 @@ def _choose_dtype(held: Sequence[Weight], dtype: DType | None) -> DType:
     """Return the dtype of a flat parameter, which can hold that of each member."""
     dtypes = [torch_state_dict.choose_weight_dtype(weight, dtype) for weight in held]
     widest = max(dtypes, key=lambda each: each.itemsize)
-    other = next((d for d in dtypes if d != widest and d.itemsize == widest.itemsize), None)
-    strange = next((d for d in dtypes if d.family != "float"), None)
-    if len(set(dtypes)) > 1 and (other or strange):
+    # A narrower float fits into a wider one; float16 and bfloat16 do not fit into each other.
+    are_floats = all(each.family == "float" for each in dtypes)
+    fits = are_floats and all(d == widest or d.itemsize < widest.itemsize for d in dtypes)
+    if not fits and len(set(dtypes)) > 1:
+        number, other = next((n, d) for n, d in enumerate(dtypes) if d != dtypes[0])
         raise UnsupportedError(
-            held[0].fqn, f"is {dtypes[0]}, but others of its unit are {other or strange}"
+            held[0].fqn,
+            f"is {dtypes[0]}, but {held[number].fqn!r} of its unit is {other}, and a flat parameter"
+            " has one dtype",
         )
     return widest
 
