@@ -106,6 +106,11 @@ def cuts(info, *names, shapes=None, **given):
     return Cuts("here", info, found, ranks=2, **given)
 
 
+def test_layers_of_other_shapes_than_matrices_are_not_gated():
+    shapes = {"0.mlp.dense_h_to_4h.weight": (4,), "0.mlp.dense_4h_to_h.weight": (2,)}
+    assert not Cuts("run", {}, shapes, ranks=1).are_known
+
+
 def test_a_model_that_nothing_describes_is_not_cut():
     with pytest.raises(UsageError, match=r"'0\.weight': matches no rule"):
         cuts({}, "0.weight", "2.weight").split("0.weight", (8, 8))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from reshard.formats.deepspeed import universal
 from reshard.location import Location
 
 
-def test_model_parallel_ranks_are_opened_by_their_numbers(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["mp_rank_{:02d}_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"]
+)
+def test_ranks_are_opened_by_their_numbers(name, tmp_path, monkeypatch):
     """Text orders the hundredth rank before the tenth."""
     for rank in range(101):
-        (tmp_path / f"mp_rank_{rank:02d}_model_states.pt").touch()
+        (tmp_path / name.format(rank)).touch()
+    (tmp_path / name.replace("{", "x{").format(1)).touch()  # no rank's
     monkeypatch.setattr(universal, "open_model", lambda path: path.name)
     opened = universal._open_models(Location.of([tmp_path]))
-    assert opened == [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(101)]
+    assert opened == [name.format(rank) for rank in range(101)]

@@ -6,7 +6,7 @@ import random
 import shutil
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 import pytest
@@ -185,7 +185,8 @@ def test_alignment_is_in_elements_of_the_module():
 
 def test_sub_groups_close_when_they_are_full():
     members = [(name, (4,)) for name in "abcde"]
-    for size, wanted in ((10**9, ["abcde"]), (3, ["ab", "cd", "e"]), (0, list("abcde"))):
+    sizes = ((1e9, ["abcde"]), (inf, ["abcde"]), (3, ["ab", "cd", "e"]), (0, list("abcde")))
+    for size, wanted in sizes:
         config = {"zero_optimization": {"sub_group_size": size}}
         source = manifest([members], config=config)
         choice = resolve_spec(build_writable_state(source), world_size=2, stage=3)
@@ -279,6 +280,20 @@ def test_a_scaler_begins_where_training_was_not_scaled():
     assert choice.scaler["dynamic"] is True
     assert "65536" in write.lay_out(state, world_size=1, stage=2, precision=FLOAT16).notes[0]
     assert resolve_spec(state, world_size=1, stage=2).scaler == objects.UNSCALED
+
+
+@pytest.mark.parametrize("power", ["16", -1, 1024, True])
+def test_a_scale_that_no_float_has_is_refused(power):
+    with pytest.raises(UsageError, match="expected a number from 0 to 1023"):
+        objects.make_initial_scaler({"initial_scale_power": power})
+
+
+@pytest.mark.parametrize(("numel", "is_named"), [(4, True), (5, False)])
+def test_a_group_of_which_the_last_rank_has_no_element_is_named(numel, is_named):
+    state = build_writable_state(manifest([[("a", (numel,))]]))
+    notes = write.lay_out_universal(state, world_size=3, stage=1).notes
+    text = f"param group 0 has {numel} elements, of which the last of 3 ranks gets none"
+    assert any(text in note for note in notes) == is_named
 
 
 def test_a_scaler_of_stage_0_becomes_whole():

@@ -286,7 +286,7 @@ def _is_gated(shapes: Mapping[str, Index]) -> bool:
     for first, second in _MLP:
         for name, shape in shapes.items():
             other = shapes.get(name.removesuffix(first) + second) if name.endswith(first) else None
-            if other:
+            if other and len(shape) == len(other) == 2:
                 return shape[0] == 2 * other[1]
     return False
 

@@ -25,7 +25,7 @@ from reshard.units import some
 NAME = "deepspeed"
 
 MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+SHARDED_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"((?:bf16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _POINTERS = ("latest", "latest_universal")  # the second is ds_to_universal's
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
@@ -34,7 +34,7 @@ _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # Accelerate 1.15 (``accelerator.py``, ``save_state``) has such a tag for each model, and ``latest``
 # names the last one.
 ACCELERATE_TAG = re.compile(r"pytorch_model(_\d+)?")
-_STATES = (MODEL_FILE, _MODEL3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
+_STATES = (MODEL_FILE, SHARDED_MODEL_FILE, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ def list_files(location: Location) -> TagFiles:
     for name, path in location.files.items():
         if match := MODEL_FILE.fullmatch(name):
             rank_files(match[1]).model.setdefault(0, path)
-        elif match := _MODEL3.fullmatch(name):
+        elif match := SHARDED_MODEL_FILE.fullmatch(name):
             rank = rank_files(match[2])
             rank.model_is_sharded = True
             rank.model[int(match[1])] = path

@@ -39,11 +39,18 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
     """Open every expert of every layer, in order; ``num_experts`` lists how many each layer has.
 
     Raises:
-        IncompleteError: an expert's file is missing.
+        IncompleteError: an expert's file is missing, or all are.
         StaleError: there are files of more experts than the model has, or of another step.
         CorruptError: a file does not hold its expert alone, or not the same tensors as the others.
         UnsupportedError: experts are also cut by tensor parallelism.
     """
+    if not files.experts:
+        raise IncompleteError(
+            files.location,
+            "contains optimizer states of expert-parallel ranks (expp_rank_*), but no experts"
+            " (layer_*_expert_*)",
+            FETCH_MISSING,
+        )
     paths: dict[int, dict[int, Path]] = {}
     for (layer, number), ranks in sorted(files.experts.items()):
         if set(ranks) != {0}:

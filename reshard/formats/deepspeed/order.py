@@ -76,7 +76,7 @@ def split_sub_groups(
 ) -> Iterator[tuple[TrainedParameter, ...]]:
     """Yield stage 3's flat tensors: each ends where a rank holds ``sub_group_size`` elements."""
     size = get_zero_section(config).get("sub_group_size")
-    limit = int(size) if isinstance(size, (int, float)) else _SUB_GROUP_SIZE  # may be written 1e9
+    limit = size if isinstance(size, (int, float)) else _SUB_GROUP_SIZE  # often written as 1e9
     sizes = [-(-prod(member.weight.shape) // ranks) for member in members]
     if limit >= sum(sizes):
         yield tuple(members)

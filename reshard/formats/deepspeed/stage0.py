@@ -169,12 +169,17 @@ def _list_divisions(
 
 
 def _declared_names(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:
-    """Return ``param_names`` of the groups (torch 2.6 ``optim/optimizer.py``); none if unusable."""
+    """Return ``param_names`` of the groups (torch 2.6 ``optim/optimizer.py``); none if unusable.
+
+    Names are unusable if a group has more or fewer names than members, because the indices of the
+    groups after it depend on their number.
+    """
     listed: _Names = []
     for group in unwrap_optimizer(model.mapping("optimizer")).get("param_groups", []):
         given = group.get("param_names")
         names = list(given) if isinstance(given, (list, tuple)) else []
-        if not names or not all(name in candidates for name in names):
+        is_complete = len(names) == len(group.get("params", []))
+        if not names or not is_complete or not all(name in candidates for name in names):
             return []
         listed.append(names)
     flat = [name for names in listed for name in names]

@@ -136,20 +136,17 @@ class ModelStates:
     def aliases(self) -> dict[str, str]:
         """Return the tied names, alias -> kept: ``shared_params``, and equal views of a storage.
 
-        Of two names for one view, the one that the optimizer lists is kept.
+        If one view has several names, the one that the optimizer lists is kept, else the first.
         """
         tied = {str(alias): str(kept) for alias, kept in self.mapping("shared_params").items()}
         trained = {name for group in self.shapes for name in group}
-        first: dict[Any, str] = {}
+        names_of_view: dict[Any, list[str]] = {}
         for name, tensor in self.module.items():
-            if tensor.numel == 0 or name in tied:  # stage 3's empty placeholders share nothing
-                continue
-            kept = first.setdefault(tensor.place, name)
-            if kept != name and name in trained:
-                first[tensor.place] = name
-                tied[kept] = name
-            elif kept != name:
-                tied[name] = kept
+            if tensor.numel and name not in tied:  # stage 3's empty placeholders share nothing
+                names_of_view.setdefault(tensor.place, []).append(name)
+        for names in names_of_view.values():
+            kept = next((name for name in names if name in trained), names[0])
+            tied |= {name: kept for name in names if name != kept}
         return tied
 
 

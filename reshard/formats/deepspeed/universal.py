@@ -22,7 +22,7 @@ from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_reader import PickleCache
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.deepspeed import autoep, order, stage3
-from reshard.formats.deepspeed.directory import MODEL_FILE
+from reshard.formats.deepspeed.directory import MODEL_FILE, SHARDED_MODEL_FILE
 from reshard.formats.deepspeed.schemas import UNIVERSAL_OPTIMIZER
 from reshard.formats.deepspeed.states import (
     BUILDERS,
@@ -134,22 +134,25 @@ def _open_models(location: Location) -> list[ModelStates]:
     ds_to_universal copies those of its source. reshard writes both forms, of which the first has
     the module's weights.
     """
-    paths = [path for path in location.files.values() if path.match("*mp_rank_*_model_states.pt")]
-    # Numbers have two digits at least, and the hundredth rank has three: text does not order them.
+    paths = location.files.values()
+    # Text does not order the ranks: the hundredth has three digits, those before it fewer.
     of_model_ranks = {
         int(match[1]): path for path in paths if (match := MODEL_FILE.fullmatch(path.name))
     }
     if of_model_ranks:
         return [open_model(path) for _, path in sorted(of_model_ranks.items())]
-    sharded = [path for path in paths if path.match("zero_pp_rank_*_mp_rank_00_model_states.pt")]
-    sharded.sort(key=lambda path: int(path.name.split("_")[3]))  # ranks are not zero-padded
+    sharded = {
+        int(match[1]): path
+        for path in paths
+        if (match := SHARDED_MODEL_FILE.fullmatch(path.name)) and int(match[2]) == 0
+    }
     if not sharded:
         raise IncompleteError(
             location,
             "has zero/ but no *_model_states.pt beside it, which stores the step and the buffers",
             "copy it here from the directory that was converted",
         )
-    return [open_model(path) for path in sharded]
+    return [open_model(path) for _, path in sorted(sharded.items())]
 
 
 def _has_model_file_per_rank(models: Sequence[ModelStates]) -> bool:

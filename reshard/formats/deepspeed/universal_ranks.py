@@ -67,10 +67,10 @@ class SourceRanks:
             f" joins what no pattern matches: its shape is {entry.shape}. It is read once and the"
             " copies are compared; DeepSpeed itself does not load this directory into such a model"
         )
-        rows = prod(local) * entry.dtype.itemsize
         first = entry.chunks[0]
+        copy_nbytes = prod(local) * entry.dtype.itemsize
         copies = [
-            replace(first, box=whole(local), byte_offset=first.byte_offset + rank * rows)
+            replace(first, box=whole(local), byte_offset=first.byte_offset + rank * copy_nbytes)
             for rank in range(self.tensor)
         ]
         return replace(entry, shape=local, chunks=tuple(copies))

@@ -8,11 +8,13 @@ whatever the file holds.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from reshard.box import Index
 from reshard.containers.torch_writer import Slot, build_number
+from reshard.errors import UsageError, shown
 from reshard.pickles.values import Call, Global
 
 WRITTEN_AS = "0.19.8"  # the DeepSpeed version whose layout is written
@@ -58,12 +60,21 @@ def make_initial_scaler(fp16: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         fp16: the section ``fp16`` of the configuration.
+
+    Raises:
+        UsageError: ``initial_scale_power`` is not the exponent of a float.
     """
     if fp16.get("loss_scale"):
         return {"cur_scale": fp16["loss_scale"], "dynamic": False}
-    shift = fp16.get("hysteresis", 2)
+    shift, power = fp16.get("hysteresis", 2), fp16.get("initial_scale_power", 16)
+    if type(power) is not int or not 0 <= power < sys.float_info.max_exp:
+        raise UsageError(
+            "initial_scale_power",
+            f"is {shown(power)} in the DeepSpeed configuration, expected a number from 0 to"
+            f" {sys.float_info.max_exp - 1}",
+        )
     return {
-        "cur_scale": 2 ** fp16.get("initial_scale_power", 16),
+        "cur_scale": 2**power,
         "dynamic": True,
         "cur_iter": 0,
         "last_overflow_iter": -1,

@@ -226,15 +226,15 @@ def _note_stage_3(spec: OutputSpec) -> Iterator[str]:
 
 
 def _note_small_groups(spec: OutputSpec) -> Iterator[str]:
-    """Name groups of which a rank has no element, where stages 1 and 2 fail (``steps[0]``)."""
+    """Name groups of which a rank has no element: stages 1 and 2 then fail at ``steps[0]``."""
     for number, group in enumerate(spec.groups):
         numel = sum(member.weight.value.numel for member in group.members)
         # The first ranks take full pieces; the last has none if the others take all elements.
         share = -(-numel // (ALIGNMENT * spec.world_size)) * ALIGNMENT
         if share * (spec.world_size - 1) >= numel:
             yield (
-                f"param group {number} has {numel} elements, fewer than one for every rank of"
-                f" {spec.world_size}: stages 1 and 2 load it only at fewer ranks"
+                f"param group {number} has {numel} elements, of which the last of"
+                f" {spec.world_size} ranks gets none: stages 1 and 2 load it only at fewer ranks"
             )
 
 
