@@ -74,7 +74,7 @@ def convert(root: Any, file: str, start: int) -> Any:
         CorruptError: the containers are nested too deep.
     """
     try:
-        return _ArrayConverter(file, start).of(root)
+        return _ArrayConverter(file, start).convert(root)
     except RecursionError as error:
         raise CorruptError(file, "its containers are nested too deep") from error
 
@@ -87,27 +87,27 @@ class _ArrayConverter:
         self._done: dict[int, Any] = {}
         self._shared: Counter[int] = Counter()  # byte -> number of arrays whose text begins there
 
-    def of(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         if isinstance(value, (dict, list, tuple)):
             if id(value) not in self._done:
                 self._done[id(value)] = value  # a cycle ends here, as it is
-                self._done[id(value)] = self._container(value)
+                self._done[id(value)] = self._convert_container(value)
             return self._done[id(value)]
         if isinstance(value, StoredBuffer):
             return Tensor(value, 0, (value.nbytes // value.dtype.itemsize,), (1,), value.dtype)
         if isinstance(value, Call) and value.name in NAMES:
             if id(value) not in self._done:
-                self._done[id(value)] = self._array(value)
+                self._done[id(value)] = self._convert_array(value)
             return self._done[id(value)]
         return value
 
-    def _container(self, value: Any) -> Any:
+    def _convert_container(self, value: Any) -> Any:
         if isinstance(value, dict):
-            converted = {key: self.of(item) for key, item in value.items()}
+            converted = {key: self.convert(item) for key, item in value.items()}
             return self._with_numbers(converted)
         if isinstance(value, tuple) and value[:1] == (_TWISTER,):
             return value
-        items = self._with_numbers(dict(enumerate(map(self.of, value)))).values()
+        items = self._with_numbers(dict(enumerate(map(self.convert, value)))).values()
         return list(items) if isinstance(value, list) else tuple(items)
 
     def _with_numbers(self, items: dict[Any, Any]) -> dict[Any, Any]:
@@ -117,10 +117,10 @@ class _ArrayConverter:
             return items
         return {key: v.value if isinstance(v, _Scalar) else v for key, v in items.items()}
 
-    def _array(self, call: Call) -> Any:
+    def _convert_array(self, call: Call) -> Any:
         try:
             dtype, shape, strides, data = _parse_array(call)
-            storage = self._storage(dtype, data)
+            storage = self._locate_storage(dtype, data)
         except ValueError:
             return call
         if call.name in _SCALARS:
@@ -128,7 +128,7 @@ class _ArrayConverter:
             return _Scalar(number, call, storage, 0, shape, strides, dtype)
         return Array(call, storage, 0, shape, strides, dtype)
 
-    def _storage(self, dtype: DType, data: bytes) -> StoredBuffer:
+    def _locate_storage(self, dtype: DType, data: bytes) -> StoredBuffer:
         if not data:
             return StoredBuffer(self._file, "numpy", dtype, 0, self._start)
         if not isinstance(data, Located):

@@ -63,12 +63,12 @@ def move_out(part: Skeleton, directory: str) -> Skeleton:
 def _rename_files(part: Skeleton, rename: Callable[[str], str]) -> Skeleton:
     """Return the skeleton with other names of its files, wherever they occur."""
 
-    def chunks(entry: Entry) -> tuple[Chunk, ...]:
+    def rename_chunks(entry: Entry) -> tuple[Chunk, ...]:
         return tuple(replace(chunk, file=rename(chunk.file)) for chunk in entry.chunks)
 
     return Skeleton(
         tuple(replace(file, name=rename(file.name)) for file in part.files),
-        tuple(replace(entry, chunks=chunks(entry)) for entry in part.entries),
+        tuple(replace(entry, chunks=rename_chunks(entry)) for entry in part.entries),
         tuple(replace(stored, file=rename(stored.file)) for stored in part.checksums),
     )
 
@@ -90,7 +90,7 @@ def lay_out_ranks(
     begins = ([stored.byte_offset for stored in part.checksums] for part in every)
     offsets_by_storage = [RankOffsets(names, offsets) for offsets in zip(*begins, strict=True)]
 
-    def run(entry: Entry) -> Entry:
+    def lay_out_entry(entry: Entry) -> Entry:
         at = entry.chunks[0].byte_offset
         storage = bisect_right(starts, at) - 1
         if entry.kind in repeated:
@@ -113,7 +113,7 @@ def lay_out_ranks(
 
     return Skeleton(
         tuple(part.files[0] for part in every),
-        tuple(map(run, first.entries)),
+        tuple(map(lay_out_entry, first.entries)),
         tuple(stored for part in every for stored in part.checksums),
     )
 

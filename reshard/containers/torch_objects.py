@@ -90,16 +90,16 @@ class TorchFile:
     def source(self) -> SourceFile:
         """Describe the file as a manifest lists it."""
         ordered = sorted(self.records.values(), key=lambda record: record.byte_offset)
-        return SourceFile(self.path, self.nbytes, tuple(ordered), claims=self._claims())
+        return SourceFile(self.path, self.nbytes, tuple(ordered), claims=self._list_claims())
 
-    def _claims(self) -> tuple[Claim, ...]:
+    def _list_claims(self) -> tuple[Claim, ...]:
         """Return what the file states about its own name and, if it has a stamp, its save."""
         claims = stamps.list_claims(self.stamp)
         if self.archive:
             claims.append(Claim(stamps.FILE_NAME, self.archive, "the name of its zip archive"))
         return tuple(claims)
 
-    def number(self, tensor: Tensor) -> float | int:
+    def read_number(self, tensor: Tensor) -> float | int:
         """Return the value of a one-element tensor, such as a step counter."""
         with SourceFiles() as files:
             return read_number(files, tensor.chunk)

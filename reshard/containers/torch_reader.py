@@ -81,7 +81,7 @@ class PickleCache:
     def __init__(self) -> None:
         self._seen: dict[bytes, tuple[Unpickled, tuple[StoredBuffer, ...]]] = {}
 
-    def parsed(
+    def parse(
         self, data: bytes, path: str, builders: Mapping[str, Builder], start: int
     ) -> tuple[Unpickled, tuple[StoredBuffer, ...]]:
         """Return the content of a pickle, not to be changed, and its storages without positions.
@@ -158,7 +158,7 @@ def read_archive(
     member = members[pickles[0]]
     data = member.read(archive, checked=checked)
     start = archive.start + member.data_offset(archive)
-    done, storages = (cache or PickleCache()).parsed(data, path, builders or {}, start)
+    done, storages = (cache or PickleCache()).parse(data, path, builders or {}, start)
     value, stamp = stamps.take(done.value, done.stamp, path)
     file = TorchFile(
         path, archive.nbytes, value, done.globals, archive=root.rstrip("/"), stamp=stamp

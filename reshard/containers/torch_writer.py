@@ -160,7 +160,7 @@ def lay_out_object(
         UnsupportedError: ``root`` has a value that cannot be written.
     """
     archive = "" if in_stream else name
-    return Template(name, root, slot_of=slot_of).file(name, stamp, archive_of=archive)
+    return Template(name, root, slot_of=slot_of).lay_out(name, stamp, archive_of=archive)
 
 
 class Template:
@@ -181,7 +181,7 @@ class Template:
         self._root = root
         self._shared = self._whole = b""
 
-    def file(
+    def lay_out(
         self,
         name: str,
         stamp: Stamp | None = None,
@@ -195,7 +195,7 @@ class Template:
             archive_of: the file that the archive is named after; None: this one.
             hollow: whether to leave out the entries, which the caller has from another rank's file.
         """
-        shared, pickle = self._pickle(stamp)
+        shared, pickle = self._finish_pickle(stamp)
         archive, root = (
             ZipLayout(name),
             get_archive_root(name if archive_of is None else archive_of),
@@ -219,7 +219,7 @@ class Template:
         file, checksums = archive.finish()
         return Skeleton((file,), tuple(entries.values()), checksums)
 
-    def _pickle(self, stamp: Stamp | None) -> tuple[bytes, bytes]:
+    def _finish_pickle(self, stamp: Stamp | None) -> tuple[bytes, bytes]:
         """Return the pickle; the stamp is last: a key of the root, or an attribute of a state dict.
 
         The first part is one object for all files, of which there may be thousands.
@@ -296,7 +296,7 @@ class _TensorPickler(Pickler):
         dtype, old = slot.storage.dtype, bool(slot.storage.dtype.storage)
         self.write_global(f"torch._utils._rebuild_tensor_{'v2' if old else 'v3'}")
         self.out += b"("
-        self._storage(slot.storage, old=old)
+        self._write_storage(slot.storage, old=old)
         self.write_integer(slot.offset)
         self.write_tuple(slot.shape)
         self.write_tuple(slot.steps)
@@ -310,7 +310,7 @@ class _TensorPickler(Pickler):
         self.out += b"R"
         self.memoize(value)
 
-    def _storage(self, storage: Storage, *, old: bool) -> None:
+    def _write_storage(self, storage: Storage, *, old: bool) -> None:
         """Write the persistent id; torch has a storage class for the older dtypes only."""
         key = self._keys.setdefault(storage, str(len(self._keys)))
         self.out += b"("

@@ -16,15 +16,15 @@ class Canonicalizer:
     def __init__(self) -> None:
         self._same: dict[Any, Any] = {}
 
-    def of(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """Return a copy of a tree in which equal texts and tuples are one object."""
         if isinstance(value, Mapping):
-            pairs = ((self.of(key), self.of(item)) for key, item in value.items())
+            pairs = ((self.convert(key), self.convert(item)) for key, item in value.items())
             return OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
         if isinstance(value, list):
-            return [self.of(item) for item in value]
+            return [self.convert(item) for item in value]
         if isinstance(value, tuple):
-            parts = tuple(self.of(item) for item in value)
+            parts = tuple(self.convert(item) for item in value)
             # By their text, because (1,), (1.0,) and (True,) are equal as keys.
             return self._same.setdefault((tuple, repr(parts)), parts) if _is_plain(parts) else parts
         return self._same.setdefault(value, value) if isinstance(value, str) else value

@@ -28,7 +28,7 @@ _MARK = _Mark()
 _PYTHON3_NAMES = {old: name for name, old in PYTHON2_NAMES.items()}
 
 
-def _python3(name: str) -> str:
+def _modernize_name(name: str) -> str:
     """Return the name in Python 3 of a builtin that protocol 2 calls as Python 2 does."""
     if not name.startswith("__builtin__."):
         return name
@@ -104,7 +104,7 @@ class Machine:
             elif op == 0x58:  # BINUNICODE
                 size = int.from_bytes(data[at : at + 4], "little")
                 at += 4 + size
-                stack.append(_text(data, at - size, at))
+                stack.append(_decode_text(data, at - size, at))
             elif op == 0x86:  # TUPLE2
                 stack[-2:] = [tuple(map(require_value, peek(stack, 2)))]
             elif op == 0x29:  # EMPTY_TUPLE
@@ -165,7 +165,7 @@ class Machine:
         Raises:
             UnsafeError: the name is of use only to an attack.
         """
-        name = _python3(name)
+        name = _modernize_name(name)
         if name == "builtins.getattr":  # names a nested class; `call` checks which one
             return Global(name)
         if trust.runs_code(name):
@@ -228,7 +228,7 @@ class Machine:
         return Located.of(data, at, len(text)) if text and at >= 0 else data
 
 
-def _text(data: bytes, start: int, stop: int) -> str:
+def _decode_text(data: bytes, start: int, stop: int) -> str:
     if stop > len(data):
         raise ValueError(f"a string of {stop - start} bytes is declared, {len(data) - start} left")
     # Python pickles half of a surrogate pair as well, which UTF-8 proper does not have.

@@ -38,7 +38,7 @@ def _is_shallow(value: Any) -> bool:
     # By levels, not by recursion, because a hostile value may be nested without end.
     level, seen = [value], set[int]()
     for _ in range(_DEEPEST):
-        below = [part for each in level for part in _inside(each) if id(part) not in seen]
+        below = [part for each in level for part in _list_parts(each) if id(part) not in seen]
         seen.update(map(id, below))
         level = below
     return not level
@@ -61,10 +61,10 @@ def iterate_parts(value: Any) -> Iterator[Any]:
         if id(part) in seen or not isinstance(part, (Call, *_CONTAINERS)):
             continue
         seen.add(id(part))
-        waiting += _inside(part)
+        waiting += _list_parts(part)
 
 
-def _inside(part: Any) -> Collection[Any]:
+def _list_parts(part: Any) -> Collection[Any]:
     """Return the parts of a container or an object."""
     if isinstance(part, Call):
         return [getattr(part, name) for name in OF_CALLS]

@@ -16,7 +16,7 @@ from reshard.pickles.values import Call, Located, require_hashable
 HANDLERS: dict[int, Handler] = {}
 
 
-def _opcode(*codes: int) -> Callable[[Handler], Handler]:
+def _register(*codes: int) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         for code in codes:
             HANDLERS[code] = handler
@@ -25,11 +25,11 @@ def _opcode(*codes: int) -> Callable[[Handler], Handler]:
     return register
 
 
-def _constant(code: int, value: Any) -> None:
+def _register_constant(code: int, value: Any) -> None:
     HANDLERS[code] = lambda machine: machine.stack.append(value)
 
 
-def _counted(code: int, layout: str, convert: Callable[[bytes], Any]) -> None:
+def _register_counted(code: int, layout: str, convert: Callable[[bytes], Any]) -> None:
     """Register an opcode that pushes a value made from a length-prefixed run of bytes."""
 
     def handler(machine: Machine) -> None:
@@ -38,47 +38,47 @@ def _counted(code: int, layout: str, convert: Callable[[bytes], Any]) -> None:
     HANDLERS[code] = handler
 
 
-def _fixed(code: int, layout: str) -> None:
+def _register_fixed(code: int, layout: str) -> None:
     HANDLERS[code] = lambda machine: machine.stack.append(machine.take_number(layout))
 
 
-def _fresh(code: int, make: Callable[[], Any]) -> None:
+def _register_fresh(code: int, make: Callable[[], Any]) -> None:
     HANDLERS[code] = lambda machine: machine.stack.append(make())
 
 
 for _code, _literal in ((0x4E, None), (0x88, True), (0x89, False)):
-    _constant(_code, _literal)
+    _register_constant(_code, _literal)
 for _code, _factory in ((0x5D, list), (0x8F, set)):
-    _fresh(_code, _factory)
+    _register_fresh(_code, _factory)
 for _code, _layout in ((0x4A, "<i"), (0x47, ">d")):
-    _fixed(_code, _layout)
+    _register_fixed(_code, _layout)
 
 
-def _long(data: bytes) -> int:
+def _decode_long(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _unicode(data: bytes) -> str:
+def _decode_unicode(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-def _latin(data: bytes) -> str:
+def _decode_latin(data: bytes) -> str:
     # A string of Python 2 has no known encoding; Latin-1 keeps each of its bytes as one letter.
     return data.decode("latin-1")
 
 
 for _code, _layout, _convert in (
-    (0x8C, "<B", _unicode),  # SHORT_BINUNICODE
-    (0x8D, "<Q", _unicode),  # BINUNICODE8
-    (0x55, "<B", _latin),  # SHORT_BINSTRING
-    (0x54, "<i", _latin),  # BINSTRING
-    (0x8A, "<B", _long),  # LONG1
-    (0x8B, "<i", _long),  # LONG4
+    (0x8C, "<B", _decode_unicode),  # SHORT_BINUNICODE
+    (0x8D, "<Q", _decode_unicode),  # BINUNICODE8
+    (0x55, "<B", _decode_latin),  # SHORT_BINSTRING
+    (0x54, "<i", _decode_latin),  # BINSTRING
+    (0x8A, "<B", _decode_long),  # LONG1
+    (0x8B, "<i", _decode_long),  # LONG4
 ):
-    _counted(_code, _layout, _convert)
+    _register_counted(_code, _layout, _convert)
 
 
-def _raw(code: int, layout: str) -> None:
+def _register_raw(code: int, layout: str) -> None:
     """Register an opcode that pushes bytes unchanged, with their offset in the stream."""
 
     def handler(machine: Machine) -> None:
@@ -94,57 +94,57 @@ for _code, _layout in (
     (0x8E, "<Q"),  # BINBYTES8
     (0x96, "<Q"),  # BYTEARRAY8
 ):
-    _raw(_code, _layout)
+    _register_raw(_code, _layout)
 
 
-@_opcode(0x80)  # PROTO
+@_register(0x80)  # PROTO
 def _proto(machine: Machine) -> None:
     if machine.take(1)[0] > 5:
         raise ValueError("a pickle protocol newer than 5")
 
 
-@_opcode(0x95)  # FRAME: the whole stream is in memory, so only its declared size is checked
+@_register(0x95)  # FRAME: the whole stream is in memory, so only its declared size is checked
 def _frame(machine: Machine) -> None:
     if machine.take_number("<Q") > len(machine.data) - machine.position:
         raise ValueError("a frame reaches past the end")
 
 
-@_opcode(0x87)  # TUPLE3
+@_register(0x87)  # TUPLE3
 def _tuple3(machine: Machine) -> None:
     machine.stack[-3:] = [tuple(map(require_value, peek(machine.stack, 3)))]
 
 
-@_opcode(0x74)  # TUPLE
+@_register(0x74)  # TUPLE
 def _tuple(machine: Machine) -> None:
     machine.stack.append(tuple(machine.pop_to_mark()))
 
 
-@_opcode(0x6C)  # LIST
+@_register(0x6C)  # LIST
 def _list(machine: Machine) -> None:
     machine.stack.append(machine.pop_to_mark())
 
 
-@_opcode(0x64)  # DICT
+@_register(0x64)  # DICT
 def _dict(machine: Machine) -> None:
-    machine.stack.append(_pairs(machine.pop_to_mark()))
+    machine.stack.append(_build_dict(machine.pop_to_mark()))
 
 
-def _pairs(flat: list[Any]) -> dict[Any, Any]:
+def _build_dict(flat: list[Any]) -> dict[Any, Any]:
     return dict(zip(map(require_hashable, flat[::2]), flat[1::2], strict=True))
 
 
-@_opcode(0x91)  # FROZENSET
+@_register(0x91)  # FROZENSET
 def _frozenset(machine: Machine) -> None:
     machine.stack.append(frozenset(map(require_hashable, machine.pop_to_mark())))
 
 
-@_opcode(0x61)  # APPEND
+@_register(0x61)  # APPEND
 def _append(machine: Machine) -> None:
     value = require_value(machine.stack.pop())
     _extend(machine.stack[-1], [value])
 
 
-@_opcode(0x65, 0x90)  # APPENDS, ADDITEMS
+@_register(0x65, 0x90)  # APPENDS, ADDITEMS
 def _appends(machine: Machine) -> None:
     values = machine.pop_to_mark()
     _extend(machine.stack[-1], values)
@@ -161,36 +161,36 @@ def _extend(target: Any, values: list[Any]) -> None:
         raise TypeError(f"items are added to a {type(target).__name__}")
 
 
-@_opcode(0x73)  # SETITEM
+@_register(0x73)  # SETITEM
 def _setitem(machine: Machine) -> None:
     value, key = require_value(machine.stack.pop()), require_hashable(machine.stack.pop())
-    _dict_of(machine.stack[-1])[key] = value
+    _get_items(machine.stack[-1])[key] = value
 
 
-@_opcode(0x75)  # SETITEMS
+@_register(0x75)  # SETITEMS
 def _setitems(machine: Machine) -> None:
     flat = machine.pop_to_mark()
     _update(machine.stack[-1], flat)
 
 
 def _update(target: Any, flat: list[Any]) -> None:
-    _dict_of(target).update(_pairs(flat))
+    _get_items(target).update(_build_dict(flat))
 
 
-def _dict_of(target: Any) -> dict[Any, Any]:
+def _get_items(target: Any) -> dict[Any, Any]:
     items = target.items if isinstance(target, Call) else target
     if not isinstance(items, dict):
         raise TypeError(f"keys are set in a {type(target).__name__}")
     return items
 
 
-@_opcode(0x63)  # GLOBAL
+@_register(0x63)  # GLOBAL
 def _global(machine: Machine) -> None:
     module = machine.take_line()
     machine.stack.append(machine.make_global(f"{module}.{machine.take_line()}"))
 
 
-@_opcode(0x93)  # STACK_GLOBAL
+@_register(0x93)  # STACK_GLOBAL
 def _stack_global(machine: Machine) -> None:
     module, name = peek(machine.stack, 2)
     if not isinstance(module, str) or not isinstance(name, str):
@@ -199,13 +199,13 @@ def _stack_global(machine: Machine) -> None:
 
 
 # ``function(*args)`` and ``cls.__new__(cls, *args)`` have the same description, a `Call`.
-@_opcode(0x52, 0x81)  # REDUCE, NEWOBJ
+@_register(0x52, 0x81)  # REDUCE, NEWOBJ
 def _reduce(machine: Machine) -> None:
     target, args = peek(machine.stack, 2)
     machine.stack[-2:] = [machine.call(target, args)]
 
 
-@_opcode(0x92)  # NEWOBJ_EX
+@_register(0x92)  # NEWOBJ_EX
 def _newobj_ex(machine: Machine) -> None:
     target, args, keywords = peek(machine.stack, 3)
     value = machine.call(target, args)
@@ -214,20 +214,20 @@ def _newobj_ex(machine: Machine) -> None:
     machine.stack[-3:] = [value]
 
 
-@_opcode(0x69)  # INST
+@_register(0x69)  # INST
 def _inst(machine: Machine) -> None:
     module = machine.take_line()
     target = machine.make_global(f"{module}.{machine.take_line()}")
     machine.stack.append(machine.call(target, tuple(machine.pop_to_mark())))
 
 
-@_opcode(0x6F)  # OBJ
+@_register(0x6F)  # OBJ
 def _obj(machine: Machine) -> None:
     target, *args = machine.pop_to_mark()
     machine.stack.append(machine.call(target, tuple(args)))
 
 
-@_opcode(0x62)  # BUILD: attributes of containers (OrderedDict._metadata) have no tensors
+@_register(0x62)  # BUILD: attributes of containers (OrderedDict._metadata) have no tensors
 def _build(machine: Machine) -> None:
     state = require_value(machine.stack.pop())
     target = machine.stack[-1]
@@ -237,75 +237,75 @@ def _build(machine: Machine) -> None:
         target.state = state
 
 
-@_opcode(0x51)  # BINPERSID
+@_register(0x51)  # BINPERSID
 def _binpersid(machine: Machine) -> None:
-    machine.stack[-1] = _persistent(machine, require_value(machine.stack[-1]))
+    machine.stack[-1] = _load_persistent(machine, require_value(machine.stack[-1]))
 
 
-@_opcode(0x50)  # PERSID
+@_register(0x50)  # PERSID
 def _persid(machine: Machine) -> None:
-    machine.stack.append(_persistent(machine, machine.take_line()))
+    machine.stack.append(_load_persistent(machine, machine.take_line()))
 
 
-def _persistent(machine: Machine, pid: Any) -> Any:
+def _load_persistent(machine: Machine, pid: Any) -> Any:
     if machine.persistent is None:
         raise ValueError("a persistent id in a file that cannot have one")
     return machine.persistent(pid)
 
 
-@_opcode(0x30)  # POP
+@_register(0x30)  # POP
 def _pop(machine: Machine) -> None:
     machine.stack.pop()
 
 
-@_opcode(0x31)  # POP_MARK
+@_register(0x31)  # POP_MARK
 def _pop_mark(machine: Machine) -> None:
     machine.pop_to_mark()
 
 
-@_opcode(0x32)  # DUP
+@_register(0x32)  # DUP
 def _dup(machine: Machine) -> None:
     machine.stack.append(machine.stack[-1])
     machine.count_reference(machine.stack[-1])
 
 
-@_opcode(0x67)  # GET
+@_register(0x67)  # GET
 def _get(machine: Machine) -> None:
     machine.stack.append(machine.memo[int(machine.take_line())])
     machine.count_reference(machine.stack[-1])
 
 
-@_opcode(0x70)  # PUT
+@_register(0x70)  # PUT
 def _put(machine: Machine) -> None:
     machine.memo[int(machine.take_line())] = machine.stack[-1]
 
 
-@_opcode(0x49)  # INT
+@_register(0x49)  # INT
 def _int(machine: Machine) -> None:
     text = machine.take_line()
     # Protocols 0 and 1 write False and True as integers with a leading zero.
     machine.stack.append(text == "01" if text in ("00", "01") else int(text))
 
 
-@_opcode(0x4C)  # LONG
+@_register(0x4C)  # LONG
 def _text_long(machine: Machine) -> None:
     machine.stack.append(int(machine.take_line().rstrip("L")))
 
 
-@_opcode(0x46)  # FLOAT
+@_register(0x46)  # FLOAT
 def _float(machine: Machine) -> None:
     machine.stack.append(float(machine.take_line()))
 
 
-@_opcode(0x56)  # UNICODE
+@_register(0x56)  # UNICODE
 def _text_unicode(machine: Machine) -> None:
     machine.stack.append(machine.take_raw_line().decode("raw-unicode-escape"))
 
 
-@_opcode(0x53)  # STRING
+@_register(0x53)  # STRING
 def _text_string(machine: Machine) -> None:
     # The line is the text that Python 2's ``repr`` gives for a string of bytes.
     line = machine.take_raw_line()
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
         raise ValueError("a string without quotes")
-    machine.stack.append(_latin(codecs.escape_decode(line[1:-1])[0]))
+    machine.stack.append(_decode_latin(codecs.escape_decode(line[1:-1])[0]))

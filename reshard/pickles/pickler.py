@@ -70,7 +70,7 @@ class Pickler:
         self.out = bytearray()
         moved = not as_state and out.endswith(b"u")  # the end of the dict's last batch of items
         if as_state:
-            self._dict(last)
+            self._write_dict(last)
             self.out += b"b"
         elif moved:
             for key, value in last.items():
@@ -78,7 +78,7 @@ class Pickler:
                 self.write(value)
             self.out += b"u"
         else:
-            self._items(last.items())
+            self._write_items(last.items())
         rest = self.finish()
         self.out, self._count, self._memo = out, count, memo
         return len(out) - moved, rest
@@ -100,13 +100,13 @@ class Pickler:
             UnsupportedError: it contains a value of an unsupported type, or is nested too deeply.
         """
         kind = type(value)
-        plain = Pickler._float if isinstance(value, float) else _PLAIN.get(kind)
+        plain = Pickler._write_float if isinstance(value, float) else _PLAIN.get(kind)
         if plain is not None:
             plain(self, value)
             return
         index = self._memo.get(id(value))
         if index is not None:
-            self._fetch(index)
+            self._write_fetch(index)
             return
         if self._depth == _MAX_DEPTH:
             raise UnsupportedError(
@@ -132,7 +132,7 @@ class Pickler:
         """
         index = self._names.get(name)
         if index is not None:
-            self._fetch(index)
+            self._write_fetch(index)
             return
         if name in trust.NESTED_CLASSES:
             owner, _, attribute = name.rpartition(".")
@@ -175,7 +175,7 @@ class Pickler:
         """Write a string."""
         index = self._memo.get(id(value))
         if index is not None:
-            self._fetch(index)
+            self._write_fetch(index)
             return
         data = value.encode("utf-8", "surrogatepass")
         self.out += b"X"
@@ -189,8 +189,8 @@ class Pickler:
         self.write(call.args)
         self.out += b"R" if call.args or call.name in _CALLED else b"\x81"  # REDUCE, NEWOBJ
         self.memoize(call)
-        self._elements(call.elements)
-        self._items(call.items.items())
+        self._write_elements(call.elements)
+        self._write_items(call.items.items())
         if call.state is not None:
             self.write(call.state)
             self.out += b"b"
@@ -216,10 +216,10 @@ class Pickler:
         self._alive.append(value)
         return value
 
-    def _fetch(self, index: int) -> None:
+    def _write_fetch(self, index: int) -> None:
         self.out += b"h%c" % index if index < 256 else _LONG_MEMO(b"j", index)
 
-    def _tuple(self, values: tuple[Any, ...]) -> None:
+    def _write_shared_tuple(self, values: tuple[Any, ...]) -> None:
         if not values:
             self.out += b")"
             return
@@ -231,35 +231,35 @@ class Pickler:
         index = self._memo.get(id(values))
         if index is not None:  # the tuple contains itself, and was written meanwhile
             self.out += b"0" * size if size <= 3 else b"1"
-            self._fetch(index)
+            self._write_fetch(index)
             return
         self.out += _ONE_BYTE.get(size, b"t")
         self.memoize(values)
 
-    def _list(self, values: list[Any]) -> None:
+    def _write_list(self, values: list[Any]) -> None:
         self.out += b"]"
         self.memoize(values)
-        self._elements(values, exact=True)
+        self._write_elements(values, exact=True)
 
-    def _dict(self, items: dict[Any, Any]) -> None:
+    def _write_dict(self, items: dict[Any, Any]) -> None:
         self.out += b"}"
         self.memoize(items)
-        self._items(items.items(), exact=True)
+        self._write_items(items.items(), exact=True)
         if items and len(items) % _BATCH == 0:
             self.out += b"(u"  # the C pickler starts another batch, which turns out empty
 
-    def _ordered(self, items: OrderedDict[Any, Any]) -> None:
+    def _write_ordered_dict(self, items: OrderedDict[Any, Any]) -> None:
         self.write_call("collections.OrderedDict", ())
         self.memoize(items)
-        self._items(items.items())
+        self._write_items(items.items())
 
-    def _elements(self, values: Collection[Any], *, exact: bool = False) -> None:
+    def _write_elements(self, values: Collection[Any], *, exact: bool = False) -> None:
         for batch, close in self._split_batches(values, b"a", b"e", exact=exact):
             for value in batch:
                 self.write(value)
             self.out += close
 
-    def _items(self, pairs: Collection[tuple[Any, Any]], *, exact: bool = False) -> None:
+    def _write_items(self, pairs: Collection[tuple[Any, Any]], *, exact: bool = False) -> None:
         for batch, close in self._split_batches(pairs, b"s", b"u", exact=exact):
             for key, value in batch:
                 self.write(key)
@@ -281,7 +281,7 @@ class Pickler:
                 self.out += b"("
             yield islice(rest, _BATCH), one if single else many
 
-    def _set(self, values: set[Any] | frozenset[Any]) -> None:
+    def _write_set(self, values: set[Any] | frozenset[Any]) -> None:
         """Write a set in sorted order: Python's own order of strings differs between processes."""
         try:
             ordered = sorted(values)
@@ -290,7 +290,7 @@ class Pickler:
         self.write_call(f"builtins.{type(values).__name__}", (self._keep_alive(ordered),))
         self.memoize(values)
 
-    def _bytes(self, data: bytes) -> None:
+    def _write_bytes(self, data: bytes) -> None:
         """Write bytes as encoded text, because protocol 2 has no bytes."""
         if data:
             self.write_call("_codecs.encode", (self._keep_alive(data.decode("latin-1")), "latin1"))
@@ -298,20 +298,20 @@ class Pickler:
             self.write_call("builtins.bytes", ())
         self.memoize(data)
 
-    def _complex(self, value: complex) -> None:
+    def _write_complex(self, value: complex) -> None:
         self.write_call("builtins.complex", (value.real, value.imag))
         self.memoize(value)
 
-    def _float(self, value: float) -> None:
+    def _write_float(self, value: float) -> None:
         self.out += struct.pack(">cd", b"G", value)
 
-    def _none(self, _value: None) -> None:
+    def _write_none(self, _value: None) -> None:
         self.out += b"N"
 
-    def _bool(self, value: bool) -> None:
+    def _write_bool(self, value: bool) -> None:
         self.out += b"\x88" if value else b"\x89"
 
-    def _global(self, value: Global) -> None:
+    def _write_global_value(self, value: Global) -> None:
         self.write_global(value.name)
 
 
@@ -319,21 +319,21 @@ _Writer = Callable[[Pickler, Any], None]
 _PLAIN: dict[type, _Writer] = {
     str: Pickler.write_text,
     int: Pickler.write_integer,
-    bool: Pickler._bool,  # noqa: SLF001 - one table of the class's own methods
-    type(None): Pickler._none,  # noqa: SLF001
-    Global: Pickler._global,  # noqa: SLF001
+    bool: Pickler._write_bool,  # noqa: SLF001 - one table of the class's own methods
+    type(None): Pickler._write_none,  # noqa: SLF001
+    Global: Pickler._write_global_value,  # noqa: SLF001
 }
 _NESTING: dict[type, _Writer] = {
-    tuple: Pickler._tuple,  # noqa: SLF001
-    list: Pickler._list,  # noqa: SLF001
-    dict: Pickler._dict,  # noqa: SLF001
-    OrderedDict: Pickler._ordered,  # noqa: SLF001
-    DictObject: Pickler._dict,  # noqa: SLF001
-    ListObject: Pickler._list,  # noqa: SLF001
-    set: Pickler._set,  # noqa: SLF001
-    frozenset: Pickler._set,  # noqa: SLF001
-    bytes: Pickler._bytes,  # noqa: SLF001
-    Located: Pickler._bytes,  # noqa: SLF001
-    complex: Pickler._complex,  # noqa: SLF001
+    tuple: Pickler._write_shared_tuple,  # noqa: SLF001
+    list: Pickler._write_list,  # noqa: SLF001
+    dict: Pickler._write_dict,  # noqa: SLF001
+    OrderedDict: Pickler._write_ordered_dict,  # noqa: SLF001
+    DictObject: Pickler._write_dict,  # noqa: SLF001
+    ListObject: Pickler._write_list,  # noqa: SLF001
+    set: Pickler._write_set,  # noqa: SLF001
+    frozenset: Pickler._write_set,  # noqa: SLF001
+    bytes: Pickler._write_bytes,  # noqa: SLF001
+    Located: Pickler._write_bytes,  # noqa: SLF001
+    complex: Pickler._write_complex,  # noqa: SLF001
     Call: lambda pickler, value: pickler.write_object(value),
 }

@@ -40,7 +40,7 @@ def is_too_large(root: Any, nbytes: int) -> bool:
         value, is_closed = waiting.pop()
         if id(value) in sizes and not is_closed:
             continue
-        parts = _parts(value)
+        parts = _list_parts(value)
         if is_closed:
             size = 1 + sum(1 if type(part) is Call else sizes.get(id(part), 1) for part in parts)
             if size > most:
@@ -54,7 +54,7 @@ def is_too_large(root: Any, nbytes: int) -> bool:
     return False
 
 
-def _parts(value: Any) -> Sequence[Any]:
+def _list_parts(value: Any) -> Sequence[Any]:
     if isinstance(value, dict):
         return [*value.values(), *(key for key in value if type(key) is Call)]
     if isinstance(value, (set, frozenset)):

@@ -102,11 +102,11 @@ def runs_code(name: str) -> bool:
 def is_expected(name: str) -> bool:
     """Return whether the frameworks that reshard knows write this name into their checkpoints."""
     top, _, rest = name.partition(".")
-    return top in _EXPECTED and _follows(top).fullmatch(rest) is not None
+    return top in _EXPECTED and _compile_rest(top).fullmatch(rest) is not None
 
 
 @cache
-def _follows(top: str) -> re.Pattern[str]:
+def _compile_rest(top: str) -> re.Pattern[str]:
     return re.compile(_EXPECTED[top], re.VERBOSE)
 
 

@@ -93,13 +93,13 @@ def require_hashable(value: Any) -> Any:
     raise ValueError("a key of too many parts")
 
 
-def _raw(data: Any = b"") -> bytes:
+def _make_bytes(data: Any = b"") -> bytes:
     if not isinstance(data, (bytes, list, tuple)):
         raise TypeError("bytearray of something that is not bytes")
     return bytes(data)
 
 
-def _mapping(items: Any = (), /) -> dict[Any, Any]:
+def _make_dict(items: Any = (), /) -> dict[Any, Any]:
     pairs = items.items() if isinstance(items, dict) else items
     return {require_hashable(key): value for key, value in pairs}
 
@@ -117,7 +117,7 @@ class DictObject(dict[Any, Any]):
     @classmethod
     def of(cls, name: str, items: Any = (), *args: Any) -> DictObject:
         """Return a dict of items that knows its class."""
-        value = cls(_mapping(items))
+        value = cls(_make_dict(items))
         value.call = Call(name, args)
         return value
 
@@ -159,10 +159,12 @@ BUILDERS: dict[str, Builder] = {
         frozenset(map(require_hashable, *items)) if items else frozenset()
     ),
     "builtins.list": list,
-    "builtins.dict": _mapping,
+    "builtins.dict": _make_dict,
     "builtins.tuple": tuple,
-    "builtins.bytes": _raw,
-    "builtins.bytearray": lambda *data: bytes(data[0], "latin-1") if len(data) > 1 else _raw(*data),
+    "builtins.bytes": _make_bytes,
+    "builtins.bytearray": lambda *data: (
+        bytes(data[0], "latin-1") if len(data) > 1 else _make_bytes(*data)
+    ),
     "builtins.complex": complex,
     ENCODE: lambda text, _encoding="latin-1": text.encode("latin-1"),
 }

@@ -359,7 +359,7 @@ def _resolve_fairscale(
                 where, f"shard_metadata lists {key!r} as a flat parameter, but it is not one"
             )
         pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
-        tensors.update(unit.tensors(flat_params.locate_pieces(pieces, unit.numel)))
+        tensors.update(unit.build_tensors(flat_params.locate_pieces(pieces, unit.numel)))
     return tensors, list(units.values())
 
 

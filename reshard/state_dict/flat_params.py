@@ -44,7 +44,7 @@ class FlatUnit:
     members: tuple[Member, ...]
     numel: int  # elements before it is cut, with its padding
 
-    def tensors(self, pieces: Iterable[tuple[int, Chunk]]) -> dict[str, GlobalTensor]:
+    def build_tensors(self, pieces: Iterable[tuple[int, Chunk]]) -> dict[str, GlobalTensor]:
         """Build the members' global tensors from pieces, each with its first flat element."""
         pieces = list(pieces)
         chunks = build_flat_chunks(self.members, pieces)
@@ -85,16 +85,16 @@ def resolve(
     rest = {key: value for key, value in state.items() if parse_prefix(key) is None}
     known = {**shapes, **(model.parameters if model else {})}
     origins = _ShardOrigins(flats)
-    views = {fqn: value for fqn, value in rest.items() if origins.holds(value)}
+    views = {fqn: value for fqn, value in rest.items() if origins.contains(value)}
     if views:
-        ordered = {fqn: origins.ordered(view) for fqn, view in views.items()}
+        ordered = {fqn: origins.sort_slices(view) for fqn, view in views.items()}
         return {**rest, **_resolve_views(ordered, known, where)}, []
     units = [
         _resolve_unit(prefix, flat, flats, model, shapes, where) for prefix, flat in flats.items()
     ]
     tensors: dict[str, Any] = {}
     for unit, value in zip(units, flats.values(), strict=True):
-        tensors.update(unit.tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
+        tensors.update(unit.build_tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
     return {**tensors, **rest}, units
 
 
@@ -130,24 +130,24 @@ class _ShardOrigins:
                 shard = (*chunk.byte_span, chunk.box.origin[0])
                 self._shards.setdefault(chunk.file, []).append(shard)
 
-    def of(self, chunk: Chunk) -> int | None:
+    def find(self, chunk: Chunk) -> int | None:
         """Return the first flat element of the shard that contains a slice."""
         start, stop = chunk.byte_span
         shards = self._shards.get(chunk.file, ())
         return next((origin for a, b, origin in shards if a <= start and stop <= b), None)
 
-    def holds(self, value: Any) -> bool:
+    def contains(self, value: Any) -> bool:
         """Return whether ranks' plain 1-d tensors are slices of the flat shards in their files."""
         if not isinstance(value, LocalTensors) or any(len(shape) != 1 for shape in value.shapes()):
             return False
         slices = [chunk for chunk in value.pieces.values() if chunk.box.volume]
-        return all(self.of(chunk) is not None for chunk in slices)
+        return all(self.find(chunk) is not None for chunk in slices)
 
-    def ordered(self, view: LocalTensors) -> list[Chunk]:
+    def sort_slices(self, view: LocalTensors) -> list[Chunk]:
         """Return a parameter's slices in the order of the shards that contain them."""
         slices = [chunk for chunk in view.pieces.values() if chunk.box.volume]
         empty = [chunk for chunk in view.pieces.values() if not chunk.box.volume]
-        return [*sorted(slices, key=lambda chunk: self.of(chunk) or 0), *empty]
+        return [*sorted(slices, key=lambda chunk: self.find(chunk) or 0), *empty]
 
 
 def _resolve_views(
@@ -218,11 +218,11 @@ def _resolve_unit(
         members = [(fqn, model.parameters[fqn]) for fqn in given[prefix].members]
     else:
         # FSDP puts a parameter into the innermost wrapped module that contains it.
-        nested = [other for other in flats if other != prefix and _under(other, prefix)]
+        nested = [other for other in flats if other != prefix and _is_inside(other, prefix)]
         members = [
             (fqn, shape)
             for fqn, shape in shapes.items()
-            if _under(fqn, prefix) and not any(_under(fqn, other) for other in nested)
+            if _is_inside(fqn, prefix) and not any(_is_inside(fqn, other) for other in nested)
         ]
     if not members:
         raise UnsupportedError(
@@ -234,7 +234,7 @@ def _resolve_unit(
     return build_unit(prefix, members, total, where)
 
 
-def _under(fqn: str, prefix: str) -> bool:
+def _is_inside(fqn: str, prefix: str) -> bool:
     return not prefix or fqn.startswith(f"{prefix}.")
 
 

@@ -78,7 +78,7 @@ class WholeLayout:
 
     known: KnownParameters
 
-    def candidates(self) -> Mapping[Owner, Signature]:
+    def list_candidates(self) -> Mapping[Owner, Signature]:
         """Return the possible owners of a state, each with the signature that it would have."""
         return dict(self.known.shapes)
 
@@ -86,11 +86,11 @@ class WholeLayout:
         """Return the signature of a state's owner; None if there is no state."""
         return infer_shape(slots)
 
-    def fqns(self, owner: Owner) -> list[str]:
+    def list_fqns(self, owner: Owner) -> list[str]:
         """Return the parameters of an owner."""
         return [owner]
 
-    def entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
+    def build_entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
         """Yield the entries of one slot.
 
         Raises:
@@ -105,7 +105,7 @@ class RunLayout(WholeLayout):
 
     shards: int = 1
 
-    def candidates(self) -> Mapping[Owner, Signature]:
+    def list_candidates(self) -> Mapping[Owner, Signature]:
         """Return each parameter with its number of elements."""
         return {fqn: prod(shape) for fqn, shape in self.known.shapes.items()}
 
@@ -119,7 +119,7 @@ class RunLayout(WholeLayout):
             )
         return _get_single_size(sizes)
 
-    def entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
+    def build_entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
         """Yield one entry, with the chunks of all replicas."""
         if _is_0d(value):
             yield _build_whole_entry(owner, slot, value)
@@ -139,7 +139,7 @@ class UnitLayout(WholeLayout):
 
     shards: int = 1
 
-    def candidates(self) -> Mapping[Owner, Signature]:
+    def list_candidates(self) -> Mapping[Owner, Signature]:
         """Return each unit with the number of elements in a rank's piece."""
         return {unit: -(-unit.numel // self.shards) for unit in self.known.units}
 
@@ -150,21 +150,21 @@ class UnitLayout(WholeLayout):
             sizes |= {c.box.volume for c in value.pieces.values()} if _is_1d(value) else {-1}
         return _get_single_size(sizes)
 
-    def fqns(self, owner: Owner) -> list[str]:
+    def list_fqns(self, owner: Owner) -> list[str]:
         """Return the parameters of a unit."""
         return [member.fqn for member in owner.members]
 
-    def entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
+    def build_entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
         """Yield one entry for each member; all of them have the unit's 0-d values."""
         if _is_0d(value):
-            yield from (_build_whole_entry(fqn, slot, value) for fqn in self.fqns(owner))
+            yield from (_build_whole_entry(fqn, slot, value) for fqn in self.list_fqns(owner))
             return
         pieces = [
             piece
             for replica in _split_replicas(value, self.shards)
             for piece in flat_params.locate_pieces(replica, owner.numel)
         ]
-        for fqn, tensor in owner.tensors(pieces).items():
+        for fqn, tensor in owner.build_tensors(pieces).items():
             yield Entry(fqn, slot, tensor.dtype, tensor.shape, tensor.chunks)
 
 
@@ -239,7 +239,7 @@ def identify_layout(
     reason: AmbiguousError | None = None
     for layout in layouts:
         signs = [[layout.sign(state.get(key, {})) for key in keys] for keys in members]
-        candidates = layout.candidates()
+        candidates = layout.list_candidates()
         try:
             if stored:
                 return layout, _check_stored_names(stored, candidates, members, signs)
@@ -249,15 +249,15 @@ def identify_layout(
             continue
         if any(None in fqns for fqns in named):
             named = name_divided(candidates, signs, known.divisions) or named
-        return layout, _pair(members, named)
+        return layout, _pair_owners(members, named)
     signs = [[layouts[0].sign(state.get(key, {})) for key in keys] for keys in members]
-    divided = name_divided(layouts[0].candidates(), signs, known.divisions)
+    divided = name_divided(layouts[0].list_candidates(), signs, known.divisions)
     if divided is not None:
-        return layouts[0], _pair(members, divided)
+        return layouts[0], _pair_owners(members, divided)
     raise reason or AmbiguousError(list(known.shapes))
 
 
-def _pair(
+def _pair_owners(
     members: Sequence[Sequence[Any]], named: Sequence[Sequence[Owner | None]]
 ) -> dict[Any, Owner]:
     """Return the owner of each number."""

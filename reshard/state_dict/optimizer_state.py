@@ -277,9 +277,11 @@ def _add_states(
         owner = names.get(key)
         if owner is not None:
             for name, value in select_tensors(slots).items():
-                parsed.entries += layout.entries(owner, name, value)
-            _add_non_tensor_state(parsed, layout.fqns(owner), slots, pool)
-    return {key: tuple(layout.fqns(owner)) for key, owner in names.items() if owner is not None}
+                parsed.entries += layout.build_entries(owner, name, value)
+            _add_non_tensor_state(parsed, layout.list_fqns(owner), slots, pool)
+    return {
+        key: tuple(layout.list_fqns(owner)) for key, owner in names.items() if owner is not None
+    }
 
 
 def _add_non_tensor_state(

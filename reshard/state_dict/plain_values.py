@@ -17,7 +17,7 @@ _MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many pl
 
 def to_plain(value: Any) -> Any:
     """Return a value that serializes as JSON; anything else becomes a description of itself."""
-    return _ValueConverter().of(value)
+    return _ValueConverter().convert(value)
 
 
 def is_plain(value: Any) -> bool:
@@ -45,22 +45,22 @@ class _ValueConverter:
         self._inside: set[int] = set()  # ids of open containers, which may contain themselves
         self._long: set[int] = set()  # ids of long texts that were already converted once
 
-    def of(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """Convert a value; summarize it if it is too large, too deep or inside itself."""
         self._parts += 1
         if isinstance(value, str) and len(value) > _LONG:
-            return self._text(value)
+            return self._convert_text(value)
         if not isinstance(value, (Call, dict, list, tuple, set, frozenset)):
             return _convert_scalar(value)
         if self._parts > _MAX_PARTS or len(self._inside) > _MAX_DEPTH or id(value) in self._inside:
             return _summarize(value)
         self._inside.add(id(value))
         try:
-            return self._container(value)
+            return self._convert_container(value)
         finally:
             self._inside.discard(id(value))
 
-    def _text(self, value: str) -> Any:
+    def _convert_text(self, value: str) -> Any:
         """Convert a long text, which counts as several parts each time it is repeated."""
         if id(value) in self._long:
             self._parts += len(value) // _LONG
@@ -68,17 +68,17 @@ class _ValueConverter:
         self._long.add(id(value))
         return value
 
-    def _container(self, value: Any) -> Any:
+    def _convert_container(self, value: Any) -> Any:
         if isinstance(value, Call):
-            return self._call(value)
+            return self._convert_call(value)
         if isinstance(value, dict):
-            shown = {_convert_key(key): self.of(item) for key, item in value.items()}
+            shown = {_convert_key(key): self.convert(item) for key, item in value.items()}
             by_object = not all(isinstance(key, _KEYS) for key in value)
             return {"class": "dict", "items": shown} if by_object else shown
-        items = [self.of(item) for item in value]
+        items = [self.convert(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
 
-    def _call(self, value: Call) -> dict[str, Any]:
+    def _convert_call(self, value: Call) -> dict[str, Any]:
         shown: dict[str, Any] = {"class": value.name}
         for key, part in (
             ("args", value.args),
@@ -87,7 +87,7 @@ class _ValueConverter:
             ("elements", value.elements),
         ):
             if part:
-                shown[key] = self.of(part)
+                shown[key] = self.convert(part)
         return shown
 
 

@@ -94,7 +94,7 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
         if key is not None
         else _choose_model(where, models, optimizers)
     )
-    item = _item_at(tree, path)
+    item = _get_item(tree, path)
     model = models.get(path) or collect_tensors(item)
     parts = Sections(model, path, optimizers)
     parts.other_models = [
@@ -146,7 +146,7 @@ def _find_models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[s
     large = {
         path: tensors
         for path, tensors in floats.items()
-        if any(_is_float(leaf) and _numel(leaf) > 1 for leaf in tensors.values())
+        if any(_is_float(leaf) and _count_elements(leaf) > 1 for leaf in tensors.values())
     }
     return large or floats or models
 
@@ -159,7 +159,7 @@ def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Pa
     for candidates in (scattered, preferred, list(models)):
         if len(candidates) == 1:
             return candidates[0]
-    sizes = {path: sum(map(_numel, state.values())) for path, state in models.items()}
+    sizes = {path: sum(map(_count_elements, state.values())) for path, state in models.items()}
     largest = max(sizes, key=lambda path: sizes[path], default=())
     if not preferred and () in sizes and (not largest or _is_incidental(sizes, largest)):
         return largest
@@ -203,7 +203,7 @@ def _is_float(leaf: Any) -> bool:
     return any(chunk.dtype.family not in _NO_FLOATS for chunk in leaf.pieces.values())
 
 
-def _numel(leaf: Any) -> int:
+def _count_elements(leaf: Any) -> int:
     if isinstance(leaf, GlobalTensor):
         return prod(leaf.shape)
     return int(sum(chunk.box.volume for chunk in leaf.pieces.values()))
@@ -252,7 +252,7 @@ def parse_number(path: Path) -> int:
     return next((int(match[1]) for match in matches if match), 0)
 
 
-def _item_at(tree: Any, path: Path) -> Any:
+def _get_item(tree: Any, path: Path) -> Any:
     for part in path:
         tree = tree[part] if isinstance(tree, dict) else (as_list(tree) or [])[part]
     return tree

@@ -40,14 +40,14 @@ class DTensorBuilder:
         field(default_factory=dict)
     )
 
-    def make(self, shape: Index, dtype: DType, placed: TensorPlacement, local: Slot) -> Call:
+    def build(self, shape: Index, dtype: DType, placed: TensorPlacement, local: Slot) -> Call:
         """Build a tensor of which this rank has ``local``."""
         strides = row_major(shape)
-        placements, order = self._placed(placed.cuts)
+        placements, order = self._get_placements(placed.cuts)
         named = Global(f"torch.{dtype.name}")
         meta = Call(f"{_SPEC}.TensorMeta", (Call("torch.Size", (shape,)), strides, named))
         spec = {
-            "mesh": self._mesh(placed.axes),
+            "mesh": self._get_mesh(placed.axes),
             "placements": placements,
             "tensor_meta": meta,
             "shard_order": order,
@@ -57,11 +57,11 @@ class DTensorBuilder:
         state = (None, {"_local_tensor": local, "_spec": Call(f"{_SPEC}.DTensorSpec", (), spec)})
         return Call(_DTENSOR, _list_wrapper_args(_DTENSOR, dtype, shape, grad=False), state)
 
-    def _mesh(self, axes: Index) -> Call:
+    def _get_mesh(self, axes: Index) -> Call:
         """Return the mesh of these axes: the root mesh, a slice of it, or joined slices."""
         if axes not in self._meshes:
             alone = len(axes) == len(self.grid.sizes) and not self._is_joined
-            self._meshes[axes] = self._root if alone else self._made(axes, self._root)
+            self._meshes[axes] = self._root if alone else self._build_mesh(axes, self._root)
         return self._meshes[axes]
 
     @property
@@ -71,7 +71,7 @@ class DTensorBuilder:
 
     @cached_property
     def _root(self) -> Call:
-        return self._made(tuple(range(len(self.grid.sizes))), None)
+        return self._build_mesh(tuple(range(len(self.grid.sizes))), None)
 
     @cached_property
     def _ranks(self) -> Slot:
@@ -90,7 +90,7 @@ class DTensorBuilder:
             for size, step in zip(sizes, row_major(sizes), strict=True)
         )
 
-    def _made(self, axes: Index, root: Call | None) -> Call:
+    def _build_mesh(self, axes: Index, root: Call | None) -> Call:
         grid = self.grid
         at, groups = grid.locate(self.rank), grid.name_groups(self.rank)
         layout = {"axes": tuple(self._axes[axis] for axis in axes)}
@@ -110,7 +110,7 @@ class DTensorBuilder:
         }
         return Call("torch.distributed.device_mesh.DeviceMesh", (), state)
 
-    def _placed(
+    def _get_placements(
         self, cuts: tuple[Cut | None, ...]
     ) -> tuple[tuple[Call, ...], tuple[Call, ...] | None]:
         """Return placements and the order of the cuts: for each dim its mesh axes, left to right.

@@ -26,17 +26,17 @@ class RankSharder:
         self._made: dict[int, Any] = {}  # id of a `Value` -> its tensor, which all names share
         self._shapes: dict[Index, Index] = {}
 
-    def of(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         """Convert a tree, or one leaf of it."""
         if isinstance(value, Value):
             if id(value) not in self._made:
-                self._made[id(value)] = self._tensor(value)
+                self._made[id(value)] = self._build_tensor(value)
             return self._made[id(value)]
         if isinstance(value, (dict, OrderedDict)):
-            return type(value)((key, self.of(item)) for key, item in value.items())
-        return [self.of(item) for item in value] if isinstance(value, list) else value
+            return type(value)((key, self.convert(item)) for key, item in value.items())
+        return [self.convert(item) for item in value] if isinstance(value, list) else value
 
-    def _tensor(self, value: Value) -> Any:
+    def _build_tensor(self, value: Value) -> Any:
         placed = self._placing.get_placement(value.owner)
         if not value.divided or not placed.axes:
             return build_whole_slot(value)
@@ -44,7 +44,7 @@ class RankSharder:
         local = Slot(Storage(value.dtype, box.volume, _list_parts(value, box)), box.shape)
         # Equal shapes are one tuple, which the pickle stores once.
         shape = self._shapes.setdefault(value.shape, value.shape)
-        return self._dtensors.make(shape, value.dtype, placed, local)
+        return self._dtensors.build(shape, value.dtype, placed, local)
 
 
 def _list_parts(value: Value, box: Box) -> tuple[Part, ...]:
@@ -85,5 +85,5 @@ def lay_out_optimizer(
     """
     root = build_optimizer(state, "index", model, named=True)
     return torch_writer.lay_out_object(
-        file, Canonicalizer().of(root), slot_of=WholeSlots(), stamp=state.stamp(file, 0, ranks)
+        file, Canonicalizer().convert(root), slot_of=WholeSlots(), stamp=state.stamp(file, 0, ranks)
     )

@@ -43,7 +43,7 @@ class LocalTensors:
         """Return the shapes that the ranks have."""
         return {chunk.box.shape for chunk in self.pieces.values()}
 
-    def copies(self) -> GlobalTensor | None:
+    def as_copies(self) -> GlobalTensor | None:
         """Return the tensor that every rank has a copy of; None if shapes or dtypes differ."""
         first = next(iter(self.pieces.values()))
         if any((c.box, c.dtype) != (first.box, first.dtype) for c in self.pieces.values()):
@@ -83,7 +83,7 @@ class ParsedTree:
 def as_global(leaf: Any) -> GlobalTensor | None:
     """Return the tensor that a leaf is, if its global shape is certain."""
     return (
-        leaf.copies()
+        leaf.as_copies()
         if isinstance(leaf, LocalTensors)
         else leaf
         if isinstance(leaf, GlobalTensor)
@@ -173,7 +173,7 @@ class _Joiner:
             identity = tuple(id(value) for value, _ in values)
             if identity not in self._done:
                 self._done[identity] = None  # a cycle ends here
-                self._done[identity] = self._containers(values, path)
+                self._done[identity] = self._join_containers(values, path)
             return self._done[identity]
         if any(is_tensor(value) for value, _ in values):
             return _join_tensors(values, path)
@@ -181,7 +181,7 @@ class _Joiner:
             self.differing.append(path)
         return first
 
-    def _containers(self, values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
+    def _join_containers(self, values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
         first = values[0][0]
         if isinstance(first, dict) and all(isinstance(value, dict) for value, _ in values):
             # Keys may differ: an FSDP 1 rank has no state of parameters that it has no part of.

@@ -195,7 +195,7 @@ def test_a_scalar_counter_is_read_as_a_number(tmp_path):
         "j": torch.arange(5, dtype=torch.int32)[3],
     }
     file = torch_reader.read(save(counters, tmp_path / "x.pt"))
-    assert {name: file.number(t) for name, t in file.root.items()} == {
+    assert {name: file.read_number(t) for name, t in file.root.items()} == {
         "f": 7.0,
         "d": 7.5,
         "i": 9,
@@ -209,7 +209,7 @@ def test_a_scalar_counter_is_read_as_a_number(tmp_path):
 def test_a_counter_that_is_no_number_is_refused(tmp_path, wrong):
     file = torch_reader.read(save({"x": wrong}, tmp_path / "x.pt"))
     with pytest.raises(ReshardError):
-        file.number(file.root["x"])
+        file.read_number(file.root["x"])
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -555,8 +555,8 @@ STAMP = Stamp(save_id="9f3a", rank=300, world_size=400, step=70_000, file="rank.
 def test_a_stamp_is_the_last_key_of_the_root(source, tmp_path, keys):
     state = {f"w{n}": torch.ones(1) for n in range(keys)} | {"step": "rank"}
     template = Template("rank.300.pt", state, slot_of=source.slot_of)
-    first, ours = template.file("rank.0.pt"), template.file("rank.300.pt", STAMP)
-    assert template.file("rank.0.pt") == first
+    first, ours = template.lay_out("rank.0.pt"), template.lay_out("rank.300.pt", STAMP)
+    assert template.lay_out("rank.0.pt") == first
     loaded = torch.load(source.fill(ours, tmp_path), weights_only=True)
     assert loaded == {**state, stamps.KEY: STAMP.as_dict()}
     assert list(loaded) == [*state, stamps.KEY]
@@ -566,7 +566,7 @@ def test_a_stamp_is_the_last_key_of_the_root(source, tmp_path, keys):
 @pytest.mark.parametrize("stamp", [None, STAMP])
 def test_the_files_of_many_ranks_share_their_pickle(tmp_path, stamp):
     template = torch_writer.Template("x", {"names": [f"layer {n}" for n in range(1000)]})
-    files = [template.file(f"rank{n}.pt", stamp).files[0] for n in range(3)]
+    files = [template.lay_out(f"rank{n}.pt", stamp).files[0] for n in range(3)]
     own = [{id(data) for _, data in file.literals if len(data) > 5000} for file in files]
     assert len(own[0]) == 1
     assert own[0] == own[1] == own[2]

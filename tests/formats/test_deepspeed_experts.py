@@ -134,13 +134,13 @@ def test_a_rank_has_its_experts_under_its_own_names():
     )
     mixed = experts.find_mixture(made, GridOptions(), 4)
     assert mixed is not None
-    held = mixed.of_rank(3)
-    assert held is mixed.of_rank(1)
+    held = mixed.select_rank(3)
+    assert held is mixed.select_rank(1)
     assert [weight.fqn for weight in held.state.weights] == [*GATES, *names(0, 1)]
     assert [held.names[fqn] for fqn in names(0, 1)] == names(2, 3)
     again = {name.replace("bias", "again"): name for name in names(1) if "bias" in name}
     assert held.state.manifest.tied == again
-    files = dict(mixed.files())
+    files = dict(mixed.list_files())
     assert list(files) == [
         f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
         for layer in range(2)

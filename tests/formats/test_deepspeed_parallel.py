@@ -113,7 +113,7 @@ def test_layers_of_other_shapes_than_matrices_are_not_gated():
 
 def test_a_model_that_nothing_describes_is_not_cut():
     with pytest.raises(UsageError, match=r"'0\.weight': matches no rule"):
-        cuts({}, "0.weight", "2.weight").split("0.weight", (8, 8))
+        cuts({}, "0.weight", "2.weight").find_split("0.weight", (8, 8))
 
 
 def test_a_run_of_no_tensor_parallel_ranks_is_told_where_else_to_go(tmp_path):
@@ -126,7 +126,7 @@ def test_a_run_of_no_tensor_parallel_ranks_is_told_where_else_to_go(tmp_path):
 def test_a_users_rules_describe_it(tmp_path):
     (tmp_path / "r.yaml").write_text('parameters:\n  "0.{p}": {cut: row}\n')
     mine = cuts({}, "0.weight", rules=tmp_path / "r.yaml")
-    assert mine.split("0.weight", (8, 8)) == Split(1)
+    assert mine.find_split("0.weight", (8, 8)) == Split(1)
 
 
 def test_a_users_rules_are_heard_when_a_run_is_read(tmp_path):
@@ -151,13 +151,13 @@ def test_a_users_rules_are_heard_when_a_run_is_read(tmp_path):
 def test_a_pattern_that_finds_nothing_leaves_the_rest_unsaid():
     info = {"tp_replicated_parameter_patterns": ["tied_modules.embed.positions.weight"]}
     with pytest.raises(UnsupportedError, match="matches no parameter, and no pattern that"):
-        cuts(info, "0.positions.weight").split("0.positions.weight", (8, 8))
+        cuts(info, "0.positions.weight").find_split("0.positions.weight", (8, 8))
 
 
 def test_megatron_deepspeeds_untied_positions_are_whole_on_every_rank():
     info = {"tp_replicated_parameter_patterns": ["tied_modules.embed.position_embeddings.weight"]}
     mine = cuts(info, BLOCK, "1.position_embeddings.weight")
-    assert mine.split("1.position_embeddings.weight", (8, 8)) == REPLICATED
+    assert mine.find_split("1.position_embeddings.weight", (8, 8)) == REPLICATED
     (note,) = mine.notes
     assert (
         "ds_to_universal would join it along dim 0; reshard reads it as whole on every rank" in note
@@ -181,7 +181,7 @@ def test_the_table_knows_who_numbers_layers_how(block, last, head):
         last: (8,),
     } | ({head: (16, 8)} if head else {})
     mine = cuts({}, shapes=shapes)
-    found = [mine.split(name, shape) for name, shape in shapes.items()]
+    found = [mine.find_split(name, shape) for name, shape in shapes.items()]
     wanted = [Split(0), Split(1), Split(0, (1, 1)), Split(1), REPLICATED]
     assert found == wanted + ([Split(0, padded=True)] if head else [])
 
@@ -191,7 +191,7 @@ def test_fused_parameters_have_the_widths_that_the_checkpoint_says():
         "parameter_with_sub_params": [{"patterns": ["qkv"], "shape": [(6, 3)], "partition_dim": 0}],
         "sub_param_shard_widths": {"qkv": [[4, 2], [2, 1]]},
     }
-    assert cuts(info, "qkv").split("qkv", (6,)) == Split(0, (2, 1), widths=((4, 2), (2, 1)))
+    assert cuts(info, "qkv").find_split("qkv", (6,)) == Split(0, (2, 1), widths=((4, 2), (2, 1)))
 
 
 @pytest.mark.parametrize("grid", [{}, {"tp": 1, "pp": 1, "dp": 1}, {"tp": 4, "pp": 3, "dp": 1}])

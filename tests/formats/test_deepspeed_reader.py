@@ -27,7 +27,7 @@ def test_all_names_of_one_view_are_aliases_of_the_trained_one(trained, tmp_path)
     module = OrderedDict.fromkeys("abc", weight)
     run = save(tmp_path, module=module, param_shapes=[{trained: torch.Size([4])}])
     file = torch_reader.read(run / "global_step1" / "mp_rank_00_model_states.pt")
-    assert ModelStates(file, file.root).aliases() == {
+    assert ModelStates(file, file.root).find_aliases() == {
         name: trained for name in "abc" if name != trained
     }
 

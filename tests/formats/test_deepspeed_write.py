@@ -119,7 +119,7 @@ def test_pieces_are_equal_and_padded_as_deepspeed_pads():
         choice = resolve_spec(
             build_writable_state(source), world_size=ranks, stage=2, precision=None
         )
-        states = [FlatGroups(choice).of_rank(rank) for rank in range(ranks)]
+        states = [FlatGroups(choice).make_rank_states(rank) for rank in range(ranks)]
         for number, members in enumerate(choice.flats):
             paddings = states[0]["param_alignment_paddings"][number]
             numel = sum(prod(m.weight.shape) for m in members) + sum(paddings)
@@ -180,7 +180,7 @@ def test_alignment_is_in_elements_of_the_module():
         choice = resolve_spec(
             build_writable_state(source), world_size=2, stage=1, precision=precision
         )
-        assert FlatGroups(choice).of_rank(0)["param_alignment_paddings"] == [paddings]
+        assert FlatGroups(choice).make_rank_states(0)["param_alignment_paddings"] == [paddings]
 
 
 def test_sub_groups_close_when_they_are_full():
@@ -357,7 +357,7 @@ def test_stage_3_is_given_only_what_all_groups_share():
     state = build_writable_state(replace(source, train=replace(source.train, param_groups=groups)))
     choice = resolve_spec(state, world_size=1, stage=3, universal=True)
     assert universal.find_common_hyper(choice) == {"capturable": False}
-    assert [group["lr"] for group in choice.param_groups()] == [0.1, 0.2]
+    assert [group["lr"] for group in choice.build_param_groups()] == [0.1, 0.2]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.formats.deepspeed.cuts import split_of_affine_map as split
+from reshard.formats.deepspeed.cuts import find_affine_split as split
 from reshard.model_parallel.shards import REPLICATED, Split
 
 affine = pytest.importorskip("deepspeed.checkpoint.affine")

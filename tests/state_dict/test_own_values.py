@@ -31,7 +31,7 @@ def keep(value):
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_a_container_keeps_its_class(value):
     pickler = Pickler("there.pt")
-    pickler.write(Canonicalizer().of(keep(value)))
+    pickler.write(Canonicalizer().convert(keep(value)))
     assert repr(pickle.loads(pickler.finish())["own"]) == repr(value)
 
 

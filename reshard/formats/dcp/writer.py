@@ -116,7 +116,7 @@ def lay_out_state(
     Raises:
         UnsupportedError: two of its keys are the same once joined.
     """
-    leaves = flatten(Canonicalizer().of(root))
+    leaves = flatten(Canonicalizer().convert(root))
     return lay_out_leaves(leaves, shards=shards, directory=directory, attributes=attributes)
 
 

@@ -49,13 +49,13 @@ class _ExpertLayer:
     experts: int
     local: int  # experts of one rank
 
-    def weight(self, part: str) -> str:
+    def name_weight(self, part: str) -> str:
         """Return AutoEP's name of a weight of all experts."""
         return f"{self.path}.experts.{part}"
 
-    def of_rank(self, part: str, rank: int) -> str:
+    def name_rank_weight(self, part: str, rank: int) -> str:
         """Return a name for the experts of one expert-parallel rank."""
-        return f"{self.weight(part)}@{rank}"
+        return f"{self.name_weight(part)}@{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,11 @@ def _restore(manifest: Manifest, entries: Iterable[Entry], first: ModelStates) -
     places, names = _place_experts(first, layers, size), _rename_others(first, layers)
     moved = index_entries(_join(manifest.origin.path, entries, places, names))
 
-    def new_names(fqn: str) -> tuple[str, ...]:
+    def list_new_names(fqn: str) -> tuple[str, ...]:
         return (places[fqn].fqn if fqn in places else names.get(fqn, fqn),)
 
     copies = [replace(copy, fqn=names.get(copy.fqn, copy.fqn)) for copy in manifest.tied_copies]
-    manifest = restate(manifest, moved, copies, new_names)
+    manifest = restate(manifest, moved, copies, list_new_names)
     saved = {entry.fqn: entry.dtype for entry in moved.values() if entry.kind == PARAM}
     train = replace(manifest.train, param_groups=_join_groups(manifest.train.param_groups))
     return replace(
@@ -226,11 +226,11 @@ def _place_experts(
     places = {}
     for layer in layers:
         for part in _PARTS:
-            shape = shapes.get(layer.weight(part))
+            shape = shapes.get(layer.name_weight(part))
             if shape is None or len(shape) != 3 or shape[0] != layer.local:
                 raise CorruptError(
                     first.file.path,
-                    f"lists {layer.weight(part)!r} with shape {shape}; the weights of"
+                    f"lists {layer.name_weight(part)!r} with shape {shape}; the weights of"
                     f" {layer.local} experts are expected",
                     MIXED,
                 )
@@ -240,12 +240,12 @@ def _place_experts(
             at = rows if part == "w3" else 0
             for rank in range(size):
                 box = Box((rank * layer.local, at, 0), (layer.local, rows, columns))
-                places[layer.of_rank(part, rank)] = _ModelPlace(fqn, total, box)
+                places[layer.name_rank_weight(part, rank)] = _ModelPlace(fqn, total, box)
             box = Box((0, at, 0), (layer.experts, rows, columns))
-            places[layer.weight(part)] = _ModelPlace(fqn, total, box)
+            places[layer.name_weight(part)] = _ModelPlace(fqn, total, box)
             for number in range(layer.experts):
                 box = Box((number, at, 0), (1, rows, columns))
-                places[f"{layer.weight(part)}.{number}"] = _ModelPlace(fqn, total, box)
+                places[f"{layer.name_weight(part)}.{number}"] = _ModelPlace(fqn, total, box)
     return places
 
 
@@ -290,7 +290,7 @@ def drop_aliases(first: ModelStates) -> ModelStates:
 
 def _with_all_ranks(first: ModelStates, layers: Sequence[_ExpertLayer], size: int) -> ModelStates:
     """Return the model states with the experts of every rank, rank by rank."""
-    weights = {layer.weight(part): (layer, part) for layer in layers for part in _PARTS}
+    weights = {layer.name_weight(part): (layer, part) for layer in layers for part in _PARTS}
     groups, ranks = [], []
     for group in first.shapes:
         own = [weights[name] for name in group if name in weights]
@@ -300,7 +300,7 @@ def _with_all_ranks(first: ModelStates, layers: Sequence[_ExpertLayer], size: in
             )
         ranks.append(size if own else 1)
         listed = {
-            layer.of_rank(part, rank): group[layer.weight(part)]
+            layer.name_rank_weight(part, rank): group[layer.name_weight(part)]
             for rank in range(size)
             for layer, part in own
         }
@@ -349,14 +349,14 @@ def _join_groups(groups: Sequence[ParamGroup]) -> tuple[ParamGroup, ...]:
     """Return the param groups as the program made them: DeepSpeed splits off the experts."""
     joined = [group for group in groups if not has_experts(group.hyper)]
 
-    def given(group: ParamGroup) -> dict[str, Any]:
+    def drop_marks(group: ParamGroup) -> dict[str, Any]:
         return {key: value for key, value in group.hyper.items() if key not in ("name", "moe")}
 
     for experts in (group for group in groups if has_experts(group.hyper)):
-        at = [n for n, group in enumerate(joined) if given(group) == given(experts)]
+        at = [n for n, group in enumerate(joined) if drop_marks(group) == drop_marks(experts)]
         if len(at) == 1:
             whole = joined[at[0]]
             joined[at[0]] = replace(whole, fqns=(*whole.fqns, *experts.fqns))
         else:
-            joined.append(replace(experts, hyper=given(experts)))
+            joined.append(replace(experts, hyper=drop_marks(experts)))
     return tuple(joined)

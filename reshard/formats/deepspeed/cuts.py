@@ -110,7 +110,7 @@ class Cuts:
             return "megatron"
         return "neox_parallel" if neox.has_summed_biases(settings) else "megatron"
 
-    def split(self, fqn: str, shape: Index) -> Split:
+    def find_split(self, fqn: str, shape: Index) -> Split:
         """Return how tensor-parallel ranks share one parameter.
 
         Raises:
@@ -121,8 +121,8 @@ class Cuts:
         """
         if self._ranks == 1 or fqn in self._buffers or not shape:
             return REPLICATED
-        declared = self._declared(fqn, shape)
-        known = self._known(fqn)
+        declared = self._find_declared(fqn, shape)
+        known = self._find_in_tables(fqn)
         if declared is not None:
             return declared
         if self._info and known is None:
@@ -159,7 +159,7 @@ class Cuts:
         """Return how the checkpoint describes a parameter that fuses several; None if it does not.
 
         Raises:
-            CorruptError, UnsafeError: as `split`.
+            CorruptError, UnsafeError: as `find_split`.
         """
         for fused in self._info.get(_SUB) or ():
             if any(_matches(text, fqn) for text in fused["patterns"]):
@@ -173,14 +173,14 @@ class Cuts:
         vocabulary; the rest keeps its initial values there.
 
         Raises:
-            CorruptError, UnsafeError: as `split`.
+            CorruptError, UnsafeError: as `find_split`.
         """
-        known = self._known(fqn)
+        known = self._find_in_tables(fqn)
         if not (self._is_listed(_STAGES, fqn) or (fqn.startswith(TIED) and known)):
             return False
         return not self._is_listed(_VOCABULARY, fqn) and not (known and known.padded)
 
-    def _known(self, fqn: str) -> Split | None:
+    def _find_in_tables(self, fqn: str) -> Split | None:
         """Return how the tables cut a parameter."""
         match = self._table.find(fqn, self._constants, self._dialect)
         return match.rule.split(gated=self._gated) if match else None
@@ -189,7 +189,7 @@ class Cuts:
         """Return whether a list of patterns has one that matches a name."""
         return any(_matches(text, fqn) for text in self._info.get(key) or ())
 
-    def _declared(self, fqn: str, shape: Index) -> Split | None:
+    def _find_declared(self, fqn: str, shape: Index) -> Split | None:
         """Return how the checkpoint says that a parameter is cut."""
         for text, why in (self._info.get("autotp_unsupported_parameter_patterns") or {}).items():
             if _matches(text, fqn):
@@ -220,7 +220,7 @@ class Cuts:
         affine_map = next((value for text, value in maps.items() if _matches(text, fqn)), None)
         if affine_map is None:
             return None
-        split = split_of_affine_map(affine_map)
+        split = find_affine_split(affine_map)
         if split is None:
             raise UnsupportedError(
                 self._where,
@@ -255,7 +255,7 @@ class Cuts:
 
 
 @cache
-def _compiled(text: str) -> re.Pattern[str]:
+def _compile(text: str) -> re.Pattern[str]:
     """Compile a file's regular expression; DeepSpeed's are names with numbers.
 
     Raises:
@@ -278,7 +278,7 @@ def _compiled(text: str) -> re.Pattern[str]:
 
 
 def _matches(text: str, fqn: str) -> bool:
-    return len(fqn) <= _LONGEST and _compiled(text).match(fqn) is not None
+    return len(fqn) <= _LONGEST and _compile(text).match(fqn) is not None
 
 
 def _is_gated(shapes: Mapping[str, Index]) -> bool:
@@ -291,7 +291,7 @@ def _is_gated(shapes: Mapping[str, Index]) -> bool:
     return False
 
 
-def split_of_affine_map(affine_map: Mapping[str, Any]) -> Split | None:
+def find_affine_split(affine_map: Mapping[str, Any]) -> Split | None:
     """Return the cut of a tensor of which each rank holds one block; None if a rank does not."""
     shape = tuple(int(n) for n in affine_map["logical_shape"])
     ranks = [affine_map["ranks"][rank] for rank in sorted(affine_map["ranks"], key=int)]
@@ -320,12 +320,12 @@ def _is_block(rank: Mapping[str, Any], local: Index, offset: int, strides: Index
         return not pieces
     return len(pieces) == 1 and (
         tuple(pieces[0]["shape"]) == local
-        and _view(pieces[0]["source"]) == (offset, strides)
-        and _view(pieces[0]["dest"]) == (0, row_major(local, 1))
+        and _read_view(pieces[0]["source"]) == (offset, strides)
+        and _read_view(pieces[0]["dest"]) == (0, row_major(local, 1))
         and pieces[0].get("scale", 1.0) == 1.0
     )
 
 
-def _view(stored: Any) -> tuple[int, Index]:
+def _read_view(stored: Any) -> tuple[int, Index]:
     """Return the offset and the strides of a stored view."""
     return int(stored[0]), tuple(int(stride) for stride in stored[1])

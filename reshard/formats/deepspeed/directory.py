@@ -65,7 +65,7 @@ class RankFiles:
                 raise IncompleteError(
                     self.location,
                     f"{kind} states of {world_size} ranks are expected; those of rank"
-                    f" {_shown(missing)} are missing",
+                    f" {_format_ranks(missing)} are missing",
                     FETCH_MISSING,
                 )
             if extra:
@@ -73,7 +73,7 @@ class RankFiles:
                 raise StaleError(
                     self.location,
                     f"the checkpoint has {world_size} ranks, but there are also {kind} states of"
-                    f" rank {_shown(extra)} ({names}): left over from another run",
+                    f" rank {_format_ranks(extra)} ({names}): left over from another run",
                     "move the extra files away; or, if they belong to the run that you want, move"
                     " the others",
                 )
@@ -103,7 +103,7 @@ class TagFiles:
         return bool(set(self.ranks) - {0} or self.layers or self.experts or self.expert_optim)
 
 
-def _shown(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return some([str(rank) for rank in ranks], 8)
 
 
@@ -122,7 +122,7 @@ def _is_zero(location: Location) -> bool:
     return any("fp32.pt" in folder.files for folder in location.folders.values())
 
 
-def _tags(location: Location) -> list[str]:
+def _list_tags(location: Location) -> list[str]:
     return [name for name, folder in location.folders.items() if _is_tag(folder)]
 
 
@@ -134,7 +134,11 @@ def detect(location: Location) -> bool:
     """
     if location.chosen:
         return _is_state_file(location.chosen) or location.chosen in _POINTERS
-    if _is_tag(location) or _tags(location) or (location.name == "zero" and _is_zero(location)):
+    if (
+        _is_tag(location)
+        or _list_tags(location)
+        or (location.name == "zero" and _is_zero(location))
+    ):
         return True
     # A pointer to a missing directory is accepted, so that reading can report what is missing. One
     # that names another program's directory is not DeepSpeed's.
@@ -154,7 +158,7 @@ def locate(location: Location, tag: str | None = None) -> Location:
         location = location.above()
     if tag is None and _is_tag(location):
         return location
-    tags = _tags(location)
+    tags = _list_tags(location)
     models = [name for name in tags if ACCELERATE_TAG.fullmatch(name)]
     if tag is None and len(models) > 1:
         raise UnrecognisedError(
@@ -162,7 +166,7 @@ def locate(location: Location, tag: str | None = None) -> Location:
             f"contains the checkpoints of several models: {', '.join(models)}",
             f"choose one with --tag, e.g. --tag {models[0]}",
         )
-    chosen = tag or _latest(location, tags)
+    chosen = tag or _read_latest(location, tags)
     if chosen in tags:
         return location.folders[chosen]
     content = f"the directory contains {', '.join(tags)}" if tags else "it contains no checkpoint"
@@ -185,7 +189,7 @@ def _read_pointer(pointer: Path) -> str:
     raise CorruptError(pointer, f"names {chosen[:80]!r}, which is not a tag", "give --tag")
 
 
-def _latest(location: Location, tags: list[str]) -> str:
+def _read_latest(location: Location, tags: list[str]) -> str:
     """Return the tag that the run's ``latest`` file names; never guess one."""
     pointer = location.find_first(_POINTERS)
     if pointer:
@@ -209,19 +213,19 @@ def list_files(location: Location) -> TagFiles:
     files = TagFiles(location)
     prefixes: dict[str, str] = {}
 
-    def rank_files(digits: str) -> RankFiles:
+    def get_rank_files(digits: str) -> RankFiles:
         return files.ranks.setdefault(int(digits), RankFiles(location))
 
     for name, path in location.files.items():
         if match := MODEL_FILE.fullmatch(name):
-            rank_files(match[1]).model.setdefault(0, path)
+            get_rank_files(match[1]).model.setdefault(0, path)
         elif match := SHARDED_MODEL_FILE.fullmatch(name):
-            rank = rank_files(match[2])
+            rank = get_rank_files(match[2])
             rank.model_is_sharded = True
             rank.model[int(match[1])] = path
         elif match := _OPTIM.fullmatch(name):
             prefixes.setdefault(match[1], name)
-            rank_files(match[3]).optim[int(match[2])] = path
+            get_rank_files(match[3]).optim[int(match[2])] = path
         elif match := _LAYER.fullmatch(name):
             files.layers.setdefault(int(match[1]), {})[int(match[2] or 0)] = path
         elif match := _EXPERT.fullmatch(name):

@@ -30,7 +30,7 @@ def leave_out_repeated(files: TagFiles) -> TagFiles:
     """
     if not files.ranks[0].optim:
         return files
-    optimizers = [_optimizer(_open(files, rank)) for rank, _ in files.expert_optim]
+    optimizers = [_get_optimizer(_open(files, rank)) for rank, _ in files.expert_optim]
     if all(not optimizer or "base_optimizer_state" in optimizer for optimizer in optimizers):
         return replace(files, expert_optim={})
     return files
@@ -61,7 +61,7 @@ def read(
     ranks = []
     for rank, file in enumerate(optimizers):
         own = [e for e in experts if e.number * count // counts[e.layer] == rank]
-        optimizer = _with_global_names(_optimizer(file), rank, local)
+        optimizer = _with_global_names(_get_optimizer(file), rank, local)
         root = first.root | {"module": insert_experts(first, own), "optimizer": optimizer}
         opened = [file, *(expert.file for expert in own)]
         manifest = native.read(files.ranks[0], replace(first, root=root), opened)
@@ -90,7 +90,7 @@ def _open(files: TagFiles, rank: int) -> TorchFile:
     return file
 
 
-def _optimizer(file: TorchFile) -> dict[str, Any]:
+def _get_optimizer(file: TorchFile) -> dict[str, Any]:
     optimizer: dict[str, Any] = file.root.get("optimizer") or {}
     return optimizer
 
@@ -108,12 +108,15 @@ def _with_global_names(
     if not any("param_names" in group for group in groups):
         return optimizer
 
-    def global_name(fqn: str) -> str:
+    def get_global_name(fqn: str) -> str:
         own = parse_expert_name(fqn)
         return str(own.renumber(rank * local[own.layer] + own.number)) if own else fqn
 
     renamed = [
-        {**group, "param_names": [global_name(str(name)) for name in group.get("param_names", ())]}
+        {
+            **group,
+            "param_names": [get_global_name(str(name)) for name in group.get("param_names", ())],
+        }
         for group in groups
     ]
     inner = {**inner, "param_groups": renamed}
@@ -127,7 +130,7 @@ def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None
     Args:
         counts: experts of each layer.
     """
-    groups = unwrap_optimizer(_optimizer(file)).get("param_groups", [])
+    groups = unwrap_optimizer(_get_optimizer(file)).get("param_groups", [])
     sizes = {size for size in map(find_expert_parallel_size, groups) if size is not None}
     if len(sizes) > 1:
         raise UnsupportedError(

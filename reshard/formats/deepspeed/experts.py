@@ -163,7 +163,7 @@ def _with_all_experts(
             MIXED,
         )
 
-    def of_all_ranks(names: Iterable[str]) -> dict[str, str]:
+    def list_global_names(names: Iterable[str]) -> dict[str, str]:
         """Return global name -> rank 0's name, rank by rank; other names map to themselves."""
         listed = list(names)
         local_names = {}
@@ -177,31 +177,32 @@ def _with_all_experts(
                     local_names[name] = name
         return local_names
 
-    frozen, tied = first.mapping("frozen_param_shapes"), first.mapping("shared_params")
+    frozen, tied = first.get_section("frozen_param_shapes"), first.get_section("shared_params")
     root = first.root | {
         "module": insert_experts(first, experts),
         "param_shapes": [
-            {new: group[old] for new, old in of_all_ranks(group).items()} for group in first.shapes
+            {new: group[old] for new, old in list_global_names(group).items()}
+            for group in first.shapes
         ],
-        "frozen_param_shapes": {new: frozen[old] for new, old in of_all_ranks(frozen).items()}
+        "frozen_param_shapes": {new: frozen[old] for new, old in list_global_names(frozen).items()}
         if frozen
         else first.root.get("frozen_param_shapes"),
-        "buffer_names": list(of_all_ranks(sorted(first.buffers))),
+        "buffer_names": list(list_global_names(sorted(first.buffers))),
         "shared_params": {
-            new: _same_expert(new, tied[old]) for new, old in of_all_ranks(tied).items()
+            new: _move_to_expert(new, tied[old]) for new, old in list_global_names(tied).items()
         },
     }
-    expert_ranks = tuple(_group_size(first, group, sizes) for group in first.shapes)
+    expert_ranks = tuple(_find_group_size(first, group, sizes) for group in first.shapes)
     return replace(first, root=root, expert_ranks=expert_ranks), sizes
 
 
-def _same_expert(fqn: str, other: str) -> str:
+def _move_to_expert(fqn: str, other: str) -> str:
     """Return another parameter's name with the expert of ``fqn``, if both are experts'."""
     own, its = parse_expert_name(fqn), parse_expert_name(other)
     return str(its.renumber(own.number)) if own and its else other
 
 
-def _group_size(first: ModelStates, group: Iterable[str], sizes: Mapping[str, int]) -> int:
+def _find_group_size(first: ModelStates, group: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Return the number of expert-parallel ranks of a group, which must be equal for all members.
 
     Args:

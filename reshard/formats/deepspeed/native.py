@@ -220,7 +220,7 @@ def _assemble(
     find_divisions: FindDivisions,
 ) -> Manifest:
     first = models[0]
-    tied = first.aliases()
+    tied = first.find_aliases()
     swapped = swap.find_swap_files(location, first.shapes, ranks)
     optimizer = (
         _read_optimizer(first, ranks, swapped)
@@ -229,7 +229,7 @@ def _assemble(
     )
     stage, warnings = optimizer.stage, optimizer.warnings
     in_16_bit = any(entry.kind == MASTER for entry in optimizer.entries)
-    module = _module_entries(models, tied, sharded=stage == 3)
+    module = _read_module(models, tied, sharded=stage == 3)
     if isinstance(get_zero_section(first.config).get("zenflow"), dict):
         kept = _drop_older_masters(optimizer, {entry.fqn for entry in module})
     else:
@@ -256,7 +256,8 @@ def _assemble(
             padding=_PADDING.get(stage, "unknown"),
         ),
         entries=index_entries(entries),
-        files={file.path: _source(file, optimizer) for file in opened} | _swap_sources(swapped),
+        files={file.path: _describe_source(file, optimizer) for file in opened}
+        | _describe_swap_files(swapped),
         train=replace(
             optimizer.train,
             updates_at_start=list_possible_initial_updates(
@@ -264,7 +265,7 @@ def _assemble(
             ),
         ),
         tied={alias: kept for alias, kept in tied.items() if alias != kept},
-        tied_copies=tuple(first.tied_copies(tied)),
+        tied_copies=tuple(first.find_tied_copies(tied)),
         frozen=_find_frozen(entries, first, optimizer),
         absent=_find_absent(first, entries, tied, warnings, without_frozen=without_frozen),
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
@@ -278,12 +279,12 @@ def _assemble(
     )
 
 
-def _source(file: TorchFile, optimizer: OptimizerContent) -> SourceFile:
+def _describe_source(file: TorchFile, optimizer: OptimizerContent) -> SourceFile:
     source = file.source()
     return replace(source, claims=(*source.claims, *optimizer.claims.get(file.path, ())))
 
 
-def _swap_sources(swapped: stage3.Swapped) -> dict[str, SourceFile]:
+def _describe_swap_files(swapped: stage3.Swapped) -> dict[str, SourceFile]:
     paths = {piece.file for piece in swapped.values()}
     return {path: SourceFile(path, get_size(path)) for path in sorted(paths)}
 
@@ -296,11 +297,11 @@ def _read_optimizer(
     claims = {}
     if ranks[0].is_stage_3:
         stage = 3
-        entries = list(stage3.read(shapes, _owners(first, ranks), swapped))
+        entries = list(stage3.read(shapes, _list_sharing_ranks(first, ranks), swapped))
     elif "single_partition_of_fp32_groups" in root:
         stage = int(root.get("zero_stage") or 1)  # BF16_Optimizer, which is stage 1, writes none
-        groups = list(stage12.read_groups(shapes, ranks, _owners(first, ranks)))
-        entries = [entry for group in groups for entry in group.entries()]
+        groups = list(stage12.read_groups(shapes, ranks, _list_sharing_ranks(first, ranks)))
+        entries = [entry for group in groups for entry in group.read_entries()]
         # Under round_robin_gradients param_slice_mappings is wrong: it is made before the new
         # order (DeepSpeed 0.19.8 ``stage_1_and_2.py``).
         if not get_zero_section(first.config).get("round_robin_gradients"):
@@ -312,7 +313,7 @@ def _read_optimizer(
         )
     param_groups, steps = read_param_groups(ranks, shapes), read_steps(ranks, shapes)
     train = read_train_state(first, groups=param_groups, steps=steps, optimizer_root=root)
-    warnings = stage0.warn_unread(_unread_slots(ranks[0], len(shapes)))
+    warnings = stage0.warn_unread(_find_unread_slots(ranks[0], len(shapes)))
     if _excludes_frozen(first, stage):
         warnings.append(
             "saved with exclude_frozen_parameters: frozen weights are not in this checkpoint (merge"
@@ -328,7 +329,7 @@ def _read_optimizer(
     return OptimizerContent(stage, entries, train, warnings, claims, unnamed)
 
 
-def _owners(
+def _list_sharing_ranks(
     first: ModelStates, ranks: Sequence[OptimizerStates]
 ) -> list[list[Sequence[OptimizerStates]]]:
     """Return for each group the ranks that share each of its flat tensors.
@@ -344,10 +345,10 @@ def _owners(
     ]
 
 
-def _unread_slots(rank: OptimizerStates, count: int) -> set[str]:
+def _find_unread_slots(rank: OptimizerStates, count: int) -> set[str]:
     """Return the slots of the flat tensors' states that have no location in a manifest."""
     odd: set[str] = set()
-    for state in map(rank.group_state, range(count)):
+    for state in map(rank.get_group_state, range(count)):
         odd |= (
             state.keys()
             - select_flat_slots(state).keys()
@@ -362,11 +363,11 @@ def _excludes_frozen(first: ModelStates, stage: int) -> bool:
     return stage >= 2 and first.root.get("frozen_param_shapes", {}) is None
 
 
-def _module_entries(
+def _read_module(
     models: Sequence[ModelStates], tied: Mapping[str, str], *, sharded: bool
 ) -> list[Entry]:
     """Return what ``module`` itself holds: at stage 3 only buffers, every rank a replica."""
-    entries = list(models[0].whole_tensors(tied))
+    entries = list(models[0].iterate_whole_tensors(tied))
     if not sharded:
         return entries
     modules = [model.module for model in models]
@@ -427,7 +428,9 @@ def _drop_base_shards(entries: Sequence[Entry], warnings: list[str]) -> list[Ent
 
 def _warn_of_quantised(first: ModelStates) -> list[str]:
     """Return a warning if frozen weights are saved as codes that nothing decodes."""
-    names = [fqn for fqn in first.mapping("frozen_param_shapes") if stage3.is_quantised(first, fqn)]
+    names = [
+        fqn for fqn in first.get_section("frozen_param_shapes") if stage3.is_quantised(first, fqn)
+    ]
     text = (
         "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights as integers without"
         f" their scales, so they are missing: {some(names, _LISTED)}"
@@ -446,7 +449,7 @@ def _find_frozen(
     trained |= {fqn for group in first.shapes for fqn in group}
     if not trained:
         return frozenset()
-    declared = first.mapping("frozen_param_shapes").items()
+    declared = first.get_section("frozen_param_shapes").items()
     return frozenset(
         entry.fqn
         for entry in entries

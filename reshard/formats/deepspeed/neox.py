@@ -100,11 +100,11 @@ def read_traits(settings: Mapping[str, Any], padded_vocab: Any, source: str) -> 
         qk_norm=bool(settings.get("use_qk_layernorm")),
         parallel_residual=bool(settings.get("gpt_j_residual")),
         tied=not settings.get("no_weight_tying"),
-        odd=tuple(_unsupported(settings)),
+        odd=tuple(_find_unsupported(settings)),
     )
 
 
-def _unsupported(settings: Mapping[str, Any]) -> list[str]:
+def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
     """Return the features that GPTNeoXForCausalLM does not have."""
     features = {
         "one norm for attention and feed-forward layer (gpt_j_tied)": settings.get("gpt_j_tied"),

@@ -129,7 +129,7 @@ def find_source_stage(state: WritableState) -> int:
     return stage if isinstance(stage, int) else 0
 
 
-def find_groups_by_shape(hypers: Iterable[Mapping[str, Any]]) -> frozenset[int]:
+def find_shape_sorted_groups(hypers: Iterable[Mapping[str, Any]]) -> frozenset[int]:
     """Return the numbers of the param groups that Muon has sorted by shape, the largest first.
 
     DeepSpeed 0.19.8 ``runtime/zero/muon/original_muon.py`` (``MuonWithAuxAdam.__init__``); the sort

@@ -53,7 +53,7 @@ def read(files: TagFiles, rules: Path | None = None) -> Manifest:
     )
     joined = combine.join_stages(
         [
-            combine.join_tensor_ranks(_drop_unused(cuts, stages, number), cuts.split)
+            combine.join_tensor_ranks(_drop_unused(cuts, stages, number), cuts.find_split)
             for number in range(len(stages))
         ]
     )
@@ -76,7 +76,7 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
     # A pipeline's layer files show its tensor-parallel ranks. Without layers the model states may
     # declare them; older versions of DeepSpeed do not, and there every rank is one.
     count, where = len(firsts), firsts[0].file.path
-    declared = firsts[0].mapping("checkpoint_parallel_dimensions")
+    declared = firsts[0].get_section("checkpoint_parallel_dimensions")
     if files.layers:
         tensor = max(rank for ranks in files.layers.values() for rank in ranks) + 1
     else:
@@ -145,7 +145,7 @@ def _list_flat_members(files: RankFiles, first: ModelStates) -> list[list[str]]:
 
 def _count_parameters(first: ModelStates) -> int:
     """Return how many parameters an optimizer by index has."""
-    groups = unwrap_optimizer(first.mapping("optimizer")).get("param_groups", [])
+    groups = unwrap_optimizer(first.get_section("optimizer")).get("param_groups", [])
     return sum(len(group.get("params", [])) for group in groups)
 
 
@@ -159,17 +159,19 @@ def _drop_unused(cuts: Cuts, stages: Sequence[Sequence[Manifest]], number: int) 
     unused = [
         fqn
         for fqn in names
-        if cuts.is_from_first_stage(fqn) or _is_trained_only(fqn, earlier, ranks)
+        if cuts.is_from_first_stage(fqn) or _is_trained_only_earlier(fqn, earlier, ranks)
     ]
     for fqn in unused:
         cuts.notes[
             f"{fqn!r} is taken from the first stage; the last one's copy, which the model does not"
             " use, is left out"
         ] = None
-    return [_without(rank, unused) for rank in ranks]
+    return [_drop_parameters(rank, unused) for rank in ranks]
 
 
-def _is_trained_only(fqn: str, earlier: Sequence[Manifest], ranks: Sequence[Manifest]) -> bool:
+def _is_trained_only_earlier(
+    fqn: str, earlier: Sequence[Manifest], ranks: Sequence[Manifest]
+) -> bool:
     """Return whether a tied module's parameter got gradients on earlier stages and none on these.
 
     Stages share only the weights that ``tied_weight_attr`` names: DeepSpeed broadcasts those and
@@ -179,13 +181,13 @@ def _is_trained_only(fqn: str, earlier: Sequence[Manifest], ranks: Sequence[Mani
     """
     if not fqn.startswith(layers.TIED):
         return False
-    mine, theirs = _slots(fqn, ranks), _slots(fqn, earlier)
+    mine, theirs = _list_slot_chunks(fqn, ranks), _list_slot_chunks(fqn, earlier)
     with SourceFiles() as pool:
         unused = bool(mine) and all(is_zero(pool, chunk) for chunk in mine)
         return unused and not all(is_zero(pool, chunk) for chunk in theirs)
 
 
-def _slots(fqn: str, ranks: Sequence[Manifest]) -> list[Chunk]:
+def _list_slot_chunks(fqn: str, ranks: Sequence[Manifest]) -> list[Chunk]:
     """Return what the optimizers of ranks store of a parameter beside its master."""
     return [
         chunk
@@ -197,7 +199,7 @@ def _slots(fqn: str, ranks: Sequence[Manifest]) -> list[Chunk]:
     ]
 
 
-def _without(rank: Manifest, unused: Collection[str]) -> Manifest:
+def _drop_parameters(rank: Manifest, unused: Collection[str]) -> Manifest:
     """Return a rank without parameters that the model does not use there, although it stores them.
 
     They are listed as unused copies, because `verify` would take their bytes for padding.

@@ -27,7 +27,7 @@ from reshard.containers.torch_objects import Tensor, read_weight
 from reshard.errors import SAVE_NAMES, CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
-from reshard.formats.deepspeed.order import find_groups_by_shape
+from reshard.formats.deepspeed.order import find_shape_sorted_groups
 from reshard.formats.deepspeed.states import ModelStates, make_whole_entry, select_flat_slots
 from reshard.formats.deepspeed.train_state import (
     OptimizerContent,
@@ -67,14 +67,14 @@ def read(
     Raises:
         CorruptError: a flat tensor is not as long as its parameters.
     """
-    wrapper = first.mapping("optimizer")
+    wrapper = first.get_section("optimizer")
     stored = unwrap_optimizer(wrapper).get("param_groups", [])
     warnings: list[str] = []
     names: _Names = []
     unnamed: UnnamedOptimizer | None = None
     if wrapper:
         try:
-            candidates = _candidates(first, tied, _member_shapes(wrapper))
+            candidates = _list_candidates(first, tied, _infer_member_shapes(wrapper))
             names = _name_members(first, candidates, find_divisions)
         except AmbiguousError as reason:
             unnamed = UnnamedOptimizer(str(reason), advice=SAVE_NAMES)
@@ -92,15 +92,15 @@ def read(
             f"{stateless} parameters without state (never stepped, or empty) cannot be named by"
             " their index: they are in no param group here"
         )
-    states = _states(wrapper, names)
-    warnings += warn_unread(_unread(wrapper, states))
+    states = _pair_states(wrapper, names)
+    warnings += warn_unread(_find_unread(wrapper, states))
     steps = _read_steps(first, states)
     train = read_train_state(first, groups=groups, steps=steps, optimizer_root=wrapper)
-    entries = list(_entries(first, names, states))
+    entries = list(_read_entries(first, names, states))
     return OptimizerContent(0, entries, train, warnings, unnamed=unnamed)
 
 
-def _candidates(
+def _list_candidates(
     first: ModelStates, tied: Mapping[str, str], shapes: Sequence[Sequence[Signature]]
 ) -> dict[str, Index]:
     """Return the shapes of what may be in the optimizer; frozen parameters are among them.
@@ -137,19 +137,19 @@ def _name_members(
     Raises:
         AmbiguousError: see `optimizer_names.name_groups`.
     """
-    declared = _declared_names(model, candidates)
+    declared = _read_declared_names(model, candidates)
     if declared:
         return declared
-    wrapper = model.mapping("optimizer")
+    wrapper = model.get_section("optimizer")
     groups = unwrap_optimizer(wrapper).get("param_groups", [])
     flats = wrapper.get("fp32_groups_flat")
     of_experts = [has_experts(group) for group in groups]
     if any(of_experts):
-        return _name_expert_groups(candidates, _member_shapes(wrapper), of_experts, groups)
+        return _name_expert_groups(candidates, _infer_member_shapes(wrapper), of_experts, groups)
     if flats:
         return [[*names] for names in _name_fused_groups(model, candidates, flats)]
-    by_shape = find_groups_by_shape(groups)
-    shapes = _member_shapes(wrapper)
+    by_shape = find_shape_sorted_groups(groups)
+    shapes = _infer_member_shapes(wrapper)
     try:
         names = name_groups(candidates, shapes, by_shape=by_shape)
     except AmbiguousError:
@@ -168,14 +168,14 @@ def _list_divisions(
     return find_divisions() if may_be_divided_by_decay(groups) else ()
 
 
-def _declared_names(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:
+def _read_declared_names(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:
     """Return ``param_names`` of the groups (torch 2.6 ``optim/optimizer.py``); none if unusable.
 
     Names are unusable if a group has more or fewer names than members, because the indices of the
     groups after it depend on their number.
     """
     listed: _Names = []
-    for group in unwrap_optimizer(model.mapping("optimizer")).get("param_groups", []):
+    for group in unwrap_optimizer(model.get_section("optimizer")).get("param_groups", []):
         given = group.get("param_names")
         names = list(given) if isinstance(given, (list, tuple)) else []
         is_complete = len(names) == len(group.get("params", []))
@@ -186,7 +186,7 @@ def _declared_names(model: ModelStates, candidates: Mapping[str, Index]) -> _Nam
     return listed if len(set(flat)) == len(flat) else []
 
 
-def _member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
+def _infer_member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
     """Return the shapes of every group's members as far as the file shows them."""
     masters = wrapper.get("fp32_groups")
     if masters:
@@ -194,12 +194,12 @@ def _member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
     optimizer = unwrap_optimizer(wrapper)
     state = optimizer.get("state", {})
     return [
-        [_slot_shape(state.get(index, {})) for index in group.get("params", [])]
+        [_infer_shape(state.get(index, {})) for index in group.get("params", [])]
         for group in optimizer.get("param_groups", [])
     ]
 
 
-def _slot_shape(state: Mapping[str, Any]) -> Signature:
+def _infer_shape(state: Mapping[str, Any]) -> Signature:
     """Return the shape of a state's parameter: that of its largest slot.
 
     Adafactor's factored slots are smaller than their parameter.
@@ -219,7 +219,7 @@ def _name_expert_groups(
     for kind in (False, True):
         own = {n: s for n, s in candidates.items() if (parse_expert_name(n) is not None) == kind}
         groups = [group for group, moe in zip(shapes, of_experts, strict=True) if moe == kind]
-        by_shape = find_groups_by_shape(
+        by_shape = find_shape_sorted_groups(
             hyper for hyper, moe in zip(hypers, of_experts, strict=True) if moe == kind
         )
         named[kind] = iter(name_groups(own, groups, by_shape=by_shape))
@@ -229,14 +229,14 @@ def _name_expert_groups(
 _States = list[tuple[Sequence[str | None], Mapping[str, Any]]]
 
 
-def _states(wrapper: Mapping[str, Any], names: _Names) -> _States:
+def _pair_states(wrapper: Mapping[str, Any], names: _Names) -> _States:
     """Return pairs of names and their state: one for each flat group, or for each parameter."""
     owners = names if wrapper.get("fp32_groups_flat") else [[fqn] for own in names for fqn in own]
     state = unwrap_optimizer(wrapper).get("state", {})
     return [(fqns, state.get(index, {})) for index, fqns in enumerate(owners)]
 
 
-def _unread(wrapper: Mapping[str, Any], states: _States) -> set[str]:
+def _find_unread(wrapper: Mapping[str, Any], states: _States) -> set[str]:
     """Return the keys of the states that become neither an entry nor the step."""
     if wrapper.get("fp32_groups_flat"):
         return {name for _, state in states for name in state.keys() - select_flat_slots(state)} - {
@@ -253,7 +253,7 @@ def _unread(wrapper: Mapping[str, Any], states: _States) -> set[str]:
 
 def _read_steps(model: ModelStates, states: _States) -> dict[str, float]:
     """Read how many updates were applied to each named parameter."""
-    optimizer = unwrap_optimizer(model.mapping("optimizer"))
+    optimizer = unwrap_optimizer(model.get_section("optimizer"))
     steps: dict[str, float] = {}
     for index, (fqns, state) in enumerate(states):
         step = read_number(model.file, find_step(state, optimizer, index))
@@ -262,9 +262,9 @@ def _read_steps(model: ModelStates, states: _States) -> dict[str, float]:
     return steps
 
 
-def _entries(model: ModelStates, names: _Names, states: _States) -> Iterator[Entry]:
+def _read_entries(model: ModelStates, names: _Names, states: _States) -> Iterator[Entry]:
     """Yield the master weights and slots of every named parameter."""
-    wrapper = model.mapping("optimizer")
+    wrapper = model.get_section("optimizer")
     flats = wrapper.get("fp32_groups_flat") or []
     for members, masters in zip(names, wrapper.get("fp32_groups") or [], strict=False):
         for fqn, tensor in zip(members, masters, strict=True):
@@ -313,7 +313,7 @@ def _name_fused_groups(
     for fqn, shape in candidates.items():
         by_shape.setdefault(shape, []).append(fqn)
     sizes = {shape: prod(shape) * len(fqns) for shape, fqns in by_shape.items()}
-    fitting = islice(_assignments(sizes, [flat.numel for flat in flats]), _MOST_ASSIGNMENTS)
+    fitting = islice(_search_assignments(sizes, [flat.numel for flat in flats]), _MOST_ASSIGNMENTS)
     named = (
         [[f for f, shape in candidates.items() if owners[shape] == n] for n in range(len(flats))]
         for owners in fitting
@@ -329,7 +329,7 @@ def _name_fused_groups(
     return matches[0]
 
 
-def _assignments(
+def _search_assignments(
     sizes: Mapping[Index, int], numels: Sequence[int]
 ) -> Iterator[dict[Index, int | None]]:
     """Yield each way to fill the groups: shape -> its group; None if it is in no group.

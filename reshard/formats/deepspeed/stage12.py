@@ -49,7 +49,7 @@ def read_groups(
         CorruptError: the pieces do not add up to the groups' shapes.
     """
     for rank in ranks:
-        count = len(_masters(rank))
+        count = len(_get_masters(rank))
         if count != len(shapes):
             raise CorruptError(
                 rank.file.path,
@@ -86,12 +86,12 @@ def find_partition_claims(
     listed = {name: fqn for fqn, name in wrapped_names.items()}
     for group in groups:
         for position, rank in enumerate(() if group.is_part else group.ranks):
-            for claim in group.claims(position, listed):
+            for claim in group.list_claims(position, listed):
                 claims[rank.file.path] = (*claims.get(rank.file.path, ()), claim)
     return claims
 
 
-def _masters(rank: OptimizerStates) -> list[Tensor]:
+def _get_masters(rank: OptimizerStates) -> list[Tensor]:
     """Return a rank's piece of the master weights of each group."""
     return rank.require_list("single_partition_of_fp32_groups")
 
@@ -138,34 +138,34 @@ class FlatGroup:
         self.flat, self.end = self._place_members()
         self._starts = [member.start for member in self.flat]
         self._stops = [member.stop for member in self.flat]
-        self.tails = self._tails()
-        self.piece_numel = self._piece_numel()
+        self.tails = self._read_tails()
+        self.piece_numel = self._find_piece_numel()
         self._check_tail()
 
-    def _tails(self) -> list[int]:
+    def _read_tails(self) -> list[int]:
         """Return each rank's padding at the end, in elements.
 
         DeepSpeed before 0.7.0 does not store it; there a group is a multiple of twice the ranks.
         """
         if any("group_paddings" in rank.root for rank in self.ranks):
-            return [self._tail(rank) for rank in self.ranks]
+            return [self._read_tail(rank) for rank in self.ranks]
         others = [0] * (len(self.ranks) - 1)
         return [*others, -self.end % (2 * len(self.ranks))]
 
-    def _tail(self, rank: OptimizerStates) -> int:
+    def _read_tail(self, rank: OptimizerStates) -> int:
         paddings = rank.root.get("group_paddings") or []
         if self.index >= len(paddings):
             return 0
         return elements(rank.file.path, "a group's padding", paddings[self.index])
 
-    def _piece_numel(self) -> int:
+    def _find_piece_numel(self) -> int:
         """Return P, the length of a rank's piece before its tail was cut.
 
         DeepSpeed up to 0.15.4 books a group's whole padding on the last rank. Where that is more
         than P, the bound of the slice ``[:P - padding]`` is negative and counts from the end:
         the rank keeps elements that are padding as well.
         """
-        stored = self._stored_numels()
+        stored = self._count_stored()
         padded = [numel + tail for numel, tail in zip(stored, self.tails, strict=True)]
         if len(set(stored)) == 1:
             return stored[0]
@@ -179,21 +179,21 @@ class FlatGroup:
             MIXED,
         )
 
-    def _stored_numels(self) -> list[int]:
+    def _count_stored(self) -> list[int]:
         """Return how many elements of the master weights each rank stores."""
-        return [_masters(rank)[self.index].numel for rank in self.ranks]
+        return [_get_masters(rank)[self.index].numel for rank in self.ranks]
 
     def _place_members(self) -> tuple[list[Member], int]:
         """Return where each parameter begins, and the end of the last."""
         what = f"alignment padding of group {self.index}"
-        paddings = require_equal(what, read_by_file(self.ranks, self._alignment))
+        paddings = require_equal(what, read_by_file(self.ranks, self._read_alignment))
         members, at = [], 0
         for (fqn, shape), padding in zip(self.members.items(), paddings, strict=True):
             members.append(Member(fqn, shape, at))
             at = members[-1].stop + padding
         return members, at
 
-    def _alignment(self, rank: OptimizerStates) -> list[int]:
+    def _read_alignment(self, rank: OptimizerStates) -> list[int]:
         paddings = rank.root.get("param_alignment_paddings")
         if not paddings:  # DeepSpeed before 0.17 has no such padding
             return [0] * len(self.members)
@@ -212,9 +212,9 @@ class FlatGroup:
         Raises:
             CorruptError: parameters and padding do not add up to what the ranks hold.
         """
-        # `_piece_numel` takes equal pieces as they are; that of a single rank lacks its tail.
+        # `_find_piece_numel` returns equal pieces as they are; a single rank's lacks its tail.
         total = self.piece_numel * len(self.ranks)
-        declared, stored = sum(self.tails), sum(self._stored_numels())
+        declared, stored = sum(self.tails), sum(self._count_stored())
         if self.end + declared != total and self.end != stored:
             raise CorruptError(
                 self.ranks[0].file.path,
@@ -223,20 +223,20 @@ class FlatGroup:
                 MIXED,
             )
 
-    def claims(self, position: int, listed: Mapping[str, str]) -> Iterator[Claim]:
+    def list_claims(self, position: int, listed: Mapping[str, str]) -> Iterator[Claim]:
         """Yield what the file of a rank states about the order and position of its parameters.
 
         Args:
             listed: the name that DeepSpeed lists -> fqn, where they differ.
         """
-        stated = self._stated_slices(position)
+        stated = self._read_stated_slices(position)
         if not stated:
             return
         stated = {listed.get(name, name): part for name, part in stated.items()}
-        own = self._slices(position)
+        own = self._compute_slices(position)
         # If another rank's partition fits, the claim names that rank: files were swapped.
         for other in (position, *range(len(self.ranks))):
-            if stated == self._slices(other):
+            if stated == self._compute_slices(other):
                 yield Claim("partition", str(other), _MAPPINGS, str(position))
                 return
         # Names of another spelling (with a wrapper's prefix, say) state nothing about the order.
@@ -244,25 +244,25 @@ class FlatGroup:
             name, fqn = next((a, b) for a, b in zip(stated, own, strict=True) if a != b)
             yield Claim(f"parameter at element {own[fqn][0]}", name, _MAPPINGS, fqn)
 
-    def _slices(self, position: int) -> dict[str, tuple[int, int]]:
+    def _compute_slices(self, position: int) -> dict[str, tuple[int, int]]:
         """Return fqn -> (start, numel) of what a rank's partition holds of each parameter."""
-        first, last = self._bounds(position)
+        first, last = self._compute_bounds(position)
         return {
             m.fqn: (max(m.start - first, 0), min(m.stop, last) - max(m.start, first))
-            for m in self._members_of(position)
+            for m in self._find_members(position)
         }
 
-    def _bounds(self, position: int) -> tuple[int, int]:
+    def _compute_bounds(self, position: int) -> tuple[int, int]:
         """Return the first element of a rank's partition, and the one after its last."""
         return position * self.piece_numel, (position + 1) * self.piece_numel
 
-    def _members_of(self, position: int) -> list[Member]:
+    def _find_members(self, position: int) -> list[Member]:
         """Return the members that overlap a rank's partition, and the empty ones inside it."""
-        first, last = self._bounds(position)
+        first, last = self._compute_bounds(position)
         return self.flat[bisect_right(self._stops, first) : bisect_left(self._starts, last)]
 
-    def _stated_slices(self, position: int) -> dict[str, tuple[int, int]] | None:
-        """Return the slices that the file of a rank states, as `_slices` has them; None if none."""
+    def _read_stated_slices(self, position: int) -> dict[str, tuple[int, int]] | None:
+        """Return the slices that the file of a rank states; None if it states none."""
         mappings = self.ranks[position].root.get(_MAPPINGS)
         if not isinstance(mappings, list) or self.index >= len(mappings):
             return None
@@ -276,13 +276,13 @@ class FlatGroup:
             slices[str(fqn)] = (state["start"], state["numel"])
         return slices
 
-    def entries(self) -> Iterator[Entry]:
+    def read_entries(self) -> Iterator[Entry]:
         """Yield the master weights, then each slot, in flat order."""
-        yield from self._split(MASTER, [_masters(rank)[self.index] for rank in self.ranks])
-        states = [rank.group_state(self.index) for rank in self.ranks]
+        yield from self._split(MASTER, [_get_masters(rank)[self.index] for rank in self.ranks])
+        states = [rank.get_group_state(self.index) for rank in self.ranks]
         slots = [select_flat_slots(state) for state in states]
         inside = [
-            [m for m in self._members_of(position) if m.stop > m.start]
+            [m for m in self._find_members(position) if m.stop > m.start]
             for position in range(len(self.ranks))
         ]
         names = require_equal(
@@ -312,7 +312,7 @@ class FlatGroup:
         """
         return any(
             piece is None or piece.numel not in (self.piece_numel, master, master + tail)
-            for piece, master, tail in zip(pieces, self._stored_numels(), self.tails, strict=True)
+            for piece, master, tail in zip(pieces, self._count_stored(), self.tails, strict=True)
         )
 
     def _read_whole_members(

@@ -59,8 +59,8 @@ def _read_part(
     Args:
         count: number of sub-groups.
     """
-    masters = [_masters(rank, count)[index] for rank in ranks]
-    states = [rank.group_state(index) for rank in ranks]
+    masters = [_get_masters(rank, count)[index] for rank in ranks]
+    states = [rank.get_group_state(index) for rank in ranks]
     slots = [select_flat_slots(state) for state in states]
     kinds = require_equal(
         f"the list of optimizer slots of sub-group {index}",
@@ -76,7 +76,7 @@ def _read_part(
     yield from read_scalars(members, list(zip(ranks, states, strict=True)))
 
 
-def _masters(rank: OptimizerStates, count: int) -> list[Tensor]:
+def _get_masters(rank: OptimizerStates, count: int) -> list[Tensor]:
     """Return a rank's piece of the master weights of each sub-group."""
     groups = rank.require_list("fp32_flat_groups")
     if len(groups) != count:
@@ -119,7 +119,10 @@ def is_quantised(model: ModelStates, fqn: str) -> bool:
     DeepSpeed with ``zero_quantized_nontrainable_weights`` (0.19.8 ``partition_parameters.py``,
     ``ds_quant_scale``) saves the codes alone (``engine.py``, ``_get_param_fragment_func``).
     """
-    fragment, placeholder = model.mapping("frozen_param_fragments").get(fqn), model.module.get(fqn)
+    fragment, placeholder = (
+        model.get_section("frozen_param_fragments").get(fqn),
+        model.module.get(fqn),
+    )
     return (
         isinstance(fragment, Tensor)
         and placeholder is not None
@@ -134,8 +137,8 @@ def read_frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:
     Raises:
         CorruptError: the fragments do not add up to the parameter.
     """
-    for fqn, shape in models[0].mapping("frozen_param_shapes").items():
-        fragments = [model.mapping("frozen_param_fragments").get(fqn) for model in models]
+    for fqn, shape in models[0].get_section("frozen_param_shapes").items():
+        fragments = [model.get_section("frozen_param_fragments").get(fqn) for model in models]
         pieces = [
             locate_piece(model.file, fragment)
             for model, fragment in zip(models, fragments, strict=True)

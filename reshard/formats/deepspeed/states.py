@@ -87,7 +87,7 @@ class ModelStates:
     @property
     def config(self) -> dict[str, Any]:
         """``ds_config``, the configuration of the engine."""
-        return self.mapping("ds_config")
+        return self.get_section("ds_config")
 
     @property
     def version(self) -> str:
@@ -104,24 +104,24 @@ class ModelStates:
     def declared_names(self) -> dict[str, Index | None]:
         """Names of the module that the file lists beside its tensors -> shape, or None."""
         declared: dict[str, Index | None] = dict.fromkeys(self.buffers)
-        frozen = self.mapping("frozen_param_shapes").items()
+        frozen = self.get_section("frozen_param_shapes").items()
         declared.update((str(name), tuple(shape)) for name, shape in frozen)
         trained = {name: tuple(shape) for group in self.shapes for name, shape in group.items()}
         return declared | trained
 
-    def mapping(self, key: str) -> dict[str, Any]:
+    def get_section(self, key: str) -> dict[str, Any]:
         """Return a section of the file; empty if it is absent or None."""
         value = self.root.get(key)
         return value if isinstance(value, dict) else {}
 
-    def whole_tensors(self, skip: Container[str]) -> Iterable[Entry]:
+    def iterate_whole_tensors(self, skip: Container[str]) -> Iterable[Entry]:
         """Yield the buffers and the parameters of ``module``, without the names in ``skip``."""
         buffers = self.buffers
         for name, tensor in self.module.items():
             if name not in skip:
                 yield make_whole_entry(name, BUFFER if name in buffers else PARAM, tensor)
 
-    def tied_copies(self, tied: Mapping[str, str]) -> Iterator[Entry]:
+    def find_tied_copies(self, tied: Mapping[str, str]) -> Iterator[Entry]:
         """Yield the aliases that have a storage of their own, which DeepSpeed never writes.
 
         Args:
@@ -133,12 +133,12 @@ class ModelStates:
             if tensor and first and tensor.numel and tensor.place != first.place:
                 yield make_whole_entry(alias, PARAM, tensor)
 
-    def aliases(self) -> dict[str, str]:
+    def find_aliases(self) -> dict[str, str]:
         """Return the tied names, alias -> kept: ``shared_params``, and equal views of a storage.
 
         If one view has several names, the one that the optimizer lists is kept, else the first.
         """
-        tied = {str(alias): str(kept) for alias, kept in self.mapping("shared_params").items()}
+        tied = {str(alias): str(kept) for alias, kept in self.get_section("shared_params").items()}
         trained = {name for group in self.shapes for name in group}
         names_of_view: dict[Any, list[str]] = {}
         for name, tensor in self.module.items():
@@ -170,7 +170,7 @@ class OptimizerStates:
         inner = self.root.get("optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state")
         return inner if isinstance(inner, dict) else {}
 
-    def group_state(self, index: int) -> dict[str, Any]:
+    def get_group_state(self, index: int) -> dict[str, Any]:
         """Return the optimizer's state of one flat tensor.
 
         Raises:
@@ -290,27 +290,27 @@ def unwrap_names(models: Sequence[ModelStates]) -> list[ModelStates]:
         return list(models)
     module, root = first.module, first.root
 
-    def renamed(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    def rename(values: Mapping[Any, Any]) -> dict[Any, Any]:
         return {unwrap_name(str(name), module): value for name, value in values.items()}
 
     own: dict[str, Any] = {
-        "param_shapes": [renamed(group) for group in first.shapes],
+        "param_shapes": [rename(group) for group in first.shapes],
         "shared_params": {
             unwrap_name(str(alias), module): unwrap_name(str(kept), module)
-            for alias, kept in first.mapping("shared_params").items()
+            for alias, kept in first.get_section("shared_params").items()
         },
         "buffer_names": [unwrap_name(name, module) for name in sorted(first.buffers)],
     }
-    if first.mapping("frozen_param_shapes"):
-        own["frozen_param_shapes"] = renamed(first.mapping("frozen_param_shapes"))
+    if first.get_section("frozen_param_shapes"):
+        own["frozen_param_shapes"] = rename(first.get_section("frozen_param_shapes"))
     own = {key: value for key, value in own.items() if key in root}
-    listed = map(str, (*first.declared_names, *first.mapping("shared_params")))
+    listed = map(str, (*first.declared_names, *first.get_section("shared_params")))
     wrapped = {unwrap_name(name, module): name for name in listed}
     wrapped = {fqn: name for fqn, name in wrapped.items() if fqn != name}
     found = [replace(first, root={**root, **own}, wrapped_names=wrapped), *models[1:]]
     return [
-        replace(model, root={**model.root, _FRAGMENTS: renamed(fragments)})
-        if (fragments := model.mapping(_FRAGMENTS))
+        replace(model, root={**model.root, _FRAGMENTS: rename(fragments)})
+        if (fragments := model.get_section(_FRAGMENTS))
         else model
         for model in found
     ]

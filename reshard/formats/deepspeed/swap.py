@@ -87,7 +87,7 @@ def _list_pieces(
         numel = count_piece_elements(shapes[index], ranks)
         slots = [
             name
-            for name, value in rank.group_state(index).items()
+            for name, value in rank.get_group_state(index).items()
             if isinstance(value, Tensor) and value.shape == (0,)  # a 0-d step is not swapped
         ]
         for kind in (MASTER, *slots):

@@ -59,7 +59,7 @@ class OptimizerContent:
 def read_number(file: TorchFile, value: Any) -> float | None:
     """Read a step counter, which is a number or a 0-d tensor."""
     if isinstance(value, Tensor):
-        return float(file.number(value))
+        return float(file.read_number(value))
     return float(value) if isinstance(value, (int, float)) else None
 
 
@@ -176,7 +176,7 @@ def read_steps(ranks: Sequence[OptimizerStates], shapes: Shapes) -> dict[str, fl
 
 def _read_step(rank: OptimizerStates, index: int) -> float | None:
     common = rank.root.get("base_optimizer_state_step")  # elastic_checkpoint has no param groups
-    step = find_step(rank.group_state(index), rank.optimizer, index, common)
+    step = find_step(rank.get_group_state(index), rank.optimizer, index, common)
     return read_number(rank.file, step)
 
 

@@ -69,9 +69,9 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     masters = {entry.fqn: None for entry in entries if entry.kind == MASTER}  # in order
     if not steps:
         steps = _read_common_step(root, files, masters)
-    tied = {alias: kept for alias, kept in model.aliases().items() if alias not in masters}
+    tied = {alias: kept for alias, kept in model.find_aliases().items() if alias not in masters}
     _check_folders(location, shapes, masters, tied)
-    entries += _module_entries(models, ranks, masters, tied, per_rank=per_rank)
+    entries += _read_module(models, ranks, masters, tied, per_rank=per_rank)
     position = {name: index for index, name in enumerate(module)}
     entries.sort(key=lambda entry: position.get(entry.fqn, len(position)))
     manifest = Manifest(
@@ -90,11 +90,11 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
             model, groups=name_members(root, ranks.shapes), steps=steps, optimizer_root=root
         ),
         tied=tied,
-        tied_copies=tuple(model.tied_copies(tied)),
+        tied_copies=tuple(model.find_tied_copies(tied)),
         frozen=frozenset(e.fqn for e in entries if e.kind == PARAM and e.numel),
         trained_dtypes={name: tensor.dtype for name, tensor in module.items()},
         wrapped_names=model.wrapped_names,
-        warnings=(*_warnings(model), *ranks.notes),
+        warnings=(*_list_warnings(model), *ranks.notes),
         unread=model.unread,
         unknown_globals=trust.list_unknown(set().union(*(file.globals for file in files.values()))),
         ordered=True,  # by the module of the model states
@@ -122,9 +122,9 @@ def _read_parameters(
             if not isinstance(value, Tensor):
                 steps[fqn] = value
             elif kind == "step":
-                steps[fqn] = float(file.number(value))
+                steps[fqn] = float(file.read_number(value))
             else:
-                entries.append(ranks.normalize(_entry(file, fqn, kind, value, shapes)))
+                entries.append(ranks.normalize(_make_entry(file, fqn, kind, value, shapes)))
     return entries, steps
 
 
@@ -160,7 +160,7 @@ def _has_model_file_per_rank(models: Sequence[ModelStates]) -> bool:
     return not Path(models[0].file.path).name.startswith("zero_pp_rank_")
 
 
-def _entry(
+def _make_entry(
     file: TorchFile, fqn: str, kind: str, tensor: Tensor, shapes: Mapping[str, Index]
 ) -> Entry:
     """Return a tensor in its own shape: from stage 3, ds_to_universal writes it flattened."""
@@ -209,7 +209,7 @@ def _check_folders(
         )
 
 
-def _module_entries(
+def _read_module(
     models: Sequence[ModelStates],
     ranks: SourceRanks,
     masters: Container[str],
@@ -224,14 +224,14 @@ def _module_entries(
     buffers: dict[Key, Entry] = {}
     for start in range(0, ranks.tensor * ranks.pipeline, ranks.tensor):
         stage = models[start : start + ranks.tensor]
-        by_rank = [{e.key: e for e in model.whole_tensors(tied)} for model in stage]
+        by_rank = [{e.key: e for e in model.iterate_whole_tensors(tied)} for model in stage]
         for key, entry in by_rank[0].items():
             if entry.kind == BUFFER:
                 known = buffers.get(key)
                 chunks = (*known.chunks, *entry.chunks) if known else entry.chunks
                 buffers[key] = replace(entry, chunks=tuple(chunks))
             elif entry.fqn not in masters and per_rank:
-                split = ranks.cuts.split(entry.fqn, entry.shape)
+                split = ranks.cuts.find_split(entry.fqn, entry.shape)
                 yield shards.gather([rank[key] for rank in by_rank], split)
     yield from buffers.values()
     if not per_rank:
@@ -260,7 +260,7 @@ def _read_common_step(
     state = root.get("optimizer_state_dict", root).get("state", {})
     step = state.get(0, {}).get("step")
     if isinstance(step, Tensor):
-        step = files[step.storage.file].number(step)
+        step = files[step.storage.file].read_number(step)
     return dict.fromkeys(fqns, float(step)) if isinstance(step, (int, float)) else {}
 
 
@@ -277,7 +277,7 @@ def _find_configured_stage(model: ModelStates) -> int | None:
     return stage if isinstance(stage, int) and stage in range(4) else None
 
 
-def _warnings(model: ModelStates) -> Iterator[str]:
+def _list_warnings(model: ModelStates) -> Iterator[str]:
     if model.root.get("module") is None:
         yield "the model states contain no module (pipeline): buffers and tied names are not known"
     config, ranks = model.config, model.data_ranks or 1

@@ -50,9 +50,9 @@ class SourceRanks:
         local = next((group[entry.fqn] for group in self.shapes if entry.fqn in group), None)
         if self.tensor == 1 or not local:
             return entry
-        split = self.cuts.split(entry.fqn, local)
+        split = self.cuts.find_split(entry.fqn, local)
         # Only a join along dim 0 that does not fit the cut needs a correction.
-        expected = _whole_shape(local, split, self.tensor)
+        expected = _compute_whole_shape(local, split, self.tensor)
         if entry.shape != (local[0] * self.tensor, *local[1:]) or entry.shape == expected:
             return scale_shares(entry, split, self.tensor)
         if split.dim is not None:
@@ -101,6 +101,6 @@ def find_source_ranks(models: Sequence[ModelStates], where: str, rules: Path | N
     return SourceRanks(tensor, len(models) // tensor, shapes, cuts)
 
 
-def _whole_shape(local: Index, split: Split, ranks: int) -> Index:
+def _compute_whole_shape(local: Index, split: Split, ranks: int) -> Index:
     """Return the shape of a tensor that ranks share, from the shape that each has."""
     return tuple(n * ranks if dim == split.dim else n for dim, n in enumerate(local))

@@ -70,7 +70,7 @@ def lay_out_fsdp1_local(
 
     pieces = ranks if sharded else 1
 
-    def rank_files(rank: int) -> Iterator[Skeleton]:
+    def lay_out_rank(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict()
         if pieces == 1:
             held = torch_state_dict.build_weights(state, dtype=dtype)
@@ -78,11 +78,11 @@ def lay_out_fsdp1_local(
         else:
             weights.update(_build_pieces(flats, model, compute, rank, pieces))
             weights.update((name, build_whole_slot(value)) for name, value in buffers.items())
-        moments = None if raw is None else raw.of(rank if pieces > 1 else 0, pieces)
+        moments = None if raw is None else raw.build_rank(rank if pieces > 1 else 0, pieces)
         yield from _lay_out_files(state, naming, weights, moments, rank, ranks)
         yield from lay_out_extras(state, request, naming, rank, version=1)
 
-    files = [file for rank in range(ranks) for file in rank_files(rank)]
+    files = [file for rank in range(ranks) for file in lay_out_rank(rank)]
     if naming.accelerate and not weights_only:
         files += lay_out_accelerate_extras(state, ranks)
     return skeletons.join(files)
@@ -113,14 +113,14 @@ def lay_out_fsdp1_sharded(
     compute, weights_only = request.orig_params, request.weights_only
     raw = None if weights_only else _build_raw_optimizer(state, model, flats, compute)
 
-    def rank_files(rank: int) -> Iterator[Skeleton]:
-        moments = None if raw is None else raw.of(rank, ranks)
+    def lay_out_rank(rank: int) -> Iterator[Skeleton]:
+        moments = None if raw is None else raw.build_rank(rank, ranks)
         yield from _lay_out_files(
-            state, VERL, RankSharder(placing, rank).of(held), moments, rank, ranks
+            state, VERL, RankSharder(placing, rank).convert(held), moments, rank, ranks
         )
         yield from lay_out_extras(state, request, VERL, rank, version=1)
 
-    return skeletons.join(file for rank in range(ranks) for file in rank_files(rank))
+    return skeletons.join(file for rank in range(ranks) for file in lay_out_rank(rank))
 
 
 def _build_raw_optimizer(
@@ -137,8 +137,8 @@ def _build_pieces(
 ) -> dict[str, Any]:
     """Return a rank's pieces of flat parameters, after its views of them if there are any."""
     if compute is None:
-        return {flat.key: flat.shard(rank, ranks) for flat in flats}
-    made = {flat.key: flat.views(compute, rank, ranks) for flat in flats}
+        return {flat.key: flat.build_shard(rank, ranks) for flat in flats}
+    made = {flat.key: flat.build_views(compute, rank, ranks) for flat in flats}
     views = {fqn: view for _, found in made.values() for fqn, view in found.items()}
     held = {name: views[name] for name in model.parameters if name in views}
     held |= {alias: held[kept] for alias, kept in model.tied.items() if kept in held}

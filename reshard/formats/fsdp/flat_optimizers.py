@@ -39,16 +39,16 @@ class _FlatState:
 
     Args:
         scalars: the 0-d slots, which every rank has.
-        loose: what is neither tensor nor step.
+        non_tensors: what is neither tensor nor step.
     """
 
     flat: Flat
     slots: Mapping[str, tuple[DType, tuple[tuple[int, Entry], ...]]] = field(default_factory=dict)
     scalars: Mapping[str, Slot] = field(default_factory=dict)
     step: float | None = None
-    loose: Mapping[str, Any] = field(default_factory=dict)
+    non_tensors: Mapping[str, Any] = field(default_factory=dict)
 
-    def values(self, rank: int, ranks: int) -> dict[str, Any]:
+    def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
         """Return a rank's pieces, padded with zeros to equal length."""
         start, stop = compute_equal_piece(self.flat.numel, ranks, rank)
         size = -(-self.flat.numel // ranks)
@@ -56,7 +56,7 @@ class _FlatState:
         for name, (dtype, entries) in self.slots.items():
             storage = Storage(dtype, size, tuple(iterate_run(entries, start, stop)))
             made[name] = Slot(storage, (size,))
-        return nested_slots.unflatten({**made, **self.scalars, **self.loose})
+        return nested_slots.unflatten({**made, **self.scalars, **self.non_tensors})
 
 
 _FlatGroup = tuple[dict[str, Any], list[_FlatState]]
@@ -163,10 +163,10 @@ class FlatOptimizer:
     def __init__(self, state: WritableState, flats: Sequence[Flat]) -> None:
         self._groups = _build_flat_groups(state, flats)
 
-    def of(self, rank: int, ranks: int) -> dict[str, Any]:
+    def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
         """Return the optimizer of one rank."""
         groups = (
-            (hyper, [(each.flat.key, each.values(rank, ranks)) for each in held])
+            (hyper, [(each.flat.key, each.build_rank(rank, ranks)) for each in held])
             for hyper, held in self._groups
         )
         return torch_state_dict.assemble_optimizer(groups, named=False)
@@ -182,7 +182,7 @@ class OrigOptimizer:
         self._flats = flats
         self._compute = compute
         self._scalars = state.scalars
-        self._unsure = torch_state_dict.needs_param_names(state)
+        self._needs_names = torch_state_dict.needs_param_names(state)
         self._groups = [
             (torch_state_dict.build_hyper(state, group), held)
             for group, held in zip(
@@ -191,16 +191,19 @@ class OrigOptimizer:
         ]
         _build_optimizer(state)  # refuses what has no place
 
-    def of(self, rank: int, ranks: int) -> dict[str, Any]:
+    def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
         """Return the optimizer of one rank; a parameter without elements there has no state."""
-        runs = self._runs(rank, ranks)
+        runs = self._find_runs(rank, ranks)
         groups = (
-            (hyper, [(each.fqn, self._slices(each, runs[each.fqn], ranks)) for each in members])
+            (
+                hyper,
+                [(each.fqn, self._slice_member(each, runs[each.fqn], ranks)) for each in members],
+            )
             for hyper, members in self._groups
         )
-        return torch_state_dict.assemble_optimizer(groups, named=self._unsure)
+        return torch_state_dict.assemble_optimizer(groups, named=self._needs_names)
 
-    def _slices(
+    def _slice_member(
         self, member: TrainedParameter, span: tuple[int, int], ranks: int
     ) -> dict[str, Any]:
         """Return a rank's slices; a single rank has whole tensors (FSDP 1 is NO_SHARD there)."""
@@ -219,11 +222,11 @@ class OrigOptimizer:
             {**made, **torch_state_dict.get_non_tensor_state(self._state, member)}
         )
 
-    def _runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
+    def _find_runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
         """Return which elements of each parameter a rank has."""
         found = {}
         for flat in self._flats:
-            starts, total = flat.aligned(self._compute, ranks)
+            starts, total = flat.place_aligned(self._compute, ranks)
             low, high = compute_equal_piece(total, ranks, rank)
             for _, weight in flat.members:
                 start = starts[weight.fqn]

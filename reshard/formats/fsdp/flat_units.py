@@ -33,7 +33,7 @@ class Flat:
         """Its name in the model's state dict."""
         return f"{self.unit.prefix}._flat_param" if self.unit.prefix else "_flat_param"
 
-    def aligned(self, compute: DType, ranks: int) -> tuple[dict[str, int], int]:
+    def place_aligned(self, compute: DType, ranks: int) -> tuple[dict[str, int], int]:
         """Return each member's first element, and the size, with ``use_orig_params=True``.
 
         Args:
@@ -46,13 +46,13 @@ class Flat:
             ranks=ranks,
         )
 
-    def views(self, compute: DType, rank: int, ranks: int) -> tuple[Call, dict[str, Slot]]:
+    def build_views(self, compute: DType, rank: int, ranks: int) -> tuple[Call, dict[str, Slot]]:
         """Return a rank's piece with ``use_orig_params=True``, and the members' slices of it.
 
         Padding counts as elements of the flat parameter, and a slice is a view of the piece: torch
         2.13 ``_flat_param.py`` (``_use_sharded_views``).
         """
-        starts, numel = self.aligned(compute, ranks)
+        starts, numel = self.place_aligned(compute, ranks)
         pieces = [compute_equal_piece(numel, ranks, each) for each in range(ranks)]
         low, high = pieces[rank]
         entries = [(starts[weight.fqn], weight.value) for _, weight in self.members]
@@ -68,7 +68,7 @@ class Flat:
         local = Slot(storage, (high - low,))
         return build_sharded_tensor(self.dtype, numel, local, rank, pieces), found
 
-    def shard(self, rank: int, ranks: int) -> Call:
+    def build_shard(self, rank: int, ranks: int) -> Call:
         """Return a rank's piece of it, without padding."""
         pieces = [compute_equal_piece(self.numel, ranks, each) for each in range(ranks)]
         start, stop = pieces[rank]

@@ -130,7 +130,7 @@ def lay_out_fsdp2(
     moments = None if weights_only else torch_state_dict.build_optimizer(state, naming.keyed, model)
     _refuse_factored(moments)
 
-    def rank_files(rank: int) -> Iterator[Skeleton]:
+    def lay_out_rank(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict(values)
         if whole_weights:
             uncut = WholeSlots()
@@ -141,11 +141,11 @@ def lay_out_fsdp2(
         for name, root in assign_files(names, weights, moments).items():
             stamp = state.stamp(name, rank, grid.world)
             yield torch_writer.lay_out_object(
-                name, RankSharder(placing, rank).of(root), stamp=stamp
+                name, RankSharder(placing, rank).convert(root), stamp=stamp
             )
         yield from lay_out_extras(state, request, naming, rank, version=2)
 
-    files = [file for rank in range(grid.world) for file in rank_files(rank)]
+    files = [file for rank in range(grid.world) for file in lay_out_rank(rank)]
     if naming.accelerate and not weights_only:
         files += lay_out_accelerate_extras(state, grid.world)
     return skeletons.join(files)
@@ -181,7 +181,7 @@ def find_tensor_cuts(
 def assign_files(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
     """Return the content of each file."""
     model, optimizer = names
-    weights, moments = Canonicalizer().of((weights, moments))
+    weights, moments = Canonicalizer().convert((weights, moments))
     if model == optimizer:
         both = zip(_KEYS, (weights, moments), strict=True)
         return {model: {key: value for key, value in both if value is not None}}

@@ -43,7 +43,7 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
     """
     if request.own is not None:
         return saved_keys.lay_out(state, request.own, request)
-    notes = (*_describe_lost(state), *_note_keys(state, request))
+    notes = (*_describe_changes(state), *_note_keys(state, request))
     return LaidOut(dcp.lay_out(state, request), notes)
 
 
@@ -64,8 +64,8 @@ def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
         ReshardError: as the layout of that form.
     """
     is_unsharded = request.state_dict_type == "unsharded"
-    lay_out = accelerate.lay_out_unsharded if is_unsharded else _accelerate
-    return LaidOut(lay_out(state, request), _by_accelerate(state, request))
+    lay_out = accelerate.lay_out_unsharded if is_unsharded else _lay_out_for_accelerate
+    return LaidOut(lay_out(state, request), _note_changes_for_accelerate(state, request))
 
 
 def lay_out_fsdp(state: WritableState, request: Request) -> LaidOut:
@@ -75,8 +75,8 @@ def lay_out_fsdp(state: WritableState, request: Request) -> LaidOut:
         UsageError: a form that FSDP does not load, or flat parameters of an unknown model.
         ReshardError: as the layout of that form.
     """
-    lay_out = _local if request.state_dict_type == "local" else _accelerate
-    return LaidOut(lay_out(state, request), _by_accelerate(state, request))
+    lay_out = _lay_out_local if request.state_dict_type == "local" else _lay_out_for_accelerate
+    return LaidOut(lay_out(state, request), _note_changes_for_accelerate(state, request))
 
 
 def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
@@ -88,8 +88,8 @@ def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
     source, naming = state.manifest, state_dict.PAIR
     if source.origin.format == "fsdp" and source.keyed == "fqn":
         naming = replace(naming, keyed="fqn")
-    skeleton = _rank_files(state, request, naming)
-    return LaidOut(skeleton, (*_note_tensor_plan(state, request), *_notes(state, request)))
+    skeleton = _lay_out_rank_files(state, request, naming)
+    return LaidOut(skeleton, (*_note_tensor_plan(state, request), *_note_changes(state, request)))
 
 
 def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
@@ -99,10 +99,10 @@ def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
         UsageError: version 1 of an unknown model, or a mesh that verl does not make.
         ReshardError: as the layout of that version.
     """
-    lay_out = _flat_ranks if request.fsdp_version == 1 else _verl_ranks
+    lay_out = _lay_out_flat_ranks if request.fsdp_version == 1 else _lay_out_verl_ranks
     return LaidOut(
         lay_out(state, request),
-        (*_note_tensor_plan(state, request), *_notes(state, request, "scheduler")),
+        (*_note_tensor_plan(state, request), *_note_changes(state, request, "scheduler")),
     )
 
 
@@ -120,7 +120,7 @@ def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
         files, notes, _ = registry.find_writer("deepspeed").lay_out(state, request)
     else:
         files = _lay_out_state_dicts(state, request)
-        notes = _notes(state, request, "scheduler", "step")
+        notes = _note_changes(state, request, "scheduler", "step")
     skeleton = hf_trainer.lay_out_run(state, files, request)
     return LaidOut(skeleton, (*notes, *adapted, *hf_trainer.describe_derived(state, request)))
 
@@ -148,7 +148,7 @@ def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
     checkpoint = _lay_out_checkpoint(state, request, run)
     return LaidOut(
         run.directory(checkpoint),
-        _notes(state, request, "step", "global_samples", "skipped_steps"),
+        _note_changes(state, request, "step", "global_samples", "skipped_steps"),
     )
 
 
@@ -170,7 +170,7 @@ def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
     skeleton = torch_writer.lay_out_object(
         request.file, root, slot_of=WholeSlots(), stamp=state.stamp(request.file, 0, 1)
     )
-    return LaidOut(skeleton, _notes(state, request))
+    return LaidOut(skeleton, _note_changes(state, request))
 
 
 LAYOUTS: dict[str, Callable[[WritableState, Request], LaidOut]] = {  # by the names for --to
@@ -201,7 +201,7 @@ def _lay_out_checkpoint(state: WritableState, request: Request, run: TrainerRun)
         compute = run.compute if run.settings["fsdp_use_orig_params"] else None
         return flat_files.lay_out_fsdp1_local(
             state,
-            _wrapped(request, "--state-dict-type local"),
+            _require_units(request, "--state-dict-type local"),
             request,
             naming=state_dict.TRAINER_LOCAL,
             sharded=not whole,
@@ -225,7 +225,7 @@ def _lay_out_checkpoint(state: WritableState, request: Request, run: TrainerRun)
     return dcp.lay_out_fsdp(state, request)
 
 
-def _accelerate(state: WritableState, request: Request) -> Skeleton:
+def _lay_out_for_accelerate(state: WritableState, request: Request) -> Skeleton:
     if request.state_dict_type not in ("full", "sharded"):
         raise UsageError(
             f"--state-dict-type {request.state_dict_type}",
@@ -236,11 +236,11 @@ def _accelerate(state: WritableState, request: Request) -> Skeleton:
     if request.state_dict_type == "full":
         return state_dict.lay_out_fsdp1_full(state, request, accelerate=True)
     if request.rank_files:
-        return _rank_files(state, request, state_dict.ACCELERATE)
+        return _lay_out_rank_files(state, request, state_dict.ACCELERATE)
     return dcp.lay_out_accelerate(state, request)
 
 
-def _local(state: WritableState, request: Request) -> Skeleton:
+def _lay_out_local(state: WritableState, request: Request) -> Skeleton:
     if request.orig_params is not None:
         raise UsageError(
             "--state-dict-type local --use-orig-params",
@@ -249,13 +249,13 @@ def _local(state: WritableState, request: Request) -> Skeleton:
         )
     return flat_files.lay_out_fsdp1_local(
         state,
-        _wrapped(request, "--state-dict-type local"),
+        _require_units(request, "--state-dict-type local"),
         request,
         naming=state_dict.LOCAL,
     )
 
 
-def _wrapped(request: Request, by: str) -> ModelShapes:
+def _require_units(request: Request, by: str) -> ModelShapes:
     """Return the model with its FSDP units, which flat parameters need.
 
     Raises:
@@ -271,20 +271,25 @@ def _wrapped(request: Request, by: str) -> ModelShapes:
     return request.model
 
 
-def _rank_files(state: WritableState, request: Request, naming: state_dict.FileNames) -> Skeleton:
-    return state_dict.lay_out_fsdp2(state, request, _grid(naming, request), naming=naming)
+def _lay_out_rank_files(
+    state: WritableState, request: Request, naming: state_dict.FileNames
+) -> Skeleton:
+    return state_dict.lay_out_fsdp2(state, request, _choose_grid(naming, request), naming=naming)
 
 
-def _verl_ranks(state: WritableState, request: Request) -> Skeleton:
-    return _rank_files(state, request, state_dict.VERL)
+def _lay_out_verl_ranks(state: WritableState, request: Request) -> Skeleton:
+    return _lay_out_rank_files(state, request, state_dict.VERL)
 
 
-def _flat_ranks(state: WritableState, request: Request) -> Skeleton:
-    model, grid = _wrapped(request, "--fsdp-version 1"), _grid(state_dict.VERL, request)
+def _lay_out_flat_ranks(state: WritableState, request: Request) -> Skeleton:
+    model, grid = (
+        _require_units(request, "--fsdp-version 1"),
+        _choose_grid(state_dict.VERL, request),
+    )
     return flat_files.lay_out_fsdp1_sharded(state, model, request, grid)
 
 
-def _grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
+def _choose_grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
     """Return the requested mesh, else the usual one of a single axis.
 
     Raises:
@@ -318,24 +323,24 @@ def _lay_out_state_dicts(state: WritableState, request: Request) -> Skeleton:
     )
 
 
-def _by_accelerate(state: WritableState, request: Request) -> tuple[str, ...]:
+def _note_changes_for_accelerate(state: WritableState, request: Request) -> tuple[str, ...]:
     """Return notes on what is derived and dropped in a directory that Accelerate loads."""
     if request.weights_only:
         return ()
     copied = {Path(name).stem for name in state.manifest.train.kept_files}
     schedule = schedules.describe_changes(state.manifest, request.world_size)
-    return (*schedule, *_describe_lost(state, *_BY_ACCELERATE, copied=copied))
+    return (*schedule, *_describe_changes(state, *_BY_ACCELERATE, copied=copied))
 
 
-def _notes(state: WritableState, request: Request, *storable: str) -> tuple[str, ...]:
+def _note_changes(state: WritableState, request: Request, *storable: str) -> tuple[str, ...]:
     """Return notes on what is derived and dropped beside the optimizer.
 
     The report itself lists what is dropped with the optimizer (`Writer.keeps_value`).
     """
-    return () if request.weights_only else _describe_lost(state, *storable)
+    return () if request.weights_only else _describe_changes(state, *storable)
 
 
-def _describe_lost(
+def _describe_changes(
     state: WritableState, *storable: str, copied: Container[str] = ()
 ) -> tuple[str, ...]:
     """Return notes on what is derived and dropped.
@@ -362,10 +367,14 @@ def _describe_lost(
 def _note_tensor_plan(state: WritableState, request: Request) -> tuple[str, ...]:
     """Return a note on what the tensor-parallel axis cuts, if there is one."""
     grid, tensor = request.grid, request.tensor
-    return () if grid is None or tensor is None else (_cuts(state, request.model, grid, tensor),)
+    return (
+        ()
+        if grid is None or tensor is None
+        else (_describe_tensor_cuts(state, request.model, grid, tensor),)
+    )
 
 
-def _cuts(
+def _describe_tensor_cuts(
     state: WritableState, model: ModelShapes | None, grid: MeshGrid, tensor: TensorPlan
 ) -> str:
     weights = torch_state_dict.build_weights(

@@ -37,12 +37,12 @@ class OpenedRanks:
         opened = {rank: torch_reader.read(path) for rank, path in sorted(files.items())}
         return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
-    def only(self, ranks: Container[int]) -> OpenedRanks:
+    def select(self, ranks: Container[int]) -> OpenedRanks:
         """Return the files of some ranks."""
         files = {rank: file for rank, file in self.files.items() if rank in ranks}
         return OpenedRanks(files, {rank: self.trees[rank] for rank in files})
 
-    def joined(self, place: object) -> ParsedTree:
+    def join(self, place: object) -> ParsedTree:
         """Join all files into one tree.
 
         Raises:

@@ -59,7 +59,7 @@ def read(
     """
     # One rank's file stands for all of them; any other file is read by itself.
     if location.chosen and not is_rank_file(location.chosen):
-        saved, trainer = [(OpenedRanks.open({0: location.path}).joined(location), list[str]())], {}
+        saved, trainer = [(OpenedRanks.open({0: location.path}).join(location), list[str]())], {}
     else:
         chosen, location = location.chosen, Location(location.directories)
         (saved, key), trainer = (
@@ -157,7 +157,7 @@ def _read_stages(
             key = key[len(by_key) + 1 :] or None
         return [collected], key
     by_stage = [
-        {stem: files for stem, each in families.items() if (files := each.only(ranks)).files}
+        {stem: files for stem, each in families.items() if (files := each.select(ranks)).files}
         for ranks in stages
     ]
     first = _collect_parts(location, by_stage[0], warnings)
@@ -201,7 +201,7 @@ def _read_stage_alone(location: Location, families: Mapping[str, OpenedRanks]) -
     """Read a later stage's files; files beside them are the first stage's."""
     stage = ParsedTree({}, str(location), {})
     for stem, files in families.items():
-        _add_part(stage, None if len(families) == 1 else stem, files.joined(location))
+        _add_part(stage, None if len(families) == 1 else stem, files.join(location))
     return stage
 
 
@@ -263,7 +263,7 @@ def _collect_parts(
         warnings.append(_COPY.format("pytorch_model.bin", "the safetensors beside it"))
     for stem, files in families.items():
         alone = len(families) == 1 and not whole.root and not weights
-        _add_part(whole, None if alone else stem, files.joined(location))
+        _add_part(whole, None if alone else stem, files.join(location))
     sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *location.folders))
     for stem, path in weights.items():
         if sharded and stem in ("model", _ADAPTER):
@@ -278,7 +278,7 @@ def _collect_parts(
 def _add_extra_state(whole: ParsedTree, folder: Location) -> None:
     """Add the scheduler, counters and random states that VeOmni saves beside DCP's files."""
     for stem, files in group_by_family(directory.find_torch_files(folder)).items():
-        _add_part(whole, stem, OpenedRanks.open(files).joined(folder))
+        _add_part(whole, stem, OpenedRanks.open(files).join(folder))
 
 
 def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:

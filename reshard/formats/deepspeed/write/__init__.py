@@ -196,7 +196,7 @@ def lay_out_universal(
     }
     if grid.is_whole(state, grid_options):
         spec = resolve_spec(state, **options)
-        skeleton, notes = universal.lay_out_files(spec), tuple(report.notes_universal(spec))
+        skeleton, notes = universal.lay_out_files(spec), tuple(report.describe_universal(spec))
     else:
         metadata = SplitMetadata(state, grid_options)
         spec = resolve_spec(metadata.strip_padding(state), **options)
@@ -209,7 +209,7 @@ def lay_out_universal(
         shapes = {key: entry.shape for key, entry in state.manifest.entries.items()}
         entries = (replace(e, shape=shapes.get(e.key, e.shape)) for e in skeleton.entries)
         skeleton = replace(skeleton, entries=tuple(entries))
-        notes = (*report.notes_universal(spec, described=True), *metadata.notes())
+        notes = (*report.describe_universal(spec, described=True), *metadata.list_notes())
     settings = gpt_neox.copy_settings(state, spec.tag)
     skeleton = replace(skeleton, files=skeleton.files + settings.files)
     return LaidOut(skeleton, (*notes, *recomputed_notes, *neox_notes))

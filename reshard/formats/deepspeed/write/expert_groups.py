@@ -61,7 +61,7 @@ def regroup_experts(
         members = [member for group in parts for member in group.members]
         members.sort(key=lambda member: position[member.fqn])
         groups += _split_group(hyper, members, _FirstRank(counts, after))
-    return tuple(groups), _notes(state.groups, groups)
+    return tuple(groups), _note_group_counts(state.groups, groups)
 
 
 class _FirstRank:
@@ -71,12 +71,12 @@ class _FirstRank:
         self._sizes = sizes
         self._local = {layer: count // sizes[layer] for layer, count in counts.items()}
 
-    def local_name(self, fqn: str) -> str:
+    def get_local_name(self, fqn: str) -> str:
         """Return the name that the rank of a parameter has for it."""
         own = parse_expert_name(fqn)
         return str(own.renumber(own.number % self._local[own.layer])) if own else fqn
 
-    def group_name(self, expert: str) -> str:
+    def name_group(self, expert: str) -> str:
         """Return the name of the groups that hold an expert's parameter."""
         own = parse_expert_name(expert)
         if own is None:  # the caller passes only names of experts
@@ -85,7 +85,7 @@ class _FirstRank:
 
     def select(self, members: Sequence[TrainedParameter]) -> list[TrainedParameter]:
         """Return the members that the first rank has."""
-        return [member for member in members if self.local_name(member.fqn) == member.fqn]
+        return [member for member in members if self.get_local_name(member.fqn) == member.fqn]
 
 
 def _join_user_groups(
@@ -94,7 +94,7 @@ def _join_user_groups(
     """Yield lists of the groups that were split from one of the user's."""
     parts: list[TrainedGroup] = []
     for group in groups:
-        if parts and not _continues(parts, group, rank):
+        if parts and not _is_continuation(parts, group, rank):
             yield parts
             parts = []
         parts.append(group)
@@ -102,7 +102,7 @@ def _join_user_groups(
         yield parts
 
 
-def _continues(parts: Sequence[TrainedGroup], group: TrainedGroup, rank: _FirstRank) -> bool:
+def _is_continuation(parts: Sequence[TrainedGroup], group: TrainedGroup, rank: _FirstRank) -> bool:
     """Return whether a group was split from the same user's group as those before it.
 
     It was if it differs only in the number of its ranks, or did not fit into the last one.
@@ -114,7 +114,7 @@ def _continues(parts: Sequence[TrainedGroup], group: TrainedGroup, rank: _FirstR
         return all(group.hyper["name"] != part.hyper["name"] for part in parts)
     # DeepSpeed starts a part only when the next parameter does not fit into the one before.
     next_member = rank.select(group.members)[:1]
-    return sum(map(_numel, (*rank.select(last.members), *next_member))) > _LARGEST
+    return sum(map(_count_elements, (*rank.select(last.members), *next_member))) > _LARGEST
 
 
 def _without_name(group: TrainedGroup) -> dict[str, Any]:
@@ -132,20 +132,22 @@ def _split_group(
     parts: dict[str, int] = {}
     number, numel = 0, 0
     for member in rank.select(members):
-        if numel and numel + _numel(member) > _LARGEST:
+        if numel and numel + _count_elements(member) > _LARGEST:
             number, numel = number + 1, 0
         parts[member.fqn] = number
-        numel += _numel(member)
+        numel += _count_elements(member)
     for part in range(number + 1):
-        own = tuple(m for m in members if parts[rank.local_name(m.fqn)] == part)
-        yield TrainedGroup({**hyper, "name": rank.group_name(own[0].fqn)}, own)
+        own = tuple(m for m in members if parts[rank.get_local_name(m.fqn)] == part)
+        yield TrainedGroup({**hyper, "name": rank.name_group(own[0].fqn)}, own)
 
 
-def _numel(member: TrainedParameter) -> int:
+def _count_elements(member: TrainedParameter) -> int:
     return prod(member.weight.shape)
 
 
-def _notes(before: Sequence[TrainedGroup], after: Sequence[TrainedGroup]) -> tuple[str, ...]:
+def _note_group_counts(
+    before: Sequence[TrainedGroup], after: Sequence[TrainedGroup]
+) -> tuple[str, ...]:
     old, new = (sum(has_experts(group.hyper) for group in groups) for groups in (before, after))
     if old == new:
         return ()

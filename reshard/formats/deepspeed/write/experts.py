@@ -65,13 +65,13 @@ class Mixture:
     notes: tuple[str, ...] = ()
     _ranks: dict[tuple[int, ...], ExpertRank] = field(default_factory=dict)
 
-    def optimizer_ranks(self) -> list[int]:
+    def list_optimizer_ranks(self) -> list[int]:
         """Return the ranks that save their optimizer without ZeRO: the first with its experts."""
         config = order.find_engine_config(self.state) or {}
         most = max(self.sizes.values())  # the engine names these files by the largest group
         return [ranks[0] for ranks in list_expert_data_ranks(self.world, most, config)]
 
-    def files(self) -> Iterator[tuple[str, dict[str, str]]]:
+    def list_files(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield each expert's file, and its content: name -> the name whose values it has."""
         contents: dict[str, dict[str, str]] = {}
         numbers = {layer: number for number, layer in enumerate(self.counts)}
@@ -82,15 +82,15 @@ class Mixture:
                 contents.setdefault(name, {})[fqn] = kept
         yield from contents.items()
 
-    def parts(self) -> list[tuple[ExpertRank, list[int]]]:
+    def list_parts(self) -> list[tuple[ExpertRank, list[int]]]:
         """Return what ranks hold, and which ranks hold it."""
         parts: dict[int, tuple[ExpertRank, list[int]]] = {}
         for rank in range(self.world):
-            part = self.of_rank(rank)  # one object for all ranks with the same experts
+            part = self.select_rank(rank)  # one object for all ranks with the same experts
             parts.setdefault(id(part), (part, []))[1].append(rank)
         return list(parts.values())
 
-    def of_rank(self, rank: int) -> ExpertRank:
+    def select_rank(self, rank: int) -> ExpertRank:
         """Return what a rank holds; ranks with the same experts share one value."""
         config = order.find_engine_config(self.state) or {}
         positions = {
@@ -110,7 +110,7 @@ class Mixture:
         """
         names: dict[str, str] = {}
 
-        def local_name(fqn: str) -> str | None:
+        def get_local_name(fqn: str) -> str | None:
             own = parse_expert_name(fqn)
             if own is None:
                 return fqn
@@ -119,14 +119,14 @@ class Mixture:
             return str(own.renumber(number)) if rank == positions[size] else None
 
         def rename(entry: Entry) -> Entry | None:
-            name = local_name(entry.fqn)
+            name = get_local_name(entry.fqn)
             if name is None:
                 return None
             names[name] = entry.fqn
             return replace(entry, fqn=name)
 
         state = change_entries(self.state, rename)
-        tied = {local_name(alias) or alias: kept for alias, kept in state.manifest.tied.items()}
+        tied = {get_local_name(alias) or alias: kept for alias, kept in state.manifest.tied.items()}
         return ExpertRank(replace(state, manifest=replace(state.manifest, tied=tied)), names)
 
 

@@ -29,8 +29,8 @@ def lay_out_rank(spec: OutputSpec, rank: ModelRank | None = None) -> tuple[Skele
     Args:
         rank: None if it is the only one.
     """
-    module = skeletons.join([*_model_states(spec), *_layers(spec, rank)])
-    optimizer = skeletons.join(_optimizer_states(spec))
+    module = skeletons.join([*_lay_out_model_states(spec), *_lay_out_layers(spec, rank)])
+    optimizer = skeletons.join(_lay_out_optimizer_states(spec))
     return (rank.lift(module), rank.lift(optimizer)) if rank else (module, optimizer)
 
 
@@ -56,16 +56,16 @@ def lay_out_experts(
         )
         return replace(spec, experts=tuple(mixture.counts.values()))
 
-    whole, first = resolve(mixture.state), mixture.of_rank(0)
-    own = skeletons.join(_model_states(resolve(first.state)))
-    models = skeletons.join([first.lift(own), *_expert_files(mixture, whole)])
+    whole, first = resolve(mixture.state), mixture.select_rank(0)
+    own = skeletons.join(_lay_out_model_states(resolve(first.state)))
+    models = skeletons.join([first.lift(own), *_lay_out_expert_files(mixture, whole)])
     optimizers: list[Skeleton] = []
     if stage:
-        for part, ranks in mixture.parts():
-            files = _optimizer_states(resolve(part.state), ranks)
+        for part, ranks in mixture.list_parts():
+            files = _lay_out_optimizer_states(resolve(part.state), ranks)
             optimizers.append(part.lift(skeletons.join(files)))
     else:
-        for number, part in enumerate(map(mixture.of_rank, mixture.optimizer_ranks())):
+        for number, part in enumerate(map(mixture.select_rank, mixture.list_optimizer_ranks())):
             name = f"{whole.tag}/expp_rank_{number}_mp_rank_00_optim_states.pt"
             root = {"optimizer": None if weights_only else make_optimizer(resolve(part.state))}
             stamp = whole.stamp(name)
@@ -73,45 +73,47 @@ def lay_out_experts(
     return whole, models, skeletons.join(optimizers)
 
 
-def _expert_files(mixture: Mixture, spec: OutputSpec) -> Iterator[Skeleton]:
+def _lay_out_expert_files(mixture: Mixture, spec: OutputSpec) -> Iterator[Skeleton]:
     """Yield the file of each expert."""
     weights = {weight.fqn: weight for weight in mixture.state.weights}
-    for name, kept_names in mixture.files():
+    for name, kept_names in mixture.list_files():
         slots = {fqn: build_whole_tensor(*spec.stored(weights[fqn])) for fqn in kept_names.values()}
         tensors = {fqn: slots[kept] for fqn, kept in kept_names.items()}
         yield torch_writer.lay_out_object(f"{spec.tag}/{name}", tensors)
 
 
-def _model_states(spec: OutputSpec) -> Iterator[Skeleton]:
+def _lay_out_model_states(spec: OutputSpec) -> Iterator[Skeleton]:
     """Yield ``*_model_states.pt``."""
     name = f"mp_rank_{spec.mp_rank:02d}_model_states.pt"
     if spec.stage < 3:
-        yield _stamp(spec, f"{spec.tag}/{name}", model_states.make_shared_file(spec))
+        yield _lay_out_stamped(spec, f"{spec.tag}/{name}", model_states.make_shared_file(spec))
         return
     names = [f"{spec.tag}/zero_pp_rank_{rank}_{name}" for rank in range(spec.world_size)]
-    yield _stamp(spec, names[0], model_states.make_rank_file(spec, 0))
+    yield _lay_out_stamped(spec, names[0], model_states.make_rank_file(spec, 0))
     if spec.frozen:  # each rank's file has another piece of them, so that no template fits
         for rank, name in enumerate(names[1:], 1):
-            yield _stamp(spec, name, model_states.make_rank_file(spec, rank), rank)
+            yield _lay_out_stamped(spec, name, model_states.make_rank_file(spec, rank), rank)
     elif names[1:]:
         template = torch_writer.Template(names[1], model_states.make_rank_file(spec, 1))
         for rank, name in enumerate(names[1:], 1):
-            yield template.file(name, spec.stamp(name, rank))
+            yield template.lay_out(name, spec.stamp(name, rank))
 
 
-def _stamp(spec: OutputSpec, name: str, root: Any, rank: int = 0) -> Skeleton:
+def _lay_out_stamped(spec: OutputSpec, name: str, root: Any, rank: int = 0) -> Skeleton:
     """Return the stamped file of a data-parallel rank."""
     return torch_writer.lay_out_object(name, root, stamp=spec.stamp(name, rank))
 
 
-def _layers(spec: OutputSpec, rank: ModelRank | None) -> Iterator[Skeleton]:
+def _lay_out_layers(spec: OutputSpec, rank: ModelRank | None) -> Iterator[Skeleton]:
     """Yield a pipeline's ``layer_*-model_states.pt``."""
     for layer in rank.layers if rank else ():
         name = f"{spec.tag}/layer_{layer.number:02d}{rank.suffix if rank else ''}-model_states.pt"
-        yield _stamp(spec, name, model_states.make_layer_file(spec, layer))
+        yield _lay_out_stamped(spec, name, model_states.make_layer_file(spec, layer))
 
 
-def _optimizer_states(spec: OutputSpec, ranks: Iterable[int] | None = None) -> Iterator[Skeleton]:
+def _lay_out_optimizer_states(
+    spec: OutputSpec, ranks: Iterable[int] | None = None
+) -> Iterator[Skeleton]:
     """Yield ``*_optim_states.pt`` of all ranks, or at stages 1 and 2 of the given ranks.
 
     DeepSpeed expects the prefix ``bf16_`` by the precision of the run, at every stage.
@@ -124,7 +126,7 @@ def _optimizer_states(spec: OutputSpec, ranks: Iterable[int] | None = None) -> I
         for rank in range(spec.world_size)
     ]
 
-    def root(states: dict[str, Any]) -> dict[str, Any]:
+    def build_root(states: dict[str, Any]) -> dict[str, Any]:
         return {
             "optimizer_state_dict": states,
             "ds_config": spec.config,
@@ -132,14 +134,14 @@ def _optimizer_states(spec: OutputSpec, ranks: Iterable[int] | None = None) -> I
         }
 
     if spec.stage == 3:
-        template = torch_writer.Template(names[0], root(stage3.make_first_rank(spec)))
-        first = template.file(names[0], spec.stamp(names[0]))
+        template = torch_writer.Template(names[0], build_root(stage3.make_first_rank(spec)))
+        first = template.lay_out(names[0], spec.stamp(names[0]))
         others = (
-            template.file(name, spec.stamp(name, rank), hollow=True)
+            template.lay_out(name, spec.stamp(name, rank), hollow=True)
             for rank, name in enumerate(names[1:], 1)
         )
         yield skeletons.lay_out_ranks(first, others, repeated=spec.state.scalars)
         return
     groups = stage12.FlatGroups(spec)
     for rank in range(spec.world_size) if ranks is None else ranks:
-        yield _stamp(spec, names[rank], root(groups.of_rank(rank)), rank)
+        yield _lay_out_stamped(spec, names[rank], build_root(groups.make_rank_states(rank)), rank)

@@ -64,16 +64,16 @@ def build_flat_tensor(
     for run in runs:
         entry = value(run.member)
         if entry is not None:
-            parts += [_part(entry, box, at) for box, at in run.boxes]
+            parts += [_make_part(entry, box, at) for box, at in run.boxes]
     return Slot(Storage(dtype, numel, tuple(parts)), (numel,), requires_grad=grad)
 
 
-def run_parts(entry: Entry, start: int, stop: int) -> tuple[Part, ...]:
+def build_run_parts(entry: Entry, start: int, stop: int) -> tuple[Part, ...]:
     """Return the run ``[start, stop)`` of an entry as the content of its own tensor."""
-    return tuple(_part(entry, box, at) for box, at in _place_boxes(entry, start, stop, 0))
+    return tuple(_make_part(entry, box, at) for box, at in _place_boxes(entry, start, stop, 0))
 
 
-def _part(entry: Entry, box: Box, at: int) -> Part:
+def _make_part(entry: Entry, box: Box, at: int) -> Part:
     return Part(entry.kind, entry.fqn, entry.shape, box, at)
 
 

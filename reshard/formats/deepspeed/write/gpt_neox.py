@@ -38,7 +38,7 @@ def adapt_settings(state: WritableState, sizes: Sizes) -> WritableState:
 
     The vocabulary keeps its padding if a unit times the ranks is as before.
     """
-    args = _args(state)
+    args = _get_args(state)
     ranks = args.get(_RANKS)
     if not isinstance(ranks, int) or ranks == sizes.tensor:
         return state
@@ -56,7 +56,7 @@ def describe_settings(state: WritableState, sizes: Sizes) -> Iterator[str]:
     """Yield the settings with which GPT-NeoX loads the output, if they are not the source's."""
     if not _is_neox(state):
         return
-    before, after = _args(state), _args(adapt_settings(state, sizes))
+    before, after = _get_args(state), _get_args(adapt_settings(state, sizes))
     changed: dict[str, Any] = {}
     if before != after or state.manifest.origin.mesh.get("pp", 1) != sizes.pipeline:
         changed |= {name: after[name] for name in (_RANKS, _UNIT) if name in after}
@@ -80,7 +80,7 @@ def _is_neox(state: WritableState) -> bool:
     return is_neox and state.manifest.origin.format.startswith("deepspeed")
 
 
-def _args(state: WritableState) -> Mapping[str, Any]:
+def _get_args(state: WritableState) -> Mapping[str, Any]:
     """Return the settings that the model states hold."""
     args = state.manifest.train.client.get(_ARGS)
     return args if isinstance(args, Mapping) and _is_neox(state) else {}

@@ -228,7 +228,7 @@ class _Cutter:
                 f" {self.size}; for FSDP 2: --to fsdp2 --mesh dp_shard=N,tp={self.size}; or state"
                 f" it with --rules FILE: {FORM}",
             )
-        self.splits = {fqn: cuts.split(fqn, shape) for fqn, shape in shapes.items()}
+        self.splits = {fqn: cuts.find_split(fqn, shape) for fqn, shape in shapes.items()}
         self._shapes = {
             fqn: self._pad(fqn, shape, options.divisible) for fqn, shape in shapes.items()
         }
@@ -272,7 +272,7 @@ class _Cutter:
             self.info["padded_vocab_size"] = rows
         return (rows, *shape[1:])
 
-    def blocks(self, fqn: str, rank: int) -> tuple[Index, tuple[tuple[Box, Box], ...]]:
+    def list_blocks(self, fqn: str, rank: int) -> tuple[Index, tuple[tuple[Box, Box], ...]]:
         """Return a rank's shape of a tensor, and pairs (block of the whole, block of its own)."""
         key = fqn, rank
         if key not in self._blocks:
@@ -316,9 +316,9 @@ def _cut_rank(
 
     def cut(entry: Entry) -> Entry:
         if entry.key not in local:
-            shape, blocks = cutter.blocks(entry.fqn, tensor)
+            shape, blocks = cutter.list_blocks(entry.fqn, tensor)
             local[entry.key] = replace(entry, shape=shape, chunks=())
-            moves = tuple(_moves(blocks, entry.shape))
+            moves = tuple(_list_moves(blocks, entry.shape))
             lifts[entry.fqn] = entry.shape, moves, cutter.splits[entry.fqn]
         return local[entry.key]
 
@@ -330,7 +330,7 @@ def _cut_rank(
     return ModelRank(number, own, layers, suffix, lifts, cutter.size)
 
 
-def _moves(blocks: Sequence[tuple[Box, Box]], shape: Index) -> Iterator[Move]:
+def _list_moves(blocks: Sequence[tuple[Box, Box]], shape: Index) -> Iterator[Move]:
     """Yield the moves from a rank's tensor to the whole one; padding rows are in no move."""
     for block, local in blocks:
         stored = intersect(block, whole(shape)) if shape and block.volume else block

@@ -26,18 +26,18 @@ def make_shared_file(spec: OutputSpec) -> OrderedDict[str, Any]:
     Only stages 2 and 3 list frozen parameters (DeepSpeed 0.19.8 ``runtime/engine.py``,
     ``_save_checkpoint``: where gradients are partitioned).
     """
-    slots = _whole_tensors(spec)
-    frozen = {spec.listed_name(weight.fqn): slots[weight.fqn] for weight in spec.frozen}
-    return _root(spec, _with_aliases(spec, slots), frozen if spec.stage == 2 else None)
+    slots = _build_whole_tensors(spec)
+    frozen = {spec.get_listed_name(weight.fqn): slots[weight.fqn] for weight in spec.frozen}
+    return _build_root(spec, _with_aliases(spec, slots), frozen if spec.stage == 2 else None)
 
 
 def make_rank_file(spec: OutputSpec, rank: int) -> OrderedDict[str, Any]:
     """Return a rank's file of stage 3: the buffers whole, a placeholder for each parameter."""
     frozen = {
-        spec.listed_name(w.fqn): make_fragment(*spec.stored(w), spec.world_size, rank)
+        spec.get_listed_name(w.fqn): make_fragment(*spec.stored(w), spec.world_size, rank)
         for w in spec.frozen
     }
-    root = _root(spec, _with_aliases(spec, _placeholders(spec)), frozen)
+    root = _build_root(spec, _with_aliases(spec, _build_placeholders(spec)), frozen)
     if rank:
         root["shared_params"] = {}  # DeepSpeed lists them on rank 0 alone
     return root
@@ -58,25 +58,25 @@ def make_universal_file(spec: OutputSpec, *, weights: bool) -> OrderedDict[str, 
         weights: whether it holds the weights, or placeholders as at stage 3; buffers are there
             either way.
     """
-    slots = _whole_tensors(spec) if weights else _placeholders(spec)
-    frozen = {spec.listed_name(weight.fqn): slots[weight.fqn] for weight in spec.frozen}
+    slots = _build_whole_tensors(spec) if weights else _build_placeholders(spec)
+    frozen = {spec.get_listed_name(weight.fqn): slots[weight.fqn] for weight in spec.frozen}
     if spec.layered:  # without the files of layers, this file alone has what is not trained
         slots = {weight.fqn: slots[weight.fqn] for weight in (*spec.frozen, *spec.buffers)}
     module = _with_aliases(spec, slots)
     return OrderedDict(
         {
             "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
-            **_root(spec, module, frozen if weights else None),
+            **_build_root(spec, module, frozen if weights else None),
             "module": module or None,
         }
     )
 
 
-def _whole_tensors(spec: OutputSpec) -> dict[str, Slot]:
+def _build_whole_tensors(spec: OutputSpec) -> dict[str, Slot]:
     return {weight.fqn: build_whole_tensor(*spec.stored(weight)) for weight in spec.state.weights}
 
 
-def _placeholders(spec: OutputSpec) -> dict[str, Slot]:
+def _build_placeholders(spec: OutputSpec) -> dict[str, Slot]:
     """Return the buffers, and an empty tensor for each parameter."""
     buffers = {weight.fqn for weight in spec.buffers}
     empty: dict[Any, Slot] = {}
@@ -97,7 +97,7 @@ def _with_aliases(spec: OutputSpec, slots: dict[str, Slot]) -> OrderedDict[str, 
     return OrderedDict(slots | aliases)
 
 
-def _root(
+def _build_root(
     spec: OutputSpec, module: OrderedDict[str, Slot], frozen: dict[str, Slot] | None
 ) -> OrderedDict[str, Any]:
     """Return the content of a file, as an OrderedDict, which can have the stamp as an attribute.
@@ -121,9 +121,9 @@ def _root(
         "module": None if spec.layered else module,
         "buffer_names": [weight.fqn for weight in spec.buffers],
         "optimizer": None if sharded or spec.weights_only else make_optimizer(spec),
-        "param_shapes": _param_shapes(spec) if lists_names else None,
-        "frozen_param_shapes": None if frozen is None else _frozen_shapes(spec),
-        "shared_params": _shared_params(spec) if sharded else None,
+        "param_shapes": _list_param_shapes(spec) if lists_names else None,
+        "frozen_param_shapes": None if frozen is None else _list_frozen_shapes(spec),
+        "shared_params": _list_shared_params(spec) if sharded else None,
         "frozen_param_fragments": None if frozen is None else OrderedDict(frozen),
         "lr_scheduler": find_scheduler(train),
         "data_sampler": None,
@@ -145,23 +145,25 @@ def _root(
     return OrderedDict(root)
 
 
-def _param_shapes(spec: OutputSpec) -> list[OrderedDict[str, Any]]:
+def _list_param_shapes(spec: OutputSpec) -> list[OrderedDict[str, Any]]:
     return [
-        OrderedDict((spec.listed_name(m.fqn), _size(spec, m.weight.shape)) for m in flat)
+        OrderedDict((spec.get_listed_name(m.fqn), _make_size(spec, m.weight.shape)) for m in flat)
         for flat in spec.flats
     ]
 
 
-def _frozen_shapes(spec: OutputSpec) -> OrderedDict[str, Any]:
-    return OrderedDict((spec.listed_name(w.fqn), _size(spec, w.shape)) for w in spec.frozen)
+def _list_frozen_shapes(spec: OutputSpec) -> OrderedDict[str, Any]:
+    return OrderedDict(
+        (spec.get_listed_name(w.fqn), _make_size(spec, w.shape)) for w in spec.frozen
+    )
 
 
-def _shared_params(spec: OutputSpec) -> dict[str, str]:
+def _list_shared_params(spec: OutputSpec) -> dict[str, str]:
     """Return alias -> the name that is kept."""
     tied = spec.state.manifest.tied.items()
-    return {spec.listed_name(alias): spec.listed_name(kept) for alias, kept in tied}
+    return {spec.get_listed_name(alias): spec.get_listed_name(kept) for alias, kept in tied}
 
 
-def _size(spec: OutputSpec, shape: Index) -> Index | Call:
+def _make_size(spec: OutputSpec, shape: Index) -> Index | Call:
     """Return a ``torch.Size``; a tuple in runs with experts, of which the engine saves a copy."""
     return shape if spec.experts else make_torch_size(shape)

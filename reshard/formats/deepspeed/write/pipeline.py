@@ -51,10 +51,12 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     names_of: dict[int, dict[str, str]] = {}
     for entry in manifest.of_kind(PARAM, BUFFER):
         for number in {parse_layer(chunk.file) for chunk in entry.chunks} - {None}:
-            names_of.setdefault(number or 0, {})[_local(entry.fqn, number or 0)] = entry.fqn
+            names_of.setdefault(number or 0, {})[_get_local_name(entry.fqn, number or 0)] = (
+                entry.fqn
+            )
     layers = [Layer(number, names) for number, names in sorted(names_of.items())]
     shared = Counter(fqn for layer in layers for fqn in layer.fqns if fqn.startswith(TIED))
-    once = {fqn: _local(fqn, 0) for fqn, count in shared.items() if count == 1}
+    once = {fqn: _get_local_name(fqn, 0) for fqn, count in shared.items() if count == 1}
     if once:
         layers.append(
             Layer(layers[-1].number + 1, {local: f for f, local in once.items()}, has_file=False)
@@ -62,7 +64,7 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def _local(fqn: str, number: int) -> str:
+def _get_local_name(fqn: str, number: int) -> str:
     """Return the name that a layer's file has for a tensor."""
     if fqn.startswith(TIED):
         return fqn.removeprefix(TIED).partition(".")[2]
@@ -92,7 +94,7 @@ def share_layers(
     own = _find_source_stages(manifest, layers, before)
     if before == count and own is not None:
         return own, "as in the source"
-    methods = _methods(manifest, layers, total)
+    methods = _list_partition_methods(manifest, layers, total)
     fitting = [
         name for name, cut in methods.items() if own is None or _is_same(cut(before), own, layers)
     ]
@@ -126,10 +128,10 @@ def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int)
         on = [owners[fqn] for fqn in own if fqn in owners]
         at = max(at, max(on, default=at))
         ends[at + 1] = layer.number + 1
-    return _ranges(list(accumulate(ends, max)))
+    return _make_ranges(list(accumulate(ends, max)))
 
 
-def _methods(
+def _list_partition_methods(
     manifest: Manifest, layers: Sequence[Layer], total: int
 ) -> dict[str, Callable[[int], Stages]]:
     """Return DeepSpeed's partition methods, the likeliest first."""
@@ -165,16 +167,16 @@ def _is_same(a: Stages, b: Stages, layers: Sequence[Layer]) -> bool:
     return locate(a) == locate(b)
 
 
-def _ranges(ends: Sequence[int]) -> Stages:
+def _make_ranges(ends: Sequence[int]) -> Stages:
     return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
 def share_uniformly(total: int, count: int) -> Stages:
     """Return stages of equal length; the first ones have one more if they do not divide."""
     if total <= count:
-        return _ranges([min(n, total) for n in range(count + 1)])
+        return _make_ranges([min(n, total) for n in range(count + 1)])
     size, rest = divmod(total, count)
-    return _ranges([n * size + min(n, rest) for n in range(count + 1)])
+    return _make_ranges([n * size + min(n, rest) for n in range(count + 1)])
 
 
 def balance(weights: Sequence[int], count: int) -> Stages:
@@ -199,4 +201,4 @@ def balance(weights: Sequence[int], count: int) -> Stages:
     ends = [total]
     for stage in range(count, 0, -1):
         ends.append(best[ends[-1], stage][3])
-    return _ranges(ends[::-1])
+    return _make_ranges(ends[::-1])

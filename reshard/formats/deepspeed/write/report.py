@@ -64,7 +64,7 @@ def describe_output(spec: OutputSpec) -> Iterator[str]:
             )
 
 
-def notes_universal(spec: OutputSpec, *, described: bool = False) -> Iterator[str]:
+def describe_universal(spec: OutputSpec, *, described: bool = False) -> Iterator[str]:
     """Yield the notes on a universal checkpoint, each a sentence.
 
     Args:
@@ -131,7 +131,7 @@ def _note_muon(spec: OutputSpec) -> Iterator[str]:
     if spec.stage != 3 or order.find_source_stage(spec.state) == 3:
         return
     position = {weight.fqn: number for number, weight in enumerate(spec.state.weights)}
-    muon = order.find_groups_by_shape(group.hyper for group in spec.groups)
+    muon = order.find_shape_sorted_groups(group.hyper for group in spec.groups)
     places = [[position[fqn] for fqn in spec.groups[number].fqns] for number in muon]
     if any(found != sorted(found) for found in places):
         yield (

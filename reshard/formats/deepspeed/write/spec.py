@@ -90,7 +90,7 @@ class OutputSpec:
         """Return what fills the module's copy, and its dtype there."""
         return self.state.stored(weight, self.recast)
 
-    def listed_name(self, fqn: str) -> str:
+    def get_listed_name(self, fqn: str) -> str:
         """Return DeepSpeed's name of a parameter, that of ``named_parameters``."""
         return self.state.manifest.wrapped_names.get(fqn, fqn)
 
@@ -135,7 +135,7 @@ class OutputSpec:
         size = self.world_size // self.count_partitions(group)
         return locate_rank(self.world_size, size, self.config, rank)[1]
 
-    def param_groups(self) -> list[dict[str, Any]]:
+    def build_param_groups(self) -> list[dict[str, Any]]:
         """Return the groups as the optimizer stores them, with the indices of the flat tensors."""
         numbers = iter(range(len(self.flats)))
         return [
@@ -306,7 +306,7 @@ def _sort_groups(state: WritableState, stage: int, *, keep_empty: bool) -> tuple
     Args:
         keep_empty: at stage 0 in fp32: the file holds the user's optimizer itself.
     """
-    by_shape = order.find_groups_by_shape(group.hyper for group in state.groups)
+    by_shape = order.find_shape_sorted_groups(group.hyper for group in state.groups)
     if stage == order.find_source_stage(state) == 3:
         by_shape = frozenset()  # of shapes, or the model's: zero.Init hides shapes from Muon
     groups = []

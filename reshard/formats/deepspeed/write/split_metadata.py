@@ -52,12 +52,12 @@ class SplitMetadata:
         if not self.is_known:
             return {"cat_dim": 0}
         shape = self._shapes[fqn]
-        split = self._cuts.split(fqn, shape)
+        split = self._cuts.find_split(fqn, shape)
         fused = self._cuts.find_fused(fqn)
         if split.dim is None:
             return {}
         if fused is not None and len(split.parts) > 1:
-            return {"sub_param_shape": _sub_params(fused, shape)}
+            return {"sub_param_shape": _make_sub_param_shape(fused, shape)}
         if len(split.parts) > 1:
             return {"cat_dim": split.dim, "param_n_sub_params": len(split.parts)}
         return {"cat_dim": split.dim, **({"vocab_tensor": True} if split.padded else {})}
@@ -66,7 +66,7 @@ class SplitMetadata:
         """Store one rank's share of tensors that ranks add up: DeepSpeed gives it to each rank."""
 
         def share(entry: Entry) -> Entry:
-            split = self._cuts.split(entry.fqn, self._shapes[entry.fqn])
+            split = self._cuts.find_split(entry.fqn, self._shapes[entry.fqn])
             return shards.scale_shares(entry, split, self._tensor)
 
         if not self.is_known:
@@ -90,11 +90,13 @@ class SplitMetadata:
         is_vocabulary = "vocab_tensor" in self.describe(fqn)
         return is_vocabulary and self._shapes[fqn][0] > (self._vocabulary or 0)
 
-    def notes(self) -> list[str]:
+    def list_notes(self) -> list[str]:
         """Return the notes for the user."""
         if not self.is_known:
             return [NOT_DESCRIBED]
-        summed = [fqn for fqn, shape in self._shapes.items() if self._cuts.split(fqn, shape).summed]
+        summed = [
+            fqn for fqn, shape in self._shapes.items() if self._cuts.find_split(fqn, shape).summed
+        ]
         return [
             *self._note_summed(summed),
             *(
@@ -115,7 +117,7 @@ class SplitMetadata:
             )
 
 
-def _sub_params(fused: Mapping[str, Any], shape: Index) -> Call:
+def _make_sub_param_shape(fused: Mapping[str, Any], shape: Index) -> Call:
     """Return the parts of a fused parameter, with their sizes if the run has only their number."""
     dim = int(fused["partition_dim"])
     view = [tuple(n) if isinstance(n, (list, tuple)) else int(n) for n in fused["shape"]]

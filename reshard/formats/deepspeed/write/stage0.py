@@ -14,7 +14,7 @@ from reshard.box import Index
 from reshard.containers.torch_writer import build_whole_tensor
 from reshard.dtypes import FLOAT32
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
-from reshard.formats.deepspeed.order import find_groups_by_shape
+from reshard.formats.deepspeed.order import find_shape_sorted_groups
 from reshard.formats.deepspeed.write.flat_tensors import (
     build_flat_tensor,
     collect_slot_dtypes,
@@ -39,13 +39,13 @@ _CLIP = 1.0  # GRADIENT_CLIPPING_DEFAULT; FP16_Optimizer requires a value
 def make_optimizer(spec: OutputSpec) -> dict[str, Any]:
     """Return what the model states hold under ``optimizer``."""
     if spec.precision == FLOAT32:
-        return _by_parameter(spec)
+        return _build_by_parameter(spec)
     scaler = make_scaler_keys(spec.scaler, spec.state.step())
     if any(is_deepspeed_optimizer(group.hyper) for group in spec.groups):
         joined = [concatenate(group.members) for group in spec.groups]
         return {
             **scaler,
-            "optimizer_state_dict": _by_group(spec),
+            "optimizer_state_dict": _build_by_group(spec),
             "fp32_groups_flat": [
                 build_flat_tensor(FLOAT32, numel, runs, get_master) for runs, numel in joined
             ],
@@ -53,7 +53,7 @@ def make_optimizer(spec: OutputSpec) -> dict[str, Any]:
         }
     return {
         **scaler,
-        "optimizer_state_dict": _by_parameter(spec),
+        "optimizer_state_dict": _build_by_parameter(spec),
         "fp32_groups": [
             [build_whole_tensor(member.weight.value, FLOAT32) for member in group.members]
             for group in spec.groups
@@ -61,19 +61,19 @@ def make_optimizer(spec: OutputSpec) -> dict[str, Any]:
     }
 
 
-def _by_parameter(spec: OutputSpec) -> dict[str, Any]:
+def _build_by_parameter(spec: OutputSpec) -> dict[str, Any]:
     """Return the state dict of an optimizer that has a state for each parameter."""
     groups = (
         (
             build_tensors(group.hyper),
-            [(member.fqn, _state(member, group)) for member in group.members],
+            [(member.fqn, _build_state(member, group)) for member in group.members],
         )
         for group in spec.groups
     )
     return torch_state_dict.assemble_optimizer(groups, named=not _is_order_recoverable(spec))
 
 
-def _state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any]:
+def _build_state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any]:
     if not member.slots:
         return {}
     counter = {} if member.step is None else {"step": make_step_counter(member.step, group.hyper)}
@@ -82,7 +82,7 @@ def _state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any]:
     }
 
 
-def _by_group(spec: OutputSpec) -> dict[str, Any]:
+def _build_by_group(spec: OutputSpec) -> dict[str, Any]:
     """Return the state dict of an optimizer that has one flat tensor for each group."""
     path = spec.state.manifest.origin.path
     states: dict[int, dict[str, Any]] = {}
@@ -96,7 +96,7 @@ def _by_group(spec: OutputSpec) -> dict[str, Any]:
             state[name] = build_flat_tensor(dtype, numel, runs, pick_slot(name))
         if state:
             states[number] = state
-    param_groups = spec.param_groups()
+    param_groups = spec.build_param_groups()
     if not _is_order_recoverable(spec):
         listed = zip(param_groups, spec.groups, strict=True)
         param_groups = [{**stored, "param_names": group.fqns} for stored, group in listed]
@@ -126,5 +126,5 @@ def _is_order_recoverable(spec: OutputSpec) -> bool:
 
 
 def _can_name(candidates: Mapping[str, Index], groups: Sequence[TrainedGroup]) -> bool:
-    by_shape = find_groups_by_shape(group.hyper for group in groups)
+    by_shape = find_shape_sorted_groups(group.hyper for group in groups)
     return optimizer_names.can_name_groups(candidates, groups, by_shape)

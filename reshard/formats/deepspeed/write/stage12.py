@@ -46,7 +46,7 @@ _ALIGNED_BYTES = 16  # parameter_alignment: where every parameter of the module 
 
 
 class FlatGroups:
-    """The flat tensors of all groups, laid out once; `of_rank` cuts a rank's pieces."""
+    """The flat tensors of all groups, laid out once; `make_rank_states` cuts a rank's pieces."""
 
     def __init__(self, spec: OutputSpec) -> None:
         self._spec = spec
@@ -55,7 +55,7 @@ class FlatGroups:
             for group, flat in zip(spec.groups, spec.flats, strict=True)
         ]
 
-    def of_rank(self, rank: int) -> dict[str, Any]:
+    def make_rank_states(self, rank: int) -> dict[str, Any]:
         """Return one rank's ``optimizer_state_dict``."""
         spec = self._spec
         partitions = [
@@ -69,7 +69,7 @@ class FlatGroups:
             **({} if spec.clip is None else {"clip_grad": spec.clip}),  # else the new run's own
             "base_optimizer_state": {
                 "state": {number: p.state for number, p in enumerate(partitions) if p.state},
-                "param_groups": spec.param_groups(),
+                "param_groups": spec.build_param_groups(),
             },
             "single_partition_of_fp32_groups": [partition.master for partition in partitions],
             "zero_stage": make_stage_enum(spec.stage),
@@ -101,7 +101,7 @@ class _WrittenGroup:
         self._group = group
         self._flat = flat
         self._order = {fqn: number for number, fqn in enumerate(group.fqns)}
-        unit = _alignment(spec, flat)
+        unit = _find_alignment(spec, flat)
         sizes = [prod(member.weight.shape) for member in flat]
         # DeepSpeed adds the padding after the last parameter to the tail of the group.
         self.paddings = [-numel % unit for numel in sizes[:-1]] + [0] * bool(flat)
@@ -130,7 +130,7 @@ class _WrittenGroup:
         state.update(self._scalars)
         stored = self._numel - padding
         master = build_flat_tensor(self._master, stored, runs, get_master, grad=True)
-        return _WrittenPartition(master, state, padding, self._addresses(runs))
+        return _WrittenPartition(master, state, padding, self._list_addresses(runs))
 
     def _cut_runs(self, position: int) -> Iterator[MemberRun]:
         low, high = position * self._numel, (position + 1) * self._numel
@@ -139,11 +139,14 @@ class _WrittenGroup:
             begin = self._starts[number]
             yield cut_run(self._flat[number], start - begin, stop - begin, start - low)
 
-    def _addresses(self, runs: Sequence[MemberRun]) -> OrderedDict[str, Call]:
+    def _list_addresses(self, runs: Sequence[MemberRun]) -> OrderedDict[str, Call]:
         """Return the position of each parameter's fragment, in the user's order."""
         ordered = sorted(runs, key=lambda run: self._order[run.member.fqn])
         return OrderedDict(
-            (self._spec.listed_name(run.member.fqn), make_fragment_address(run.numel, run.offset))
+            (
+                self._spec.get_listed_name(run.member.fqn),
+                make_fragment_address(run.numel, run.offset),
+            )
             for run in ordered
         )
 
@@ -162,7 +165,7 @@ def _keeps_whole_momenta(spec: OutputSpec, group: TrainedGroup) -> bool:
     )
 
 
-def _alignment(spec: OutputSpec, flat: Sequence[TrainedParameter]) -> int:
+def _find_alignment(spec: OutputSpec, flat: Sequence[TrainedParameter]) -> int:
     """Return the unit at whose multiples parameters begin, in elements of the module's dtype."""
     is_aligned = order.get_zero_section(spec.config).get("parameter_alignment") is True
     uses_bf16 = order.uses_bf16_optimizer(spec.config, spec.stage, spec.precision)

@@ -15,6 +15,7 @@ from reshard.dtypes import DType
 from reshard.formats.deepspeed.write.flat_tensors import (
     MemberRun,
     build_flat_tensor,
+    build_run_parts,
     choose_master_dtype,
     collect_slot_dtypes,
     concatenate,
@@ -22,7 +23,6 @@ from reshard.formats.deepspeed.write.flat_tensors import (
     get_master,
     make_scalars,
     pick_slot,
-    run_parts,
 )
 from reshard.formats.deepspeed.write.objects import (
     make_scaler_object,
@@ -52,7 +52,7 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
             runs, numel = concatenate(members, spec.world_size)
             dtype = choose_master_dtype(members)
             masters.append(build_flat_tensor(dtype, numel, runs, get_master, grad=True))
-            states.append(_state(group, members, count, (runs, numel)))
+            states.append(_make_state(group, members, count, (runs, numel)))
     return {
         "zero_stage": make_stage_enum(spec.stage),
         "loss_scaler": make_scaler_object(spec.scaler),
@@ -61,13 +61,13 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
         "partition_count": spec.world_size,
         "optimizer_state_dict": {
             "state": {number: state for number, state in enumerate(states) if state},
-            "param_groups": spec.param_groups(),
+            "param_groups": spec.build_param_groups(),
         },
         "fp32_flat_groups": masters,
     }
 
 
-def _state(
+def _make_state(
     group: TrainedGroup, members: Sequence[TrainedParameter], count: float | None, runs: _Runs
 ) -> dict[str, Any]:
     """Return the state of one sub-group; empty if its group was never stepped.
@@ -85,5 +85,5 @@ def _state(
 def make_fragment(entry: Entry, dtype: DType, ranks: int, rank: int) -> Slot:
     """Return a rank's piece of a parameter that is not optimized."""
     numel = -(-entry.numel // ranks)
-    parts = run_parts(entry, *compute_equal_piece(entry.numel, ranks, rank))
+    parts = build_run_parts(entry, *compute_equal_piece(entry.numel, ranks, rank))
     return Slot(Storage(dtype, numel, parts), (numel,))

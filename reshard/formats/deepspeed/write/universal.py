@@ -29,10 +29,10 @@ from reshard.containers.torch_writer import Slot, Storage
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsafeError
 from reshard.formats.deepspeed.write.flat_tensors import (
+    build_run_parts,
     choose_master_dtype,
     collect_slot_dtypes,
     find_common_step,
-    run_parts,
 )
 from reshard.formats.deepspeed.write.model_states import make_universal_file
 from reshard.formats.deepspeed.write.objects import (
@@ -66,10 +66,10 @@ def lay_out_files(
         UnsupportedError: members of a group have seen different numbers of updates.
         IncompleteError: a parameter lacks a slot that others have.
     """
-    zero = skeletons.join(_zero(spec, metadata))
+    zero = skeletons.join(_lay_out_zero(spec, metadata))
     zero = metadata.divide_sums(zero) if metadata else zero
     models = models or skeletons.join(
-        [_model(spec, _MODEL, weights=True), _model(spec, _MODEL3, weights=False)]
+        [_lay_out_model(spec, _MODEL, weights=True), _lay_out_model(spec, _MODEL3, weights=False)]
     )
     latest = skeletons.lay_out_bytes("latest_universal", spec.tag.encode())
     return Skeleton(
@@ -81,10 +81,10 @@ def lay_out_files(
 
 def lay_out_model_rank(spec: OutputSpec) -> Skeleton:
     """Lay out the model states of one of several model-parallel ranks."""
-    return _model(spec, f"mp_rank_{spec.mp_rank:02d}_model_states.pt", weights=True)
+    return _lay_out_model(spec, f"mp_rank_{spec.mp_rank:02d}_model_states.pt", weights=True)
 
 
-def _model(spec: OutputSpec, name: str, *, weights: bool) -> Skeleton:
+def _lay_out_model(spec: OutputSpec, name: str, *, weights: bool) -> Skeleton:
     root = make_universal_file(spec, weights=weights)
     return torch_writer.lay_out_object(f"{spec.tag}/{name}", root, stamp=spec.stamp(name))
 
@@ -129,7 +129,7 @@ def find_common_hyper(spec: OutputSpec) -> dict[str, Any]:
     )
 
 
-def _zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[Skeleton]:
+def _lay_out_zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[Skeleton]:
     """Yield the files of ``zero/``."""
     folder, counts = f"{spec.tag}/zero", count_steps(spec)
     dtypes_of = [collect_slot_dtypes(group.members) for group in spec.groups]
@@ -142,7 +142,7 @@ def _zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[Skeleton
         if dtypes and _has_counts(counts):
             counter = torch_writer.lay_out_object(_STEP, make_step_counter(count or 0, group.hyper))
         for member in group.members:
-            name = spec.listed_name(member.fqn)
+            name = spec.get_listed_name(member.fqn)
             for part in (name, *dtypes):
                 _check_name(spec, part)
             files = _TensorFiles(metadata.describe(member.fqn)) if metadata else whole
@@ -154,7 +154,9 @@ def _zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[Skeleton
             if counter is not None:
                 yield skeletons.rename(counter, f"{folder}/{name}/{_STEP}")
     name = f"{folder}/optimizer_state.pt"
-    yield torch_writer.lay_out_object(name, _optimizer(spec, counts), stamp=spec.stamp(name))
+    yield torch_writer.lay_out_object(
+        name, _make_optimizer_state(spec, counts), stamp=spec.stamp(name)
+    )
 
 
 def _has_counts(counts: Sequence[float | None]) -> bool:
@@ -184,7 +186,7 @@ class _TensorFiles:
         known = self._known.get(key)
         if known is None:
             numel = member.weight.value.numel
-            parts = run_parts(value, 0, numel) if value else ()
+            parts = build_run_parts(value, 0, numel) if value else ()
             # DeepSpeed cuts along dim 0, so a 0-d parameter needs a dim (its converter fails).
             slot = Slot(Storage(dtype, numel, parts), shape or (1,))
             known = torch_writer.lay_out_object(name, {**self._metadata, "param": slot})
@@ -206,7 +208,7 @@ def _check_name(spec: OutputSpec, name: str) -> None:
         )
 
 
-def _optimizer(spec: OutputSpec, counts: Sequence[float | None]) -> dict[str, Any]:
+def _make_optimizer_state(spec: OutputSpec, counts: Sequence[float | None]) -> dict[str, Any]:
     """Return scaler, clipping and hyper-parameters; the new run keeps its own for what is missing.
 
     Stage 3 reads the base optimizer from a separate dict, with one counter for all parameters, that
@@ -225,7 +227,7 @@ def _optimizer(spec: OutputSpec, counts: Sequence[float | None]) -> dict[str, An
         "overflow": False,
         **({} if spec.clip is None else {"clip_grad": spec.clip}),
         "ds_version": WRITTEN_AS,
-        "param_groups": spec.param_groups(),
+        "param_groups": spec.build_param_groups(),
         "optimizer_state_dict": {
             "state": {0: state},
             "param_groups": [{**find_common_hyper(spec), "params": [0]}],
