@@ -1,4 +1,4 @@
-"""Small JSON files that are stored beside weights."""
+"""Read and format the small JSON files that are stored beside weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors and storages in the pickles of ``torch.save``, with the position of their elements.
+"""Describe tensors and storages in the pickles of ``torch.save``, and locate their elements.
 
 Source: torch 2.13 ``torch/_utils.py`` (rebuild functions), ``torch/serialization.py``
 (``persistent_id``).
@@ -124,7 +124,11 @@ def read_number(files: SourceFiles, chunk: Chunk) -> float | int:
         UnsupportedError: the chunk has several elements, or a dtype that no counter has.
     """
     if chunk.box.volume != 1 or chunk.dtype.name not in _NUMBERS:
-        raise UnsupportedError(chunk.file, f"a counter of dtype {chunk.dtype} {chunk.box.shape}")
+        raise UnsupportedError(
+            chunk.file,
+            f"contains a counter of dtype {chunk.dtype} and shape {chunk.box.shape}, which is not a"
+            " number",
+        )
     return _unpack(files, chunk, chunk.byte_offset)
 
 

@@ -98,7 +98,7 @@ class PickleCache:
         storages = Storages(path)
         done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
         parsed_storages = tuple(storages.by_key.values())
-        # The elements of arrays are in the pickle, at a position of this file: not to be shared.
+        # The elements of arrays are in the pickle, at positions in this file, so it is not kept.
         if numpy_arrays.has_arrays(done, parsed_storages):
             return replace(
                 done, value=numpy_arrays.convert(done.value, path, start)
@@ -143,19 +143,19 @@ def read_archive(
     members = read_directory(archive)
     pickles = [name for name in members if name.rsplit("/", 1)[-1] == "data.pkl"]
     if len(pickles) != 1:
-        raise CorruptError(path, f"a zip archive with {len(pickles)} data.pkl files, expected one")
-    root = pickles[0].removesuffix("data.pkl")
+        raise CorruptError(
+            path, f"is a zip archive with {len(pickles)} data.pkl files, expected one"
+        )
+    member = members[pickles[0]]
+    root = member.name.removesuffix("data.pkl")
     # Under ``set_crc32_options(False)`` torch writes CRC 0 for every member; no real CRC here is 0.
-    checked = members.get(f"{root}version", members[pickles[0]]).crc32 != 0
+    checked = members.get(f"{root}version", member).crc32 != 0
     if members.get(f"{root}byteorder"):
         order = members[f"{root}byteorder"].read(archive, checked=checked)
         if order != b"little":
             raise UnsupportedError(path, f"contains {order!r}-endian tensors")
-    if members[pickles[0]].nbytes > MAX_PICKLE:
-        raise CorruptError(
-            path, f"its pickle has {members[pickles[0]].nbytes} bytes, more than reshard reads"
-        )
-    member = members[pickles[0]]
+    if member.nbytes > MAX_PICKLE:
+        raise CorruptError(path, f"its pickle has {member.nbytes} bytes, more than reshard reads")
     data = member.read(archive, checked=checked)
     start = archive.start + member.data_offset(archive)
     done, storages = (cache or PickleCache()).parse(data, path, builders or {}, start)

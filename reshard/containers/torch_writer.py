@@ -110,7 +110,7 @@ class Slot:
 
     @property
     def steps(self) -> Index:
-        """The strides."""
+        """Strides in elements, also those of a contiguous tensor."""
         return row_major(self.shape) if self.strides is None else self.strides
 
 
@@ -189,17 +189,15 @@ class Template:
         hollow: bool = False,
         archive_of: str | None = None,
     ) -> Skeleton:
-        """Return the file ``name`` of one rank.
+        """Lay out the file ``name`` of one rank.
 
         Args:
             archive_of: the file that the archive is named after; None: this one.
             hollow: whether to leave out the entries, which the caller has from another rank's file.
         """
         shared, pickle = self._finish_pickle(stamp)
-        archive, root = (
-            ZipLayout(name),
-            get_archive_root(name if archive_of is None else archive_of),
-        )
+        archive = ZipLayout(name)
+        root = get_archive_root(name if archive_of is None else archive_of)
         archive.add(f"{root}/data.pkl", pickle, shared)
         # The members have the order in which torch writes them (`_save`).
         head = [(".format_version", b"1")]
@@ -286,7 +284,7 @@ class _TensorPickler(Pickler):
         return tuple(self._keys.items())
 
     def write_leaf(self, value: Any) -> None:
-        """Write a tensor: a `Slot`, what has one, or an `Entry`, which is stored whole."""
+        """Write a tensor: a `Slot`, a value that has one, or an `Entry`, which is stored whole."""
         slot = value if isinstance(value, Slot) else self._slot_of(value)
         if slot is None and isinstance(value, Entry):
             slot = build_whole_tensor(value, value.dtype)
@@ -332,6 +330,8 @@ class _TensorPickler(Pickler):
             super().write_object(call)
             return
         if call.items or call.elements:
-            raise UnsupportedError(self.where, f"a {call.name} that contains other objects")
+            raise UnsupportedError(
+                self.where, f"a {call.name} with items or elements cannot be written into a pickle"
+            )
         self.write_call(_TYPED, (Global(_WRAPPER), kind, call.args, call.state))
         self.memoize(call)

@@ -1,4 +1,4 @@
-"""YAML documents of plain values, which training programs store beside weights."""
+"""Read YAML documents of plain values, which training programs store beside weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _count_values(node: Any, counted: dict[int, int]) -> int:
     if not isinstance(inside, list):
         return 1
     if id(node) not in counted:
-        counted[id(node)] = _MAX_VALUES  # what a node counts that is inside itself
+        counted[id(node)] = _MAX_VALUES  # the count if the node occurs inside itself
         parts = (part for item in inside for part in (item if isinstance(item, tuple) else [item]))
         counted[id(node)] = 1 + sum(_count_values(part, counted) for part in parts)
     return counted[id(node)]

@@ -52,8 +52,8 @@ class ZipLayout:
         directory, nbytes, count = self._at, len(self._central), self._count
         self._open += self._central
         end64 = self._at
-        # As miniz: 44 bytes follow the size field; made under Unix by zip 3.0 (0x031E); needs 4.5,
-        # the version of zip64.
+        # These values are miniz's: 44 bytes follow the size field; made under Unix by zip 3.0
+        # (0x031E); version 4.5, that of zip64, is needed to extract.
         self._open += END64.pack(
             b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, nbytes, directory
         )

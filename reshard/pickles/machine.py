@@ -23,8 +23,6 @@ class _Mark:
 
 
 _MARK = _Mark()
-
-
 _PYTHON3_NAMES = {old: name for name, old in PYTHON2_NAMES.items()}
 
 

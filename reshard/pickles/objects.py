@@ -1,4 +1,4 @@
-"""A script's own values (enums, namespaces, tensors) as a pickle describes them.
+"""Inspect a script's own values (enums, namespaces, tensors) as a pickle describes them.
 
 A manifest shows such a value as text. A target that is a pickle itself writes the description
 again, by the names in it, which are never imported here. `state_dict.own_values` makes the
@@ -47,7 +47,7 @@ def _is_shallow(value: Any) -> bool:
 def _is_known(part: Any) -> bool:
     if isinstance(part, (Global, Call)):
         return trust.is_expected(part.name)
-    if isinstance(part, (DictObject, ListObject)):  # in itself, so not replaced by its call
+    if isinstance(part, (DictObject, ListObject)):  # contains itself, so it was not replaced
         return False
     return isinstance(part, _CONTAINERS) or type(part) in _PLAIN
 

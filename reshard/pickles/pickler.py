@@ -1,4 +1,4 @@
-"""Writer of pickles in protocol 2, byte for byte like CPython's C pickler, without its code.
+"""Write pickles in protocol 2, byte for byte like CPython's C pickler, without its code.
 
 The values are those that `unpickle.loads` returns: plain Python values, a `Global` for a class or
 function, a `Call` for an object. A subclass writes every other value (`Pickler.write_leaf`).

@@ -1,4 +1,4 @@
-"""The size of a value when everything that it shares is written out.
+"""Compute the size of a value when everything that it shares is written out.
 
 A pickle refers to earlier values: with a hundred bytes it can contain a tuple twice in a tuple
 twice in ..., whose text would have a billion letters, and a list with one dict ten thousand times

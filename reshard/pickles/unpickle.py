@@ -1,4 +1,4 @@
-"""A pickle reader that cannot run code: it interprets opcodes and calls nothing from the file.
+"""Read pickles without running code: interpret their opcodes, and call nothing from the file.
 
 An object that a pickle would construct by calling a global becomes a `Call`: the dotted name, the
 arguments, the state. Callers turn the calls that they know into values of their own with

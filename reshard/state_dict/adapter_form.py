@@ -1,4 +1,4 @@
-"""The weights of PEFT's own file under the names and in the order of the model that was trained.
+"""Restore the names and the order that the weights of PEFT's own file have in the trained model.
 
 ``adapter_model.safetensors`` has neither: it sorts its tensors and leaves the adapter's name out.
 ``adapter_config.json`` lists the targets as a set. So the two files decide no order (the queries
@@ -29,7 +29,7 @@ from reshard.state_dict.tree import as_global
 
 _BIAS = ".bias"
 _OF_TOKENS = ".token_adapter"  # PEFT 0.21 ``tuners/trainable_tokens/model.py``
-_BEHIND = (*MATRICES, TOKENS)  # what follows the parameters of an adapted layer, in order
+_BEHIND = (*MATRICES, TOKENS)  # tensors after the parameters of an adapted layer, in order
 
 
 def restore_adapter_form(
@@ -40,8 +40,8 @@ def restore_adapter_form(
 ) -> tuple[dict[str, Any], ModelShapes]:
     """Return an adapter's weights as the model has them, and the part of the model that they are.
 
-    They are in the model's order; PEFT's is another, with whole modules after all matrices. A state
-    dict that is not of PEFT's own form stays as it is, and so does the model.
+    The weights are in the model's order; PEFT's files have whole modules after all matrices. A
+    state dict that is not of PEFT's own form stays as it is, and so does the model.
 
     Args:
         model: the model with its adapters, or its base.
@@ -89,7 +89,7 @@ def _order_by_base(names: Iterable[str], model: ModelShapes) -> list[str]:
         if near not in position:
             return []
         places[fqn] = position[near], rank
-    # Two of one place (of two adapters) have an order that the base does not tell.
+    # The base does not show the order of two tensors at one place, as of two adapters.
     return sorted(places, key=places.__getitem__) if len({*places.values()}) == len(places) else []
 
 

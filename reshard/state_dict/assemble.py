@@ -65,7 +65,6 @@ _OPEN_END = (
 )
 _COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epoch")
 
-
 _WITH_ADAPTERS = (
     "pass a function that returns the model with all of its adapters, the untrained ones frozen:"
     " --model module:factory"
@@ -180,7 +179,7 @@ def _add_step_claims(
 def _build_train_state(parts: sections.Sections, read: Sequence[ParsedOptimizer]) -> TrainState:
     """Collect everything that is neither a tensor of the model nor of an optimizer."""
     steps = {fqn: step for one in read for fqn, step in one.steps.items()}
-    other = {fqn: value for one in read for fqn, value in one.other.items()}
+    other = {fqn: value for one in read for fqn, value in one.non_tensor_state.items()}
     step, opaque = _resolve_step(parts, steps)
     own = {**parts.client, SCHEDULER: parts.scheduler}
     return TrainState(

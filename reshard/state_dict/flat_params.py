@@ -99,7 +99,7 @@ def resolve(
 
 
 def _collect_flats(state: Mapping[str, Any], where: str) -> dict[str, GlobalTensor]:
-    """Return the flat parameters of a state dict by the module that they belong to.
+    """Return the flat parameters of a state dict by the module to which they belong.
 
     FSDP's state dict has each as a ShardedTensor, which states the rank's part of it. The tensors
     of ``named_parameters`` are plain.

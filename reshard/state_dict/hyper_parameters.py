@@ -64,7 +64,7 @@ def build_tensors(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_tensor(value: Any, pool: SourceFiles | None) -> TensorNumber | None:
     """Return the number in a tensor of one element; None for other values."""
-    if isinstance(value, Tensor):  # of one file, before the ranks' values were put together
+    if isinstance(value, Tensor):  # from one file, before the ranks' values were joined
         value = GlobalTensor(value.dtype, value.shape, (value.chunk,))
     if not is_tensor(value):
         return None

@@ -162,7 +162,8 @@ def _match_by_signature(
     counts = [Counter(group) for group in groups]
     for sign in set().union(*counts) - {None}:
         holders = [count[sign] for count in counts if count[sign]]
-        # One group must have all of them: of some, or of two groups' members, any could be meant.
+        # All candidates of this signature must be in one group. If some are in no group, or if two
+        # groups share them, nothing shows which of them a member is.
         if holders != [len(alike[sign])]:
             raise AmbiguousError(alike[sign] or [f"no parameter is {sign}"])
     orders = {sign: iter(fqns) for sign, fqns in alike.items()}

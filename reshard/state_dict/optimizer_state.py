@@ -49,9 +49,9 @@ class ParsedOptimizer:
     steps: dict[str, float] = field(default_factory=dict)
     step_files: dict[str, str] = field(default_factory=dict)  # fqn -> file of the step, if one
     groups: list[ParamGroup] = field(default_factory=list)
-    other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is not a tensor
+    non_tensor_state: dict[str, Any] = field(default_factory=dict)  # by fqn
     notes: list[str] = field(default_factory=list)
-    unnamed_optimizers: tuple[str, ...] = ()  # other optimizers whose states nothing names
+    unnamed_optimizers: tuple[str, ...] = ()  # optimizers left out, whose states have no names
     why_unnamed: UnnamedOptimizer | None = None  # why its numbered parameters have no names
     scaler: Any = None  # the loss scaler, if the optimizer saves it
 
@@ -71,7 +71,7 @@ def is_optimizer(value: Any) -> bool:
 def collect_shapes(value: Any) -> dict[str, Index]:
     """Return the shapes of the parameters that an optimizer names and has state for.
 
-    In the order of its param groups, which is that of the parameters in their flat unit.
+    They are in the order of its param groups, which is that of the parameters in their flat unit.
     """
     state, groups = _normalize(value)
     order = [key for group in groups for key in _list_members(group)]
@@ -296,7 +296,7 @@ def _add_non_tensor_state(
             if isinstance(stored := slots.get("step"), GlobalTensor):
                 parsed.step_files[fqn] = stored.chunks[0].file
         if other:
-            parsed.other[fqn] = other
+            parsed.non_tensor_state[fqn] = other
 
 
 def _add_numbered(

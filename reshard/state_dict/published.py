@@ -1,4 +1,4 @@
-"""The weights of a tree that transformers wrote, in the form in memory that its optimizer has."""
+"""Restore weights that transformers published to their form in memory, which optimizers use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.state_dict.tree import GlobalTensor, as_global
 
 
 def has_published_names(names: Iterable[str], model: ModelShapes) -> bool:
-    """Return whether names of an optimizer's parameters are those that only files have."""
+    """Return whether an optimizer's parameters have names that the model has only in files."""
     published = model.find_published()
     if published is None:
         return False

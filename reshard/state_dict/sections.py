@@ -28,13 +28,13 @@ from reshard.units import some
 
 Path = tuple[Any, ...]
 
-# DeepSpeed module; Lightning state_dict; torchtitan, Accelerate, verl and most trainers model.
+# DeepSpeed calls the model ``module``, Lightning ``state_dict``; torchtitan, Accelerate, verl and
+# most others call it ``model``.
 MODEL_KEYS = re.compile(r"state_dict|model_state_dict|(pytorch_)?model(_fsdp)?(_\d+)?|module")
 _DEPTH = 3
 _LISTED = 8
 _WHOLE = "pass the directory that contains all files of the checkpoint, its weights included"
 _DIGITS = re.compile(r"\d+")
-_TWO = 2  # one model, and the top level
 _NO_FLOATS = ("int", "bool")
 _MIN_RATIO = 100  # the model has at least so many times the elements of the top level
 _NEVER_A_MODEL = re.compile(r"rng|random_states?|sampler|data_?loader|sched|scaler", re.IGNORECASE)
@@ -108,8 +108,8 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
 def _find_opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> dict[str, str]:
     """Return the values of the model's own dict that are not tensors and that nothing reads.
 
-    At the top level those include the rest of the checkpoint, which has names of its own; they are
-    checked and not returned.
+    At the top level these include the rest of the checkpoint, which has names of its own: they are
+    only checked, not returned.
     """
     if not isinstance(item, dict):
         return {}
@@ -194,7 +194,7 @@ def _build_choice_error(where: str, models: Mapping[Path, Mapping[str, Any]]) ->
 
 def _is_incidental(sizes: Mapping[Path, int], largest: Path) -> bool:
     """Return whether the tensors at the top level are small values beside one model."""
-    return len(sizes) == _TWO and sizes[()] * _MIN_RATIO < sizes[largest]
+    return len(sizes) == 2 and sizes[()] * _MIN_RATIO < sizes[largest]
 
 
 def _is_float(leaf: Any) -> bool:
@@ -291,7 +291,7 @@ def _has_named_sections(value: Any) -> bool:
 def _sort_one(parts: Sections, path: Path, value: Any) -> None:
     kind = _classify(path)
     if kind in _COUNTERS and type(value) is int and len(path) > 1 and path[0] not in _OF_FRAMEWORKS:
-        # A script's own dict may count anything: its value travels besides, under its own name.
+        # A script's own dict may count anything, so its value is also kept under its own name.
         parts.client[format_path(path)] = value
     if kind == "step" and type(value) is int:
         parts.step = value if parts.step is None else max(parts.step, value)

@@ -72,7 +72,7 @@ def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
     if (tensor.shape, tensor.dtype) != (box.shape, dtype):
         raise CorruptError(
             file.path,
-            f"a shard of {tensor.dtype} {tensor.shape} whose metadata states {dtype}"
+            f"contains a shard of {tensor.dtype} {tensor.shape} whose metadata states {dtype}"
             f" {box.origin}+{box.shape}",
             ALTERED,
         )
@@ -80,7 +80,7 @@ def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
 
 
 def _read_sharded_tensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
-    """Return a ShardedTensor's own shards of the rank; none on a rank without rows."""
+    """Return the shards of a ShardedTensor that the rank has; none on a rank without rows."""
     local_shards = call.state[0]
     chunks = []
     for shard in local_shards:
@@ -107,7 +107,7 @@ def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> li
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
         raise CorruptError(
             file.path,
-            f"a DTensor's rank has coordinates {coordinate} on a mesh of {sizes}",
+            f"contains a DTensor of a rank with coordinates {coordinate} on a mesh of {sizes}",
             ALTERED,
         )
     box = compute_mesh_box(

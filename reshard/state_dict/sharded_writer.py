@@ -41,7 +41,7 @@ class DTensorBuilder:
     )
 
     def build(self, shape: Index, dtype: DType, placed: TensorPlacement, local: Slot) -> Call:
-        """Build a tensor of which this rank has ``local``."""
+        """Build a DTensor of this shape, of which the rank has ``local``."""
         strides = row_major(shape)
         placements, order = self._get_placements(placed.cuts)
         named = Global(f"torch.{dtype.name}")
@@ -165,10 +165,10 @@ def build_sharded_tensor(
 ) -> Call:
     """Build a 1-d tensor that is cut over all ranks, like FSDP 1's flat parameter.
 
+    A rank without elements has no shard, and the metadata list none for it.
+
     Args:
         pieces: each rank's ``[start, stop)``.
-
-    A rank without elements has no shard, and the metadata list none for it.
     """
     shards = {number: piece for number, piece in enumerate(pieces) if piece[0] < piece[1]}
     own = []

@@ -282,7 +282,7 @@ def get_non_tensor_state(state: WritableState, member: TrainedParameter) -> Mapp
 def refuse_lost_state(state: WritableState) -> None:
     """Refuse to drop optimizer state that only its own class can compute, such as torchao's.
 
-    For targets that store nothing but tensors and steps.
+    Targets that store nothing but tensors and steps call this.
 
     Raises:
         UnsupportedError: naming the first such state.
@@ -423,7 +423,7 @@ def describe_derived(train: TrainState) -> list[str]:
         return []
     hysteresis = train.scaler.get("delayed_shift", 1)
     without = f", without its hysteresis of {hysteresis}" if hysteresis > 1 else ""
-    return [f"DeepSpeed's loss scaler as a GradScaler{without}"]
+    return [f"DeepSpeed's loss scaler becomes a GradScaler{without}"]
 
 
 def list_dropped(train: TrainState, storable: Collection[str] | None = None) -> list[str]:

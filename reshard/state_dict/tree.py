@@ -1,4 +1,4 @@
-"""Nested state from all ranks' files: dicts as saved, each tensor replaced by its chunks."""
+"""Join the nested state of all ranks' files: dicts as saved, each tensor replaced by its chunks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LocalTensors:
         return {chunk.box.shape for chunk in self.pieces.values()}
 
     def as_copies(self) -> GlobalTensor | None:
-        """Return the tensor that every rank has a copy of; None if shapes or dtypes differ."""
+        """Return the tensor of which every rank has a copy; None if shapes or dtypes differ."""
         first = next(iter(self.pieces.values()))
         if any((c.box, c.dtype) != (first.box, first.dtype) for c in self.pieces.values()):
             return None
@@ -63,7 +63,7 @@ class ParsedTree:
         ordered: whether weights are in the model's order.
         proved: whether the files state how large each tensor is.
         saved_modules: ``modules_to_save`` of PEFT's configuration beside an adapter.
-        directory: that the program saved to, where the files state it.
+        directory: the directory to which the program saved, if the files state it.
     """
 
     root: Any

@@ -38,8 +38,9 @@ _ROW = "parameter_with_row_parallelism_patterns"
 _GATED = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
 _STAGES = "pipeline_replicated_parameter_patterns"
-# A checkpoint brings its own regular expressions. Backtracking may take exponential time if a
-# group repeats, else time polynomial in the length of the name, of the degree of the repetitions.
+# A checkpoint brings its own regular expressions. With a group that repeats, backtracking may take
+# time exponential in the length of the name; otherwise polynomial time, whose degree is the number
+# of repetitions.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPEATS = re.compile(r"[*+{]")
 _MOST_REPEATS = 3
@@ -122,9 +123,9 @@ class Cuts:
         if self._ranks == 1 or fqn in self._buffers or not shape:
             return REPLICATED
         declared = self._find_declared(fqn, shape)
-        known = self._find_in_tables(fqn)
         if declared is not None:
             return declared
+        known = self._find_in_tables(fqn)
         if self._info and known is None:
             self._refuse_unused(fqn)
             return Split(0)  # as ds_to_universal joins what no pattern matches
@@ -233,6 +234,7 @@ class Cuts:
     def _split_fused(self, fqn: str, shape: Index, fused: Mapping[str, Any], text: str) -> Split:
         """Return the cut of several parameters in one, each of which is cut by itself."""
         dim, view = int(fused["partition_dim"]), list(fused["shape"])
+        # A view may split dim 0 of the tensor. Its other dims are those of the tensor.
         if dim >= len(view) or (dim and len(view) != len(shape)):
             raise UnsupportedError(
                 self._where,
@@ -243,9 +245,9 @@ class Cuts:
         if not isinstance(parts, (list, tuple)):
             parts = [1] * counts.count(self._where, f"the number of parts of {fqn!r}", parts)
         sizes = [counts.count(self._where, f"a part of {fqn!r}", size) for size in parts]
-        unit = gcd(*sizes)  # a Split has the ratios of the parts, so it fits any number of ranks
         if not sizes:
             raise CorruptError(self._where, f"cuts {fqn!r} into zero parts")
+        unit = gcd(*sizes)  # a Split has the ratios of the parts, so it fits any number of ranks
         widths = (self._info.get("sub_param_shard_widths") or {}).get(text) or ()
         return Split(
             dim,
@@ -278,7 +280,12 @@ def _compile(text: str) -> re.Pattern[str]:
 
 
 def _matches(text: str, fqn: str) -> bool:
-    return len(fqn) <= _LONGEST and _compile(text).match(fqn) is not None
+    if len(fqn) > _LONGEST:  # "no match" could mean another cut
+        raise UnsafeError(
+            "universal_checkpoint_info",
+            f"has patterns, and a search in a name of {len(fqn)} characters may never end",
+        )
+    return _compile(text).match(fqn) is not None
 
 
 def _is_gated(shapes: Mapping[str, Index]) -> bool:

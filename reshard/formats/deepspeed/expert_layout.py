@@ -47,7 +47,7 @@ def has_experts(hyper: Mapping[str, Any]) -> bool:
 def find_expert_parallel_size(hyper: Mapping[str, Any]) -> int | None:
     """Return how many expert-parallel ranks share the members of a group of experts.
 
-    None for any other group, and if the group's name does not have DeepSpeed's form.
+    Return None for any other group, and if the group's name does not have DeepSpeed's form.
     """
     name = hyper.get("name")
     match = _GROUP.fullmatch(name) if isinstance(name, str) and has_experts(hyper) else None

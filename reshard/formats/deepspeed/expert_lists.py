@@ -43,7 +43,7 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
         size = find_expert_parallel_size(group) or 1
         sharing = [ranks[rank] for rank in list_expert_data_ranks(len(ranks), size, config)[0]]
         names = list(dict.fromkeys(name for rank in sharing for name in _list_names(rank, index)))
-        if order.requests_round_robin(config):  # the lists are made before the new order
+        if order.requests_round_robin(config):  # DeepSpeed makes the lists before it reorders
             names = order.to_round_robin(names, len(sharing))
         shapes.append({name: _find_tensor(module, name, ranks[0]).shape for name in names})
     lists = {

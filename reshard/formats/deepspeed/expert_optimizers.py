@@ -24,9 +24,9 @@ from reshard.schema import expect, fields, maybe
 def leave_out_repeated(files: TagFiles) -> TagFiles:
     """Return the files of a run without ``expp_rank_*`` that add nothing to ``zero_pp_rank_*``.
 
-    DeepSpeed before 0.19 writes both: beside ZeRO the former hold None, and beside BF16_Optimizer
-    at stage 0 (before 0.17) once more what the latter hold (0.16.9 ``runtime/engine.py``,
-    ``_save_moe_checkpoint``).
+    DeepSpeed before 0.19 writes both. Beside ZeRO, ``expp_rank_*`` holds None. Beside
+    BF16_Optimizer at stage 0 (before 0.17), it repeats what ``zero_pp_rank_*`` holds (0.16.9
+    ``runtime/engine.py``, ``_save_moe_checkpoint``).
     """
     if not files.ranks[0].optim:
         return files
@@ -83,7 +83,9 @@ def _open(files: TagFiles, rank: int) -> TorchFile:
     path = files.expert_optim.get((rank, 0))
     if path is None:
         raise IncompleteError(
-            files.location, f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing", "copy it"
+            files.location,
+            f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing",
+            "copy it here",
         )
     file = torch_reader.read(path)
     expect(path, file.root, fields(optimizer=maybe(OPTIMIZER)))
@@ -135,8 +137,9 @@ def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None
     if len(sizes) > 1:
         raise UnsupportedError(
             file.path,
-            f"belongs to a run without ZeRO, whose layers of experts are shared by {sorted(sizes)}"
-            " ranks each: no file states which layer is shared by how many",
+            "belongs to a run without ZeRO, whose layers of experts are shared by"
+            f" {' or '.join(map(str, sorted(sizes)))} ranks: no file states which layer is shared"
+            " by how many",
         )
     if sizes and max(sizes) > count:
         raise IncompleteError(

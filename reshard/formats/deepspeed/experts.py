@@ -86,22 +86,22 @@ def _sort_group(
     """
     ranks: dict[int, list[str]] = {}
     for fqn, own in zip(group.fqns, map(parse_expert_name, group.fqns), strict=True):
-        if own is None:  # in a group of experts all members are experts'
+        if own is None:  # not a group of experts, in which all members belong to experts
             return group
         ranks.setdefault(own.number // local[own.layer], []).append(fqn)
     config, world = manifest.train.config, manifest.origin.mesh["world"]
     stage = order.get_zero_section(config).get("stage", 0)
     trained = manifest.origin.precision
     if order.uses_round_robin(config, stage, dtypes.parse(trained) if trained else None):
-        each = world // (find_expert_parallel_size(group.hyper) or 1)
-        ranks = {rank: order.undo_round_robin(fqns, each) for rank, fqns in ranks.items()}
+        sharing = world // (find_expert_parallel_size(group.hyper) or 1)
+        ranks = {rank: order.undo_round_robin(fqns, sharing) for rank, fqns in ranks.items()}
 
-    def at(fqn: str) -> int:
+    def find_position(fqn: str) -> int:
         return position.get(fqn, len(position))
 
     fqns = [fqn for rank in sorted(ranks) for fqn in ranks[rank]]
-    if all(own == sorted(own, key=at) for own in ranks.values()):
-        fqns.sort(key=at)  # so that the order no longer depends on the number of ranks
+    if all(own == sorted(own, key=find_position) for own in ranks.values()):
+        fqns.sort(key=find_position)  # so that the order no longer depends on the number of ranks
     return replace(group, fqns=tuple(fqns))
 
 
@@ -144,7 +144,7 @@ def _with_all_experts(
 ) -> tuple[ModelStates, Mapping[str, int]]:
     """Return the model states of a rank with all experts, and the ranks that share each layer.
 
-    The members of a flat group of experts are in it rank by rank.
+    A flat group of experts lists its members rank by rank.
     """
     local = _count_local(first.declared_names)
     sizes: dict[str, int] = {}

@@ -28,7 +28,7 @@ class DeclaredStage:
     """What a stage's model states declare about its layers.
 
     Args:
-        names: of tensors in the layers.
+        names: the tensors in the layers that are named -> shape, if it is known.
         count: number of parameters, if the optimizer stores them by index and names none.
     """
 

@@ -151,14 +151,14 @@ def _require_optimizer(files: RankFiles, first: ModelStates, world_size: int) ->
 def _is_weights_only(first: ModelStates) -> bool:
     """Return whether reshard wrote these files without an optimizer.
 
-    It lists the parameters of a pipeline at stage 0 too (`write.model_states`). Without its stamp,
-    the optimizer's files may be lost.
+    Such files list parameters at stage 0 too, for a pipeline (`write.model_states`). In files
+    without reshard's stamp, the list is a sign that the optimizer's files are lost.
     """
     return first.file.stamp is not None and get_zero_section(first.config).get("stage") == 0
 
 
 def _check_models(models: Sequence[ModelStates]) -> None:
-    # As the files state it: of AutoEP, the first rank's shapes list the experts of every rank.
+    # Only what the files themselves state: `autoep` adds every rank's experts to the first rank's.
     stated = [ModelStates(model.file, model.file.root) for model in models]
     for key in ("global_steps", "dp_world_size", "ds_version", "param_shapes"):
         require_equal(key, {model.file.path: model.root.get(key) for model in stated})
@@ -177,23 +177,27 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
     for rank in ranks:
         declared = rank.root.get("partition_count")
         listed = declared if isinstance(declared, (list, tuple)) else [declared]
-        saved = [ranks for ranks in listed if ranks is not None]
+        saved = [count for count in listed if count is not None]
         sizes = first.expert_ranks or (1,) * len(saved)
-        # Ranks with the same experts share a group of experts, all ranks any other group.
-        # Stage 3 states one number, that of all ranks.
+        # A group of experts is shared by the ranks with the same experts, any other group by all
+        # ranks. Stage 3 states one number, that of all ranks.
         is_listed = bool(first.expert_ranks) and isinstance(declared, (list, tuple))
         expected = [world_size // size for size in sizes] if is_listed else [world_size]
         if saved and (saved != expected if is_listed else set(saved) != {world_size}):
             raise CorruptError(
                 rank.file.path,
-                f"was saved by {sorted(set(saved))} ranks, but {Path(first.file.path).name} by"
-                f" {sorted(set(expected))}",
+                f"was saved by {_list_numbers(saved)} ranks, but {Path(first.file.path).name} by"
+                f" {_list_numbers(expected)}",
                 MIXED,
             )
     versions = {first.file.path: str(first.root.get("ds_version") or "")}
     versions |= read_by_file(ranks, lambda rank: rank.ds_version)  # empty in old optimizer states
     require_equal("ds_version", {p: v for p, v in versions.items() if v} or versions)
     require_equal("the loss scaler", read_by_file(ranks, lambda rank: read_scaler(rank.root)))
+
+
+def _list_numbers(numbers: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(set(numbers))))
 
 
 def _check_settings(models: Sequence[ModelStates], ranks: Sequence[OptimizerStates]) -> None:
@@ -292,7 +296,7 @@ def _describe_swap_files(swapped: stage3.Swapped) -> dict[str, SourceFile]:
 def _read_optimizer(
     first: ModelStates, ranks: Sequence[OptimizerStates], swapped: stage3.Swapped
 ) -> OptimizerContent:
-    """Read the optimizer states of ZeRO, by their form."""
+    """Read the optimizer states of ZeRO in the form of the stage that wrote them."""
     root, shapes = ranks[0].root, first.shapes
     claims = {}
     if ranks[0].is_stage_3:
@@ -359,14 +363,17 @@ def _find_unread_slots(rank: OptimizerStates, count: int) -> set[str]:
 
 
 def _excludes_frozen(first: ModelStates, stage: int) -> bool:
-    """Return whether frozen parameters were left out: stages 2 and 3 list them otherwise."""
+    """Return whether the save left frozen parameters out; otherwise stages 2 and 3 list them."""
     return stage >= 2 and first.root.get("frozen_param_shapes", {}) is None
 
 
 def _read_module(
     models: Sequence[ModelStates], tied: Mapping[str, str], *, sharded: bool
 ) -> list[Entry]:
-    """Return what ``module`` itself holds: at stage 3 only buffers, every rank a replica."""
+    """Return the entries of the module.
+
+    At stage 3 they are the buffers, with each rank's copy as a replica, and the frozen parameters.
+    """
     entries = list(models[0].iterate_whole_tensors(tied))
     if not sharded:
         return entries
@@ -411,17 +418,16 @@ def _drop_base_shards(entries: Sequence[Entry], warnings: list[str]) -> list[Ent
     shards = []
     for fqn, shape in shapes.items():
         layer = fqn.removesuffix("weight")
-        first, second = (shapes.get(f"{layer}lora_weight_{n}.weight", ()) for n in (1, 2))
-        if (
-            len(shape) == 1
-            and len(first) == len(second) == 2
-            and prod(shape) < second[0] * first[1]
-        ):
+        down, up = (shapes.get(f"{layer}lora_weight_{n}.weight", ()) for n in (1, 2))
+        # ``lora_weight_1`` is (LoRA rank, in), ``lora_weight_2`` (out, LoRA rank); the whole base
+        # weight has out x in elements.
+        if len(shape) == 1 and len(down) == len(up) == 2 and prod(shape) < up[0] * down[1]:
             shards.append(fqn)
     if shards:
         warnings.append(
             "DeepSpeed's base_weight_sharding (OptimizedLinear) shards frozen weights over the"
-            f" ranks and saves the first rank's shard alone: {some(shards, _LISTED)}"
+            f" ranks and saves the first rank's shard alone, so these are missing:"
+            f" {some(shards, _LISTED)}"
         )
     return [entry for entry in entries if entry.fqn not in shards]
 
@@ -465,7 +471,7 @@ def _find_absent(
     *,
     without_frozen: bool,
 ) -> tuple[str, ...]:
-    """Return the placeholders of stage 3 that nothing fills, where a warning does not name them.
+    """Return the placeholders of stage 3 that nothing fills; none if a warning names them.
 
     DeepSpeed before 0.9 did not save which names are tied, and leaves a placeholder for each.
     """

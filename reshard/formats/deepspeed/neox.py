@@ -110,7 +110,7 @@ def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
         "one norm for attention and feed-forward layer (gpt_j_tied)": settings.get("gpt_j_tied"),
         "gated linear units (activation)": str(settings.get("activation")).endswith("glu"),
         "experts (moe_num_experts)": (settings.get("moe_num_experts") or 1) != 1,
-        "widths scaled (use_mup)": settings.get("use_mup"),
+        "scaled widths (use_mup)": settings.get("use_mup"),
         "layers without biases": any(settings.get(name) is False for name in _BIASES),
         "layers of Transformer Engine": any(
             settings.get(name) for name in settings if name[:3] == "te_"

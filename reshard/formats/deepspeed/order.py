@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 
 _SUB_GROUP_SIZE = 10**9
+# Other programs do not use this key. A reader that translates their arguments into DeepSpeed's
+# always adds it.
+_CLIP = "gradient_clipping"
 _FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config accepts
 T = TypeVar("T")
 
@@ -89,11 +92,8 @@ def split_sub_groups(
             first, filled = index + 1, 0
 
 
-_CLIP = "gradient_clipping"  # DeepSpeed's name alone: another program's arguments, translated
-
-
 def find_engine_config(state: WritableState) -> dict[str, Any] | None:
-    """Return the ``ds_config`` of the run; None if the source states nothing of the kind."""
+    """Return the ``ds_config`` of the run; None if the source has none."""
     config, source = state.manifest.train.config, state.manifest.origin.format
     if not isinstance(config, dict):
         return None

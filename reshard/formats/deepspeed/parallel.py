@@ -74,7 +74,8 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
         CorruptError: the layers do not have a file for each of the ranks.
     """
     # A pipeline's layer files show its tensor-parallel ranks. Without layers the model states may
-    # declare them; older versions of DeepSpeed do not, and there every rank is one.
+    # declare them. In older versions of DeepSpeed they do not; then there is one stage, and all
+    # model-parallel ranks are tensor-parallel ranks.
     count, where = len(firsts), firsts[0].file.path
     declared = firsts[0].get_section("checkpoint_parallel_dimensions")
     if files.layers:
@@ -163,7 +164,7 @@ def _drop_unused(cuts: Cuts, stages: Sequence[Sequence[Manifest]], number: int) 
     ]
     for fqn in unused:
         cuts.notes[
-            f"{fqn!r} is taken from the first stage; the last one's copy, which the model does not"
+            f"{fqn!r} is taken from the first stage; a later stage's copy, which the model does not"
             " use, is left out"
         ] = None
     return [_drop_parameters(rank, unused) for rank in ranks]
@@ -188,7 +189,7 @@ def _is_trained_only_earlier(
 
 
 def _list_slot_chunks(fqn: str, ranks: Sequence[Manifest]) -> list[Chunk]:
-    """Return what the optimizers of ranks store of a parameter beside its master."""
+    """Return the chunks of a parameter's optimizer slots, without its master, on some ranks."""
     return [
         chunk
         for rank in ranks
@@ -200,9 +201,9 @@ def _list_slot_chunks(fqn: str, ranks: Sequence[Manifest]) -> list[Chunk]:
 
 
 def _drop_parameters(rank: Manifest, unused: Collection[str]) -> Manifest:
-    """Return a rank without parameters that the model does not use there, although it stores them.
+    """Return a rank without the copies of parameters that the model does not use there.
 
-    They are listed as unused copies, because `verify` would take their bytes for padding.
+    They are listed as unused copies, because `verify` would otherwise take their bytes for padding.
     """
     entries = rank.entries.values()
     kept = rank.with_entries(entry for entry in entries if entry.fqn not in unused)

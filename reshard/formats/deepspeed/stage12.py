@@ -38,7 +38,7 @@ def read_groups(
     ranks: Sequence[OptimizerStates],
     owners: Sequence[Sequence[Sequence[OptimizerStates]]],
 ) -> Iterator[FlatGroup]:
-    """Yield the flat tensor of every group, and of every expert-parallel part of one.
+    """Yield the flat tensor of every group; a group of experts has one for each part.
 
     Args:
         owners: for each group, the ranks that share each of its flat tensors. Usually all ranks
@@ -64,7 +64,7 @@ def read_groups(
 def divide_members(
     members: Mapping[str, Index], parts: Sequence[Sequence[OptimizerStates]]
 ) -> Iterator[tuple[dict[str, Index], Sequence[OptimizerStates]]]:
-    """Yield the members that each expert-parallel rank has of a group, and the ranks it is of."""
+    """Yield each expert-parallel rank's members of a group, and the ranks that share them."""
     names = list(members)
     size = len(names) // len(parts)
     for part, ranks in enumerate(parts):
@@ -347,7 +347,7 @@ class FlatGroup:
     def _split(self, kind: str, pieces: list[Tensor]) -> Iterator[Entry]:
         """Yield the entries of all members, from the ranks' pieces of the flat tensor."""
         stored = [piece.chunk for piece in pieces]
-        # A range has no step of 0, the length of the pieces if all members are empty.
+        # If all members are empty, so are the pieces, and a range cannot have a step of 0.
         starts = range(0, self.piece_numel * len(stored), self.piece_numel or 1)
         chunks = build_flat_chunks(self.flat, zip(starts, stored, strict=False))
         for member in self.flat:

@@ -51,15 +51,15 @@ def _read_part(
     index: int,
     members: Mapping[str, Index],
     ranks: Sequence[OptimizerStates],
-    count: int,
+    sub_groups: int,
     swapped: Swapped,
 ) -> Iterator[Entry]:
-    """Yield what the ranks hold that share these members of a sub-group.
+    """Yield the masters and slots of the members of a sub-group that these ranks share.
 
     Args:
-        count: number of sub-groups.
+        sub_groups: number of sub-groups.
     """
-    masters = [_get_masters(rank, count)[index] for rank in ranks]
+    masters = [_get_masters(rank, sub_groups)[index] for rank in ranks]
     states = [rank.get_group_state(index) for rank in ranks]
     slots = [select_flat_slots(state) for state in states]
     kinds = require_equal(
@@ -76,13 +76,13 @@ def _read_part(
     yield from read_scalars(members, list(zip(ranks, states, strict=True)))
 
 
-def _get_masters(rank: OptimizerStates, count: int) -> list[Tensor]:
+def _get_masters(rank: OptimizerStates, sub_groups: int) -> list[Tensor]:
     """Return a rank's piece of the master weights of each sub-group."""
     groups = rank.require_list("fp32_flat_groups")
-    if len(groups) != count:
+    if len(groups) != sub_groups:
         raise CorruptError(
             rank.file.path,
-            f"contains {len(groups)} sub-groups, but param_shapes lists {count}",
+            f"contains {len(groups)} sub-groups, but param_shapes lists {sub_groups}",
             MIXED,
         )
     return groups
@@ -107,10 +107,10 @@ def _split(kind: str, members: Mapping[str, Index], pieces: Sequence[FlatPiece])
             )
     dtype = require_equal(f"the dtype of {kind}", {p.file: p.dtype for p in pieces})
     files, offsets = tuple(p.file for p in pieces), tuple(p.byte_offset for p in pieces)
-    locations, skipped = RankOffsets(files, offsets), 0
+    locations, at = RankOffsets(files, offsets), 0  # bytes before the member in each piece
     for fqn, shape in members.items():
-        yield Entry(fqn, kind, dtype, shape, EqualRuns(locations, dtype, shape, skipped))
-        skipped += count_piece_elements({fqn: shape}, ranks) * dtype.itemsize
+        yield Entry(fqn, kind, dtype, shape, EqualRuns(locations, dtype, shape, at))
+        at += count_piece_elements({fqn: shape}, ranks) * dtype.itemsize
 
 
 def is_quantised(model: ModelStates, fqn: str) -> bool:

@@ -20,12 +20,12 @@ from reshard.schema import expect
 from reshard.state_dict import leaves
 from reshard.state_dict.plain_values import to_plain
 
-# An enum is pickled as a call of its class with the value, which alone is kept.
+# An enum is pickled as a call of its class with a value. Only the value is kept.
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
-# Wrappers whose names are missing in the saved module and present in lists beside it: torch's
-# ``checkpoint_wrapper`` in all of them, DeepSpeed's random-LTD in those made at the save (0.19.8
-# ``data_routing/helper.py``, ``remove_random_ltd_state_dict``).
+# Wrappers whose names are not in the saved module, but in the lists beside it: that of torch's
+# ``checkpoint_wrapper`` in all lists, that of DeepSpeed's random-LTD in the lists that are made at
+# the save (0.19.8 ``data_routing/helper.py``, ``remove_random_ltd_state_dict``).
 _HIDDEN = frozenset({"_checkpoint_wrapped_module", "random_ltd_layer"})
 _FRAGMENTS = "frozen_param_fragments"
 
@@ -266,7 +266,7 @@ def open_model(path: Path, cache: PickleCache | None = None) -> ModelStates:
 
 
 def unwrap_name(listed: str, module: Container[str]) -> str:
-    """Return the name that the module has for a tensor inside a wrapper that hides itself.
+    """Return the module's name of a tensor that a list names with its wrapper (see `_HIDDEN`).
 
     DeepSpeed takes the names that it lists from ``named_parameters``, which shows the wrapper.
     """
@@ -281,7 +281,7 @@ def _is_wrapped(name: str) -> bool:
 
 
 def unwrap_names(models: Sequence[ModelStates]) -> list[ModelStates]:
-    """Return the ranks' model states with everything listed under the module's names.
+    """Return the ranks' model states with all lists under the module's names.
 
     Of the ranks after the first, only the fragments of frozen parameters are used.
     """

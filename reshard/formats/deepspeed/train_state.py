@@ -22,7 +22,8 @@ from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 
-# Keys that DeepSpeed 0.3 to 0.19 itself writes into model states; any other is the client's.
+# Keys that DeepSpeed 0.3 to 0.19 itself writes into model states. All others are from the
+# ``client_state`` that the script passed to ``save_checkpoint``.
 ENGINE_KEYS = frozenset(
     """
     module buffer_names optimizer param_shapes frozen_param_shapes shared_params
@@ -57,7 +58,7 @@ class OptimizerContent:
 
 
 def read_number(file: TorchFile, value: Any) -> float | None:
-    """Read a step counter, which is a number or a 0-d tensor."""
+    """Read a step counter, which is a number or a 0-d tensor; return None for another value."""
     if isinstance(value, Tensor):
         return float(file.read_number(value))
     return float(value) if isinstance(value, (int, float)) else None

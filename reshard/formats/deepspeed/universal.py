@@ -39,6 +39,7 @@ from reshard.manifest import BUFFER, MASTER, PARAM, Entry, Key, Manifest, Origin
 from reshard.model_parallel import shards
 from reshard.pickles import trust
 from reshard.schema import expect
+from reshard.units import counted
 
 
 def read(location: Location, rules: Path | None = None) -> Manifest:
@@ -204,7 +205,7 @@ def _check_folders(
         raise IncompleteError(
             location.folders["zero"],
             f"has no folder for {lost[0]!r}, which was trained"
-            + (f", nor of {len(lost) - 1} others" if lost[1:] else ""),
+            + (f", nor for {counted(len(lost) - 1, 'other')}" if lost[1:] else ""),
             "the conversion or a copy was interrupted: repeat it",
         )
 
@@ -265,6 +266,7 @@ def _read_common_step(
 
 
 def _find_precision(model: ModelStates) -> str:
+    """Return the dtype in which the run computed, as its configuration states it."""
     for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
         if order.get_section(model.config, key).get("enabled") is True:
             return name

@@ -40,8 +40,8 @@ class SourceRanks:
     def normalize(self, entry: Entry) -> Entry:
         """Return the entry of the whole tensor.
 
-        If the file holds a copy for each rank, the copies become replicas. If ranks add the tensor
-        up, the file holds one rank's share, which every rank is given.
+        If the file holds a copy for each rank, the copies become replicas. If the ranks add the
+        tensor up, the file holds the share of one rank, and each rank gets that share.
 
         Raises:
             UnsupportedError: the tensor was joined along another dim than it was cut.

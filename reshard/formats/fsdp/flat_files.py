@@ -1,7 +1,8 @@
 """Lay out the files of ranks under FSDP 1: flat parameters, and each rank's raw optimizer.
 
-    fsdp1_local     LOCAL_STATE_DICT and the optimizer of ``use_orig_params=False``
-    fsdp1_sharded   SHARDED_STATE_DICT with a device mesh, and the optimizer of either form
+    lay_out_fsdp1_local     LOCAL_STATE_DICT, and the optimizer of either setting of
+                            ``use_orig_params``
+    lay_out_fsdp1_sharded   SHARDED_STATE_DICT with a device mesh, and the same optimizers
 
 Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py`` (``_local_post_state_dict_hook``,
 ``_local_pre_load_state_dict_hook``), ``_flat_param.py`` (``_get_shard``: the padding); verl 0.9
@@ -61,7 +62,7 @@ def lay_out_fsdp1_local(
         IncompleteError: the source lacks a parameter of the model, or a part of the optimizer.
         UnsupportedError: a unit that cannot be one flat parameter: its members are in several
             groups, or some of them are not trained.
-        UsageError: the model has not what the source has, or was not told how it was wrapped.
+        UsageError: the model lacks a weight of the source, or its wrapping is not known.
     """
     ranks, dtype, weights_only = request.world_size, request.dtype, request.weights_only
     flats = build_flats(state, model, dtype)
@@ -153,7 +154,7 @@ def _lay_out_files(
     rank: int,
     ranks: int,
 ) -> Iterator[Skeleton]:
-    names = [name.format(rank=rank, world=ranks) for name in (naming.model, naming.optimizer)]
+    names = naming.format_pair(rank, ranks)
     for name, root in assign_files(names, weights, moments).items():
         stamp = state.stamp(name, rank, ranks)
         yield torch_writer.lay_out_object(name, root, slot_of=WholeSlots(), stamp=stamp)

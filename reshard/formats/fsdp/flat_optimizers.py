@@ -35,11 +35,11 @@ def _build_optimizer(state: WritableState) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _FlatState:
-    """The optimizer's state of one flat parameter; it is empty if that was never stepped.
+    """The optimizer's state of one flat parameter; empty if the parameter was never stepped.
 
     Args:
         scalars: the 0-d slots, which every rank has.
-        non_tensors: what is neither tensor nor step.
+        non_tensors: state that is neither a tensor nor the step.
     """
 
     flat: Flat
@@ -189,7 +189,7 @@ class OrigOptimizer:
                 state.groups, torch_state_dict.order_members(state, "index", model), strict=True
             )
         ]
-        _build_optimizer(state)  # refuses what has no place
+        _build_optimizer(state)  # refuses state that slices of flat parameters cannot hold
 
     def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
         """Return the optimizer of one rank; a parameter without elements there has no state."""

@@ -30,7 +30,7 @@ class Flat:
 
     @property
     def key(self) -> str:
-        """Its name in the model's state dict."""
+        """Name of the flat parameter in the model's state dict."""
         return f"{self.unit.prefix}._flat_param" if self.unit.prefix else "_flat_param"
 
     def place_aligned(self, compute: DType, ranks: int) -> tuple[dict[str, int], int]:
@@ -69,7 +69,7 @@ class Flat:
         return build_sharded_tensor(self.dtype, numel, local, rank, pieces), found
 
     def build_shard(self, rank: int, ranks: int) -> Call:
-        """Return a rank's piece of it, without padding."""
+        """Return a rank's piece of the flat parameter, without padding."""
         pieces = [compute_equal_piece(self.numel, ranks, each) for each in range(ranks)]
         start, stop = pieces[rank]
         entries = [(at, weight.value) for at, weight in self.members]
@@ -91,12 +91,12 @@ def build_flats(state: WritableState, model: ModelShapes, dtype: DType | None) -
     """Build one flat parameter for each unit of the model, in its order.
 
     Args:
-        dtype: of the parameters; None keeps each in that of its master.
+        dtype: dtype of the parameters; None keeps the dtype of each master.
 
     Raises:
         IncompleteError: the source lacks a parameter of the model.
-        UsageError: the model has not what the source has, or was not told how it was wrapped.
-        UnsupportedError: the members of a unit have dtypes that no one holds.
+        UsageError: the model lacks a weight of the source, or its wrapping is not known.
+        UnsupportedError: no dtype of a unit's members can hold the values of all of them.
     """
     if not model.units:
         raise UsageError(

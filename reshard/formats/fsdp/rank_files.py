@@ -1,10 +1,10 @@
 """Lay out FSDP's files of one training state: one file for each rank, or whole files.
 
-    fsdp2          DTensors: ``model.state_dict()`` and an optimizer's, of each rank; FSDP 1's
-                   SHARDED_STATE_DICT with a device mesh is the same, the optimizer by fqn
-    fsdp1_full     FULL_STATE_DICT of FSDP 1: whole tensors, the optimizer by fqn
+    lay_out_fsdp2        DTensors: ``model.state_dict()`` and an optimizer's, of each rank; FSDP 1's
+                         SHARDED_STATE_DICT with a device mesh is the same, the optimizer by fqn
+    lay_out_fsdp1_full   FULL_STATE_DICT of FSDP 1: whole tensors, the optimizer by fqn
 
-FSDP 1's flat parameters are `flat_files`'s.
+`flat_files` lays out FSDP 1's flat parameters.
 
 Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py``, ``_optim_utils.py``; Accelerate 1.15
 ``utils/fsdp_utils.py`` and ``utils/constants.py``; verl 0.9
@@ -64,13 +64,12 @@ class FileNames:
     meshes: tuple[tuple[str, ...], ...] = ()
     accelerate: bool = False
 
-    def pairs(self, ranks: int) -> Iterator[tuple[str, str]]:
-        """Yield the names of each rank's two files."""
-        for rank in range(ranks):
-            model, optimizer = (
-                name.format(rank=rank, world=ranks) for name in (self.model, self.optimizer)
-            )
-            yield model, optimizer
+    def format_pair(self, rank: int, ranks: int) -> tuple[str, str]:
+        """Return the names of a rank's two files."""
+        model, optimizer = (
+            name.format(rank=rank, world=ranks) for name in (self.model, self.optimizer)
+        )
+        return model, optimizer
 
 
 PAIR = FileNames("model_rank{rank}.pt", "optim_rank{rank}.pt", train_state=f"{TRAIN_STATE}.pt")
@@ -96,9 +95,6 @@ TRAINER_RANKS = replace(ACCELERATE, accelerate=False)  # our trainer needs no fu
 TRAINER_LOCAL = replace(LOCAL, accelerate=False)
 _KEYS = ("model", "optimizer")
 _SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # sharded as by FSDP
-
-
-# FSDP 2
 
 
 def lay_out_fsdp2(
@@ -135,9 +131,7 @@ def lay_out_fsdp2(
         if whole_weights:
             uncut = WholeSlots()
             weights = OrderedDict((name, uncut(value)) for name, value in values.items())
-        names = [
-            name.format(rank=rank, world=grid.world) for name in (naming.model, naming.optimizer)
-        ]
+        names = naming.format_pair(rank, grid.world)
         for name, root in assign_files(names, weights, moments).items():
             stamp = state.stamp(name, rank, grid.world)
             yield torch_writer.lay_out_object(
@@ -207,10 +201,10 @@ def lay_out_extras(
 
 
 def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
-    for fqn, slots in (moments or {"state": {}})["state"].items():
-        for name, value in nested_slots.flatten(
-            slots, lambda leaf: isinstance(leaf, Value)
-        ).items():
+    states = moments["state"] if moments else {}
+    for fqn, slots in states.items():
+        flat = nested_slots.flatten(slots, lambda leaf: isinstance(leaf, Value))
+        for name, value in flat.items():
             if isinstance(value, Value) and not value.divided and value.shape:
                 raise UnsupportedError(
                     str(fqn),
@@ -235,10 +229,10 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
             return False
         if model is not None:
             return _is_parameter(model, weight.fqn)
-        # FSDP shards only parameters, so a weight in several blocks is one.
+        # FSDP shards parameters alone, so a weight that is stored in several blocks is a parameter.
         if marks_buffers or weight.fqn in owned or len(_find_boxes(weight)) > 1:
             return True
-        if weight.shape[0] > 1 and by_rows():  # a parameter would be on several ranks
+        if weight.shape[0] > 1 and by_rows():  # as a parameter, several ranks would hold blocks
             return False
         # Only floating-point tensors can have gradients.
         if weight.dtype.family not in ("float", "float8"):
@@ -263,7 +257,7 @@ def _find_boxes(weight: Weight) -> set[Box]:
 def _is_sharded_by_rows(state: WritableState) -> bool:
     """Return whether the source's ranks stored weights in shards, all cut along dim 0 as by FSDP.
 
-    A tensor-parallel run cuts others along dim 1, and leaves parameters whole.
+    A tensor-parallel run cuts some weights along dim 1, and leaves some parameters whole.
     """
     if state.manifest.origin.format not in _SHARDED:
         return False
@@ -278,9 +272,6 @@ def _is_parameter(model: ModelShapes, fqn: str) -> bool:
     if first not in model.parameters and first not in model.buffers:
         raise UsageError(model.source, f"has no {fqn!r}, but the checkpoint has it")
     return first in model.parameters
-
-
-# Whole files
 
 
 def lay_out_fsdp1_full(

@@ -198,7 +198,7 @@ def _add_non_tensors(
             k: to_plain(v) for k, v in slots.items() if k != _STEP and not isinstance(v, Tensor)
         }
         if other:
-            found.other[fqn] = other
+            found.non_tensor_state[fqn] = other
 
 
 def _read_groups(

@@ -82,7 +82,7 @@ def read(location: Location) -> Manifest:
             step=_get_int(train, "last_train_step"),
             samples=_get_int(train, "consumed_train_samples"),
             optimizer_step=states.steps,
-            non_tensor_state=states.other,
+            non_tensor_state=states.non_tensor_state,
             param_groups=whole.groups,
             scheduler=whole.scheduler,
             client={METADATA: about} if about else {},

@@ -23,7 +23,7 @@ _SUFFIX = "|".join(map(re.escape, SUFFIXES))
 RANK = re.compile(
     rf"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)*(?:{_SUFFIX}))$"
 )
-_STRONG = re.compile(  # beside a model, these make a directory a training checkpoint
+_STRONG = re.compile(  # a directory with one of these is a training checkpoint, not only a model
     r"optim(izer)?(_\d+)?\.(bin|pt|pth)|scheduler(_\d+)?\.(bin|pt)|trainer_state\.json"
     r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"
 )

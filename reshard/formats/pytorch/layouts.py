@@ -14,8 +14,7 @@ from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.dcp import saved_keys
 from reshard.formats.dcp import writer as dcp
-from reshard.formats.fsdp import flat_files
-from reshard.formats.fsdp import rank_files as state_dict
+from reshard.formats.fsdp import flat_files, rank_files
 from reshard.formats.pytorch.directory import NAME
 from reshard.formats.request import Request
 from reshard.formats.trainers import accelerate, hf_param_groups, hf_trainer
@@ -48,7 +47,7 @@ def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
 
 
 def _note_keys(state: WritableState, request: Request) -> Iterator[str]:
-    """Say which keys a program must load, where the source's may be others."""
+    """Yield a note on the keys that a program must load, if the source may have other keys."""
     if any(path.endswith(".distcp") for path in state.manifest.files):
         own = "split without --to keeps those of the source"
         if request.keeps_layout:
@@ -85,7 +84,7 @@ def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
     Raises:
         ReshardError: as `fsdp.rank_files.fsdp2`.
     """
-    source, naming = state.manifest, state_dict.PAIR
+    source, naming = state.manifest, rank_files.PAIR
     if source.origin.format == "fsdp" and source.keyed == "fqn":
         naming = replace(naming, keyed="fqn")
     skeleton = _lay_out_rank_files(state, request, naming)
@@ -161,9 +160,9 @@ def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
     weights = torch_state_dict.build_weights(state, dtype=request.dtype)
     root: dict[str, Any] = {"model": OrderedDict(weights)}
     if not request.weights_only:
-        several = len(state.groups) > 1  # numbers of like parameters in two groups tell nothing
+        # With several groups, the numbers do not show which of two like parameters is in which.
         root["optimizer"] = torch_state_dict.build_optimizer(
-            state, "index", request.model, named=several
+            state, "index", request.model, named=len(state.groups) > 1
         )
         beside = torch_state_dict.collect_extra_state(state.manifest.train)
         root.update((key, value) for key, value in beside.items() if key not in root)
@@ -195,7 +194,7 @@ def _lay_out_checkpoint(state: WritableState, request: Request, run: TrainerRun)
             "leave it out, or write another layout with --to",
         )
     if form == "full":
-        return state_dict.lay_out_fsdp1_full(state, request)
+        return rank_files.lay_out_fsdp1_full(state, request)
     whole = run.is_whole(request.world_size)
     if form == "local" and run.settings["strategy"] == "fsdp":
         compute = run.compute if run.settings["fsdp_use_orig_params"] else None
@@ -203,23 +202,28 @@ def _lay_out_checkpoint(state: WritableState, request: Request, run: TrainerRun)
             state,
             _require_units(request, "--state-dict-type local"),
             request,
-            naming=state_dict.TRAINER_LOCAL,
+            naming=rank_files.TRAINER_LOCAL,
             sharded=not whole,
             compute=compute,
         )
     # Under NO_SHARD with use_orig_params, each rank saves the whole, unsharded state.
     if request.rank_files and whole and run.settings["fsdp_use_orig_params"]:
         return skeletons.join(
-            state_dict.lay_out_fsdp1_full(state, request, names=names, rank=rank)
-            for rank, names in enumerate(state_dict.TRAINER_RANKS.pairs(request.world_size))
+            rank_files.lay_out_fsdp1_full(
+                state,
+                request,
+                names=rank_files.TRAINER_RANKS.format_pair(rank, request.world_size),
+                rank=rank,
+            )
+            for rank in range(request.world_size)
         )
     if form == "local" or request.rank_files:
         mesh = run.mesh(request.world_size)
-        return state_dict.lay_out_fsdp2(
+        return rank_files.lay_out_fsdp2(
             state,
             request,
             MeshGrid(tuple(mesh.values()), tuple(mesh), request.device),
-            naming=state_dict.TRAINER_LOCAL if form == "local" else state_dict.TRAINER_RANKS,
+            naming=rank_files.TRAINER_LOCAL if form == "local" else rank_files.TRAINER_RANKS,
             whole_weights=whole,
         )
     return dcp.lay_out_fsdp(state, request)
@@ -234,9 +238,9 @@ def _lay_out_for_accelerate(state: WritableState, request: Request) -> Skeleton:
             " hf-trainer, one file --to torch",
         )
     if request.state_dict_type == "full":
-        return state_dict.lay_out_fsdp1_full(state, request, accelerate=True)
+        return rank_files.lay_out_fsdp1_full(state, request, accelerate=True)
     if request.rank_files:
-        return _lay_out_rank_files(state, request, state_dict.ACCELERATE)
+        return _lay_out_rank_files(state, request, rank_files.ACCELERATE)
     return dcp.lay_out_accelerate(state, request)
 
 
@@ -251,7 +255,7 @@ def _lay_out_local(state: WritableState, request: Request) -> Skeleton:
         state,
         _require_units(request, "--state-dict-type local"),
         request,
-        naming=state_dict.LOCAL,
+        naming=rank_files.LOCAL,
     )
 
 
@@ -272,24 +276,24 @@ def _require_units(request: Request, by: str) -> ModelShapes:
 
 
 def _lay_out_rank_files(
-    state: WritableState, request: Request, naming: state_dict.FileNames
+    state: WritableState, request: Request, naming: rank_files.FileNames
 ) -> Skeleton:
-    return state_dict.lay_out_fsdp2(state, request, _choose_grid(naming, request), naming=naming)
+    return rank_files.lay_out_fsdp2(state, request, _choose_grid(naming, request), naming=naming)
 
 
 def _lay_out_verl_ranks(state: WritableState, request: Request) -> Skeleton:
-    return _lay_out_rank_files(state, request, state_dict.VERL)
+    return _lay_out_rank_files(state, request, rank_files.VERL)
 
 
 def _lay_out_flat_ranks(state: WritableState, request: Request) -> Skeleton:
     model, grid = (
         _require_units(request, "--fsdp-version 1"),
-        _choose_grid(state_dict.VERL, request),
+        _choose_grid(rank_files.VERL, request),
     )
     return flat_files.lay_out_fsdp1_sharded(state, model, request, grid)
 
 
-def _choose_grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
+def _choose_grid(naming: rank_files.FileNames, request: Request) -> MeshGrid:
     """Return the requested mesh, else the usual one of a single axis.
 
     Raises:
@@ -313,7 +317,7 @@ def _lay_out_state_dicts(state: WritableState, request: Request) -> Skeleton:
     if request.state_dict_type == "unsharded":
         return hf_trainer.lay_out_unsharded(state, request)
     if request.state_dict_type == "full":
-        return state_dict.lay_out_fsdp1_full(state, request)
+        return rank_files.lay_out_fsdp1_full(state, request)
     if request.state_dict_type == "sharded":
         return dcp.lay_out_fsdp(state, request)
     raise UsageError(
@@ -378,9 +382,9 @@ def _describe_tensor_cuts(
     state: WritableState, model: ModelShapes | None, grid: MeshGrid, tensor: TensorPlan
 ) -> str:
     weights = torch_state_dict.build_weights(
-        state, divided=state_dict.build_is_divided(state, model)
+        state, divided=rank_files.build_is_divided(state, model)
     )
-    touched = state_dict.find_tensor_cuts(grid, tensor, weights)
+    touched = rank_files.find_tensor_cuts(grid, tensor, weights)
     parameters = {value.owner for value in weights.values() if value.divided}
     cut = sum(each is not None for each in touched.values())
     counts = f"{cut} of {len(parameters)} parameters cut, {len(touched) - cut} replicated"

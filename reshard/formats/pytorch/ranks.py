@@ -77,7 +77,7 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
 
     Raises:
         IncompleteError: a rank between others, or of a stated world size, has no file.
-        CorruptError: two files are of one rank.
+        StaleError: two files belong to one rank, or a file to a rank beyond the stated world size.
     """
     families: dict[str, dict[int, Path]] = {}
     pattern = _NUMBERED if _is_numbered_by_rank(files) else RANK
@@ -89,7 +89,7 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         if rank in ranks:
             raise StaleError(
                 path,
-                f"and {ranks[rank].name} both belong to rank {rank}",
+                f"belongs to rank {rank}, and so does {ranks[rank].name}",
                 TWO_RUNS,
             )
         ranks[rank] = path
@@ -129,4 +129,5 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
         raise StaleError(
             ranks[max(ranks)],
             f"belongs to rank {max(ranks)}, but the others to a run of {world} ranks",
+            TWO_RUNS,
         )

@@ -31,7 +31,9 @@ from reshard.training.trainer_run import TrainerRun
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
-_LATEST, _SEVERAL = "latest", 2  # Composer's symlink; how many checkpoints make several
+_LATEST = "latest"  # Composer's symlink
+Collected = tuple[ParsedTree, list[str]]  # a tree, and warnings about it
+
 _COPY = "{} is assumed to be the same model as {}, which is not read"
 
 
@@ -58,14 +60,14 @@ def read(
         UsageError: ``wrap`` is given, and there is no model.
     """
     # One rank's file stands for all of them; any other file is read by itself.
+    saved: list[Collected]
+    trainer: dict[str, Any] = {}
     if location.chosen and not is_rank_file(location.chosen):
-        saved, trainer = [(OpenedRanks.open({0: location.path}).join(location), list[str]())], {}
+        saved = [(OpenedRanks.open({0: location.path}).join(location), [])]
     else:
         chosen, location = location.chosen, Location(location.directories)
-        (saved, key), trainer = (
-            _read_stages(location, key, chosen),
-            beside.read_trainer_state(location),
-        )
+        saved, key = _read_stages(location, key, chosen)
+        trainer = beside.read_trainer_state(location)
     first = saved[0][0]
     run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
     origin = Origin(
@@ -123,9 +125,6 @@ def _complete_train_state(
     return train
 
 
-Collected = tuple[ParsedTree, list[str]]  # a tree, and warnings about it
-
-
 def _read_stages(
     location: Location, key: str | None, chosen: str | None
 ) -> tuple[list[Collected], str | None]:
@@ -181,7 +180,7 @@ def _find_newest(families: Mapping[str, OpenedRanks]) -> str | None:
     That is Composer's ``latest-rank0.pt``, else the highest number (``ep1-ba20-rank0.pt``).
     """
     numbers = {stem: run.parse_number(stem) for stem in families if stem != _LATEST}
-    if len(families) < _SEVERAL or None in numbers.values():
+    if len(families) < 2 or None in numbers.values():
         return None
     if not all(map(_is_checkpoint, families.values())):
         return None

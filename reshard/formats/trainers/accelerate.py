@@ -4,7 +4,8 @@
                          the model that it was given, and wraps it afterwards
     optimizer.bin        ``torch.optim``'s own state
 
-Every size has the same two files. FSDP's forms are `fsdp.rank_files`'s and `dcp.writer`'s.
+Every number of ranks has the same two files. `fsdp.rank_files` and `dcp.writer` lay out FSDP's
+forms.
 
 Source: Accelerate 1.15 ``accelerator.py`` (``prepare_model``, ``save_state``), ``checkpointing.py``
 (``load_accelerator_state``).
@@ -48,13 +49,11 @@ def lay_out_unsharded(state: WritableState, request: Request) -> Skeleton:
 def lay_out_accelerate_extras(state: WritableState, ranks: int) -> Iterator[Skeleton]:
     """Yield the files that Accelerate's ``load_state`` needs beside weights and optimizer.
 
-    It reads its count of steps from each rank's random states; it continues without states if they
-    cannot be loaded (``load_accelerator_state``).
+    ``load_state`` reads its count of steps from the file of each rank's random states, and
+    continues without that file if it cannot be loaded (``load_accelerator_state``).
     """
-    beside, factor = (
-        torch_state_dict.collect_extra_state(state.manifest.train),
-        schedules.find_factor(state.manifest, ranks),
-    )
+    beside = torch_state_dict.collect_extra_state(state.manifest.train)
+    factor = schedules.find_factor(state.manifest, ranks)
     files = dict(state.manifest.train.kept_files)
     if "scheduler" in beside and (state.regrouped or _SCHEDULER not in files):
         files.pop(_SCHEDULER, None)  # its lists have the source's groups

@@ -1,4 +1,4 @@
-"""The param groups of the optimizer that HF Trainer creates: with weight decay and without."""
+"""Adapt param groups to those of HF Trainer's optimizer: one with weight decay, one without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.training.companion_files import describe_beside
 from reshard.training.param_groups import replace_groups
 from reshard.training.state import TrainedGroup, WritableState
 
-COUNT = 2
+COUNT = 2  # of param groups
 
 
 def adapt_groups(

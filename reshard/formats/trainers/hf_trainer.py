@@ -171,12 +171,12 @@ def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
         )
     if not deepspeed and len(state.groups) != hf_param_groups.COUNT:
         yield (
-            f"the Trainer's own optimizer has {hf_param_groups.COUNT} param groups (weight decay"
-            f" and none), here are {len(state.groups)}: --param-groups divides them"
+            f"the Trainer's own optimizer has {hf_param_groups.COUNT} param groups (with weight"
+            f" decay and without), the output has {len(state.groups)}: --param-groups divides them"
         )
     if _is_torch_scheduler(found):
         if found["last_epoch"] != state.scheduler_step():
-            yield f"the scheduler has counted {found['last_epoch']} at step {state.step()}"
+            yield f"the scheduler has counted {found['last_epoch']} steps at step {state.step()}"
     elif not (deepspeed and _is_deepspeed_scheduler(found)):
         yield (
             f"scheduler.pt is created: a LambdaLR at step {state.scheduler_step()} (the Trainer"

@@ -118,8 +118,8 @@ def _resolve_ranks(
     weights_only: bool,
     **options: Any,
 ) -> Iterator[tuple[OutputSpec, ModelRank]]:
-    """Yield what is written of each model-parallel rank."""
-    trained = find_precision(state)  # of the run: a rank's own parameters may have another one
+    """Yield each model-parallel rank with the spec of its files."""
+    trained = find_precision(state)  # a single rank's parameters may have another dtype than most
     _refuse_stage(cut, stage, options["precision"] or trained, weights_only=weights_only)
     for rank in cut.ranks:
         spec = resolve_spec(

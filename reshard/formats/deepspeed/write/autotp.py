@@ -1,7 +1,7 @@
-"""How DeepSpeed's AutoTP cuts a model of transformers, by the names of its parameters.
+"""Describe how DeepSpeed's AutoTP cuts a model of transformers, by the names of its parameters.
 
-The layers are those of Llama and of the many models that name theirs the same. Of other models the
-names do not tell what AutoTP does with them.
+The layers are those of Llama and of the many models that name theirs the same. The names in other
+models do not show how AutoTP cuts them.
 
 Source: DeepSpeed 0.19.8 ``module_inject/auto_tp.py`` (``AutoTP.tp_parser``: row-parallel layers
 are ``o_proj`` and ``down_proj``; ``_replace``: a head is cut by its rows, with an embedding that is
@@ -23,7 +23,7 @@ _EMBEDDING = re.compile(r"(.*\.)?embed_tokens\.weight")
 
 
 def describe_cuts(state: WritableState) -> dict[str, Any]:
-    """Return the ``universal_checkpoint_info`` of a run of AutoTP; empty if it is not known."""
+    """Return the ``universal_checkpoint_info`` of a run with AutoTP; empty if it is not known."""
     names = [weight.fqn for weight in state.weights]
     is_tied = _HEAD not in names or _HEAD in state.manifest.tied
     kinds = {name: _classify(name, is_tied=is_tied) for name in names}
@@ -49,6 +49,6 @@ def _classify(name: str, *, is_tied: bool) -> str | None:
         return "vocabulary"
     if _EMBEDDING.fullmatch(name) or "norm" in module:
         return "replicated"
-    if module in _ROW:  # the bias is added to the sum over ranks
+    if module in _ROW:  # the bias is added once, to the sum over the ranks
         return "row" if leaf == "weight" else "replicated"
     return "column" if module in _COLUMN else None

@@ -72,7 +72,7 @@ class _FirstRank:
         self._local = {layer: count // sizes[layer] for layer, count in counts.items()}
 
     def get_local_name(self, fqn: str) -> str:
-        """Return the name that the rank of a parameter has for it."""
+        """Return the name that a parameter has on the rank that holds it."""
         own = parse_expert_name(fqn)
         return str(own.renumber(own.number % self._local[own.layer])) if own else fqn
 
@@ -105,7 +105,8 @@ def _join_user_groups(
 def _is_continuation(parts: Sequence[TrainedGroup], group: TrainedGroup, rank: _FirstRank) -> bool:
     """Return whether a group was split from the same user's group as those before it.
 
-    It was if it differs only in the number of its ranks, or did not fit into the last one.
+    This is so if only the number of its ranks differs, or if its first member did not fit into the
+    last group.
     """
     last = parts[-1]
     if not has_experts(group.hyper) or _without_name(group) != _without_name(last):

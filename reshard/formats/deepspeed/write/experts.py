@@ -66,7 +66,7 @@ class Mixture:
     _ranks: dict[tuple[int, ...], ExpertRank] = field(default_factory=dict)
 
     def list_optimizer_ranks(self) -> list[int]:
-        """Return the ranks that save their optimizer without ZeRO: the first with its experts."""
+        """Return the ranks that save their optimizer without ZeRO: one for each set of experts."""
         config = order.find_engine_config(self.state) or {}
         most = max(self.sizes.values())  # the engine names these files by the largest group
         return [ranks[0] for ranks in list_expert_data_ranks(self.world, most, config)]
@@ -83,7 +83,7 @@ class Mixture:
         yield from contents.items()
 
     def list_parts(self) -> list[tuple[ExpertRank, list[int]]]:
-        """Return what ranks hold, and which ranks hold it."""
+        """Return each different part of the state, with the ranks that hold it."""
         parts: dict[int, tuple[ExpertRank, list[int]]] = {}
         for rank in range(self.world):
             part = self.select_rank(rank)  # one object for all ranks with the same experts
@@ -190,8 +190,9 @@ def refuse_stage(mixture: Mixture, stage: int, *, weights_only: bool) -> None:
     if stage == 0 and len(sizes) > 1 and not weights_only:
         raise UnsupportedError(
             "--zero-stage 0",
-            f"has layers of experts over {sizes} ranks each: at stage 0 no file states which layer"
-            " is shared by how many, so the output could not be read again",
+            f"the layers of experts are shared by {' or '.join(map(str, sizes))} ranks: at stage 0"
+            " no file states which layer is shared by how many, so the output could not be read"
+            " again",
             "give --zero-stage 1, or --ep N for all",
         )
 

@@ -40,7 +40,7 @@ def lay_out_experts(
     """Lay out a run with experts.
 
     Returns:
-        What is written of the whole model; the model states with every expert's file; the optimizer
+        The spec of the whole model; the model states with every expert's file; the optimizer
         states.
 
     Raises:

@@ -46,7 +46,7 @@ def cut_run(member: TrainedParameter, start: int, stop: int, offset: int) -> Mem
 def concatenate(members: Iterable[TrainedParameter], ranks: int = 1) -> tuple[list[MemberRun], int]:
     """Return the first rank's equal piece of each member, end to end, and the number of elements.
 
-    A piece is as long as its padded share, so that it also describes those of the other ranks.
+    Each piece takes the space of a padded share, so other ranks' pieces begin at the same element.
     """
     runs, at = [], 0
     for member in members:

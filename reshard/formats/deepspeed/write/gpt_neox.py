@@ -1,8 +1,8 @@
 """Adapt what GPT-NeoX needs of a checkpoint beside DeepSpeed's own: its settings and its sizes.
 
 Source: GPT-NeoX ea7aefd ``megatron/checkpointing.py``: ``save_ds_checkpoint`` keeps ``configs/``,
-which only its tools open, no loader; ``check_checkpoint_args`` compares the run's settings with the
-``args`` of the checkpoint; ``load_checkpoint`` fails if random states are missing.
+which its tools read and its loader does not; ``check_checkpoint_args`` compares the run's settings
+with the ``args`` of the checkpoint; ``load_checkpoint`` fails if random states are missing.
 ``megatron/tokenizer/tokenizer.py`` (``_vocab_size_with_padding``).
 """
 
@@ -25,7 +25,7 @@ _UNIT = "make_vocab_size_divisible_by"
 
 
 def copy_settings(state: WritableState, tag: str) -> Skeleton:
-    """Return the files of ``configs/``, which say how ranks share biases, unchanged."""
+    """Return unchanged copies of the files of ``configs/``, which state how ranks share biases."""
     if not _is_neox(state):
         return Skeleton((), ())
     files = neox.read_files(state.manifest.origin.path)
@@ -65,12 +65,13 @@ def describe_settings(state: WritableState, sizes: Sizes) -> Iterator[str]:
         changed["no_load_rng"] = "true"
     if changed:
         shown = ", ".join(f"{name} {value}" for name, value in changed.items())
-        yield f"GPT-NeoX loads it with {shown}; the source's settings, if any, stay in configs/"
+        yield (
+            f"GPT-NeoX loads the output with {shown}; configs/ keeps the source's settings, if any"
+        )
     if before != after and before.get(_UNIT) == after.get(_UNIT):
         yield (
-            f"GPT-NeoX pads the vocabulary to a multiple of {_UNIT} x {_RANKS}; it loads this"
-            f" checkpoint only if that results in the {after.get('padded_vocab_size')} rows stored"
-            " here"
+            f"GPT-NeoX pads the vocabulary to a multiple of {_UNIT} x {_RANKS}; it loads the output"
+            f" only if that results in the {after.get('padded_vocab_size')} rows stored there"
         )
 
 

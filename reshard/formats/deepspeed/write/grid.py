@@ -45,7 +45,8 @@ class GridOptions:
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size;
             None: it stays as it is.
         rules: a user's table of how parameters are cut.
-        experts: ranks that share the experts of every layer; None: each layer's as in the source.
+        experts: number of ranks that share the experts of every layer; None: as many for each layer
+            as in the source.
     """
 
     sizes: Sizes = ONE
@@ -249,7 +250,8 @@ class _Cutter:
             if self.size > 1:
                 self.notes.append(
                     "tensor-parallel ranks share evenly, but AutoTP cuts at key-value heads: if"
-                    f" {self.size} does not divide them, DeepSpeed loads only --to ds-universal"
+                    f" {self.size} does not divide their number, write --to ds-universal, because"
+                    " DeepSpeed does not load this output"
                 )
 
     def _pad(self, fqn: str, shape: Index, divisible: int | None) -> Index:

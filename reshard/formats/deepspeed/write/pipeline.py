@@ -50,10 +50,10 @@ def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
     """
     names_of: dict[int, dict[str, str]] = {}
     for entry in manifest.of_kind(PARAM, BUFFER):
-        for number in {parse_layer(chunk.file) for chunk in entry.chunks} - {None}:
-            names_of.setdefault(number or 0, {})[_get_local_name(entry.fqn, number or 0)] = (
-                entry.fqn
-            )
+        for number in {parse_layer(chunk.file) for chunk in entry.chunks}:
+            if number is not None:
+                name = _get_local_name(entry.fqn, number)
+                names_of.setdefault(number, {})[name] = entry.fqn
     layers = [Layer(number, names) for number, names in sorted(names_of.items())]
     shared = Counter(fqn for layer in layers for fqn in layer.fqns if fqn.startswith(TIED))
     once = {fqn: _get_local_name(fqn, 0) for fqn, count in shared.items() if count == 1}
@@ -125,8 +125,8 @@ def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int)
     for layer in layers:
         # Several stages have a shared module; only its last use, without a file, tells its stage.
         own = (fqn for fqn in layer.fqns if not (layer.has_file and fqn.startswith(TIED)))
-        on = [owners[fqn] for fqn in own if fqn in owners]
-        at = max(at, max(on, default=at))
+        stages = [owners[fqn] for fqn in own if fqn in owners]
+        at = max(at, max(stages, default=at))
         ends[at + 1] = layer.number + 1
     return _make_ranges(list(accumulate(ends, max)))
 

@@ -26,7 +26,7 @@ _STAGE_3 = optimizers.MOMENTS  # the slots that it loads of a universal checkpoi
 
 
 def describe_output(spec: OutputSpec) -> Iterator[str]:
-    """Yield the notes on a native directory, each a sentence."""
+    """Yield the notes on a native directory."""
     yield from _note_lost(spec)
     if spec.weights_only:
         yield from _note_weights_only(spec)
@@ -65,7 +65,7 @@ def describe_output(spec: OutputSpec) -> Iterator[str]:
 
 
 def describe_universal(spec: OutputSpec, *, described: bool = False) -> Iterator[str]:
-    """Yield the notes on a universal checkpoint, each a sentence.
+    """Yield the notes on a universal checkpoint.
 
     Args:
         described: whether it describes how tensor-parallel ranks share its parameters.
@@ -247,10 +247,10 @@ def _note_weights_only(spec: OutputSpec) -> Iterator[str]:
 
 
 def note_recomputed(state: WritableState, what: str) -> Iterator[str]:
-    """Yield a note on the slots that a rank has of its own piece of a flat tensor.
+    """Yield a note on the slots that each rank computes from its own piece of a flat tensor.
 
     Args:
-        what: what becomes of them.
+        what: what the output does with them.
     """
     names = [n for n in collect_slot_names(state.members) if n in optimizers.RECOMPUTED]
     if names:

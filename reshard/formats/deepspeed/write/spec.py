@@ -48,7 +48,8 @@ class OutputSpec:
         groups: the optimizer's groups; members in the order in which they were passed to it.
         flats_of: for each group, the members of its flat tensors in flat order; at stage 0 and in a
             universal checkpoint one flat tensor for each group.
-        frozen: parameters that no group holds; also empty ones, which DeepSpeed never optimizes.
+        frozen: parameters that no group holds, including empty ones, which DeepSpeed never
+            optimizes.
         extra_state: values beside DeepSpeed's own in the model states.
         lost: the names of values that cannot be written.
         scaler: the loss scaler's state; a new one if the source has none.
@@ -304,11 +305,13 @@ def _sort_groups(state: WritableState, stage: int, *, keep_empty: bool) -> tuple
     """Return the groups in their optimizer's order, without parameters that are never optimized.
 
     Args:
-        keep_empty: at stage 0 in fp32: the file holds the user's optimizer itself.
+        keep_empty: keep parameters without elements, as stage 0 in fp32 does, whose file holds the
+            user's optimizer itself.
     """
     by_shape = order.find_shape_sorted_groups(group.hyper for group in state.groups)
     if stage == order.find_source_stage(state) == 3:
-        by_shape = frozenset()  # of shapes, or the model's: zero.Init hides shapes from Muon
+        # Keep the source's order: it is by shape, or the model's if zero.Init hid the shapes.
+        by_shape = frozenset()
     groups = []
     for number, members in enumerate(order.iterate_user_order(state)):
         kept = [m for m in members if m.weight.value.numel or keep_empty]

@@ -19,8 +19,6 @@ from reshard.pickles.values import Call
 from reshard.training.state import WritableState, change_entries
 
 _SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
-_MANY = 2  # tensor-parallel ranks: of a single rank `Cuts` describes every tensor as whole
-
 NOT_DESCRIBED = "its tensors have no tensor-parallel marks: load it at a tensor-parallel size of 1"
 
 
@@ -36,7 +34,8 @@ class SplitMetadata:
 
     def __init__(self, state: WritableState, options: GridOptions) -> None:
         tensor = options.sizes.tensor
-        self._cuts, info = make_cuts(state, options, max(tensor, _MANY))
+        # For a single tensor-parallel rank, `Cuts` would describe every tensor as whole.
+        self._cuts, info = make_cuts(state, options, max(tensor, 2))
         vocabulary = info.get("original_vocab_size")
         self._vocabulary = vocabulary if isinstance(vocabulary, int) else None
         self.is_known = tensor > 1 or len(info) > 1  # every info has its version
@@ -53,12 +52,12 @@ class SplitMetadata:
             return {"cat_dim": 0}
         shape = self._shapes[fqn]
         split = self._cuts.find_split(fqn, shape)
-        fused = self._cuts.find_fused(fqn)
         if split.dim is None:
             return {}
-        if fused is not None and len(split.parts) > 1:
-            return {"sub_param_shape": _make_sub_param_shape(fused, shape)}
         if len(split.parts) > 1:
+            fused = self._cuts.find_fused(fqn)
+            if fused is not None:
+                return {"sub_param_shape": _make_sub_param_shape(fused, shape)}
             return {"cat_dim": split.dim, "param_n_sub_params": len(split.parts)}
         return {"cat_dim": split.dim, **({"vocab_tensor": True} if split.padded else {})}
 
@@ -118,7 +117,7 @@ class SplitMetadata:
 
 
 def _make_sub_param_shape(fused: Mapping[str, Any], shape: Index) -> Call:
-    """Return the parts of a fused parameter, with their sizes if the run has only their number."""
+    """Return the parts of a fused parameter; equal parts if the run states only their number."""
     dim = int(fused["partition_dim"])
     view = [tuple(n) if isinstance(n, (list, tuple)) else int(n) for n in fused["shape"]]
     parts = view[dim]

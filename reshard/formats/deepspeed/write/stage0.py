@@ -106,7 +106,7 @@ def _build_by_group(spec: OutputSpec) -> dict[str, Any]:
 def _is_order_recoverable(spec: OutputSpec) -> bool:
     """Return whether shapes show which parameter each index is; otherwise names are written.
 
-    Groups of experts and other groups are tried apart, as the reader names them.
+    Groups of experts and other groups are checked separately, because the reader names them so.
     """
     buffers = {buffer.fqn for buffer in spec.buffers}
     stated = {member.fqn for group in spec.groups for member in group.members if member.slots}

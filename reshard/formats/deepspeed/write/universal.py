@@ -93,7 +93,7 @@ def find_new_slots(spec: OutputSpec) -> tuple[str, ...]:
     """Return the slots of an Adam that has made no step; none for any other optimizer.
 
     Stage 3 loads no optimizer without moments. Those of an Adam start as zeros, so writing them
-    changes nothing. Of other optimizers the files do not tell the slots and their first values.
+    changes nothing. The files do not show the slots of other optimizers and their first values.
     """
     hypers = [group.hyper for group in spec.groups]
     if spec.state.slots or not all(map(optimizers.is_adam, hypers)):
@@ -103,9 +103,9 @@ def find_new_slots(spec: OutputSpec) -> tuple[str, ...]:
 
 
 def count_steps(spec: OutputSpec) -> list[float | None]:
-    """Return the updates that each group has seen.
+    """Return the number of updates of each group.
 
-    None for a group that was never updated, if its optimizer is no Adam that has made no step.
+    A group that was never updated has None, except in an Adam that has made no step: there it is 0.
     """
     if find_new_slots(spec):
         return [0.0] * len(spec.groups)
@@ -211,8 +211,8 @@ def _check_name(spec: OutputSpec, name: str) -> None:
 def _make_optimizer_state(spec: OutputSpec, counts: Sequence[float | None]) -> dict[str, Any]:
     """Return scaler, clipping and hyper-parameters; the new run keeps its own for what is missing.
 
-    Stage 3 reads the base optimizer from a separate dict, with one counter for all parameters, that
-    of the first group.
+    Stage 3 reads the base optimizer from a separate dict, with one counter for all parameters: the
+    counter of the first group.
     """
     state: dict[str, Any] = {}
     for group, count in zip(spec.groups, counts, strict=True):
