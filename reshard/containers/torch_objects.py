@@ -85,7 +85,7 @@ class TorchFile:
     globals: set[str]
     records: dict[str, Record] = field(default_factory=dict)  # storage key -> record
     archive: str = ""  # root name of the zip archive; empty for the older stream format
-    stamp: Stamp | None = None  # the root is without it
+    stamp: Stamp | None = None  # not in `root`, from which the reader takes it
 
     def source(self) -> SourceFile:
         """Describe the file as a manifest lists it."""
@@ -105,7 +105,7 @@ class TorchFile:
             return read_number(files, tensor.chunk)
 
 
-_BLOCK_BYTES = 1 << 20  # read at a time
+_BLOCK_BYTES = 1 << 20  # bytes that `is_zero` reads at a time
 _NUMBERS = {
     "float32": "<f",
     "float64": "<d",

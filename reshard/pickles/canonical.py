@@ -25,7 +25,7 @@ class Canonicalizer:
             return [self.convert(item) for item in value]
         if isinstance(value, tuple):
             parts = tuple(self.convert(item) for item in value)
-            # By their text, because (1,), (1.0,) and (True,) are equal as keys.
+            # The key is their text, because (1,), (1.0,) and (True,) are equal as keys.
             return self._same.setdefault((tuple, repr(parts)), parts) if _is_plain(parts) else parts
         return self._same.setdefault(value, value) if isinstance(value, str) else value
 

@@ -35,7 +35,7 @@ def can_be_written(value: Any, *others: type) -> bool:
 
 
 def _is_shallow(value: Any) -> bool:
-    # By levels, not by recursion, because a hostile value may be nested without end.
+    # This goes by levels, not by recursion, because a hostile value may be nested without end.
     level, seen = [value], set[int]()
     for _ in range(_DEEPEST):
         below = [part for each in level for part in _list_parts(each) if id(part) not in seen]

@@ -169,12 +169,8 @@ def _setitem(machine: Machine) -> None:
 
 @_register(0x75)  # SETITEMS
 def _setitems(machine: Machine) -> None:
-    flat = machine.pop_to_mark()
-    _update(machine.stack[-1], flat)
-
-
-def _update(target: Any, flat: list[Any]) -> None:
-    _get_items(target).update(_build_dict(flat))
+    pairs = _build_dict(machine.pop_to_mark())
+    _get_items(machine.stack[-1]).update(pairs)
 
 
 def _get_items(target: Any) -> dict[Any, Any]:

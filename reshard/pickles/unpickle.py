@@ -62,7 +62,7 @@ def loads(
     machine = Machine(data, start, where, {**BUILDERS, **(builders or {})}, persistent)
     try:
         value = machine.run(HANDLERS)
-    # What the handlers raise on bytes that no pickler writes.
+    # The handlers raise these on bytes that no pickler writes.
     except (
         RecursionError,
         IndexError,

@@ -57,7 +57,7 @@ def find_weights(value: Any, name: str) -> Iterator[str]:
     """Yield the paths of tensors in a container that look like weights."""
     seen: set[int] = set()
     waiting = [(name, value)]
-    for at, item in waiting:  # which grows meanwhile
+    for at, item in waiting:  # the list grows meanwhile
         if isinstance(item, _CONTAINERS):
             if id(item) not in seen:
                 seen.add(id(item))

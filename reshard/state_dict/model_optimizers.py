@@ -152,12 +152,13 @@ def _select_nearest(
         return dict(fitting)
     depths = {path: _count_common(path, model) for path in fitting}
     files = {p: len({c.file for e in one.entries for c in e.chunks}) for p, one in fitting.items()}
-    # A copy in one file may be beside the rank files.
+    # Without such depths, the optimizer in the most files is preferred: a merged copy in one file
+    # may be beside the rank files.
     ranks = depths if any(depths.values()) else files
     nearest = {p: one for p, one in fitting.items() if ranks[p] == max(ranks.values())}
     if len(nearest) < 2 or not _share_states(nearest.values()):
         return nearest
-    # Of {"models": {"actor": ...}, "optimizers": {"actor": ...}} the names tell.
+    # In {"models": {"actor": ...}, "optimizers": {"actor": ...}} the words of the paths decide.
     shared = {path: len(_list_words(path) & _list_words(model)) for path in nearest}
     return {p: one for p, one in nearest.items() if shared[p] == max(shared.values())}
 

@@ -227,7 +227,8 @@ def identify_layout(
     if not all(isinstance(key, int) for key in order):
         raise AmbiguousError(list(map(str, order)), "are listed among numbered ones")
     if order != sorted(order):
-        members = [sorted(keys) for keys in members]  # FSDP's rekeyed ids count the whole model
+        # The ids of FSDP's ``rekey_optim_state_dict`` count the parameters of the whole model.
+        members = [sorted(keys) for keys in members]
     layouts: list[WholeLayout] = [WholeLayout(known)]
     leaves = [value for slots in state.values() for value in select_tensors(slots).values()]
     world = max((len(leaf.pieces) for leaf in leaves if isinstance(leaf, LocalTensors)), default=0)

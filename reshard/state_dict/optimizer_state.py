@@ -47,7 +47,7 @@ class ParsedOptimizer:
 
     entries: list[Entry] = field(default_factory=list)
     steps: dict[str, float] = field(default_factory=dict)
-    step_files: dict[str, str] = field(default_factory=dict)  # fqn -> file of the step, if one
+    step_files: dict[str, str] = field(default_factory=dict)  # fqn -> the only file of its step
     groups: list[ParamGroup] = field(default_factory=list)
     non_tensor_state: dict[str, Any] = field(default_factory=dict)  # by fqn
     notes: list[str] = field(default_factory=list)

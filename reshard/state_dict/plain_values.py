@@ -9,10 +9,10 @@ from reshard.pickles.values import Call, Global
 from reshard.state_dict.tree import GlobalTensor, LocalTensors
 
 _MAX_DEPTH = 100
-_LONG = 64  # characters
+_LONG = 64  # characters; a longer text counts as several parts if it is repeated
 _COUNTED = ("bytes", "str", "list", "tuple", "dict", "set", "frozenset")
 _KEYS = (str, int, float, bytes, tuple, frozenset, type(None), Global)  # texts identify them
-_MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many places
+_MAX_PARTS = 50_000  # parts of one value; a pickle can refer to one part from many places
 
 
 def to_plain(value: Any) -> Any:

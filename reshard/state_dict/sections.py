@@ -44,7 +44,7 @@ _NAMED = {
     "scaler": re.compile(r"(grad_?|loss_?)?scaler(_state)?|amp|native_amp_scaling_state"),
     "rng": re.compile(r"rng(_states?)?|random_states?(_\d+)?|rng_state_\d+"),
     "step": re.compile(r"(global_?)?(steps?|iterations?|iter)"),
-    "samples": re.compile(r"global_samples"),  # these two as DeepSpeed calls them
+    "samples": re.compile(r"global_samples"),  # this and the next are DeepSpeed's names
     "skipped_steps": re.compile(r"skipped_steps"),
 }
 TRAINED = "current_model_state"  # where Lightning's WeightAveraging puts the model that it trains
@@ -301,7 +301,7 @@ def _sort_one(parts: Sections, path: Path, value: Any) -> None:
         parts.accumulated = value["step"]
         parts.rng = {name: state for name, state in value.items() if name != "step"} or None
     elif kind in ("scheduler", "scaler", "rng") and value and getattr(parts, kind) is None:
-        setattr(parts, kind, value)  # the outermost; another one is the script's own
+        setattr(parts, kind, value)  # only the outermost: an inner one is the script's own
     else:
         own = path[1:] if path[0] == TRAIN_STATE and len(path) > 1 else path
         parts.client[format_path(own)] = value

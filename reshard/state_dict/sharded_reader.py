@@ -50,7 +50,7 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
         if kind == _DTENSOR:
             return dtype, shape, tuple(_read_dtensor(file, call, shape, dtype))
         return dtype, shape, tuple(_read_sharded_tensor(file, call, shape, dtype))
-    except (  # what another form of the pickled objects raises where the code below reads them
+    except (  # pickled objects of another form raise these where the code below reads them
         IndexError,
         KeyError,
         TypeError,

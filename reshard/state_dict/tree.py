@@ -281,7 +281,7 @@ def walk(tree: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield every container down to a depth, the root first, each once, with its first path."""
     seen: set[int] = set()
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
-    for path, node in waiting:  # which grows meanwhile: containers come level by level
+    for path, node in waiting:  # the list grows meanwhile, so containers come level by level
         if id(node) in seen:
             continue
         seen.add(id(node))

@@ -117,7 +117,7 @@ def _restore(manifest: Manifest, entries: Iterable[Entry], first: ModelStates) -
     train = replace(manifest.train, param_groups=_join_groups(manifest.train.param_groups))
     return replace(
         manifest,
-        # Not the mesh's "ep", by which writers make experts of DeepSpeed's own layers.
+        # The mesh gets no "ep": writers take it for experts of DeepSpeed's own MoE layers.
         origin=replace(manifest.origin, detail=f"{manifest.origin.detail}, AutoEP of {size} ranks"),
         trained_dtypes={**saved, **manifest.trained_dtypes},
         train=train,
@@ -255,7 +255,7 @@ def _rename_others(first: ModelStates, layers: Sequence[_ExpertLayer]) -> dict[s
     for layer in layers:
         prefix = f"{layer.path}."
         own = [name for name in first.module if name.startswith(prefix)]
-        # Of DeepSpeed's presets, those of Qwen alone have a gate, and call both in the singular.
+        # Among DeepSpeed's presets, only Qwen's have a gate; they use the singular for both names.
         has_gate = any(name.startswith(f"{prefix}shared_experts_gate.") for name in own)
         for name in own:
             rest = name.removeprefix(prefix)
@@ -306,7 +306,8 @@ def _with_all_ranks(first: ModelStates, layers: Sequence[_ExpertLayer], size: in
         }
         groups.append(listed or group)
     root = {**first.root, "param_shapes": groups}
-    root.pop("universal_checkpoint_info", None)  # AutoEP's patterns of names, and its layers again
+    # It has patterns of AutoEP's own names, which the result does not have.
+    root.pop("universal_checkpoint_info", None)
     return replace(first, root=root, expert_ranks=tuple(ranks))
 
 

@@ -280,7 +280,9 @@ def _compile(text: str) -> re.Pattern[str]:
 
 
 def _matches(text: str, fqn: str) -> bool:
-    if len(fqn) > _LONGEST:  # "no match" could mean another cut
+    if (
+        len(fqn) > _LONGEST
+    ):  # a pattern that is not searched could be the one that describes the cut
         raise UnsafeError(
             "universal_checkpoint_info",
             f"has patterns, and a search in a name of {len(fqn)} characters may never end",

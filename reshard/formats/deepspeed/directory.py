@@ -28,13 +28,13 @@ MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 SHARDED_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"((?:bf16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _POINTERS = ("latest", "latest_universal")  # the second is ds_to_universal's
-_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # Accelerate 1.15 (``accelerator.py``, ``save_state``) has such a tag for each model, and ``latest``
 # names the last one.
 ACCELERATE_TAG = re.compile(r"pytorch_model(_\d+)?")
-_STATES = (MODEL_FILE, SHARDED_MODEL_FILE, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
+_STATES = (MODEL_FILE, SHARDED_MODEL_FILE, _OPTIM, LAYER_FILE, _EXPERT, _EXPERT_OPTIM)
 
 
 @dataclass(slots=True)
@@ -226,7 +226,7 @@ def list_files(location: Location) -> TagFiles:
         elif match := _OPTIM.fullmatch(name):
             prefixes.setdefault(match[1], name)
             get_rank_files(match[3]).optim[int(match[2])] = path
-        elif match := _LAYER.fullmatch(name):
+        elif match := LAYER_FILE.fullmatch(name):
             files.layers.setdefault(int(match[1]), {})[int(match[2] or 0)] = path
         elif match := _EXPERT.fullmatch(name):
             key = int(match[1] or -1), int(match[2])

@@ -16,7 +16,7 @@ from reshard.box import Index
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats.deepspeed.directory import TagFiles
+from reshard.formats.deepspeed.directory import LAYER_FILE, TagFiles
 from reshard.state_dict import leaves
 
 TIED = "tied_modules."
@@ -138,6 +138,5 @@ def _check_named(files: TagFiles, named: Names, modules: Sequence[StageModule]) 
 
 def parse_layer(path: str) -> int | None:
     """Return the number of the layer whose file this is; None for another file."""
-    parts = Path(path).name.removeprefix("layer_").partition("-")
-    is_layer = Path(path).name.startswith("layer_") and parts[2].endswith("model_states.pt")
-    return counts.natural(parts[0]) if is_layer else None
+    match = LAYER_FILE.fullmatch(Path(path).name)
+    return int(match[1]) if match else None

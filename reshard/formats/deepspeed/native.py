@@ -61,10 +61,10 @@ _SETTINGS = """
     optimizer scheduler fp16 bf16
 """.split()
 
-# What DeepSpeed leaves in padding, as every real checkpoint that was tried shows. Stages 1 and 2
-# (0.19.8 ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned``) fill it with zeros; its gradient
-# is zero, and so are its moments and its step. Stage 3 (``partition_parameters.py``) allocates it
-# with ``torch.empty``.
+# The content of DeepSpeed's padding, as every real checkpoint that was tried shows it. Stages 1
+# and 2 (0.19.8 ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned``) fill it with zeros; its
+# gradient is zero, so its moments and its updates are zero too. Stage 3
+# (``partition_parameters.py``) allocates it with ``torch.empty``.
 _PADDING: dict[int | None, Padding] = {1: "zero", 2: "zero", 3: "uninitialized"}
 
 
@@ -158,7 +158,7 @@ def _is_weights_only(first: ModelStates) -> bool:
 
 
 def _check_models(models: Sequence[ModelStates]) -> None:
-    # Only what the files themselves state: `autoep` adds every rank's experts to the first rank's.
+    # Compare what the files themselves state: `autoep` adds all ranks' experts to the first's list.
     stated = [ModelStates(model.file, model.file.root) for model in models]
     for key in ("global_steps", "dp_world_size", "ds_version", "param_shapes"):
         require_equal(key, {model.file.path: model.root.get(key) for model in stated})

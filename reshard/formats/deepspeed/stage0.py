@@ -49,7 +49,7 @@ from reshard.state_dict.optimizer_names import (
 _Names = list[list[str | None]]  # for each group its members; None for one that has no name
 
 # Limits of the search for the members of fused groups.
-_MOST_SHAPES = 200  # no model has more; the search goes one step deeper with each
+_MOST_SHAPES = 200  # no known model has more; each shape is one level of recursion
 _MOST_STEPS = 100_000
 _MOST_ASSIGNMENTS = 100
 _REL, _ABS = 2**-8, 2**-24  # half a unit of bfloat16's last place; float16's smallest number

@@ -27,10 +27,10 @@ _REMEDY = "write DCP or whole files"
 
 
 def _build_optimizer(state: WritableState) -> dict[str, Any]:
-    """Build the optimizer by names; refuse what flat parameters cannot hold."""
+    """Build the optimizer's state dict by fqn; refuse state that flat parameters cannot hold."""
     why = "a flat parameter cannot store it"
     refuse_non_elementwise_slots(state, why, _REMEDY, placed=state.scalars)
-    return torch_state_dict.build_optimizer(state, "fqn")  # refuses what is missing
+    return torch_state_dict.build_optimizer(state, "fqn")  # refuses a state that lacks a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _build_flat_state(
         entries = []
         for (start, _), member in zip(flat.members, members, strict=True):
             entry = member.slots.get(name)
-            if entry is not None:  # else never stepped: zero, as FSDP 1 itself has it
+            if entry is not None:  # a member that was never stepped has zeros, as in FSDP 1 itself
                 entries.append((start, entry))
         widest = max((entry.dtype for _, entry in entries), key=lambda dtype: dtype.itemsize)
         slots[name] = (widest, tuple(entries))

@@ -86,7 +86,7 @@ ACCELERATE = FileNames(  # save_fsdp_model and save_fsdp_optimizer with use_dcp=
     keyed="fqn",
     accelerate=True,
 )
-LOCAL = FileNames(  # the same of LOCAL_STATE_DICT
+LOCAL = FileNames(  # the same functions under LOCAL_STATE_DICT
     "pytorch_model_fsdp_rank{rank}.bin",
     "optimizer_0_rank{rank}.bin",
     accelerate=True,
@@ -94,7 +94,8 @@ LOCAL = FileNames(  # the same of LOCAL_STATE_DICT
 TRAINER_RANKS = replace(ACCELERATE, accelerate=False)  # our trainer needs no further files
 TRAINER_LOCAL = replace(LOCAL, accelerate=False)
 _KEYS = ("model", "optimizer")
-_SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # sharded as by FSDP
+# Formats whose parameters may be sharded by FSDP.
+_SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")
 
 
 def lay_out_fsdp2(
@@ -218,7 +219,7 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
     """Return a function that tells parameters, which are cut, from buffers, which are whole."""
     owned = {member.fqn for member in state.members}
     owned |= state.manifest.frozen
-    # A source that marks some buffers marks all of them; DeepSpeed's list buffers by name.
+    # A source that marks some buffers marks all of them. DeepSpeed's files list their buffers.
     marks_buffers = any(weight.is_buffer for weight in state.weights)
     marks_buffers = marks_buffers or state.manifest.origin.format.startswith("deepspeed")
     # Computed once, and only for the few sources that leave the question open.

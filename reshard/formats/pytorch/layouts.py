@@ -28,7 +28,7 @@ from reshard.training import copied_files, schedules, trainer_run
 from reshard.training.state import WritableState, describe_lost_setup
 from reshard.training.trainer_run import TrainerRun
 
-_BY_ACCELERATE = ("step", "scheduler", "scaler")  # parts that its directory can store
+_BY_ACCELERATE = ("step", "scheduler", "scaler")  # parts that Accelerate's directory can store
 
 
 def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
@@ -98,11 +98,14 @@ def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
         UsageError: version 1 of an unknown model, or a mesh that verl does not make.
         ReshardError: as the layout of that version.
     """
-    lay_out = _lay_out_flat_ranks if request.fsdp_version == 1 else _lay_out_verl_ranks
-    return LaidOut(
-        lay_out(state, request),
-        (*_note_tensor_plan(state, request), *_note_changes(state, request, "scheduler")),
-    )
+    if request.fsdp_version == 1:
+        model = _require_units(request, "--fsdp-version 1")
+        grid = _choose_grid(rank_files.VERL, request)
+        skeleton = flat_files.lay_out_fsdp1_sharded(state, model, request, grid)
+    else:
+        skeleton = _lay_out_rank_files(state, request, rank_files.VERL)
+    notes = (*_note_tensor_plan(state, request), *_note_changes(state, request, "scheduler"))
+    return LaidOut(skeleton, notes)
 
 
 def lay_out_hf_trainer(state: WritableState, request: Request) -> LaidOut:
@@ -279,18 +282,6 @@ def _lay_out_rank_files(
     state: WritableState, request: Request, naming: rank_files.FileNames
 ) -> Skeleton:
     return rank_files.lay_out_fsdp2(state, request, _choose_grid(naming, request), naming=naming)
-
-
-def _lay_out_verl_ranks(state: WritableState, request: Request) -> Skeleton:
-    return _lay_out_rank_files(state, request, rank_files.VERL)
-
-
-def _lay_out_flat_ranks(state: WritableState, request: Request) -> Skeleton:
-    model, grid = (
-        _require_units(request, "--fsdp-version 1"),
-        _choose_grid(rank_files.VERL, request),
-    )
-    return flat_files.lay_out_fsdp1_sharded(state, model, request, grid)
 
 
 def _choose_grid(naming: rank_files.FileNames, request: Request) -> MeshGrid:

@@ -15,7 +15,7 @@ from reshard.state_dict.tree import ParsedTree
 from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun
 
-_RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole files too
+_RANDOM = re.compile(r"rng_state|random_states")  # ranks save these beside whole files too
 _STEP = re.compile(r"(?:global_|epoch_\d+_)?step[-_]?(\d+)")
 
 

@@ -95,7 +95,7 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         ranks[rank] = path
     for ranks in families.values():
         _check_ranks(ranks)
-    # A part with one file is rank 0's alone (a scheduler); other ranks need none.
+    # A part with one file, such as a scheduler, belongs to rank 0. Other ranks need none.
     sizes = {len(ranks) for ranks in families.values()} - {1}
     if len(sizes) > 1:
         most = max(sizes)

@@ -256,7 +256,7 @@ def _collect_parts(
     if _EXTRA_STATE in location.folders and dcp.detect(location):
         _add_extra_state(whole, location.folders[_EXTRA_STATE])
     weights = _find_safetensors(location)
-    # Of two copies of a model, one is read: otherwise a key would have to choose.
+    # Two copies of a model would need a --key to choose between them, so only one is read.
     if "model" in weights and "pytorch_model" in families:
         del families["pytorch_model"]
         warnings.append(_COPY.format("pytorch_model.bin", "the safetensors beside it"))

@@ -243,7 +243,8 @@ def _find_sizes(state: WritableState, counts: Mapping[str, int]) -> dict[str, in
                 "write only the weights: --weights-only",
             )
         sizes.update({own.layer: size for own in members if own and size})
-    # A layer without a group is frozen: nothing states its ranks, which are at most its experts.
+    # A layer without a group is frozen. Nothing states how many ranks share it; at most as many as
+    # it has experts.
     default = state.manifest.origin.mesh.get("ep", 1)
     return {layer: sizes.get(layer, min(default, count)) for layer, count in counts.items()}
 

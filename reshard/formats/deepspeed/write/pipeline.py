@@ -123,7 +123,7 @@ def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int)
         return None
     at = 0
     for layer in layers:
-        # Several stages have a shared module; only its last use, without a file, tells its stage.
+        # Several stages hold a shared module. Only its last use, which has no file, shows a stage.
         own = (fqn for fqn in layer.fqns if not (layer.has_file and fqn.startswith(TIED)))
         stages = [owners[fqn] for fqn in own if fqn in owners]
         at = max(at, max(stages, default=at))

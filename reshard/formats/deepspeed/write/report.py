@@ -22,7 +22,7 @@ from reshard.units import some
 
 _LISTED = 4
 _NATIVE = "for stage 3, write --to deepspeed --zero-stage 3"
-_STAGE_3 = optimizers.MOMENTS  # the slots that it loads of a universal checkpoint
+_STAGE_3 = optimizers.MOMENTS  # the slots that stage 3 loads from a universal checkpoint
 
 
 def describe_output(spec: OutputSpec) -> Iterator[str]:
@@ -76,7 +76,8 @@ def describe_universal(spec: OutputSpec, *, described: bool = False) -> Iterator
         f'for {grid}, with "checkpoint": {{"load_universal": true}}: --world-size and'
         " --zero-stage only set values in the stored configuration"
     )
-    if spec.stage == 3 and is_older(_find_version(spec), (0, 19, 0)):
+    version = spec.state.manifest.origin.versions.get("deepspeed", "")
+    if spec.stage == 3 and is_older(version, (0, 19, 0)):
         yield (
             "DeepSpeed before 0.19, which saved the source, cannot load it at stage 3 (\"'dict'"
             " object has no attribute 'view'\"): load it with a later version, or write --to"
@@ -90,7 +91,7 @@ def describe_universal(spec: OutputSpec, *, described: bool = False) -> Iterator
             "the run that loads it must not have round_robin_gradients, with which DeepSpeed puts"
             " every universal checkpoint into the wrong places"
         )
-    # Every such dict has its version; more than that describes tensor parallelism.
+    # Every such dict states its version. Further keys describe tensor parallelism.
     info = spec.extra_state.get("universal_checkpoint_info", {})
     if len(info) > 1 and not described:
         yield NOT_DESCRIBED
@@ -112,10 +113,6 @@ def describe_universal(spec: OutputSpec, *, described: bool = False) -> Iterator
 
 def _is_from_deepspeed(spec: OutputSpec) -> bool:
     return spec.state.manifest.origin.format.startswith("deepspeed")
-
-
-def _find_version(spec: OutputSpec) -> str:
-    return spec.state.manifest.origin.versions.get("deepspeed", "")
 
 
 def _uses_deepspeed_optimizer(spec: OutputSpec) -> bool:

@@ -6,7 +6,7 @@ and ``checkpoint/universal_checkpoint.py`` (``load_hp_checkpoint_state``), which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ class SplitMetadata:
         self._cuts, info = make_cuts(state, options, max(tensor, 2))
         vocabulary = info.get("original_vocab_size")
         self._vocabulary = vocabulary if isinstance(vocabulary, int) else None
-        self.is_known = tensor > 1 or len(info) > 1  # every info has its version
+        self.is_known = tensor > 1 or len(info) > 1  # every such dict states its version
         self._tensor = tensor
         self._shapes = {weight.fqn: weight.shape for weight in state.weights}
 
@@ -93,27 +93,24 @@ class SplitMetadata:
         """Return the notes for the user."""
         if not self.is_known:
             return [NOT_DESCRIBED]
+        notes = []
         summed = [
             fqn for fqn, shape in self._shapes.items() if self._cuts.find_split(fqn, shape).summed
         ]
-        return [
-            *self._note_summed(summed),
-            *(
+        if summed:
+            notes.append(
+                f"load it at a tensor-parallel size of {self._tensor} alone: ranks add up"
+                f" {len(summed)} biases ({summed[0]!r} ...), and DeepSpeed gives each rank the"
+                " share of one that is stored; for another size write --to deepspeed --tp N"
+            )
+        if self._vocabulary is not None:
+            notes += [
                 f"{fqn!r} is cut to the {self._vocabulary} rows of its vocabulary, without the"
                 " padding"
                 for fqn in self._shapes
-                if self._vocabulary is not None and self._is_padded(fqn)
-            ),
-            *self._cuts.notes,
-        ]
-
-    def _note_summed(self, fqns: Sequence[str]) -> Iterator[str]:
-        if fqns:
-            yield (
-                f"load it at a tensor-parallel size of {self._tensor} alone: ranks add up"
-                f" {len(fqns)} biases ({fqns[0]!r} ...), and DeepSpeed gives each rank the share of"
-                " one that is stored; for another size write --to deepspeed --tp N"
-            )
+                if self._is_padded(fqn)
+            ]
+        return [*notes, *self._cuts.notes]
 
 
 def _make_sub_param_shape(fused: Mapping[str, Any], shape: Index) -> Call:

@@ -35,7 +35,7 @@ from reshard.manifest import Entry
 from reshard.training.shared_scalars import copy_scalars
 from reshard.training.state import TrainedGroup, TrainedParameter
 
-_Runs = tuple[list[MemberRun], int]  # of one sub-group, and the number of their elements
+_Runs = tuple[list[MemberRun], int]  # the runs of one sub-group, and their number of elements
 
 
 def make_first_rank(spec: OutputSpec) -> dict[str, Any]:

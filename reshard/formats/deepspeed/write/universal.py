@@ -132,6 +132,7 @@ def find_common_hyper(spec: OutputSpec) -> dict[str, Any]:
 def _lay_out_zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[Skeleton]:
     """Yield the files of ``zero/``."""
     folder, counts = f"{spec.tag}/zero", count_steps(spec)
+    is_counted = any(count is not None for count in counts)
     dtypes_of = [collect_slot_dtypes(group.members) for group in spec.groups]
     all_dtypes = {name: dtype for dtypes in dtypes_of for name, dtype in dtypes.items()}
     all_dtypes = all_dtypes or dict.fromkeys(find_new_slots(spec), FLOAT32)
@@ -139,7 +140,7 @@ def _lay_out_zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[
     for group, count, own_dtypes in zip(spec.groups, counts, dtypes_of, strict=True):
         dtypes = own_dtypes or dict.fromkeys(all_dtypes, FLOAT32)  # never updated: zeros
         counter = None
-        if dtypes and _has_counts(counts):
+        if dtypes and is_counted:
             counter = torch_writer.lay_out_object(_STEP, make_step_counter(count or 0, group.hyper))
         for member in group.members:
             name = spec.get_listed_name(member.fqn)
@@ -157,11 +158,6 @@ def _lay_out_zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[
     yield torch_writer.lay_out_object(
         name, _make_optimizer_state(spec, counts), stamp=spec.stamp(name)
     )
-
-
-def _has_counts(counts: Sequence[float | None]) -> bool:
-    """Return whether the optimizer counts its updates."""
-    return any(count is not None for count in counts)
 
 
 class _TensorFiles:
