@@ -36,14 +36,14 @@ UNIVERSAL = "deepspeed-universal"
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats import beside
 
-    place = directory.locate(location, hints.tag)
+    tag = directory.locate(location, hints.tag)
 
     def find_divisions() -> tuple[Division, ...]:
         """Return how HF Trainer divides the parameters, if it saved the checkpoint."""
-        model = beside.describe_trained_model(place, hints.model)
+        model = beside.describe_trained_model(tag, hints.model)
         return divide_parameters(model) if model else ()
 
-    manifest = _read_state(place, hints.rules, find_divisions)
+    manifest = _read_state(tag, hints.rules, find_divisions)
     manifest = beside.add_companions(manifest, location)
     return beside.add_run_document(manifest, Location([get_directory(manifest.origin.path)]))
 

@@ -233,14 +233,15 @@ class FlatGroup:
         if not stated:
             return
         stated = {listed.get(name, name): part for name, part in stated.items()}
+        if not stated.keys() <= self.members.keys():
+            return  # names of another spelling (with a wrapper's prefix, say) state no order
         own = self._compute_slices(position)
         # If another rank's partition fits, the claim names that rank: files were swapped.
         for other in (position, *range(len(self.ranks))):
             if stated == self._compute_slices(other):
                 yield Claim("partition", str(other), _MAPPINGS, str(position))
                 return
-        # Names of another spelling (with a wrapper's prefix, say) state nothing about the order.
-        if set(stated) <= self.members.keys() and list(stated.values()) == list(own.values()):
+        if list(stated.values()) == list(own.values()):
             name, fqn = next((a, b) for a, b in zip(stated, own, strict=True) if a != b)
             yield Claim(f"parameter at element {own[fqn][0]}", name, _MAPPINGS, fqn)
 

@@ -18,7 +18,7 @@ from reshard.formats.deepspeed.write.universal import (
 )
 from reshard.training import loss_scale, optimizers
 from reshard.training.state import WritableState, collect_slot_names, describe_lost_state
-from reshard.units import some
+from reshard.units import counted, some
 
 _LISTED = 4
 _NATIVE = "for stage 3, write --to deepspeed --zero-stage 3"
@@ -231,7 +231,8 @@ def _note_small_groups(spec: OutputSpec) -> Iterator[str]:
         if share * (spec.world_size - 1) >= numel:
             yield (
                 f"param group {number} has {numel} elements, of which the last of"
-                f" {spec.world_size} ranks gets none: stages 1 and 2 load it only at fewer ranks"
+                f" {counted(spec.world_size, 'rank')} gets none: stages 1 and 2 load it only at"
+                " fewer ranks"
             )
 
 
