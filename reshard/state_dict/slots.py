@@ -20,9 +20,9 @@ from reshard.training.state import WritableState
 class RankSharder:
     """Converts a tree, replacing each `Value` with the tensor that one rank saves."""
 
-    def __init__(self, placing: MeshPlacements, rank: int) -> None:
-        self._placing, self._rank = placing, rank
-        self._dtensors = DTensorBuilder(placing.grid, rank)
+    def __init__(self, placements: MeshPlacements, rank: int) -> None:
+        self._placements, self._rank = placements, rank
+        self._dtensors = DTensorBuilder(placements.grid, rank)
         self._made: dict[int, Any] = {}  # id of a `Value` -> its tensor, which all names share
         self._shapes: dict[Index, Index] = {}
 
@@ -37,10 +37,10 @@ class RankSharder:
         return [self.convert(item) for item in value] if isinstance(value, list) else value
 
     def _build_tensor(self, value: Value) -> Any:
-        placed = self._placing.get_placement(value.owner)
+        placed = self._placements.get_placement(value.owner)
         if not value.divided or not placed.axes:
             return build_whole_slot(value)
-        box = self._placing.grid.compute_box(value.shape, placed, self._rank)
+        box = self._placements.grid.compute_box(value.shape, placed, self._rank)
         local = Slot(Storage(value.dtype, box.volume, _list_parts(value, box)), box.shape)
         # Equal shapes are one tuple, which the pickle stores once.
         shape = self._shapes.setdefault(value.shape, value.shape)

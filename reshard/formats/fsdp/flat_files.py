@@ -74,8 +74,8 @@ def lay_out_fsdp1_local(
     def lay_out_rank(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict()
         if pieces == 1:
-            held = torch_state_dict.build_weights(state, dtype=dtype)
-            weights.update((name, build_whole_slot(value)) for name, value in held.items())
+            values = torch_state_dict.build_weights(state, dtype=dtype)
+            weights.update((name, build_whole_slot(value)) for name, value in values.items())
         else:
             weights.update(_build_pieces(flats, model, compute, rank, pieces))
             weights.update((name, build_whole_slot(value)) for name, value in buffers.items())
@@ -106,9 +106,9 @@ def lay_out_fsdp1_sharded(
         raise UnsupportedError(
             f"a mesh of {grid}", "FSDP 1 does not support a mesh of several axes"
         )
-    placing, ranks, dtype = MeshPlacements(grid), grid.world, request.dtype
+    placements, ranks, dtype = MeshPlacements(grid), grid.world, request.dtype
     flats = build_flats(state, model, dtype)
-    held = OrderedDict(
+    values = OrderedDict(
         torch_state_dict.build_weights(state, dtype=dtype, divided=build_is_divided(state, model))
     )
     compute, weights_only = request.orig_params, request.weights_only
@@ -117,7 +117,7 @@ def lay_out_fsdp1_sharded(
     def lay_out_rank(rank: int) -> Iterator[Skeleton]:
         moments = None if raw is None else raw.build_rank(rank, ranks)
         yield from _lay_out_files(
-            state, VERL, RankSharder(placing, rank).convert(held), moments, rank, ranks
+            state, VERL, RankSharder(placements, rank).convert(values), moments, rank, ranks
         )
         yield from lay_out_extras(state, request, VERL, rank, version=1)
 
@@ -139,11 +139,15 @@ def _build_pieces(
     """Return a rank's pieces of flat parameters, after its views of them if there are any."""
     if compute is None:
         return {flat.key: flat.build_shard(rank, ranks) for flat in flats}
-    made = {flat.key: flat.build_views(compute, rank, ranks) for flat in flats}
-    views = {fqn: view for _, found in made.values() for fqn, view in found.items()}
-    held = {name: views[name] for name in model.parameters if name in views}
-    held |= {alias: held[kept] for alias, kept in model.tied.items() if kept in held}
-    return {**held, **{key: piece for key, (piece, _) in made.items()}}
+    pieces_and_views = {flat.key: flat.build_views(compute, rank, ranks) for flat in flats}
+    views = {
+        fqn: view
+        for _, views_of_unit in pieces_and_views.values()
+        for fqn, view in views_of_unit.items()
+    }
+    named = {name: views[name] for name in model.parameters if name in views}
+    named |= {alias: named[kept] for alias, kept in model.tied.items() if kept in named}
+    return {**named, **{key: piece for key, (piece, _) in pieces_and_views.items()}}
 
 
 def _lay_out_files(

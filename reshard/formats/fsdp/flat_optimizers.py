@@ -52,11 +52,11 @@ class _FlatState:
         """Return a rank's pieces, padded with zeros to equal length."""
         start, stop = compute_equal_piece(self.flat.numel, ranks, rank)
         size = -(-self.flat.numel // ranks)
-        made = _build_step(self.step, self.slots)
+        slots = _build_step(self.step, self.slots)
         for name, (dtype, entries) in self.slots.items():
             storage = Storage(dtype, size, tuple(iterate_run(entries, start, stop)))
-            made[name] = Slot(storage, (size,))
-        return nested_slots.unflatten({**made, **self.scalars, **self.non_tensors})
+            slots[name] = Slot(storage, (size,))
+        return nested_slots.unflatten({**slots, **self.scalars, **self.non_tensors})
 
 
 _FlatGroup = tuple[dict[str, Any], list[_FlatState]]
@@ -75,21 +75,21 @@ def _build_flat_groups(state: WritableState, flats: Sequence[Flat]) -> list[_Fla
         for group in optimizer["param_groups"]
     ]
     for flat in flats:
-        found = [group_of.get(weight.fqn) for _, weight in flat.members]
-        owned = [each for each in found if each is not None]
+        owners = [group_of.get(weight.fqn) for _, weight in flat.members]
+        owned = [each for each in owners if each is not None]
         if not owned:
             continue
         numbers = {number for number, _ in owned}
-        if len(numbers) > 1 or len(owned) < len(found):
-            _refuse_unit(flat, found)
+        if len(numbers) > 1 or len(owned) < len(owners):
+            _refuse_unit(flat, owners)
         (number,) = numbers
         members = [member for _, member in owned]
         groups[number][1].append(_build_flat_state(state, flat, members))
     return groups
 
 
-def _refuse_unit(flat: Flat, found: Sequence[tuple[int, TrainedParameter] | None]) -> None:
-    numbers = [None if each is None else each[0] for each in found]
+def _refuse_unit(flat: Flat, owners: Sequence[tuple[int, TrainedParameter] | None]) -> None:
+    numbers = [None if each is None else each[0] for each in owners]
     at = next(i for i, number in enumerate(numbers) if number != numbers[0])
     first, other = (flat.members[i][1].fqn for i in (0, at))
     raise UnsupportedError(
@@ -103,8 +103,10 @@ def _refuse_unit(flat: Flat, found: Sequence[tuple[int, TrainedParameter] | None
 def _build_flat_state(
     state: WritableState, flat: Flat, members: Sequence[TrainedParameter]
 ) -> _FlatState:
-    held = {member.fqn: torch_state_dict.get_non_tensor_state(state, member) for member in members}
-    stepped = [m for m in members if m.slots or m.step is not None or held[m.fqn]]
+    non_tensors = {
+        member.fqn: torch_state_dict.get_non_tensor_state(state, member) for member in members
+    }
+    stepped = [m for m in members if m.slots or m.step is not None or non_tensors[m.fqn]]
     if not stepped:
         return _FlatState(flat)
     first = stepped[0]
@@ -117,8 +119,8 @@ def _build_flat_state(
             " one step",
             _REMEDY,
         )
-    for name in dict.fromkeys(name for member in stepped for name in held[member.fqn]):
-        values = [held[member.fqn].get(name) for member in stepped]
+    for name in dict.fromkeys(name for member in stepped for name in non_tensors[member.fqn]):
+        values = [non_tensors[member.fqn].get(name) for member in stepped]
         if any(value != values[0] for value in values):
             raise UnsupportedError(
                 unit,
@@ -138,7 +140,7 @@ def _build_flat_state(
                 entries.append((start, entry))
         widest = max((entry.dtype for _, entry in entries), key=lambda dtype: dtype.itemsize)
         slots[name] = (widest, tuple(entries))
-    return _FlatState(flat, slots, scalars, first.step, held[first.fqn])
+    return _FlatState(flat, slots, scalars, first.step, non_tensors[first.fqn])
 
 
 def _build_scalars(unit: str, stepped: Sequence[TrainedParameter]) -> dict[str, Slot]:
@@ -166,8 +168,8 @@ class FlatOptimizer:
     def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
         """Return the optimizer of one rank."""
         groups = (
-            (hyper, [(each.flat.key, each.build_rank(rank, ranks)) for each in held])
-            for hyper, held in self._groups
+            (hyper, [(each.flat.key, each.build_rank(rank, ranks)) for each in flat_states])
+            for hyper, flat_states in self._groups
         )
         return torch_state_dict.assemble_optimizer(groups, named=False)
 
@@ -184,8 +186,8 @@ class OrigOptimizer:
         self._scalars = state.scalars
         self._needs_names = torch_state_dict.needs_param_names(state)
         self._groups = [
-            (torch_state_dict.build_hyper(state, group), held)
-            for group, held in zip(
+            (torch_state_dict.build_hyper(state, group), members)
+            for group, members in zip(
                 state.groups, torch_state_dict.order_members(state, "index", model), strict=True
             )
         ]
@@ -210,29 +212,29 @@ class OrigOptimizer:
         start, stop = span
         if start >= stop:
             return {}
-        made = _build_step(member.step, member.slots)
+        slots = _build_step(member.step, member.slots)
         for name, entry in member.slots.items():
             if name in self._scalars:
-                made[name] = build_whole_tensor(entry, entry.dtype)
+                slots[name] = build_whole_tensor(entry, entry.dtype)
                 continue
             parts = tuple(iterate_run([(0, entry)], start, stop))
             shape = entry.shape if ranks == 1 else (stop - start,)
-            made[name] = Slot(Storage(entry.dtype, stop - start, parts), shape)
+            slots[name] = Slot(Storage(entry.dtype, stop - start, parts), shape)
         return nested_slots.unflatten(
-            {**made, **torch_state_dict.get_non_tensor_state(self._state, member)}
+            {**slots, **torch_state_dict.get_non_tensor_state(self._state, member)}
         )
 
     def _find_runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
         """Return which elements of each parameter a rank has."""
-        found = {}
+        runs = {}
         for flat in self._flats:
             starts, total = flat.place_aligned(self._compute, ranks)
             low, high = compute_equal_piece(total, ranks, rank)
             for _, weight in flat.members:
                 start = starts[weight.fqn]
                 stop = start + weight.value.numel
-                found[weight.fqn] = (max(low, start) - start, min(high, stop) - start)
-        return found
+                runs[weight.fqn] = (max(low, start) - start, min(high, stop) - start)
+        return runs
 
 
 def _build_step(step: float | None, slots: Collection[str]) -> dict[str, Slot | int]:

@@ -57,16 +57,16 @@ class Flat:
         low, high = pieces[rank]
         entries = [(starts[weight.fqn], weight.value) for _, weight in self.members]
         storage = Storage(self.dtype, high - low, tuple(iterate_run(entries, low, high)))
-        found = {}
+        slices = {}
         for name, (at, entry) in zip(self.unit.members, entries, strict=True):
             start, stop = max(at, low), min(at + entry.numel, high)
-            found[name] = (
+            slices[name] = (
                 Slot(storage, (stop - start,), offset=start - low)
                 if start < stop
                 else Slot(Storage(self.dtype, 0), (0,))
             )
         local = Slot(storage, (high - low,))
-        return build_sharded_tensor(self.dtype, numel, local, rank, pieces), found
+        return build_sharded_tensor(self.dtype, numel, local, rank, pieces), slices
 
     def build_shard(self, rank: int, ranks: int) -> Call:
         """Return a rank's piece of the flat parameter, without padding."""
@@ -107,14 +107,17 @@ def build_flats(state: WritableState, model: ModelShapes, dtype: DType | None) -
     weights = {weight.fqn: weight for weight in state.weights}
     flats = []
     for unit in model.units:
-        held = [_find_weight(state, weights, model, fqn) for fqn in unit.members]
+        weights_of_unit = [_find_weight(state, weights, model, fqn) for fqn in unit.members]
         starts, numel = flat_param.place_members(
-            [(fqn, weight.shape) for fqn, weight in zip(unit.members, held, strict=True)],
+            [
+                (fqn, weight.shape)
+                for fqn, weight in zip(unit.members, weights_of_unit, strict=True)
+            ],
             aligned_to=1,
             ranks=1,
         )
-        members = tuple(zip((starts[fqn] for fqn in unit.members), held, strict=True))
-        flats.append(Flat(unit, members, numel, _choose_dtype(held, dtype)))
+        members = tuple(zip((starts[fqn] for fqn in unit.members), weights_of_unit, strict=True))
+        flats.append(Flat(unit, members, numel, _choose_dtype(weights_of_unit, dtype)))
     _refuse_unknown_weights(state, model)
     return flats
 
@@ -126,22 +129,22 @@ def _find_weight(
     aliases = (alias for alias, first in model.tied.items() if first == fqn)
     names = [fqn, *aliases]
     names += [kept for alias, kept in state.manifest.tied.items() if alias in names]
-    found = next((weights[name] for name in names if name in weights), None)
-    if found is None:
+    weight = next((weights[name] for name in names if name in weights), None)
+    if weight is None:
         raise IncompleteError(
             state.manifest.origin.path, f"has no {fqn!r}, but {model.source} has it"
         )
-    if found.shape != model.parameters[fqn]:
+    if weight.shape != model.parameters[fqn]:
         raise UsageError(
             model.source,
-            f"{fqn!r} is {model.parameters[fqn]} in it, but {found.shape} in the checkpoint",
+            f"{fqn!r} is {model.parameters[fqn]} in it, but {weight.shape} in the checkpoint",
         )
-    return found
+    return weight
 
 
-def _choose_dtype(held: Sequence[Weight], dtype: DType | None) -> DType:
+def _choose_dtype(members: Sequence[Weight], dtype: DType | None) -> DType:
     """Return the dtype of a flat parameter, which can hold that of each member."""
-    dtypes = [torch_state_dict.choose_weight_dtype(weight, dtype) for weight in held]
+    dtypes = [torch_state_dict.choose_weight_dtype(weight, dtype) for weight in members]
     widest = max(dtypes, key=lambda each: each.itemsize)
     # A narrower float fits into a wider one; float16 and bfloat16 do not fit into each other.
     are_floats = all(each.family == "float" for each in dtypes)
@@ -149,9 +152,9 @@ def _choose_dtype(held: Sequence[Weight], dtype: DType | None) -> DType:
     if not fits and len(set(dtypes)) > 1:
         number, other = next((n, d) for n, d in enumerate(dtypes) if d != dtypes[0])
         raise UnsupportedError(
-            held[0].fqn,
-            f"is {dtypes[0]}, but {held[number].fqn!r} of its unit is {other}, and a flat parameter"
-            " has one dtype",
+            members[0].fqn,
+            f"is {dtypes[0]}, but {members[number].fqn!r} of its unit is {other}, and a flat"
+            " parameter has one dtype",
         )
     return widest
 

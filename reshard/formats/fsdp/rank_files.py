@@ -123,7 +123,7 @@ def lay_out_fsdp2(
     values = torch_state_dict.build_weights(
         state, dtype=request.dtype, divided=build_is_divided(state, model)
     )
-    placing = MeshPlacements(grid, find_tensor_cuts(grid, request.tensor, values))
+    placements = MeshPlacements(grid, find_tensor_cuts(grid, request.tensor, values))
     moments = None if weights_only else torch_state_dict.build_optimizer(state, naming.keyed, model)
     _refuse_factored(moments)
 
@@ -136,7 +136,7 @@ def lay_out_fsdp2(
         for name, root in assign_files(names, weights, moments).items():
             stamp = state.stamp(name, rank, grid.world)
             yield torch_writer.lay_out_object(
-                name, RankSharder(placing, rank).convert(root), stamp=stamp
+                name, RankSharder(placements, rank).convert(root), stamp=stamp
             )
         yield from lay_out_extras(state, request, naming, rank, version=2)
 

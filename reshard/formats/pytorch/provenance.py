@@ -22,8 +22,8 @@ _STEP = re.compile(r"(?:global_|epoch_\d+_)?step[-_]?(\d+)")
 def parse_step(location: Location) -> int | None:
     """Return the step in the directory's name, or in its parent's (``global_step_3/actor``)."""
     near = (folder.name for folder in (location, location.above()))
-    found = map(_STEP.fullmatch, near)
-    return next((int(match[1]) for match in found if match), None)
+    matches = map(_STEP.fullmatch, near)
+    return next((int(match[1]) for match in matches if match), None)
 
 
 def read_batches(train: TrainState) -> int | None:
@@ -37,14 +37,14 @@ def read_batches(train: TrainState) -> int | None:
     return batches if type(batches) is int else None
 
 
-def detect_framework(location: Location, found: ParsedTree, run: TrainerRun | None) -> str:
+def detect_framework(location: Location, parsed: ParsedTree, run: TrainerRun | None) -> str:
     """Return the framework that wrote the checkpoint, as far as names tell.
 
     Args:
         run: the run of our trainer, if its document is there.
     """
     present = [location.chosen] if location.chosen else [*location.files, *location.folders]
-    root = found.root if isinstance(found.root, dict) else {}
+    root = parsed.root if isinstance(parsed.root, dict) else {}
     is_dcp = any(map(dcp.is_part, present))
     # In order: a library is tested before the one whose files it uses as well (HF Trainer writes
     # Accelerate's names, torchtitan DCP's).
@@ -59,7 +59,7 @@ def detect_framework(location: Location, found: ParsedTree, run: TrainerRun | No
         ),
         "torchtitan": is_dcp and "train_state" in root,
         "dcp": is_dcp,
-        "fsdp": found.world > 1,
+        "fsdp": parsed.world > 1,
     }
     return next((name for name, shown in signs.items() if shown), NAME)
 
@@ -76,8 +76,8 @@ def describe_files(location: Location) -> str:
     return ", ".join(kinds) or "state dict"
 
 
-def find_versions(found: ParsedTree) -> dict[str, str]:
+def find_versions(parsed: ParsedTree) -> dict[str, str]:
     """Return the versions of libraries that a part states."""
-    root = found.root if isinstance(found.root, dict) else {}
+    root = parsed.root if isinstance(parsed.root, dict) else {}
     version = root.get("pytorch-lightning_version")
     return {"lightning": str(version)} if isinstance(version, str) else {}

@@ -65,10 +65,10 @@ def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
 
     ``model_0.pt`` and ``model_1.pt`` may as well be two epochs.
     """
-    found = [match for name in files if (match := _NUMBERED.fullmatch(name))]
-    if not found or any(map(is_of_rank, files)):
+    matches = [match for name in files if (match := _NUMBERED.fullmatch(name))]
+    if not matches or any(map(is_of_rank, files)):
         return False
-    names = torch_reader.read(files[found[0].string]).globals
+    names = torch_reader.read(files[matches[0].string]).globals
     return any(name.endswith((".ShardedTensor", ".DTensor")) for name in names)
 
 

@@ -120,13 +120,13 @@ def _get_scheduler(state: WritableState) -> Any:
     return torch_state_dict.collect_extra_state(state.manifest.train).get("scheduler")
 
 
-def _is_torch_scheduler(found: Any) -> bool:
-    return isinstance(found, dict) and "last_epoch" in found
+def _is_torch_scheduler(scheduler: Any) -> bool:
+    return isinstance(scheduler, dict) and "last_epoch" in scheduler
 
 
-def _is_deepspeed_scheduler(found: Any) -> bool:
+def _is_deepspeed_scheduler(scheduler: Any) -> bool:
     """Return whether it is one of DeepSpeed's own schedulers, stored in its model states."""
-    return isinstance(found, dict) and "last_batch_iteration" in found
+    return isinstance(scheduler, dict) and "last_batch_iteration" in scheduler
 
 
 def _build_trainer_state(state: WritableState) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
     """Yield notes about what is derived beside weights and optimizer."""
     if request.weights_only:
         return
-    found, deepspeed = _get_scheduler(state), request.separate_masters
+    scheduler, deepspeed = _get_scheduler(state), request.separate_masters
     if deepspeed and hf_param_groups.may_differ_in_deepspeed(state):
         yield (
             f"the optimizer has {len(state.groups)} param groups, and DeepSpeed makes one if its"
@@ -174,10 +174,11 @@ def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
             f"the Trainer's own optimizer has {hf_param_groups.COUNT} param groups (with weight"
             f" decay and without), the output has {len(state.groups)}: --param-groups divides them"
         )
-    if _is_torch_scheduler(found):
-        if found["last_epoch"] != state.scheduler_step():
-            yield f"the scheduler has counted {found['last_epoch']} steps at step {state.step()}"
-    elif not (deepspeed and _is_deepspeed_scheduler(found)):
+    if _is_torch_scheduler(scheduler):
+        counted = scheduler["last_epoch"]
+        if counted != state.scheduler_step():
+            yield f"the scheduler has counted {counted} steps at step {state.step()}"
+    elif not (deepspeed and _is_deepspeed_scheduler(scheduler)):
         yield (
             f"scheduler.pt is created: a LambdaLR at step {state.scheduler_step()} (the Trainer"
             " loads no optimizer without one)"
