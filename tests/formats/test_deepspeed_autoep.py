@@ -115,6 +115,12 @@ def test_a_run_without_zero_is_refused(copied):
         ),
         (
             "ds_autoep_layers",
+            lambda layers: layers[0].update(num_experts=2 << 40, num_local_experts=1 << 40),
+            CorruptError,
+            "states 2199023255552 for num_experts",
+        ),
+        (
+            "ds_autoep_layers",
             lambda layers: layers[0]["expert_placement"]["ranks"][0].update(experts=[1, 0]),
             UnsupportedError,
             "in another order",

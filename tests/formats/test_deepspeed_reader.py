@@ -51,6 +51,19 @@ def test_names_that_are_fewer_or_more_than_the_members_are_not_used(names, tmp_p
     assert "stage 0 stores its optimizer by index" in manifest.warnings[0]
 
 
+def test_experts_of_more_ranks_than_there_are_are_refused(tmp_path):
+    """The list of a billion expert-parallel ranks would fill the memory."""
+    name = "x.deepspeed_moe.experts.deepspeed_experts.0.weight"
+    run = save(tmp_path, module={"x.deepspeed_moe.gate.wg.weight": torch.ones(2, 2)})
+    save(tmp_path, "layer_0_expert_0_mp_rank_00_model_states.pt", **{name: torch.ones(2)})
+    group = {"moe": True, "name": "ep_size_999999999", "params": [0]}
+    optimizer = {"base_optimizer_state": {"state": {}, "param_groups": [group]}}
+    file = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    save(tmp_path, file, optimizer_state_dict={**optimizer, "param_slice_mappings": [{}]})
+    with pytest.raises(IncompleteError, match=r"999999999 expert-parallel ranks, but .* of 1 rank"):
+        formats.read(run)
+
+
 def test_a_run_without_any_file_of_its_experts_is_incomplete(tmp_path):
     run = save(tmp_path, module={"x.deepspeed_moe.gate.wg.weight": torch.ones(2, 2)})
     save(tmp_path, "expp_rank_0_mp_rank_00_optim_states.pt", optimizer=None)

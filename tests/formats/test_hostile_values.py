@@ -223,6 +223,11 @@ def test_a_pattern_that_a_search_never_ends_with(pattern):
         cuts._matches(pattern, "a" * 60)
 
 
+def test_a_name_that_is_too_long_for_a_search():
+    with pytest.raises(UnsafeError, match="a name of 600 characters"):
+        cuts._matches("a", "a" * 600)
+
+
 def test_a_pattern_that_is_none():
     with pytest.raises(CorruptError, match="universal_checkpoint_info"):
         cuts._matches("(", "a")

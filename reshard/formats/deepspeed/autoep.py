@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reshard import counts
 from reshard.box import Box, Index
 from reshard.chunks import Chunk
 from reshard.containers import torch_reader
@@ -47,7 +48,7 @@ class _ExpertLayer:
     number: int
     path: str  # of the module that AutoEP replaced
     experts: int
-    local: int  # experts of one rank
+    per_rank: int  # number of experts of one rank
 
     def name_weight(self, part: str) -> str:
         """Return AutoEP's name of a weight of all experts."""
@@ -168,8 +169,9 @@ def _read_layers(first: ModelStates) -> tuple[list[_ExpertLayer], int]:
         expect(path, listed, kind, "ds_autoep_layers")
     layers = []
     for entry in listed:
-        size, local, count = entry["ep_size"], entry["num_local_experts"], entry["num_experts"]
-        if size != listed[0]["ep_size"] or size * local != count or not count:
+        size, local = entry["ep_size"], entry["num_local_experts"]
+        count = counts.count(path, "num_experts", entry["num_experts"])
+        if size != listed[0]["ep_size"] or size * local != count:
             raise CorruptError(
                 path,
                 f"lists {count} experts of {entry['module_path']!r} on {size} ranks with"
@@ -227,11 +229,11 @@ def _place_experts(
     for layer in layers:
         for part in _PARTS:
             shape = shapes.get(layer.name_weight(part))
-            if shape is None or len(shape) != 3 or shape[0] != layer.local:
+            if shape is None or len(shape) != 3 or shape[0] != layer.per_rank:
                 raise CorruptError(
                     first.file.path,
                     f"lists {layer.name_weight(part)!r} with shape {shape}; the weights of"
-                    f" {layer.local} experts are expected",
+                    f" {layer.per_rank} experts are expected",
                     MIXED,
                 )
             _, rows, columns = shape
@@ -239,7 +241,7 @@ def _place_experts(
             total = (layer.experts, rows if part == "w2" else 2 * rows, columns)
             at = rows if part == "w3" else 0
             for rank in range(size):
-                box = Box((rank * layer.local, at, 0), (layer.local, rows, columns))
+                box = Box((rank * layer.per_rank, at, 0), (layer.per_rank, rows, columns))
                 places[layer.name_rank_weight(part, rank)] = _ModelPlace(fqn, total, box)
             box = Box((0, at, 0), (layer.experts, rows, columns))
             places[layer.name_weight(part)] = _ModelPlace(fqn, total, box)

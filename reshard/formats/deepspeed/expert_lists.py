@@ -12,7 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers.torch_objects import Tensor
-from reshard.errors import MIXED, CorruptError, UnsupportedError
+from reshard.errors import (
+    FETCH_MISSING,
+    MIXED,
+    CorruptError,
+    IncompleteError,
+    UnsupportedError,
+)
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.directory import RankFiles
 from reshard.formats.deepspeed.expert_layout import (
@@ -20,6 +26,7 @@ from reshard.formats.deepspeed.expert_layout import (
     list_expert_data_ranks,
 )
 from reshard.formats.deepspeed.states import ModelStates, OptimizerStates, open_optimizer
+from reshard.units import counted
 
 _MAPPINGS = "param_slice_mappings"
 
@@ -33,6 +40,7 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
     Raises:
         UnsupportedError: the files do not state which parameters the partitions hold.
         CorruptError: a parameter in a partition is not in the module.
+        IncompleteError: there are fewer ranks than share a group of experts.
     """
     ranks = [open_optimizer(files.optim[rank], rank) for rank in sorted(files.optim)]
     root = ranks[0].file.root
@@ -41,6 +49,13 @@ def complete(first: ModelStates, files: RankFiles, module: Mapping[str, Any]) ->
     shapes = []
     for index, group in enumerate(groups):
         size = find_expert_parallel_size(group) or 1
+        if size > len(ranks):
+            raise IncompleteError(
+                ranks[0].file.path,
+                f"belongs to a run with {size} expert-parallel ranks, but there are optimizer"
+                f" states of {counted(len(ranks), 'rank')}",
+                FETCH_MISSING,
+            )
         sharing = [ranks[rank] for rank in list_expert_data_ranks(len(ranks), size, config)[0]]
         names = list(dict.fromkeys(name for rank in sharing for name in _list_names(rank, index)))
         if order.requests_round_robin(config):  # DeepSpeed makes the lists before it reorders

@@ -57,11 +57,11 @@ def read(
     counts = count_experts(experts)
     for file in optimizers:
         _check_sizes(file, count, counts)
-    local = {layer: total // count for layer, total in counts.items()}
+    per_rank = {layer: total // count for layer, total in counts.items()}
     ranks = []
     for rank, file in enumerate(optimizers):
         own = [e for e in experts if e.number * count // counts[e.layer] == rank]
-        optimizer = _with_global_names(_get_optimizer(file), rank, local)
+        optimizer = _with_global_names(_get_optimizer(file), rank, per_rank)
         root = first.root | {"module": insert_experts(first, own), "optimizer": optimizer}
         opened = [file, *(expert.file for expert in own)]
         manifest = native.read(files.ranks[0], replace(first, root=root), opened)
@@ -98,12 +98,12 @@ def _get_optimizer(file: TorchFile) -> dict[str, Any]:
 
 
 def _with_global_names(
-    optimizer: dict[str, Any], rank: int, local: Mapping[str, int]
+    optimizer: dict[str, Any], rank: int, per_rank: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return an optimizer whose ``param_names``, if it has any, are those of the whole model.
 
     Args:
-        local: how many experts of each layer a rank has.
+        per_rank: how many experts of each layer a rank has.
     """
     inner = unwrap_optimizer(optimizer)
     groups = inner.get("param_groups", [])
@@ -112,7 +112,7 @@ def _with_global_names(
 
     def get_global_name(fqn: str) -> str:
         own = parse_expert_name(fqn)
-        return str(own.renumber(rank * local[own.layer] + own.number)) if own else fqn
+        return str(own.renumber(rank * per_rank[own.layer] + own.number)) if own else fqn
 
     renamed = [
         {

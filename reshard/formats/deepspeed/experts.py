@@ -61,9 +61,9 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
         manifest = native.read(files.ranks[0], first, [expert.file for expert in experts])
     mesh = {**manifest.origin.mesh, "ep": max(sizes.values())}
     manifest = replace(manifest, origin=replace(manifest.origin, mesh=mesh))
-    local = {layer: count // sizes[layer] for layer, count in count_experts(experts).items()}
+    per_rank = {layer: count // sizes[layer] for layer, count in count_experts(experts).items()}
     groups = [
-        _sort_group(manifest, group, position, local) for group in manifest.train.param_groups
+        _sort_group(manifest, group, position, per_rank) for group in manifest.train.param_groups
     ]
     manifest = replace(manifest, train=replace(manifest.train, param_groups=tuple(groups)))
     if lacks_lists and manifest.frozen:
@@ -73,7 +73,10 @@ def read(files: TagFiles, first: ModelStates) -> Manifest:
 
 
 def _sort_group(
-    manifest: Manifest, group: ParamGroup, position: Mapping[str, int], local: Mapping[str, int]
+    manifest: Manifest,
+    group: ParamGroup,
+    position: Mapping[str, int],
+    per_rank: Mapping[str, int],
 ) -> ParamGroup:
     """Return a group of experts, which is stored rank by rank, in the module's order.
 
@@ -82,13 +85,13 @@ def _sort_group(
 
     Args:
         position: fqn -> its position in the module.
-        local: how many experts of each layer a rank has.
+        per_rank: how many experts of each layer a rank has.
     """
     ranks: dict[int, list[str]] = {}
     for fqn, own in zip(group.fqns, map(parse_expert_name, group.fqns), strict=True):
         if own is None:  # not a group of experts, in which all members belong to experts
             return group
-        ranks.setdefault(own.number // local[own.layer], []).append(fqn)
+        ranks.setdefault(own.number // per_rank[own.layer], []).append(fqn)
     config, world = manifest.train.config, manifest.origin.mesh["world"]
     stage = order.get_zero_section(config).get("stage", 0)
     trained = manifest.origin.precision
@@ -146,17 +149,18 @@ def _with_all_experts(
 
     A flat group of experts lists its members rank by rank.
     """
-    local = _count_local(first.declared_names)
+    per_rank = _count_local(first.declared_names)
     sizes: dict[str, int] = {}
     for layer, count in count_experts(experts).items():
-        if not local.get(layer) or count % local[layer]:
+        if not per_rank.get(layer) or count % per_rank[layer]:
             raise CorruptError(
                 first.file.path,
-                f"lists {local.get(layer, 0)} experts of {layer!r}, but there are files of {count}",
+                f"lists {per_rank.get(layer, 0)} experts of {layer!r}, but there are files of"
+                f" {count}",
                 MIXED,
             )
-        sizes[layer] = count // local[layer]
-    if unknown := local.keys() - sizes.keys():
+        sizes[layer] = count // per_rank[layer]
+    if unknown := per_rank.keys() - sizes.keys():
         raise IncompleteError(
             first.file.path,
             f"lists experts of {min(unknown)!r}, but there is no file of them",
@@ -171,7 +175,7 @@ def _with_all_experts(
             for name in listed:
                 own = parse_expert_name(name)
                 if own and rank < sizes[own.layer]:
-                    number = rank * local[own.layer] + own.number
+                    number = rank * per_rank[own.layer] + own.number
                     local_names[str(own.renumber(number))] = name
                 elif not own and rank == 0:
                     local_names[name] = name
