@@ -1,10 +1,10 @@
-"""The mean of several checkpoints: reshard, the script that everybody writes, and the limit.
+"""Compare `reshard average` with the usual script, and with the limit.
 
     python benchmarks/average.py --count 4 --size 90 --rounds 3 --place /dev/shm/bench-average
 
-Writes random weights as Hugging Face's files in fp32 and bf16, and as DeepSpeed's of ZeRO 2 on 4
-ranks. The limit is a bare loop that reads all bytes that are averaged, and writes as many as the
-mean has.
+Writes random weights as Hugging Face files in fp32 and bf16, and as DeepSpeed's files of ZeRO 2 on
+4 ranks. The script loads all models, stacks their tensors and takes the mean. The limit is a loop
+that reads all input bytes and writes as many bytes as the mean has.
 """
 
 from __future__ import annotations

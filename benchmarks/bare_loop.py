@@ -1,10 +1,10 @@
-"""The limit: pread the source bytes that a merge needs, pwrite the bytes that it makes.
+"""Measure the limit: read the source bytes that a merge needs, and write as many as it writes.
 
     python bare_loop.py SPANS.json OUTPUT [--threads N] [--shrink 2] [--checks]
 
-SPANS.json lists [file, byte offset, nbytes] in output order; ``--shrink 2`` writes half of every
+SPANS.json lists [file, byte offset, nbytes] in output order. ``--shrink 2`` writes half of every
 piece, as a cast from fp32 to bf16 does, without casting. ``--checks`` computes the CRC-32 of the
-bytes read, and reads what was written and compares it, as a merge does.
+bytes read, reads the output back and compares it, as a merge does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Casts in memory: the compiled module, numpy and torch, in millions of elements a second.
+"""Measure casts in memory, in millions of elements per second: compiled module, numpy, torch.
 
     python benchmarks/casts.py
 
-Blocks are of the size that a merge casts at a time, so that they stay in the cache; one thread, the
-best of some rounds. The module takes part if this installation has it.
+A block has the size that a merge casts at a time, so it stays in the cache. One thread runs; the
+result is the best of several rounds. The compiled module is measured if it is installed.
 """
 
 from __future__ import annotations

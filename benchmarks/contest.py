@@ -1,4 +1,4 @@
-"""Commands that take turns on the same bytes, each a whole process, start-up included."""
+"""Run commands in turn on the same bytes, each as a whole process including start-up."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Kill merge, split and the trainer's saving at random points, and see what is left.
+"""Kill merge, split and the trainer's saves at random points, and check what remains.
 
     python benchmarks/crashes.py --out /dev/shm/crashes --kills 200
 
-Half of the kills strike at a random call that changes a file (a shim counts them below libc, see
-crashes.c; half of those at a write let half of it through), half at a random time. After each,
-nothing or all must be at the destination, and going on must give the bytes of a run that nothing
-stopped; for the trainer, ``latest`` must name a whole checkpoint, and the run that goes on from it
-must end with the same weights. A line is printed for every command; any failure ends it with 1.
+Half of the kills happen at a random call that changes a file. A preloaded library counts these
+calls (see crashes.c); half of the kills at a write let a part of the write through. The other half
+of the kills happen at a random time. After each kill, the destination must be absent or complete,
+and a resumed run must give the bytes of an uninterrupted run. For the trainer, ``latest`` must name
+a complete checkpoint, and the run that continues from it must end with the same weights. The
+program prints one line per command, and exits with 1 after a failure.
 """
 
 from __future__ import annotations
@@ -227,9 +228,9 @@ def train(bench: Bench, strategy: str, number: int, seed: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("/dev/shm/crashes"))
-    parser.add_argument("--kills", type=int, default=200, help="of each command")
+    parser.add_argument("--kills", type=int, default=200, help="number of kills per command")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="a word of the names")
+    parser.add_argument("--only", default="", help="part of the names of the commands to run")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

@@ -1,4 +1,4 @@
-"""What DCP itself asks for to change the number of ranks: load into live FSDP 2, and save.
+"""Change the number of ranks with DCP alone: load into a live FSDP 2 model, and save.
 
 torchrun --nproc-per-node 6 benchmarks/dcp_again.py SOURCE OUTPUT config.json
 """

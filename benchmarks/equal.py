@@ -1,4 +1,4 @@
-"""Whether two merged models hold the same tensors."""
+"""Check that two merged models have the same tensors."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Send a signal to merge, split, diff, verify and inspect at every point, and see what is left.
+"""Send a signal to merge, split, diff, verify and inspect at many points; check what remains.
 
     python benchmarks/interrupts.py --out /dev/shm/interrupts --points 500
 
-A point is an instruction of the main thread at which Python may run a handler
-(`tests.support.signal_points`), in our modules or the library's, at its first time or another.
-After each, nothing or all must be at the destination, the message must say which, and going on must
-give the bytes of a run that nothing stopped. A line is printed for every command; any failure ends
-it with 1.
+A point is an instruction of the main thread at which Python may run a signal handler
+(`tests.support.signal_points`), in modules of reshard or of the standard library, at its first or a
+later execution. After each signal, the destination must be absent or complete, the message must say
+which, and a resumed run must give the bytes of an uninterrupted run. The program prints one line
+per command, and exits with 1 after a failure.
 """
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ def strike(lab: Lab, name: str, most: int, coin: random.Random) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("/dev/shm/interrupts"))
-    parser.add_argument("--points", type=int, default=500, help="at most, of each command")
+    parser.add_argument(
+        "--points", type=int, default=500, help="maximum number of points per command"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="a word of the names")
+    parser.add_argument("--only", default="", help="part of the names of the commands to run")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)

@@ -1,8 +1,8 @@
-"""Start of a run from a checkpoint of other ranks: live loading and its alternatives.
+"""Measure how a run starts from a checkpoint of another number of ranks: live or converted.
 
     python benchmarks/live.py WORK [hidden layers repeats]
 
-Four ranks train a Llama with real DeepSpeed at stage 2 and save. Then two ranks load it
+Four ranks train a Llama with real DeepSpeed at stage 2 and save. Then two ranks load it with
 
     live        reshard.deepspeed.load_checkpoint
     split       reshard split, then DeepSpeed's load_checkpoint
@@ -14,10 +14,10 @@ Four ranks of FSDP 2 also save with DCP, and so do two. Then two ranks of FSDP 2
     dcp         the checkpoint of four, with dcp.load
     right-size  the checkpoint of two, with dcp.load
 
-and each prints the seconds until the state is loaded, the seconds from the start of the launcher to
-the end of the first step, and of each rank its peak RSS and the bytes that it has read, with those
-of a conversion that it has started. The page cache is warm for all; engines are made before the
-load is timed.
+Each prints the seconds until the state is loaded, the seconds from the start of the launcher to the
+end of the first step, and for each rank its peak RSS and the bytes that it read. The bytes of a
+conversion count for the rank that started it. The page cache is warm for all; engines are created
+before the time of the load begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A LoRA adapter added to its base, against PEFT, and against a plain merge of the same base.
+"""Compare `merge --merge-lora` with PEFT, and with a plain merge of the same base model.
 
 python benchmarks/lora.py --layers 12 --rank 16 --rounds 2 --place /dev/shm/bench-lora
 """

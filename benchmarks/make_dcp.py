@@ -1,10 +1,11 @@
-"""Make sharded checkpoints of one FSDP 2 model on CPU (gloo), in the forms that peers merge.
+"""Write sharded checkpoints of one FSDP 2 model on CPU (gloo), in the forms that peers merge.
 
     torchrun --nproc-per-node 8 benchmarks/make_dcp.py DIR --dtype bfloat16 --forms dcp hf verl
 
-``DIR/accelerate/pytorch_model_fsdp_0`` is what ``dcp.save`` writes, wrapped as Accelerate has it;
-``DIR/hf`` the shards of ``HuggingFaceStorageWriter``; ``DIR/verl`` the rank files of verl. The
-parameters are the same in all. The default model is TinyLlama's shape: 1.1 billion parameters.
+``DIR/accelerate/pytorch_model_fsdp_0`` is the output of ``dcp.save``, in Accelerate's directory
+structure. ``DIR/hf`` has the shards of ``HuggingFaceStorageWriter``, ``DIR/verl`` the rank files of
+verl. The parameters are the same in all. The default model has the shape of TinyLlama: 1.1
+billion parameters.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Make a checkpoint of Megatron-core's on CPU (gloo): weights alone, as with ``--no-save-optim``.
+"""Write a checkpoint of Megatron-core on CPU (gloo): only weights, as with ``--no-save-optim``.
 
     torchrun --nproc-per-node 4 benchmarks/make_megatron.py DIR --hidden 1024 --layers 12
 
-``DIR/torch`` has a file a model-parallel rank, ``DIR/torch_dist`` what ``dist_checkpointing.save``
-writes: the same Llama in both, over tensor parallel 2 and pipeline parallel 2, after a step. The
-judges of the tests save it, as Megatron-LM does.
+``DIR/torch`` has one file per model-parallel rank; ``DIR/torch_dist`` is the output of
+``dist_checkpointing.save``. Both have the same Llama with tensor parallelism 2 and pipeline
+parallelism 2, after one step. The judges of the tests save it as Megatron-LM does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Make a ZeRO checkpoint of a given size with real DeepSpeed on CPU (gloo).
+"""Write a ZeRO checkpoint of a given size with real DeepSpeed on CPU (gloo).
 
     torchrun --nproc-per-node 8 benchmarks/make_zero.py DIR --stage 2 --hidden 1536 --layers 12
 
-Without ``--train`` no step is taken, and there are masters but no moments.
+Without ``--train`` no step is taken, and the checkpoint has master weights but no moments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument(
-        "--train", action="store_true", help="take a step, so that there are moments"
+        "--train", action="store_true", help="take one step, so that the optimizer has moments"
     )
     args = parser.parse_args()
     config = LlamaConfig(

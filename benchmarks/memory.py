@@ -1,10 +1,10 @@
-"""Peak RSS as the model grows, with the same ``--max-memory``.
+"""Measure the peak RSS as the model grows, with the same ``--max-memory``.
 
     python benchmarks/memory.py --place /data/bench --sizes 230 1100 4000
 
-Real FSDP 2 (gloo) saves bf16 weights of each size with DCP; what is measured is the peak RSS of
-whole processes that merge them, cast them and split them anew. Needs three times the bytes of the
-largest model on disk.
+Real FSDP 2 (gloo) saves bf16 weights of each size with DCP. The program measures the peak RSS of
+whole processes that merge, cast and split them. It needs three times the bytes of the largest model
+on disk.
 """
 
 from __future__ import annotations

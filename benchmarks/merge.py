@@ -1,4 +1,4 @@
-"""Merging: reshard, the mergers of others, and the limit."""
+"""Define the benchmarks of merging: reshard, other mergers, and the limit."""
 
 from __future__ import annotations
 

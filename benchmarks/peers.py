@@ -1,4 +1,4 @@
-"""Start a merger that has no command of its own, or one whose package needs more than merging does.
+"""Start a merger that has no command of its own, or whose package needs more than merging does.
 
     python benchmarks/peers.py consolidate SHARDS OUTPUT --threads 2
     RESHARD_VERL=PACKAGES python benchmarks/peers.py verl ACTOR OUTPUT
@@ -6,15 +6,15 @@
     RESHARD_MEGATRON=CLONE python benchmarks/peers.py convert RUN OUTPUT
 
 ``consolidate`` is PyTorch's ``consolidate_safetensors_files``. ``verl`` is ``python -m
-verl.model_merger``: entered without ``verl/__init__.py``, which imports Ray, and with a checkpoint
-that has no tokenizer, so it is spared some of what it does at its user's.
+verl.model_merger``. It is started without ``verl/__init__.py``, which imports Ray, and the
+checkpoint has no tokenizer, so it does less work than verl's own command.
 
 ``plain`` is Megatron-core's ``load_plain_tensors``, and a ``save_file`` of its tensors. ``convert``
-is Megatron-LM's ``tools/checkpoint/convert.py`` to one rank, of a clone at core_v0.12.3. That of
-later releases fails for more than one tensor parallel rank: 0.13 and 0.14 build the layers of a
-rank as if it held all of them, from 0.15 on its loader gives no ``model_builder`` (Megatron-LM's
-issue 2845). It asks for Transformer Engine, whose layers it does not use here, and for kernels,
-which are not built.
+is Megatron-LM's ``tools/checkpoint/convert.py`` to one rank, from a clone at core_v0.12.3. Later
+releases fail for more than one tensor-parallel rank: 0.13 and 0.14 build the whole layers on each
+rank, and since 0.15 the loader passes no ``model_builder`` (issue 2845 of Megatron-LM). The
+converter imports Transformer Engine, whose layers it does not use here, and fused kernels, which
+are not built.
 """
 
 from __future__ import annotations

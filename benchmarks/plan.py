@@ -1,6 +1,6 @@
-"""Print the forecasts of `reshard plan` beside those of other tools, and beside real allocations.
+"""Print the forecasts of `reshard plan` beside those of other tools and real allocations.
 
-    python benchmarks/plan.py [WORK]     # WORK: where the measured runs are kept
+    python benchmarks/plan.py [WORK]     # WORK: directory that keeps the measured runs
 
 The second table takes some minutes: DeepSpeed, FSDP and DDP train a small Llama on CPU ranks.
 """

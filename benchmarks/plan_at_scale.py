@@ -1,4 +1,4 @@
-"""What a split costs before a byte moves, as the number of ranks grows: time, memory, copies.
+"""Measure what a split costs before it copies a byte, for many ranks: time, memory, copies.
 
     python benchmarks/plan_at_scale.py zero3 256 1024 4096
     python benchmarks/plan_at_scale.py moe 256 1024 4096 16384
@@ -7,10 +7,10 @@
 ranks. ``moe`` is a mixture of experts of a trillion parameters in Megatron's torch format with the
 distributed optimizer, split to another grid of tensor, pipeline and expert parallel ranks.
 
-No tensor has bytes: the source's files have their headers and are sparse, in ``--headers``, which
-must be a file system that keeps holes (tmpfs does). So they are read by the real readers; what a
-network file system adds to that is not measured. Every size is a process of its own; times are CPU
-seconds of its one thread.
+The source's files have real headers but no tensor data. They are sparse files in ``--headers``,
+which must be on a file system with sparse files (tmpfs is one), and the real readers read them. The
+latency of a network file system is not measured. Every size runs in a process of its own; times are
+CPU seconds of its one thread.
 """
 
 from __future__ import annotations
@@ -315,11 +315,13 @@ def rows(name: str, sizes: list[int], headers: Path, *, simulated: bool) -> Iter
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("ranks", type=int, nargs="+", help="of the source")
+    parser.add_argument("ranks", type=int, nargs="+", help="numbers of ranks of the source")
     parser.add_argument("--headers", type=Path, default=Path("/dev/shm/reshard-headers"))
-    parser.add_argument("--simulated", action="store_true", help="without headers in files")
+    parser.add_argument(
+        "--simulated", action="store_true", help="create the manifest in memory; write no files"
+    )
     parts = ("make", "measure", "simulate")
-    parser.add_argument("--part", choices=parts, help="of one size, in this process")
+    parser.add_argument("--part", choices=parts, help="run this part for one size, in this process")
     asked = parser.parse_args()
     case, directory = CASES[asked.case], asked.headers / f"{asked.case}-{asked.ranks[0]}"
     if asked.part == "make":

@@ -1,4 +1,4 @@
-"""Reading: ``inspect``, ``verify``, ``diff``, against programs that read the same bytes."""
+"""Define the benchmarks of ``inspect``, ``verify``, ``diff``, and programs that read the same."""
 
 from __future__ import annotations
 

@@ -1,16 +1,21 @@
-"""Dequantisation of an fp8 or MXFP4 model: reshard against torch's own quantised reader.
+"""Measure dequantisation of fp8 and MXFP4 models with reshard and with torch's own reader.
 
     python benchmarks/quantised.py WORK [MEBIBYTES [ROUNDS]]
 
-writes random codes and scales below WORK (DeepSeek V3's blocks of 128 x 128, GPT-OSS's experts),
-and runs each program in a process of its own: into memory with `torch.distributed.checkpoint.load`,
-by `QuantizedHuggingFaceStorageReader` of torch and by `reshard.dcp.StorageReader`, and from disk to
-disk with `reshard merge --dtype bf16`. Its output is merged again, as it is (plain), with
-`--quantise-like` the model (quantise), and like a model with other values (changed). For MXFP4
-torch's reader gives matrices that are not transposed as transformers' are. Seconds are of the load
-or merge alone, as wall time and as CPU time, the minima of all rounds, in which the programs take
-turns; the ratio is that of the CPU times to the plain merge. The peak memory is that of the whole
-process, imports and loaded tensors included.
+Writes random codes and scales below WORK (blocks of 128 x 128 as in DeepSeek V3, experts as in
+GPT-OSS), and runs each program in a process of its own:
+
+    into memory    `torch.distributed.checkpoint.load` with torch's
+                   `QuantizedHuggingFaceStorageReader`, and with `reshard.dcp.StorageReader`
+    disk to disk   `reshard merge --dtype bf16`
+    plain          a merge of that output, unchanged
+    quantise       a merge of it with `--quantise-like` the model
+    changed        the same with a model that has other values
+
+For MXFP4, torch's reader does not transpose matrices as transformers does. Seconds are those of the
+load or merge alone, as wall time and as CPU time: the minima of all rounds, in which the programs
+take turns. The ratio is that of the CPU time to the plain merge. Peak memory is that of the whole
+process, including imports and loaded tensors.
 """
 
 from __future__ import annotations

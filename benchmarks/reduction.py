@@ -1,9 +1,10 @@
-"""What canonical reduction costs: step time against ``--reduction fast``, in turns, same ranks.
+"""Measure the cost of canonical reduction: step time against ``--reduction fast``.
 
     python benchmarks/reduction.py --nproc 2 --steps 12 --rounds 3 [flags of the trainer]
 
-Each run is a whole ``python -m trainer``; its first three steps are left out. Medians of the
-step time, of its reduce part, and their ratios are printed. Nothing is asserted: it measures.
+Each run is a whole ``python -m trainer``; the runs alternate on the same number of ranks. The first
+three steps of each are left out. The program prints medians of the step time and of its reduce
+part, and their ratios. It has no assertions.
 """
 
 from __future__ import annotations

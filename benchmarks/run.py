@@ -1,12 +1,12 @@
-"""Every peer side by side on the same bytes: medians, ratios, peak RSS.
+"""Run reshard and other tools on the same bytes; print medians, ratios and peak RSS.
 
     python benchmarks/run.py --size 230 --rounds 3
     python benchmarks/run.py --only merge-zero2 split-zero2 --place /dev/shm/bench
 
 Real DeepSpeed, PyTorch and Megatron-core write the checkpoints first. Every command is a whole
-process, start-up included; commands take turns, after a round that is not counted, in which the
-tensors of every merged file are compared with reshard's. Nothing is asserted about time: it
-measures. ``peers.py`` says which mergers take part where a variable names their packages.
+process, start-up included, and the commands take turns. A first round does not count; in it, the
+tensors of every merged file are compared with reshard's. There are no assertions about time.
+``peers.py`` lists the mergers that take part if a variable names their packages.
 """
 
 from __future__ import annotations
@@ -67,11 +67,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=list(SHAPES), default="90", help="million parameters")
-    parser.add_argument("--ranks", type=int, default=RANKS, help="that write the checkpoints")
+    parser.add_argument(
+        "--size", choices=list(SHAPES), default="90", help="size of the model in million parameters"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=RANKS, help="number of ranks that write the checkpoints"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--place", type=Path, help="for checkpoints and outputs; kept afterwards")
+    parser.add_argument("--place", type=Path, help="directory for checkpoints and outputs; kept")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="reshard-bench-") as temporary:
         place = args.place or Path(temporary)

@@ -1,4 +1,4 @@
-"""What is measured: checkpoints that real frameworks write, made once in a place."""
+"""Create the checkpoints to measure: real frameworks write each once, into one directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splitting: reshard, ``ds_to_universal``, DCP's load and save, ``cp``, and the limit."""
+"""Define the benchmarks of splitting: reshard, ``ds_to_universal``, DCP, ``cp``, and the limit."""
 
 from __future__ import annotations
 

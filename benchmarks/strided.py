@@ -1,9 +1,9 @@
-"""Matrices that tensor-parallel ranks share by columns, against those that they share by rows.
+"""Compare matrices that tensor-parallel ranks share by columns with matrices shared by rows.
 
     python benchmarks/strided.py --place /dev/shm
 
-Six bf16 matrices of 4096 x 11008 (541 MB) as so many ranks hold them, planned and carried out for
-other ranks by one worker; CPU seconds, the smallest of three. Random bytes: nothing looks at them.
+Six bf16 matrices of 4096 x 11008 (541 MB) are planned and copied from one number of ranks to
+another by one worker. The result is CPU seconds, the smallest of three. The data are random bytes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--place", type=Path, help="where the matrices go; memory is best")
+    parser.add_argument("--place", type=Path, help="directory for the matrices, best in memory")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.place) as place:
         whole = 0.0

@@ -1,4 +1,4 @@
-"""Run many cases, or one again: ``python -m benchmarks.hostile --cases 100000 --seed 1``."""
+"""Run many cases, or repeat one: ``python -m benchmarks.hostile --cases 100000 --seed 1``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ _SHOWN = 5
 
 
 def main() -> int:
-    """Exit code 1 if any case did not end as it should."""
+    """Run the cases; return 1 if any of them failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--checkpoints", type=Path, help="those of judges, beside the kept ones")
-    parser.add_argument("--only", default="", help="seeds whose name contains this")
+    parser.add_argument("--checkpoints", type=Path, help="further checkpoints, which judges wrote")
+    parser.add_argument("--only", default="", help="part of the names of the checkpoints to damage")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--replay", metavar="SEED:INDEX", help="one case, left in --scratch")
-    parser.add_argument("--list", action="store_true", help="name the seeds")
+    parser.add_argument(
+        "--replay", metavar="SEED:INDEX", help="repeat one case; keep its files in --scratch"
+    )
+    parser.add_argument("--list", action="store_true", help="list the checkpoints")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hostile-", dir=asked.scratch) as name:
         seeds = private(_chosen(asked), Path(name, "seeds"))

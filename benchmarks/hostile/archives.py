@@ -1,4 +1,4 @@
-"""Damage to a zip archive: members altered inside, or a directory that lies about them."""
+"""Damage a zip archive: change its members, or write a wrong central directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All targets in turn, a process each: executions, edges, and what was found, as a table."""
+"""Fuzz all targets in turn, one process each, and print executions, edges and findings."""
 
 from __future__ import annotations
 

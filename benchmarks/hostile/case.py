@@ -1,8 +1,8 @@
-"""One case: a damaged checkpoint goes through the command line, and what that did is judged.
+"""Run one case: pass a damaged checkpoint to the command line, and check what the command did.
 
-A command may succeed or refuse. It may not raise anything but a `ReshardError`, take long or much
-memory, write outside its destination, leave something behind, start a program, or print what a
-terminal obeys.
+A command may succeed or stop with a `ReshardError`. It may not raise anything else, take long, use
+much memory, write outside its destination, leave files behind, start a program, or print terminal
+control sequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which file of a checkpoint is hurt, and how; a case is a function of its seed alone."""
+"""Choose which file of a checkpoint to damage, and how, as a function of the seed alone."""
 
 from __future__ import annotations
 

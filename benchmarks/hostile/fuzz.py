@@ -1,12 +1,12 @@
-"""Coverage-guided fuzzing of the readers with atheris, which needs ``pip install atheris``.
+"""Fuzz the readers with atheris, guided by coverage; needs ``pip install atheris``.
 
     python -m benchmarks.hostile.fuzz --all --seconds 180 --checkpoints DIR
     python -m benchmarks.hostile.fuzz zero3 dcp --seconds 600 --corpus DIR
     python -m benchmarks.hostile.fuzz zero3 --replay 0123456789abcdef
 
-A whole checkpoint is fuzzed by recipes (see `recipes`): it goes through a command, judged as in
-`case`. What reads one file alone gets its bytes. Nothing stops at a finding: each place is told
-once, with the recipe or the bytes that lead there.
+For a whole checkpoint, the input bytes are a recipe (see `recipes`): a command runs on the damaged
+checkpoint, and `case` checks it. A reader of a single file gets the input bytes. A finding does not
+stop the run: each place is printed once, with the recipe or the bytes that lead to it.
 """
 
 from __future__ import annotations
@@ -58,16 +58,18 @@ class _Fuzzed:
 
 
 def main() -> int:
-    """Exit code 1 if anything did not end as it should."""
+    """Run the fuzzer; return 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     known = {target.name: target for target in targets.TARGETS}
     parser.add_argument("target", nargs="*", metavar="TARGET", help=", ".join(known))
-    parser.add_argument("--all", action="store_true", help="every target")
-    parser.add_argument("--seconds", type=int, default=180, help="of each")
-    parser.add_argument("--corpus", type=Path, help="kept from run to run")
-    parser.add_argument("--checkpoints", type=Path, help="those of judges, beside the kept ones")
+    parser.add_argument("--all", action="store_true", help="fuzz every target")
+    parser.add_argument("--seconds", type=int, default=180, help="time per target")
+    parser.add_argument("--corpus", type=Path, help="directory that keeps inputs for later runs")
+    parser.add_argument("--checkpoints", type=Path, help="further checkpoints, which judges wrote")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--replay", metavar="HEX", help="one input, its files left in --scratch")
+    parser.add_argument(
+        "--replay", metavar="HEX", help="repeat one input; keep its files in --scratch"
+    )
     asked = parser.parse_args()
     names = list(known) if asked.all else asked.target
     if not names or any(name not in known for name in names):

@@ -1,4 +1,4 @@
-"""Damage to a pickle, opcode by opcode, so that what comes out is mostly a pickle still."""
+"""Damage a pickle, opcode by opcode, so that the result is usually still a pickle."""
 
 from __future__ import annotations
 

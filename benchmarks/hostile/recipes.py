@@ -1,8 +1,9 @@
-"""A case as a few bytes that a fuzzer varies: a command, and one step of damage after another.
+"""Encode a case as a few bytes that a fuzzer varies: a command, and steps of damage.
 
-A step names a file, or all ranks' files of one kind, and the seed of what happens to it. So every
-variation is a checkpoint, damaged where readers look: what would take libFuzzer hours to find in
-the bytes of an archive is one step here, and a recipe that took a new branch gets another step.
+A step names a file, or the files of one kind of all ranks, and the seed of the damage. Every
+variation is therefore a checkpoint with damage where readers look: one step here does what
+libFuzzer would find in the bytes of an archive only after hours. A recipe that reached a new branch
+gets further steps.
 """
 
 from __future__ import annotations

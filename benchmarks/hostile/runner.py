@@ -1,4 +1,4 @@
-"""Cases over processes, each watched: a worker that hangs or dies is a finding of one case."""
+"""Distribute cases over processes; a worker that hangs or dies is a finding of its case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints that are damaged: real frameworks', kept here or made by a judge."""
+"""Find the checkpoints to damage: real frameworks wrote them, for tests/data or for a judge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fuzzed: each reader, by a checkpoint that its framework wrote, or by a single file."""
+"""List the targets of the fuzzer: each reader, with a checkpoint of its framework or one file."""
 
 from __future__ import annotations
 

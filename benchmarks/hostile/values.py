@@ -1,4 +1,4 @@
-"""Damage to bytes, numbers, texts, and documents of JSON; each takes a `Random` and gives bytes."""
+"""Damage bytes, numbers, texts and JSON; each function takes a `Random` and returns bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small wrong changes of a Python source that its tests should notice."""
+"""Change one place of a Python source in a small wrong way that its tests should detect."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Which small wrong changes of reshard's geometry do the tests not notice?
+"""Find small wrong changes of the modules that compute byte positions that no test detects.
 
     python benchmarks/mutants/run.py            # or some modules: box planning.planner
 
-Every mutant (changes.py) is tried in a forked process: the code of the changed function replaces
-that of the one imported, and the tests that call the function run until one fails. A mutant is
-killed by a failed test or by running out of time. The survivors are printed, but for those in
-equivalent.txt, which says of each why nothing can tell it from the source. Exit status 1: there are
-others, or a line there that is no survivor any more.
+Every mutant (changes.py) is tried in a forked process. The code of the changed function replaces
+that of the imported one, and the tests that call the function run until one fails. A mutant is
+killed by a failed test or by running out of time. The program prints the survivors, except those in
+equivalent.txt, which states for each why it is equivalent to the source. Exit status 1: there are
+other survivors, or a line of equivalent.txt is no survivor any more.
 """
 
 from __future__ import annotations
