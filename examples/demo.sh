@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The main job on built-in data: a checkpoint that real DeepSpeed saved from 4 ranks under ZeRO-3
-# becomes a bf16 Hugging Face directory, and transformers loads it; then our trainer's own run of 4
-# ranks goes on at 2 and under FSDP 2.
+# Show reshard on built-in data. Merge a checkpoint that real DeepSpeed saved from 4 ranks under ZeRO 3
+# to a bf16 Hugging Face directory, and load it with transformers. Then train with the trainer on 4
+# ranks, and check that training continues on 2 ranks and under FSDP 2.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 bin=../.venv/bin

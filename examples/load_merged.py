@@ -17,7 +17,7 @@ logging.disable_progress_bar()
 
 
 def main() -> None:
-    """Exit 1 where the logits are not those that the training run computed."""
+    """Compare the logits; exit with 1 if they differ from those of the training run."""
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
     run = json.loads((Path(__file__).parent / "llama-zero3-4ranks" / "logits.json").read_text())
     with torch.no_grad():

@@ -114,6 +114,15 @@ def test_every_file_of_the_tree_that_a_page_names_exists(path):
     assert {name for name in files if not (ROOT / name.rstrip(".")).exists()} == set()
 
 
+def test_every_message_that_the_page_of_errors_quotes_is_in_the_source():
+    page = (ROOT / "docs" / "errors.md").read_text().split("## What to do")[1]
+    quoted = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
+    source = "".join(path.read_text() for path in (ROOT / "reshard").rglob("*.py"))
+    assert quoted
+    for message in (part for cell in quoted for part in CODE.findall(cell)):
+        assert message in source, message
+
+
 def anchors(path):
     """Return the headings of a page as links name them."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)

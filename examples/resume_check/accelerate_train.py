@@ -14,7 +14,7 @@ from common import Log, Model, arguments, samples
 
 
 def main() -> None:
-    """Train on, or from the start."""
+    """Train from the checkpoint, or from the start."""
     chosen = arguments()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,

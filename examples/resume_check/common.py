@@ -1,4 +1,4 @@
-"""What the three scripts share: a tiny model, numbered batches, and the log that is compared."""
+"""Define what the three scripts share: a tiny model, batches by step, and the log of losses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ GLOBAL_BATCH, LENGTH, VOCABULARY, WIDTH = 12, 16, 61, 32
 def arguments() -> argparse.Namespace:
     """Read the options that `reshard resume-check --command` fills in, and where to save."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, required=True, help="how many more")
-    parser.add_argument("--losses", type=Path, required=True, help="a JSON line a step goes here")
-    parser.add_argument("--resume", help="checkpoint to go on from")
+    parser.add_argument("--steps", type=int, required=True, help="number of steps to run")
+    parser.add_argument(
+        "--losses", type=Path, required=True, help="file for the log, one JSON line per step"
+    )
+    parser.add_argument("--resume", help="checkpoint to continue from")
     parser.add_argument("--save", help="directory for a checkpoint")
-    parser.add_argument("--save-after", type=int, help="at which step")
+    parser.add_argument("--save-after", type=int, help="step after which to save")
     parser.add_argument("--zero-stage", type=int, default=2)
     return parser.parse_args()
 
@@ -36,12 +38,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, WIDTH) in and out."""
+        """Return a tensor of the same shape: (batch, length, WIDTH)."""
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
-    """Predicts the next token from one; returns the loss."""
+    """Predict the next token from one token; return the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, LENGTH) of int64 in, a scalar out."""
+        """Return the mean loss, a scalar, of int64 tokens of shape (batch, LENGTH)."""
         logits = self.head(self.blocks(self.embed(tokens[:, :-1])))
         return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -66,7 +68,7 @@ def samples(step: int, rank: int = 0, world: int = 1) -> Tensor:
 
 
 class Log:
-    """One JSON line a step, written by rank 0; ``float.hex`` keeps every bit."""
+    """Write one JSON line per step, on rank 0; ``float.hex`` keeps every bit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path if int(os.environ.get("RANK", "0")) == 0 else None
@@ -75,7 +77,7 @@ class Log:
         """Log a finished step, with the loss over all ranks.
 
         Args:
-            step: how many were done, this one and those before the checkpoint included.
+            step: number of steps done, including this one and those before the checkpoint.
         """
         line: dict[str, Any] = {"step": step, "loss": loss, "loss_hex": loss.hex()}
         if grad_norm is not None:

@@ -15,7 +15,7 @@ from common import GLOBAL_BATCH, Log, Model, arguments, samples
 
 
 def main() -> None:
-    """Train on, or from the start."""
+    """Train from the checkpoint, or from the start."""
     chosen = arguments()
     deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -24,7 +24,7 @@ ROWS = 64  # steps
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """The samples of all steps, each its own label."""
+    """Hold the samples of all steps; each sample is its own label."""
 
     def __init__(self) -> None:
         self._rows = torch.cat([samples(step) for step in range(ROWS)])
@@ -37,7 +37,7 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 class LogSteps(TrainerCallback):
-    """Writes what the Trainer logs."""
+    """Write the losses that the Trainer logs."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -50,7 +50,7 @@ class LogSteps(TrainerCallback):
 
 
 def main() -> None:
-    """Train on, or from the start."""
+    """Train from the checkpoint, or from the start."""
     chosen = arguments()
     if not torch.cuda.is_available():  # what accelerate launch does, for the one backend of CPUs
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
