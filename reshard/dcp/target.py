@@ -73,12 +73,13 @@ class State:
         dtypes = {slot: entry.dtype for (_, slot), entry in self.slots.items()}
         groups = ((group.hyper, group.fqns) for group in self.groups)
         numel = {fqn: weight.numel for fqn, weight in self.weights.items()}
-        for fqn in find_idle(groups, held, numel):
+        for fqn, slots in find_idle(groups, held, numel).items():
             weight = self.weights.get(fqn)
             if weight is None or not weight.numel:
                 continue
             self.steps[fqn] = 0.0
-            for slot, dtype in dtypes.items():
+            for slot in slots:
+                dtype = dtypes.get(slot, weight.dtype)
                 self.slots[fqn, slot] = Entry(fqn, slot, dtype, weight.shape, ())
 
     def resolve_fqn(self, name: str) -> str:

@@ -56,11 +56,11 @@ def start_adam(state: WritableState, dtype: DType) -> Made:
 
 
 def find_idle(
-    groups: Iterable[tuple[Mapping[str, Any], Iterable[str]]],
+    groups: Iterable[tuple[Mapping[str, Any], Collection[str]]],
     slots: Mapping[str, Collection[str]],
     numel: Mapping[str, int],
-) -> list[str]:
-    """Return the parameters of which an Adam has no state, if it has one of others.
+) -> dict[str, tuple[str, ...]]:
+    """Return the parameters of which an Adam has no state, each with the slots that it lacks.
 
     torch's distributed state dicts refuse a checkpoint without a state of each trainable parameter,
     those that they saved included (2.13 ``distributed/checkpoint/state_dict.py``). An Adam starts
@@ -73,41 +73,55 @@ def find_idle(
         slots: parameter -> its slots.
         numel: parameter -> its number of elements.
     """
-    names = {name for held in slots.values() for name in held}
-    if not set(MOMENTS) <= names <= {*MOMENTS, AMSGRAD}:
-        return []
+    groups = list(groups)
+    names = tuple(dict.fromkeys(name for held in slots.values() for name in held))
+    if not names:  # no parameter was stepped
+        all_adam = all(is_adam(hyper) for hyper, _ in groups)
+        return {fqn: list_slots(hyper) for hyper, fqns in groups for fqn in fqns if all_adam}
+    if not set(MOMENTS) <= set(names) <= {*MOMENTS, AMSGRAD}:
+        return {}
     idle = [fqn for hyper, fqns in groups if is_adam(hyper) for fqn in fqns if not slots.get(fqn)]
     trained = sum(numel.get(fqn, 0) for fqn, held in slots.items() if held)
-    return idle if sum(numel.get(fqn, 0) for fqn in idle) <= trained else []
+    few = sum(numel.get(fqn, 0) for fqn in idle) <= trained
+    return dict.fromkeys(idle, names) if few else {}
 
 
-def start_idle(state: WritableState) -> Made:
-    """Return the state with Adam's zeros for the parameters that it has never updated."""
+def list_slots(hyper: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the slots of an Adam with the hyper-parameters of a param group."""
+    return (*MOMENTS, *[AMSGRAD] * bool(hyper.get("amsgrad")))
+
+
+def start_idle(state: WritableState, dtype: DType) -> Made:
+    """Return the state with Adam's zeros for the parameters that it has never updated.
+
+    Args:
+        dtype: dtype of the moments if the source has none, which is that of the updated weights.
+    """
     members = [member for group in state.groups for member in group.members]
-    idle = set(
-        find_idle(
-            ((group.hyper, group.fqns) for group in state.groups),
-            {member.fqn: member.slots for member in members},
-            {member.fqn: member.weight.value.numel for member in members},
-        )
+    idle = find_idle(
+        ((group.hyper, group.fqns) for group in state.groups),
+        {member.fqn: member.slots for member in members},
+        {member.fqn: member.weight.value.numel for member in members},
     )
     if not idle:
         return state, []
     dtypes = {name: entry.dtype for member in members for name, entry in member.slots.items()}
+
+    def start(member: TrainedParameter) -> TrainedParameter:
+        slots = {
+            name: _build_zeros(member.weight, name, dtypes.get(name, dtype))
+            for name in idle[member.fqn]
+        }
+        return TrainedParameter(member.weight, slots, 0.0)
+
     groups = tuple(
-        replace(
-            group, members=tuple(_start(m, dtypes) if m.fqn in idle else m for m in group.members)
-        )
+        replace(group, members=tuple(start(m) if m.fqn in idle else m for m in group.members))
         for group in state.groups
     )
-    shown = some([member.fqn for member in members if member.fqn in idle], _LISTED)
-    note = f"Adam has no state of {shown} (never stepped, or frozen): zeros at step 0 are written"
+    whose = some([member.fqn for member in members if member.fqn in idle], _LISTED)
+    why = "(never stepped, or frozen)" if dtypes else "(it has made no step)"
+    note = f"Adam has no state of {whose} {why}: zeros at step 0 are written"
     return replace(state, groups=groups), [note]
-
-
-def _start(member: TrainedParameter, dtypes: Mapping[str, DType]) -> TrainedParameter:
-    slots = {name: _build_zeros(member.weight, name, dtype) for name, dtype in dtypes.items()}
-    return TrainedParameter(member.weight, slots, 0.0)
 
 
 def _build_group(
@@ -129,10 +143,9 @@ def _build_group(
             "write only the weights with --init-optimizer none",
         )
     hyper = {**group.hyper, **{k: v for k, v in _ADAMW.items() if k not in group.hyper}}
-    names = [*MOMENTS, *[AMSGRAD] * bool(hyper["amsgrad"])]
     members = tuple(
         TrainedParameter(
-            m.weight, {name: _build_zeros(m.weight, name, dtype) for name in names}, 0.0
+            m.weight, {name: _build_zeros(m.weight, name, dtype) for name in list_slots(hyper)}, 0.0
         )
         for m in group.members
     )

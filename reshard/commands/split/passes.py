@@ -385,7 +385,7 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
         state, derived = fresh_adam.start_adam(state, request.master_dtype)
         notes.derived += derived
     elif not request.weights_only and conversion.writer.needs_every_state(request):
-        state, derived = fresh_adam.start_idle(state)
+        state, derived = fresh_adam.start_idle(state, request.master_dtype)
         notes.derived += derived
     if not request.weights_only:
         refuse_unwritable_hyper(state)
