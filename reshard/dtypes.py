@@ -38,6 +38,11 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def can_train(self) -> bool:
+        """Whether a tensor of this dtype can have a gradient."""
+        return self.family in ("float", "float8", "complex")
+
     def of_torch(self) -> torch.dtype:
         """Return the dtype of the installed torch.
 

@@ -181,4 +181,5 @@ MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "keyed": _agreed,
     "ordered_by_model": any,
     "quantisation": _first_given,
+    "all_buffers_marked": all,
 }

@@ -273,6 +273,7 @@ class Manifest:
         keyed: how the optimizers refer to parameters; None without an optimizer, or if they differ.
         ordered_by_model: whether a model, not the files alone, gave the order.
         quantisation: how the weights are quantised; None if nothing states that they are.
+        all_buffers_marked: whether all buffers are entries of that kind, if some are.
     """
 
     origin: Origin
@@ -297,6 +298,7 @@ class Manifest:
     keyed: Keyed | None = None
     ordered_by_model: bool = False
     quantisation: Quantisation | None = None
+    all_buffers_marked: bool = True
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
         """Iterate over the entries of the given kinds, in manifest order."""

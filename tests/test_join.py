@@ -64,13 +64,14 @@ def test_every_field_has_a_rule():
 def test_what_either_part_holds_is_in_the_whole():
     whole = join([part("a"), part("b")])
     single = ("origin", "train", "ordered", "without_frozen", "keyed", "ordered_by_model")
-    single += ("quantisation", "unnamed", "checkpoint_below")
+    single += ("quantisation", "unnamed", "checkpoint_below", "all_buffers_marked")
     for field in fields(Manifest):
         if field.name not in single:
             assert len(getattr(whole, field.name)) == 2, field.name
     assert whole.ordered
     assert not join([part("a"), replace(part("b"), ordered=False)]).ordered
     assert join([part("a"), replace(part("b"), without_frozen=True)]).without_frozen
+    assert not join([part("a"), replace(part("b"), all_buffers_marked=False)]).all_buffers_marked
     by_index = [replace(part(name), keyed="index", ordered_by_model=name == "b") for name in "ab"]
     assert (join(by_index).keyed, join(by_index).ordered_by_model) == ("index", True)
     assert join([by_index[0], part("b")]).keyed is None

@@ -33,6 +33,7 @@ from reshard.manifest import (
 )
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import find_parts, find_trained_names
+from reshard.model.norm_buffers import find_norm_buffers
 from reshard.pickles import trust
 from reshard.pickles.objects import SCHEDULER
 from reshard.state_dict import (
@@ -103,7 +104,7 @@ def build_manifest(
     entries, tied = _build_weight_entries(weights)
     if model:
         tied |= {a: k for a, k in model.tied.items() if k in entries and a not in weights}
-    entries = _mark_buffers(entries, state, parts, parsed, model)
+    entries, all_marked = _mark_buffers(entries, state, parts, parsed, model)
     with SourceFiles() as pool:
         read, entries = model_optimizers.select_optimizers(
             parts, entries, units, model, parsed, pool, by_trainer=origin.format == "hf-trainer"
@@ -130,6 +131,7 @@ def build_manifest(
         unnamed=next((one.why_unnamed for one in read if one.why_unnamed), None),
         unread=_describe_unread(parts, train.objects),
         unknown_globals=trust.list_unknown(parsed.globals),
+        all_buffers_marked=all_marked,
         ordered=ordered or model is not None or bool(trained),
         # An index of FSDP 1's optimizer counts in the order of its units, not in that of the model.
         keyed=None if flats or units else optimizer_state.find_keying(parts.optimizers.values()),
@@ -415,20 +417,24 @@ def _mark_buffers(
     parts: sections.Sections,
     parsed: ParsedTree,
     model: ModelShapes | None,
-) -> dict[str, Entry]:
-    """Mark the entries that the model, the optimizers or the sharding show to be buffers."""
+) -> tuple[dict[str, Entry], bool]:
+    """Mark the entries that the model, the sharding or their names show to be buffers.
+
+    Also return whether all other entries are parameters.
+    """
     if model is not None:
-        buffers = set(model.buffers)
+        buffers, all_marked = set(model.buffers), True
     else:
         # A plain tensor beside sharded ones is a buffer, unless an optimizer trains it.
         is_local = {fqn: isinstance(state.get(fqn), LocalTensors) for fqn in entries}
-        mixed = parsed.plain_is_buffer and len(set(is_local.values())) > 1
-        buffers = {fqn for fqn, local in is_local.items() if mixed and local}
-        buffers -= _collect_optimized(parts)
-    return {
+        all_marked = parsed.plain_is_buffer and len(set(is_local.values())) > 1
+        buffers = {fqn for fqn, local in is_local.items() if all_marked and local}
+        buffers = (buffers | find_norm_buffers(entries)) - _collect_optimized(parts)
+    marked = {
         fqn: replace(entry, kind=BUFFER) if fqn in buffers else entry
         for fqn, entry in entries.items()
     }
+    return marked, all_marked
 
 
 def _find_stray_tensors(parts: sections.Sections, kept: Container[str] = ()) -> list[str]:

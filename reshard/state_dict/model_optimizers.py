@@ -73,7 +73,11 @@ def _list_candidates(
             yield trained
         yield dict(model.parameters)
         return
-    parameters = {fqn: entry.shape for fqn, entry in weights.items() if entry.kind == PARAM}
+    own = {fqn: entry for fqn, entry in weights.items() if entry.kind == PARAM}
+    parameters = {fqn: entry.shape for fqn, entry in own.items()}
+    trainable = {fqn: shape for fqn, shape in parameters.items() if own[fqn].dtype.can_train}
+    if count == len(trainable) < len(parameters):
+        yield trainable
     yield parameters
     if len(parameters) < len(weights):
         # Plain tensors beside sharded ones were taken for buffers. Where only some modules are

@@ -219,8 +219,9 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
     """Return a function that tells parameters, which are cut, from buffers, which are whole."""
     owned = {member.fqn for member in state.members}
     owned |= state.manifest.frozen
-    # A source that marks some buffers marks all of them. DeepSpeed's files list their buffers.
+    # DeepSpeed's files list their buffers.
     marks_buffers = any(weight.is_buffer for weight in state.weights)
+    marks_buffers = marks_buffers and state.manifest.all_buffers_marked
     marks_buffers = marks_buffers or state.manifest.origin.format.startswith("deepspeed")
     # Computed once, and only for the few sources that leave the question open.
     by_rows = cache(lambda: _is_sharded_by_rows(state))
@@ -235,8 +236,7 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
             return True
         if weight.shape[0] > 1 and by_rows():  # as a parameter, several ranks would hold blocks
             return False
-        # Only floating-point tensors can have gradients.
-        if weight.dtype.family not in ("float", "float8"):
+        if not weight.dtype.can_train:
             return False
         if state.groups:
             raise IncompleteError(
