@@ -177,13 +177,18 @@ class Storages:
         self.path = path
         self.by_key: dict[str, StoredBuffer] = {}
 
-    def __call__(self, pid: Any) -> StoredBuffer:
-        """Return the storage of a persistent id.
+    def __call__(self, pid: Any) -> StoredBuffer | Global:
+        """Return the storage of a persistent id, or the class of a module.
 
         Raises:
             ValueError: the id is not that of a storage.
             UnsupportedError: the storage has no plain dtype.
         """
+        # A stream has the source text of a module's class beside it
+        # (serialization.py, `_legacy_save`).
+        match pid:
+            case ("module", Global() as kind, _, _):
+                return kind
         # Streams have a sixth item, which torch 2.13 always writes as None
         # (serialization.py, `is_view`).
         tag, kind, key, _location, numel, *view = pid

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from reshard.errors import UnrecognisedError, UsageError
+from reshard.pickles.values import Call
 from reshard.state_dict import leaves
 from reshard.state_dict import tree as trees
 from reshard.state_dict.optimizer_state import is_optimizer
@@ -89,6 +90,8 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
     """
     optimizers = _find_optimizers(tree)
     models = _find_models(tree, optimizers)
+    if not models:
+        _refuse_modules(tree, where)
     path = (
         _resolve_key(tree, where, key, models)
         if key is not None
@@ -149,6 +152,23 @@ def _find_models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[s
         if any(_is_float(leaf) and _count_elements(leaf) > 1 for leaf in tensors.values())
     }
     return large or floats or models
+
+
+def _refuse_modules(tree: Any, where: str) -> None:
+    """Refuse a file of whole modules, which ``torch.save(model, path)`` writes.
+
+    Raises:
+        UnrecognisedError: naming the first one's class.
+    """
+    items = tree if isinstance(tree, dict) else {"": tree}
+    for key, item in items.items():
+        if isinstance(item, Call) and isinstance(item.get("_parameters"), dict):
+            at = f" under {key!r}" if len(items) > 1 else ""  # beside what else it holds
+            raise UnrecognisedError(
+                where,
+                f"holds a whole module{at}, of class {item.name}, and no state dict",
+                "load it where its class can be imported, and save model.state_dict()",
+            )
 
 
 def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> Path:
