@@ -26,6 +26,7 @@ from reshard.state_dict.optimizer_names import (
     name_groups,
 )
 from reshard.state_dict.tree import LocalTensors, as_global, is_tensor
+from reshard.training import optimizers
 
 Slots = dict[str, Any]  # slot name -> leaf
 Owner = Any  # what a state belongs to: an fqn, or a unit
@@ -50,21 +51,15 @@ class KnownParameters:
 
 
 def infer_shape(slots: Slots) -> Index | None:
-    """Infer the shape of a parameter from its largest slot.
+    """Infer the shape of a parameter from its slots.
 
-    Adafactor keeps a row and a column instead: torch's as (7, 1) and (1, 13), transformers' as (7,)
-    and (13,). Nested slots count only if there are no others, because SOAP's preconditioners have
-    other shapes.
+    Nested slots count only if there are no others, because SOAP's preconditioners have other
+    shapes.
     """
     tensors = select_tensors(slots)
     own = {name: value for name, value in tensors.items() if not nested_slots.is_nested(name)}
-    shapes = {k: tensor.shape for k, v in (own or tensors).items() if (tensor := as_global(v))}
-    row, column = shapes.get("exp_avg_sq_row"), shapes.get("exp_avg_sq_col")
-    if row and column:
-        return (*row, column[-1])
-    most = max(map(len, shapes.values()), default=None)
-    dims = zip(*(shape for shape in shapes.values() if len(shape) == most), strict=True)
-    return None if most is None else tuple(max(extents) for extents in dims)
+    known = ((name, as_global(value)) for name, value in (own or tensors).items())
+    return optimizers.infer_shape({name: tensor.shape for name, tensor in known if tensor})
 
 
 def select_tensors(slots: Slots) -> dict[str, Any]:

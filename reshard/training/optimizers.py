@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from reshard.box import Index
+
 Counter = Literal["state", "group", "none"]
 
 
@@ -138,6 +140,23 @@ _SCALARS = frozenset(name for row in ROWS for name in row.scalars) | RECOMPUTED
 def find(slots: Collection[str]) -> OptimizerTraits | None:
     """Return the first optimizer that has these slots; None for one that is not in the table."""
     return next((row for row in ROWS if slots and row.fits(slots)), None)
+
+
+def infer_shape(shapes: Mapping[str, Index]) -> Index | None:
+    """Infer the shape of a parameter from those of its slots; None if there are none.
+
+    Adafactor keeps a row and a column instead of the largest: torch's as (7, 1) and (1, 13),
+    transformers' as (7,) and (13,).
+
+    >>> infer_shape({"row_var": (7, 1), "col_var": (1, 13)})
+    (7, 13)
+    """
+    row, column = shapes.get("exp_avg_sq_row"), shapes.get("exp_avg_sq_col")
+    if row and column:
+        return (*row, column[-1])
+    most = max(map(len, shapes.values()), default=None)
+    dims = zip(*(shape for shape in shapes.values() if len(shape) == most), strict=True)
+    return None if most is None else tuple(max(extents) for extents in dims)
 
 
 def needs_count(slots: Collection[str]) -> bool:

@@ -352,24 +352,31 @@ def find_clip(train: TrainState) -> float | None:
 def refuse_slots_of_flat_tensors(state: WritableState, remedy: str) -> None:
     """Refuse the state that Adafactor keeps for flat tensors, where parameters are whole again.
 
-    For a matrix it needs the means of rows and columns, and fails at its first update without them.
-
     Raises:
         UnsupportedError: a matrix has such a state; the message names it.
     """
+    problem = describe_slots_of_flat_tensors(state)
+    if problem is not None:
+        raise UnsupportedError(state.manifest.origin.path, problem, remedy)
+
+
+def describe_slots_of_flat_tensors(state: WritableState) -> str | None:
+    """Describe the state that Adafactor keeps for flat tensors; None if a matrix has none.
+
+    For a matrix it needs the means of rows and columns, and fails at its first update without them.
+    """
     row = optimizers.find(collect_slot_names(state.members))
     if row is None:
-        return
+        return None
     for member in state.members:
         held = [slot for slot in row.vectors if slot in member.slots]
         if held and len(member.weight.shape) > 1:
-            raise UnsupportedError(
-                state.manifest.origin.path,
+            return (
                 f"the {held[0]} of {member.fqn!r} has a value for each element, as {row.name} keeps"
                 f" it for a flat tensor; with whole parameters, {row.name} fails at the next update"
-                " because it needs the means of the rows and columns",
-                remedy,
+                " because it needs the means of the rows and columns"
             )
+    return None
 
 
 def drop_recomputed_slots(state: WritableState) -> WritableState:

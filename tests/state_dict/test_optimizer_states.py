@@ -459,9 +459,10 @@ def test_the_joint_state_of_lbfgs_is_refused_and_freezes_nothing(named, tmp_path
     reshard.split(tmp_path / "source.pt", tmp_path / "out.pt", to="torch", init_optimizer="none")
 
 
-def save_batch_norm(path, **also):
-    """Save a numbered optimizer and a model whose buffers have the shapes of parameters."""
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+def save_with_buffer(path, **also):
+    """Save a numbered optimizer and a model with a buffer that has the shape of parameters."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
+    model[1].register_buffer("center", torch.zeros(5))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 3)).square().sum().backward()
     optimizer.step()
@@ -471,7 +472,7 @@ def save_batch_norm(path, **also):
 
 
 def test_a_live_model_names_what_the_files_number(tmp_path):
-    model = save_batch_norm(tmp_path / "run.ckpt")
+    model = save_with_buffer(tmp_path / "run.ckpt")
     assert not formats.read(tmp_path / "run.ckpt").has_optimizer
     manifest = formats.read(tmp_path / "run.ckpt", live=shapes_of(model))
     assert [e.fqn for e in manifest.of_kind("exp_avg")] == [n for n, _ in model.named_parameters()]
@@ -479,8 +480,8 @@ def test_a_live_model_names_what_the_files_number(tmp_path):
 
 def test_the_optimizer_is_not_that_of_lightnings_averaged_weights(tmp_path):
     """They are under state_dict, and the weights that the optimizer trains beside it."""
-    trained = save_batch_norm(tmp_path / "other.ckpt").state_dict()
-    model = save_batch_norm(tmp_path / "run.ckpt", current_model_state=trained, averaging_state={})
+    trained = save_with_buffer(tmp_path / "other.ckpt").state_dict()
+    model = save_with_buffer(tmp_path / "run.ckpt", current_model_state=trained, averaging_state={})
     manifest = formats.read(tmp_path / "run.ckpt", live=shapes_of(model))
     with pytest.raises(IncompleteError, match="holds the averaged weights") as refused:
         objects.fill_optimizer_state({}, manifest)

@@ -45,6 +45,7 @@ from reshard.state_dict.optimizer_names import (
     name_divided,
     name_groups,
 )
+from reshard.training import optimizers
 
 _Names = list[list[str | None]]  # for each group its members; None for one that has no name
 
@@ -200,12 +201,10 @@ def _infer_member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
 
 
 def _infer_shape(state: Mapping[str, Any]) -> Signature:
-    """Return the shape of a state's parameter: that of its largest slot.
-
-    Adafactor's factored slots are smaller than their parameter.
-    """
-    shapes = [value.shape for value in state.values() if isinstance(value, Tensor)]
-    return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
+    """Return the shape of a state's parameter, as its slots show it."""
+    return optimizers.infer_shape(
+        {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}
+    )
 
 
 def _name_expert_groups(

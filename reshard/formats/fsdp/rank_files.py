@@ -22,7 +22,7 @@ from typing import Any
 
 from reshard.box import Box
 from reshard.containers import skeletons, torch_writer
-from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.errors import IncompleteError, UsageError
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.mesh import MeshGrid, MeshPlacements
@@ -31,11 +31,11 @@ from reshard.layout.tensor_parallel import TensorPlan, find_cuts
 from reshard.manifest import Keyed, Skeleton
 from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonicalizer
-from reshard.state_dict import nested_slots, torch_state_dict
+from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import TRAIN_STATE
 from reshard.state_dict.slots import RankSharder, WholeSlots
 from reshard.state_dict.torch_state_dict import Value
-from reshard.training.state import Weight, WritableState
+from reshard.training.state import Weight, WritableState, refuse_non_elementwise_slots
 
 _SAY_MODEL = "pass the model: --model config.json|DIR|module:factory"
 
@@ -125,7 +125,8 @@ def lay_out_fsdp2(
     )
     placements = MeshPlacements(grid, find_tensor_cuts(grid, request.tensor, values))
     moments = None if weights_only else torch_state_dict.build_optimizer(state, naming.keyed, model)
-    _refuse_factored(moments)
+    if moments is not None:
+        _refuse_factored(state)
 
     def lay_out_rank(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict(values)
@@ -201,18 +202,14 @@ def lay_out_extras(
         yield skeletons.lay_out_bytes(naming.about, text.encode())
 
 
-def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
-    states = moments["state"] if moments else {}
-    for fqn, slots in states.items():
-        flat = nested_slots.flatten(slots, lambda leaf: isinstance(leaf, Value))
-        for name, value in flat.items():
-            if isinstance(value, Value) and not value.divided and value.shape:
-                raise UnsupportedError(
-                    str(fqn),
-                    f"its {name} has shape {value.shape}; how FSDP would store such a state in"
-                    " rank files is not known",
-                    "write DCP instead, or pass --weights-only",
-                )
+def _refuse_factored(state: WritableState) -> None:
+    whole = {slot for m in state.members for slot, entry in m.slots.items() if not entry.shape}
+    refuse_non_elementwise_slots(
+        state,
+        "how FSDP would store such a state in rank files is not known",
+        "write DCP instead, or pass --weights-only",
+        placed=whole,
+    )
 
 
 def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callable[[Weight], bool]:

@@ -44,11 +44,11 @@ class _TorchWriter(Writer):
         """Lay out the files.
 
         Raises:
-            ReshardError: as the function of the layout in `layouts.LAYOUTS`.
+            ReshardError: as `layouts.lay_out`.
         """
         from reshard.formats.pytorch import layouts
 
-        return layouts.LAYOUTS[self.name](state, request)
+        return layouts.lay_out(self.name, state, request)
 
     def needs_every_state(self, request: Request) -> bool:
         """Return True for names, which torch's ``set_optimizer_state_dict`` looks up.

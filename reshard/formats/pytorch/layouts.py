@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.skeletons import LaidOut
-from reshard.errors import UsageError
+from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.dcp import saved_keys
 from reshard.formats.dcp import writer as dcp
@@ -25,10 +25,42 @@ from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots
 from reshard.training import copied_files, schedules, trainer_run
-from reshard.training.state import WritableState, describe_lost_setup
+from reshard.training.state import (
+    WritableState,
+    describe_lost_setup,
+    describe_slots_of_flat_tensors,
+)
 from reshard.training.trainer_run import TrainerRun
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # parts that Accelerate's directory can store
+
+
+def lay_out(name: str, state: WritableState, request: Request) -> LaidOut:
+    """Lay out the files of a target.
+
+    Raises:
+        UnsupportedError: the optimizer's state is that of flat tensors, which the target's are not.
+        ReshardError: as the function of the target in `LAYOUTS`.
+    """
+    has_moments = not (request.weights_only or request.separate_masters or request.own)
+    flat = describe_slots_of_flat_tensors(state) if has_moments else None
+    if flat and _has_whole_parameters(name, request):
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            flat,
+            "write --to fsdp or --to deepspeed (stage 1, 2 or 3), whose tensors are flat too, or"
+            " leave out the optimizer: --weights-only",
+        )
+    laid_out = LAYOUTS[name](state, request)
+    notes = [f"only FSDP 1 continues from this optimizer: {flat}"] if flat else []
+    return laid_out._replace(notes=(*laid_out.notes, *notes))
+
+
+def _has_whole_parameters(name: str, request: Request) -> bool:
+    """Return whether the optimizer of the new run has whole parameters, not flat ones of FSDP 1."""
+    flat_verl = name == "verl" and request.fsdp_version == 1
+    by_layout = name in (NAME, "fsdp2", "verl") and not flat_verl
+    return by_layout or request.state_dict_type == "unsharded"
 
 
 def lay_out_dcp(state: WritableState, request: Request) -> LaidOut:
