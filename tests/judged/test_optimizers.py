@@ -109,6 +109,7 @@ COVERING = [
     Cell(Kind("lion", 1), 3, -1),
     Cell(Kind("schedule_free", 2), 3),
     Cell(Kind("ademamix", 3), 1),
+    Cell(Kind("adafactor", 0), 3),
     Cell(Kind("adafactor", 2), 3, -1),
     Cell(Kind("hf_adafactor", 2), 3, -1),
     # At stage 3, DeepSpeed can have NaN for a parameter that is not used, and the RMS spreads it.
@@ -327,6 +328,31 @@ def test_flat_adafactor_has_no_place_in_whole_parameters(optimizer, runs, place,
     run = place / "runs" / f"{optimizer}_z2_bf16_one" / "run"
     with pytest.raises(UnsupportedError, match="write stage 1, 2 or 3"):
         reshard.split(run, tmp_path / "s", world_size=2, zero_stage=0)
+    whole = ({"to": "torch"}, {"to": "fsdp2"}, {"to": "accelerate", "state_dict_type": "unsharded"})
+    for target in whole:
+        with pytest.raises(UnsupportedError, match=r"write --to fsdp or --to deepspeed"):
+            reshard.split(run, tmp_path / "s", **target)
+        reshard.split(run, tmp_path / target["to"], **target, weights_only=True)
+    notes = reshard.split(run, tmp_path / "dcp", to="dcp").notes
+    assert any("only FSDP 1 continues from this optimizer" in note for note in notes)
+
+
+@pytest.mark.parametrize(("version", "clips"), [("0.19.8", True), ("0.18.9", False)])
+def test_a_norm_that_only_deepspeeds_default_clips_to_is_reported(
+    version, clips, runs, place, tmp_path
+):
+    """Stage 3 does not store it; from 0.19.3 on, a configuration without a norm clips to 1."""
+    source = place / "runs" / "adamw_z3_bf16_one_without_frozen" / "run"
+    run = shutil.copytree(source, tmp_path / "run")
+
+    def leave_out(root):
+        root["ds_version"] = version
+        root.get("ds_config", {}).pop("gradient_clipping", None)
+
+    for path in run.rglob("*_states.pt"):
+        edit_file(path, leave_out)
+    notes = reshard.split(run, tmp_path / "dcp", to="dcp").notes
+    assert any("set gradient clipping to 1 in the new run" in note for note in notes) == clips
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

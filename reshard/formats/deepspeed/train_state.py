@@ -92,7 +92,8 @@ def read_train_state(
     opaque = {key: root[key] for key in _OPAQUE_KEYS if root.get(key) is not None}
     own |= {key: opaque[key] for key in _DATA_KEYS if key in opaque}
     own[SCHEDULER] = root.get("lr_scheduler")
-    clip = optimizer_root.get("clip_grad")  # absent at stage 3
+    config = _read_config(root)
+    clip = optimizer_root.get("clip_grad", _find_default_clip(root, config))
     return TrainState(
         step=root.get("global_steps"),
         skipped_steps=root.get("skipped_steps"),
@@ -103,10 +104,23 @@ def read_train_state(
         scaler=read_scaler(optimizer_root),
         clip=clip if isinstance(clip, (int, float)) else None,
         client=client,
-        config=_read_config(root),
+        config=config,
         opaque={key: to_plain(value) for key, value in opaque.items()},
         objects=keep_own_values(own, own),
     )
+
+
+def _find_default_clip(root: Mapping[str, Any], config: Any) -> float | None:
+    """Return the norm to which a run clips whose configuration and optimizer state none.
+
+    Stage 3, and stage 0 in fp32, store none. Until 0.19.2 the default was not to clip
+    (``runtime/constants.py``, GRADIENT_CLIPPING_DEFAULT).
+    """
+    version = root.get("ds_version")
+    if not isinstance(version, str) or is_older(version, (0, 19, 3)):
+        return None
+    states_none = isinstance(config, Mapping) and "gradient_clipping" not in config
+    return 1.0 if states_none else None
 
 
 def _read_config(root: Mapping[str, Any]) -> Any:

@@ -109,7 +109,7 @@ class OutputSpec:
     def clip(self) -> float | None:
         """The norm that gradients are clipped to; None if unknown: the new run's own stays.
 
-        What the optimizer saved comes first: without ``gradient_clipping`` in the configuration
+        What the source's run did comes first: without ``gradient_clipping`` in the configuration
         DeepSpeed clips to a default, which has changed (0.19.8 ``runtime/constants.py``: 1.0).
         """
         saved = self.state.manifest.train.clip
