@@ -53,6 +53,7 @@ def parse_weights(given: str | Sequence[float], count: int) -> list[Fraction]:
     shown = given if isinstance(given, str) else ",".join(map(str, texts))
     try:
         weights = [Fraction(text) for text in texts]
+        float(sum(map(abs, weights), Fraction(0)))  # larger numbers than a float are no factors
     except (ValueError, OverflowError, ZeroDivisionError) as error:
         raise UsageError(
             f"{WEIGHTS} {shown}", "expected numbers separated by commas", "write 0.2,0.3,0.5"

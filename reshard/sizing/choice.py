@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from reshard import units
+from reshard.errors import UsageError
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Training
 from reshard.sizing.share import take_share
@@ -97,8 +98,21 @@ def find_nodes(model: ModelSizes, cluster: Cluster, training: Training) -> tuple
 
 
 def choose_named(rows: Sequence[StrategyForecast], name: str, cluster: Cluster) -> Choice:
-    """Return the row that the user names, with activation checkpointing if it needs that."""
-    row = next(row for row in rows if row.strategy.name == name)
+    """Return the row that the user names, with activation checkpointing if it needs that.
+
+    Raises:
+        UsageError: the strategy is not possible with this cluster and grid.
+    """
+    row = next((row for row in rows if row.strategy.name == name), None)
+    if row is None:
+        strategy = next(each for each in STRATEGIES if each.name == name)
+        raise UsageError(
+            f"--strategy {name}",
+            "needs several nodes, each with more than one data-parallel rank"
+            if strategy.within_node
+            else "cannot be combined with pipeline stages (--pp)",
+            f"choose {units.either([row.strategy.name for row in rows])}",
+        )
     plain = row.fits(cluster, checkpointing=False)
     fits = plain or row.fits(cluster, checkpointing=True)
     need = _describe_need(row, cluster, checkpointing=not plain)

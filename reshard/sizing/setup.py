@@ -55,7 +55,7 @@ def parse_gpus(text: str) -> tuple[int, int]:
         UsageError: the text has another form.
     """
     match = _GPUS.fullmatch(text.strip())
-    if match is None or match[1] == "0":
+    if match is None or (match[1] is not None and not int(match[1])):
         raise UsageError(f"--gpus {text}", "is not a number of GPUs and their memory", _GPUS_REMEDY)
     return int(match[1] or 1), units.parse_bytes(match[2], "--gpus")
 

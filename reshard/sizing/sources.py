@@ -124,10 +124,8 @@ def count_parameters(text: str) -> ModelSizes:
     hidden, vocab = 128 * layers, 32_000
     share, rest = divmod(numel, layers)
     saved = count_llama_block(hidden, 8 * hidden // 3)
-    blocks = tuple(
-        BlockSizes(f"layers.{n}", _list_matrices(share + (rest if n == 0 else 0), hidden), saved)
-        for n in range(layers)
-    )
+    first, others = (_list_matrices(numel, hidden) for numel in (share + rest, share))
+    blocks = tuple(BlockSizes(f"layers.{n}", others if n else first, saved) for n in range(layers))
     note = (
         "--params states no shapes: activations and LoRA adapters are counted as those of a Llama"
         f" with {units.counted(layers, 'layer')} of width {hidden} and a vocabulary of {vocab}"

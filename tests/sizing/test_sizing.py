@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.errors import UsageError
-from reshard.sizing.choice import advise, choose, find_nodes
+from reshard.sizing.choice import advise, choose, choose_named, find_nodes
 from reshard.sizing.families import UnknownSizesError, count_config, list_families
 from reshard.sizing.setup import Cluster, Training, count_accumulation, parse_gpus
 from reshard.sizing.share import take_share
@@ -181,6 +181,17 @@ def test_a_training_of_nothing_is_refused_by_the_option_that_causes_it(stages):
         rows_of(frozen, cluster, pp=stages)
 
 
+@pytest.mark.parametrize(
+    ("name", "stages", "problem"),
+    [("hsdp", 1, "needs several nodes"), ("zero3", 2, "cannot be combined with pipeline stages")],
+)
+def test_a_strategy_that_the_cluster_does_not_allow_is_refused(name, stages, problem):
+    cluster = Cluster(8, 80 * GB)
+    rows = forecast(count_parameters("7B"), cluster, Training(pp=stages))
+    with pytest.raises(UsageError, match=f"--strategy {name}: {problem}"):
+        choose_named(rows, name, cluster)
+
+
 def test_frozen_parameters_have_no_gradients_or_moments():
     model = count_config(LLAMA_2_7B, "llama")
     row = rows_of(model, Cluster(1, 80 * GB), freeze=r"\.mlp\.")["zero1"]
@@ -279,7 +290,7 @@ def test_the_batch_must_be_divisible():
         rows_of(count_parameters("1B"), cluster, ep=3)
 
 
-@pytest.mark.parametrize("text", ["8", "x80GB", "0x80GB", "8x", "8x80 apples"])
+@pytest.mark.parametrize("text", ["8", "x80GB", "0x80GB", "00x80GB", "8x", "8x80 apples"])
 def test_gpus_that_are_not_gpus_are_refused(text):
     with pytest.raises(UsageError):
         parse_gpus(text)
