@@ -181,7 +181,7 @@ def count_steps(path: Path) -> int:
 def _has_step(line: bytes) -> bool:
     try:
         value = json.loads(line)
-    except ValueError:  # incomplete, not JSON, or not UTF-8
+    except (ValueError, RecursionError):  # incomplete, not JSON, or not UTF-8
         return False
     return isinstance(value, dict) and "step" in value and "loss" in value
 
@@ -250,7 +250,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{path}, line {number}"
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptError(where, f"is not JSON: {error}", _FORMAT) from error
         if not isinstance(value, dict):
             raise CorruptError(where, "is not a JSON object", _FORMAT)
@@ -277,7 +277,7 @@ def _parse_number(where: str, line: Mapping[str, Any], name: str) -> Number:
     if text is not None:
         try:
             return Number(float.fromhex(text), exact=True)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise CorruptError(
                 where, f"{name}_hex is {text!r}, not a hex float", _FORMAT
             ) from error
@@ -285,7 +285,10 @@ def _parse_number(where: str, line: Mapping[str, Any], name: str) -> Number:
         return Number(math.nan, exact=False)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise CorruptError(where, f"{name} is {value!r}, expected a number", _FORMAT)
-    return Number(float(value), exact=False)
+    try:
+        return Number(float(value), exact=False)
+    except OverflowError as error:
+        raise CorruptError(where, f"{name} is too large for a float", _FORMAT) from error
 
 
 def _finite_or_none(number: Number | None) -> float | None:

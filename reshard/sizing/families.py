@@ -117,7 +117,7 @@ def count_config(config: Config, source: str) -> ModelSizes:
             return _count_neox(config, source)
         if kind in _DECODERS:
             return _count_decoder(config, _DECODERS[kind], source)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UnknownSizesError(f"{kind}: {error}") from error
     raise UnknownSizesError(kind)
 

@@ -99,7 +99,7 @@ def read_config(file: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(file, f"cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(file, "is not a JSON object", "pass a transformers config.json")

@@ -125,6 +125,10 @@ def test_no_common_step_is_an_error(tmp_path):
         ('{"step": true, "loss": 2.5}', "expected a whole number"),
         ('{"step": 5, "loss": "2.5"}', "expected a number"),
         ('{"step": 5, "loss": 2.5, "loss_hex": "2,5"}', "not a hex float"),
+        ('{"step": 5, "loss": 2.5, "loss_hex": "0x1p9999"}', "not a hex float"),
+        (f'{{"step": 5, "loss": 1{"0" * 400}}}', "loss is too large for a float"),
+        (f'{{"step": 5, "loss": 1{"0" * 5000}}}', "line 1: is not JSON"),
+        ("[" * 100_000, "line 1: is not JSON"),
         ('{"step": 5, "loss": 2.5}\n{"step": 5, "loss": 2.5}', "let only one rank write the log"),
     ],
 )
@@ -132,6 +136,7 @@ def test_a_damaged_log_is_refused(tmp_path, text, message):
     (tmp_path / "log").write_text(text)
     with pytest.raises(CorruptError, match=message):
         trajectory.read(tmp_path / "log")
+    trajectory.count_steps(tmp_path / "log")  # a program that runs may have written anything
 
 
 def test_no_log_and_no_step_are_errors(tmp_path):

@@ -306,8 +306,13 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UsageError, match="nothing is downloaded"):
         find_model("someone/model")
-    with pytest.raises(UnknownSizesError):
-        count_config({"model_type": "llama", "hidden_size": 8}, "config.json")
+    for wrong in (
+        {"model_type": "llama", "hidden_size": 8},
+        {**LLAMA_2_7B, "num_attention_heads": 0},
+        {**LLAMA_2_7B, "hidden_size": float("inf")},
+    ):
+        with pytest.raises(UnknownSizesError):
+            count_config(wrong, "config.json")
 
 
 def test_a_cached_model_is_found(tmp_path, monkeypatch):
