@@ -28,7 +28,8 @@ from reshard.options import option
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BLOCK_BYTES = 4 << 20
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+# No more digits than an offset in a file has: Python refuses to parse thousands of them.
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _RESOLVE = re.compile(r"/[^/]+/[^/]+/resolve/[^/]+/(?P<name>.+)")
 _MODEL_INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/[^/]+)?")
 
