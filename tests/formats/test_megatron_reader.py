@@ -281,6 +281,27 @@ def test_an_optimizer_that_is_too_small_may_lack_frozen_parameters(ranks):
         formats.read(ranks)
 
 
+def test_a_flat_buffer_that_no_parameter_fills_is_refused(ranks):
+    file = min((ranks / STEP).iterdir()) / "distrib_optim.pt"
+    buffers = torch.load(file, weights_only=False)
+    count = sum(type(number) is int for number in buffers)
+    torch.save({**buffers, count: buffers[0]}, file)
+    with pytest.raises(CorruptError, match=f"has flat buffer {count}, which no parameter"):
+        formats.read(ranks)
+
+
+def test_a_flat_buffer_of_torch_dist_that_no_parameter_fills_is_refused(monkeypatch):
+    monkeypatch.setattr(dist_flat.optimizer, "group_buffers", lambda _params, _args: [])
+    with pytest.raises(CorruptError, match="has flat buffer 0, which no parameter"):
+        formats.read(DIST)
+
+
+def test_flat_buffers_of_a_longer_chain_are_left_out(monkeypatch):
+    monkeypatch.setattr(dist_flat.FlatBuffers, "_count", 3)
+    manifest = formats.read(DIST)
+    assert any("left out: it is a chain of 3 optimizers" in text for text in manifest.warnings)
+
+
 def test_an_optimizer_file_of_another_rank_does_not_fit(ranks):
     first, second = sorted((ranks / STEP).iterdir())
     shutil.copy(first / "distrib_optim.pt", second / "distrib_optim.pt")

@@ -87,6 +87,11 @@ class FlatBuffers:
             elif match[2] == _UNPADDED:
                 self._unpadded[group] = values[0]
 
+    @property
+    def _count(self) -> int:
+        """Number of optimizers that have buffers or states."""
+        return 1 + max(number for number, _ in (*self._buckets, *self._states))
+
     def find_problem(self) -> str:
         """Return why the buffers cannot be divided among the parameters; empty if they can be."""
         if not (self._buckets or self._states):
@@ -96,12 +101,13 @@ class FlatBuffers:
                 "reshard does not read the flat buffers of a distributed optimizer if more ranks"
                 f" share an expert ({self._args.etp}) than share a layer ({self._args.tp})"
             )
-        if self._args.values:
-            return ""
-        return (
-            "the checkpoint does not have the arguments of the run, by which the flat buffers of"
-            " the distributed optimizer are divided"
-        )
+        if not self._args.values:
+            return (
+                "the checkpoint does not have the arguments of the run, by which the flat buffers"
+                " of the distributed optimizer are divided"
+            )
+        known = len(optimizer.divide_params(self._count, (), self._args, self._table))
+        return optimizer.describe_long_chain(self._count, known) if self._count > known else ""
 
     def read_entries(self) -> list[Entry]:
         """Return every slot of the whole model.
@@ -122,8 +128,7 @@ class FlatBuffers:
 
     def _read_rank(self, rank: GridPosition) -> Manifest:
         params = model.list_params(rank, self._model, self._whole, self._args, self._table)
-        chain = [number for number, _ in (*self._buckets, *self._states)]
-        shared = optimizer.divide_params(max(chain) + 1, params, self._args, self._table)
+        shared = optimizer.divide_params(self._count, params, self._args, self._table)
         entries: list[Entry] = []
         for number, own in enumerate(shared):
             # A chain of optimizers ends with the experts'; a single one has all parameters.
@@ -167,6 +172,7 @@ class FlatBuffers:
     def _unpack(self, group: tuple[int, int], params: Sequence[RankParam]) -> Iterator[Entry]:
         buffers = optimizer.group_buffers(params, self._args)
         stored = self._buckets[group]
+        optimizer.refuse_unfilled_buffers(self._path, stored, len(buffers))
         for number, (_, members) in enumerate(buffers):
             if number not in stored:
                 raise CorruptError(

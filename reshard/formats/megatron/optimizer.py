@@ -118,11 +118,7 @@ def read(
     result.scaler = _read_scalers(result, states, args)
     shares = _divide_among(states, params, args, table)
     if len(states) > len(shares):
-        leave_out(
-            result,
-            f"it is a chain of {len(states)} optimizers, and reshard knows how Megatron divides the"
-            f" parameters among {len(shares)}",
-        )
+        leave_out(result, describe_long_chain(len(states), len(shares)))
         return result
     for state, shared in zip(states, shares, strict=False):
         if not isinstance(state, dict):
@@ -136,6 +132,14 @@ def read(
         _read_indexed(result, inner, members)
         _read_masters(result, state, shared, members, path)
     return result
+
+
+def describe_long_chain(count: int, known: int) -> str:
+    """Return why the states of a chain of optimizers cannot be divided among the parameters."""
+    return (
+        f"it is a chain of {count} optimizers, and reshard knows how Megatron divides the"
+        f" parameters among {known}"
+    )
 
 
 def leave_out(result: ParsedOptimizer, reason: str) -> None:
@@ -400,7 +404,9 @@ def read_flat(
 def _read_buffers(
     content: Mapping[Any, Any], params: Sequence[RankParam], args: Arguments, path: str, stage: int
 ) -> Iterator[Entry]:
-    for number, (chunk, members) in enumerate(group_buffers(params, args)):
+    buffers = group_buffers(params, args)
+    refuse_unfilled_buffers(path, content, len(buffers))
+    for number, (chunk, members) in enumerate(buffers):
         states = content.get(number)
         if not isinstance(states, dict) or len(states) != 1:
             raise CorruptError(
@@ -420,6 +426,23 @@ def _read_buffers(
             starts = [0, *accumulate(numels)]
             chunks = [piece.chunks[0] for piece in stored]
             yield from split_flat(slot, flat, list(zip(starts, chunks, strict=False)))
+
+
+def refuse_unfilled_buffers(path: str, numbers: Iterable[Any], count: int) -> None:
+    """Refuse flat buffers that hold none of a rank's parameters: their states would be dropped.
+
+    Args:
+        numbers: the numbers of the stored buffers, and keys that are not numbers.
+        count: number of buffers that the parameters fill.
+
+    Raises:
+        CorruptError: there is such a buffer.
+    """
+    further = [number for number in numbers if type(number) is int and number >= count]
+    if further:
+        raise CorruptError(
+            path, f"has flat buffer {min(further)}, which no parameter of the model fills", MIXED
+        )
 
 
 def _place_members(
