@@ -108,6 +108,16 @@ def test_weights_alone_go_to_other_stages(tmp_path):
     assert all(is_same(load_file(ours[name]), load_file(theirs[name])) for name in ours)
 
 
+def test_weights_beside_schedulers_alone_go_to_other_stages(copied, tmp_path):  # noqa: F811
+    run = copied("llama_pp2")
+    for folder in run.rglob("optimizer"):
+        shutil.rmtree(folder)
+    with reshard.open(run) as checkpoint:
+        assert checkpoint.manifest.train.scheduler["last_epoch"] == 3
+    reshard.split(run, tmp_path / "out", pp=1, dp=1, weights_only=True)
+    assert reshard.diff(run, tmp_path / "out", kinds=["weight"]).same
+
+
 def test_a_run_without_schedulers_goes_to_other_stages_too(copied, tmp_path):  # noqa: F811
     run = copied("qwen_pp3dp2")
     shutil.rmtree(run / "3" / "lr_scheduler")

@@ -114,9 +114,10 @@ def _change_stages(state: WritableState, stated: RunFacts, before: int, after: i
             f"keep the source's number of stages: --pp {before}",
         )
     stages.refuse_empty(others)
-    return stated.move_to_stages(
-        others, stages.redistribute(path, stated.stages, others) if stated.stages else ()
-    )
+    # A source without an optimizer has stages without param groups; only weights are written then.
+    has_groups = any(stage.groups for stage in stated.stages)
+    optimizers = stages.redistribute(path, stated.stages, others) if has_groups else ()
+    return stated.move_to_stages(others, optimizers)
 
 
 def _check_optimizer(state: WritableState, stated: RunFacts) -> None:

@@ -161,8 +161,8 @@ def _read_json(location: Location, name: str) -> dict[str, Any]:
 
 def _build_stages(found: StagedOptimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
     """Return the param groups and the scheduler of each pipeline stage."""
-    # A scheduler without an optimizer is of a stage, too.
-    groups: Sequence[Sequence[ParamGroup]] = found.stages or [()] * bool(schedulers)
+    # Without an optimizer the schedulers are those of the stages.
+    groups: Sequence[Sequence[ParamGroup]] = found.stages or [()] * len(schedulers)
     shared = schedulers[0] if len(schedulers) == 1 else None
     schedulers_of = schedulers if len(schedulers) == len(groups) else [shared] * len(groups)
     return tuple(Stage(tuple(g), each) for g, each in zip(groups, schedulers_of, strict=True))
