@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
 from reshard.dtypes import FLOAT32
-from reshard.errors import IncompleteError, UnsupportedError
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.write.groups import make_groups
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight
@@ -172,6 +172,17 @@ def test_each_optimizer_of_a_chain_keeps_its_loss_scaler(tmp_path):
     assert any("scales 64 and 1024" in warning for warning in report.warnings)
     (file,) = (tmp_path / "one").rglob("model_optim_rng.pt")
     assert read_root(file)["optimizer"]["grad_scaler"]["scale"].item() == 64.0
+
+
+def test_masters_are_those_of_every_param_group(tmp_path):
+    out = tmp_path / "out"
+    reshard.split(DISTRIBUTED, out, pp=1, vpp=1, dp=1, distributed_optimizer=False)
+    (file,) = out.rglob("model_optim_rng.pt")
+    optimizer = read_root(file)["optimizer"]
+    masters = optimizer["fp32_from_fp16_params"]
+    change(file, optimizer=optimizer | {"fp32_from_fp16_params": masters[:1]})
+    with pytest.raises(CorruptError, match="has fp32 copies of 1 param groups, but 2 groups"):
+        reshard.open(out)
 
 
 @pytest.mark.parametrize("distributed", [False, True])

@@ -217,7 +217,7 @@ def test_experts_are_named_by_the_arguments(megatron_case, tmp_path, case, impl,
     file = open_rank(Location([tmp_path / "out" / "iter_0000003" / "mp_rank_00_001"]))
     assert file.args.values["moe_grouped_gemm"] is grouped
     one = "linear_fc1.weight0" if grouped else "local_experts.0.linear_fc1.weight"
-    assert f"decoder.layers.1.mlp.experts.{one}" in file.read_chunks()[0].params
+    assert f"decoder.layers.1.mlp.experts.{one}" in file.chunks[0].params
     assert not reshard.diff(tmp_path / "out", source, kinds=["weight"]).unequal
 
 
@@ -230,7 +230,7 @@ def test_a_hugging_face_mixture_determines_the_names_of_its_experts(megatron_cas
     file = open_rank(Location([tmp_path / "out" / "release" / "mp_rank_00"]))
     assert file.args.values["moe_grouped_gemm"] is True
     assert file.args.values["rotary_base"] == 26914.93
-    assert "decoder.layers.1.mlp.experts.linear_fc1.weight0" in file.read_chunks()[0].params
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight0" in file.chunks[0].params
 
 
 RULES = """

@@ -80,7 +80,7 @@ def read(location: Location, table: Table) -> Manifest:
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         note = f"no rank has {directory.OPTIMIZER}: the checkpoint lacks the optimizer's state"
         whole = replace(whole, warnings=(*whole.warnings, note))
-    listed = (chunk.params for file in opened.values() for chunk in file.read_chunks())
+    listed = (chunk.params for file in opened.values() for chunk in file.chunks)
     misplaced = next(filter(None, map(order.find_misplaced, listed)), None)
     if misplaced:
         opaque = {**whole.train.opaque, order.MISPLACED: misplaced}
@@ -99,7 +99,7 @@ def _collect_extra(
     """Yield the extra states of modules of every rank, under names of the whole model."""
     for rank, file in opened.items():
         first = list_experts(rank.ep, args.ep, args.experts).start
-        for chunk, layers in zip(file.read_chunks(), offsets[rank.pp], strict=True):
+        for chunk, layers in zip(file.chunks, offsets[rank.pp], strict=True):
             yield (
                 (rank.tp, rank.ep),
                 {
@@ -153,34 +153,29 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
                 raise CorruptError(
                     file.path, f"states {what} {value}, but {name} states {expected}", MIXED
                 )
-        count = len(file.read_chunks())
-        if count != len(first.read_chunks()):
+        count = len(file.chunks)
+        if count != len(first.chunks):
             raise CorruptError(
                 file.path,
-                f"has {count} model chunks, but other ranks have {len(first.read_chunks())}",
+                f"has {count} model chunks, but other ranks have {len(first.chunks)}",
                 MIXED,
             )
         _check_position(rank, file, args)
     # Of the ranks with the same dense layers only the first must have the file; the others have
     # one only if their experts are in buffers.
-    flat = [file for rank, file in opened.items() if file.flat is not None]
-    lacking = [
-        f
-        for r, f in opened.items()
-        if f.flat is None and r.ep == min(_list_expert_ranks(opened, r))
-    ]
-    if flat and lacking:
+    first_ep: dict[tuple[int, int], int] = {}
+    for rank in opened:
+        key = rank.tp, rank.pp
+        first_ep[key] = min(rank.ep, first_ep.get(key, rank.ep))
+    has_flat = any(file.flat is not None for file in opened.values())
+    lacking = [f for r, f in opened.items() if f.flat is None and r.ep == first_ep[r.tp, r.pp]]
+    if has_flat and lacking:
         raise IncompleteError(
             as_path(lacking[0].path).parent,
             f"{directory.OPTIMIZER} is missing, but other ranks have it: it stores the distributed"
             " optimizer's state",
             "copy it here; to read only the weights, move this file of all ranks away",
         )
-
-
-def _list_expert_ranks(opened: Mapping[GridPosition, RankFile], rank: GridPosition) -> list[int]:
-    """Return the expert ranks that hold the same dense layers as a rank."""
-    return [each.ep for each in opened if (each.tp, each.pp) == (rank.tp, rank.pp)]
 
 
 def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None:
@@ -218,7 +213,7 @@ def _claim_stage(rank: GridPosition, file: RankFile, args: Arguments) -> Iterato
     (``has_final_layernorm_in_this_stage``), ``megatron/model/transformer.py`` of 2.x
     (``post_process``).
     """
-    params = [name for chunk in file.read_chunks() for name in chunk.params]
+    params = [name for chunk in file.chunks for name in chunk.params]
     # In a model with other names no stage would have the norm, so a file must show a known name.
     is_known = any(_FINAL_NORM.search(name) or _EMBEDDING.search(name) for name in params)
     if args.pp > 1 and is_known:
@@ -278,7 +273,7 @@ def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -
         CorruptError: the stages do not hold as many layers as the run had.
     """
     counts = [
-        [chunk.layers for chunk in next(f for r, f in opened.items() if r.pp == pp).read_chunks()]
+        [chunk.layers for chunk in next(f for r, f in opened.items() if r.pp == pp).chunks]
         for pp in range(args.pp)
     ]
     chunks = len(counts[0])
@@ -314,7 +309,7 @@ def _read_rank(
     experts = list_experts(rank.ep, args.ep, args.experts)
     entries: list[Entry] = []
     params: list[RankParam] = []
-    for number, (chunk, layers) in enumerate(zip(file.read_chunks(), offsets, strict=True)):
+    for number, (chunk, layers) in enumerate(zip(file.chunks, offsets, strict=True)):
 
         def name_globally(name: str, layers: int = layers) -> str:
             return names.shift_numbers(name, layers=layers, experts=experts.start, table=table)

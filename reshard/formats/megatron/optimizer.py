@@ -340,8 +340,12 @@ def _read_masters(
     lists = next((state[key] for key in _MASTER_LISTS if key in state), None)
     if not isinstance(lists, list) or not members:
         return
+    if len(lists) != len(members):
+        raise CorruptError(
+            path, f"has fp32 copies of {len(lists)} param groups, but {len(members)} groups", MIXED
+        )
     dtypes = {param.fqn: param.dtype for param in params}
-    for fqns, tensors in zip(members, lists, strict=False):
+    for fqns, tensors in zip(members, lists, strict=True):
         half = [fqn for fqn in fqns if fqn is not None and dtypes[fqn] != _FULL]
         copies = [tensor for value in tensors if (tensor := as_global(value))]
         if copies and len(half) != len(copies):

@@ -52,8 +52,9 @@ class RankFile:
     path: str  # of the file with the weights
     root: dict[str, Any]
     args: Arguments
-    flat: Any = None  # the distributed optimizer's own file, as `root`
-    files: tuple[TorchFile, ...] = ()
+    chunks: list[ModelChunk]
+    files: tuple[TorchFile, ...]
+    flat: Any = None  # the root of the distributed optimizer's own file
     is_layer_wise: bool = False  # whether each data-parallel rank has the states of some layers
 
     @property
@@ -62,42 +63,13 @@ class RankFile:
         stated = self.root.get("checkpoint_version", _OLD_VERSION)
         return float(stated) if isinstance(stated, (int, float)) else _OLD_VERSION
 
-    def read_chunks(self) -> list[ModelChunk]:
-        """Return the model chunks in order: ``model``, or ``model0`` and those after it.
-
-        Raises:
-            CorruptError: the file holds no model.
-        """
-        if "model" in self.root:
-            return [self._read_chunk("model")]
-        # The keys are counted, not sorted: as text, model10 would precede model2.
-        keys = [f"model{n}" for n in range(len(self.root))]
-        chunks = [self._read_chunk(key) for key in keys if key in self.root]
-        if not chunks:
-            raise CorruptError(self.path, "has neither 'model' nor 'model0'")
-        return chunks
-
-    def _read_chunk(self, key: str) -> ModelChunk:
-        chunk = ModelChunk()
-        for name, value in _walk(self.root[key], self.path):
-            tensor = as_global(value)
-            if not names.is_extra(name):  # raises for a weight in a form that is not read
-                leaves.find_opaque(self.path, {name: value}, prefix=f"{key}.")
-            if names.is_extra(name) or tensor is None:
-                chunk.extra[name] = value
-            elif names.is_buffer(name):
-                chunk.buffers[name] = tensor
-            else:
-                chunk.params[name] = tensor
-        return chunk
-
 
 def open_rank(folder: Location) -> RankFile:
     """Open a rank's files.
 
     Raises:
         IncompleteError: the file with the weights is missing.
-        CorruptError: a file is truncated or altered.
+        CorruptError: a file is truncated or altered, or contains no model.
     """
     file = torch_reader.read(find_model_file(folder))
     root = tree.convert_file(file)
@@ -105,11 +77,43 @@ def open_rank(folder: Location) -> RankFile:
         raise CorruptError(file.path, "is not a Megatron checkpoint: its root is not a dict")
     expect(file.path, root, _ROOT)
     args = arguments.parse(root.get("args"), file.path)
+    chunks = _list_chunks(root, file.path)
     if OPTIMIZER not in folder.files:
         is_layer_wise = any(map(_LAYER_WISE.fullmatch, folder.files))
-        return RankFile(file.path, root, args, files=(file,), is_layer_wise=is_layer_wise)
+        return RankFile(file.path, root, args, chunks, (file,), is_layer_wise=is_layer_wise)
     flat = torch_reader.read(folder.files[OPTIMIZER])
-    return RankFile(file.path, root, args, tree.convert_file(flat), (file, flat))
+    return RankFile(file.path, root, args, chunks, (file, flat), tree.convert_file(flat))
+
+
+def _list_chunks(root: Mapping[str, Any], path: str) -> list[ModelChunk]:
+    """Return the model chunks in order: ``model``, or ``model0`` and those after it.
+
+    Raises:
+        CorruptError: the file contains no model.
+    """
+    if "model" in root:
+        return [_build_chunk(root, "model", path)]
+    # The keys are counted, not sorted: as text, model10 would precede model2.
+    keys = [f"model{number}" for number in range(len(root))]
+    chunks = [_build_chunk(root, key, path) for key in keys if key in root]
+    if not chunks:
+        raise CorruptError(path, "has neither 'model' nor 'model0'")
+    return chunks
+
+
+def _build_chunk(root: Mapping[str, Any], key: str, path: str) -> ModelChunk:
+    chunk = ModelChunk()
+    for name, value in _walk(root[key], path):
+        tensor = as_global(value)
+        if not names.is_extra(name):  # raises for a weight in a form that is not read
+            leaves.find_opaque(path, {name: value}, prefix=f"{key}.")
+        if names.is_extra(name) or tensor is None:
+            chunk.extra[name] = value
+        elif names.is_buffer(name):
+            chunk.buffers[name] = tensor
+        else:
+            chunk.params[name] = tensor
+    return chunk
 
 
 def open_args(path: Path) -> Arguments:
