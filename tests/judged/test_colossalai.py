@@ -198,3 +198,20 @@ def test_a_shard_that_the_index_does_not_list_is_noted(copied):
     with reshard.open(run) as checkpoint:
         warnings = checkpoint.manifest.warnings
     assert any("which were not read: pytorch_model-00099.bin" in text for text in warnings)
+
+
+def test_the_index_names_the_shard_of_a_state_that_two_shards_have(copied):
+    run = copied("plain")
+    index = next(run.rglob("pytorch_optim.bin.index.json"))
+    shards = json.loads(index.read_text())["weight_map"]
+    number, last = min(shards, key=int), index.with_name(max(shards.values()))
+    assert shards[number] != last.name
+    with reshard.open(run) as checkpoint:
+        before = {fqn: held[...] for fqn, held in checkpoint.optimizer("exp_avg").items()}
+    saved = torch.load(last)
+    copy = torch.load(index.with_name(shards[number]))[int(number)]
+    saved[int(number)] = copy | {"exp_avg": copy["exp_avg"] + 1}
+    torch.save(saved, last)
+    with reshard.open(run) as checkpoint:
+        for fqn, held in checkpoint.optimizer("exp_avg").items():
+            assert (held[...] == before[fqn]).all(), fqn
