@@ -38,10 +38,10 @@ class Source:
         return found
 
 
-def largest(manifest: Manifest, kind: str, family: str = "float") -> Entry:
-    """Return the largest tensor of a kind."""
+def largest(manifest: Manifest, kind: str) -> Entry:
+    """Return the largest tensor of floating point numbers of a kind."""
     return max(
-        (e for e in manifest.of_kind(kind) if e.dtype.family == family), key=lambda e: e.numel
+        (e for e in manifest.of_kind(kind) if e.dtype.family == "float"), key=lambda e: e.numel
     )
 
 

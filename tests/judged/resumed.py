@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.judged.expected import read_expected
 from tests.judges import deepspeed_judge
 
 
@@ -38,30 +39,19 @@ def resume_all(directories: Mapping[Resumed, Path], place: Path, **how: Any) -> 
     Args:
         how: arguments for loading, as in `deepspeed_train.load`.
     """
-    judge, jobs = deepspeed_judge.JUDGE, {}
-    for run, directory in directories.items():
-        told = {"compile_aio": False, "load": directory.resolve(), "steps": 2, "how": how}
-        name = str(run)
-        out = place / "out" / name
-        told["like"] = run.case
-        jobs[run] = judge.job(name, out, place / "logs", run.ranks, **told)
-    reports = {report.case: report for report in judge.ask(list(jobs.values()))}
-    results: dict[Resumed, Any] = {}
-    for run, job in jobs.items():
-        report = reports[job.case]
-        failed = report.missing or any(report.exits)
-        results[run] = (
-            judge.failure(job, report)
-            if failed
-            else torch.load(job.out / "reference.pt", weights_only=False)
-        )
-    return results
+    told = {"compile_aio": False, "steps": 2, "how": how}
+    jobs = {
+        str(run): (run.ranks, {**told, "like": run.case, "load": directory.resolve()})
+        for run, directory in directories.items()
+    }
+    found = deepspeed_judge.JUDGE.run(place / "out", jobs)
+    return {run: found[str(run)] for run in directories}
 
 
 def assert_goes_on(run: Resumed, got: Any, made: Path) -> None:
     """Compare the loaded state bitwise, and the next losses, with those of the run that saved."""
     assert isinstance(got, dict), got
-    wanted = torch.load(made / run.source / "reference.pt", weights_only=False)
+    wanted = read_expected(made / run.source)
     loaded = got["loaded"]
     for part in ("params", "frozen", "buffers", "live"):
         assert loaded[part].keys() == wanted[part].keys()

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.keys import Edits
+from tests.judged.expected import read_expected
 from tests.judges import library_models as models
 from tests.judges.library_cases import SHARDED_ADAPTERS
 
@@ -37,10 +38,10 @@ FORMS = {  # every form that PEFT saves otherwise
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn about each other
 
 
-def adapted(form=PLAIN, factory="llama", name="default"):
+def adapted(form=PLAIN, factory="llama"):
     """Return a model with adapters, all of whose values are random."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", **form)
-    return models.draw(peft.get_peft_model(models.build(factory), config, name))
+    return models.draw(peft.get_peft_model(models.build(factory), config))
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_model_with_it_says_what_the_trained_one_said(
 ):
     made = library_case(case)
     reshard.merge(made / "ckpt" / source, tmp_path / "out", adapter=name, hf_dir=made / place)
-    wanted = torch.load(made / "truth.pt")["logits"][name]
+    wanted = read_expected(made)["logits"][name]
     base = LlamaForCausalLM.from_pretrained(
         made / "base", dtype=wanted.dtype, attn_implementation="eager"
     )

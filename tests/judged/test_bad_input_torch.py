@@ -33,6 +33,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.judged.expected import read_expected
 from tests.support.programs import LIMIT_S, run_reshard
 
 MODEL = "tests.judges.torch_models:menagerie"
@@ -103,7 +104,7 @@ def right(folder, merge_all):
     """Assert that a merge gives what PyTorch reported of the case."""
 
     def check(case: str, sources, **options: Any):
-        truth = torch.load(folder(case) / "truth.pt", weights_only=False)
+        truth = read_expected(folder(case))
         found, report = merge_all(sources, **options)
         wanted = {**truth["params"], **truth["buffers"]}
         assert found.keys() == wanted.keys()
@@ -825,7 +826,7 @@ def named_rightly(torch_made):
     """Assert that no slot stands under another parameter's name."""
 
     def check(source: Path) -> int:
-        truth = torch.load(torch_made / "plain_pair" / "truth.pt", weights_only=False)["optimizer"]
+        truth = read_expected(torch_made / "plain_pair")["optimizer"]
         with reshard.open(source) as checkpoint:
             try:
                 found = checkpoint.optimizer("exp_avg")

@@ -15,6 +15,7 @@ import torch
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.colossalai import writer
+from tests.judged.expected import read_expected
 from tests.judged.test_nanotron_target import is_same
 from tests.judges.colossalai_judge import MEGABYTES
 
@@ -32,7 +33,7 @@ def copied(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_moments_are_those_of_the_live_objects(case):
-    truth = torch.load(KEPT / case / "truth.pt")
+    truth = read_expected(KEPT / case)
     with reshard.open(KEPT / case / "ckpt") as checkpoint:
         assert set(checkpoint) == set(truth["weights"])
         for fqn, held in truth["weights"].items():
@@ -74,7 +75,7 @@ def test_the_state_goes_to_other_layouts_and_stays_the_same(case, tmp_path):
 
 
 def test_weights_alone_are_a_hugging_face_directory(tmp_path):
-    truth = torch.load(KEPT / "plain" / "truth.pt")["weights"]
+    truth = read_expected(KEPT / "plain")["weights"]
     reshard.merge(KEPT / "plain" / "ckpt" / "modeling", tmp_path / "whole.pt")
     merged = torch.load(tmp_path / "whole.pt")
     assert all(torch.equal(merged[fqn], held) for fqn, held in truth.items())
@@ -156,7 +157,7 @@ def _plain(held):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_state_of_the_live_objects(case, tmp_path):
-    truth = torch.load(KEPT / case / "truth.pt")
+    truth = read_expected(KEPT / case)
     reshard.split(KEPT / case / "ckpt", tmp_path / "dcp", to="dcp", world_size=2)
     reshard.split(tmp_path / "dcp", tmp_path / "out", to="colossalai")
     (weights,) = (tmp_path / "out" / "modeling").glob("*.bin")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import reshard
+from tests.judged.expected import read_expected
 from tests.judges import dcp_reader_worker as worker
 from tests.judges.dcp_reader_worker import fails, menagerie, resumed, weights_only
 from tests.judges.ranks import run_in_turn
@@ -45,7 +46,7 @@ def judged(made):
 
     def of(case):
         (pointer,) = (made / case / "run").rglob("latest")
-        reference = torch.load(made / case / "reference.pt", weights_only=False)
+        reference = read_expected(made / case)
         return pointer.parent, reference["train"]["step"], reference["next"]["losses"]
 
     return of

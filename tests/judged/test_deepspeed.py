@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import reshard
+from tests.judged.expected import read_expected
 from tests.judges.deepspeed_cases import CASES
 
 REFUSED = ("moe_refused",)
@@ -21,10 +22,6 @@ def find_checkpoint(case, made):
     """Return the directory that a user would pass: for the HF Trainer, checkpoint-N below run."""
     (pointer,) = (made / case / "run").rglob("latest")
     return pointer.parent
-
-
-def reference_of(case, made):
-    return torch.load(made / case / "reference.pt", weights_only=False)
 
 
 def assert_equal(got, want, name):
@@ -54,7 +51,7 @@ def list_unsaved(case, reference):
 
 @pytest.mark.parametrize("case", MERGED)
 def test_fp32_merge_is_what_deepspeed_reports(case, made, tmp_path):
-    reference = reference_of(case, made)
+    reference = read_expected(made / case)
     report = reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors", dtype="fp32")
     merged = load_file(tmp_path / "x.safetensors")
     assert_weights(merged, reference, without=list_unsaved(case, reference))
@@ -64,7 +61,7 @@ def test_fp32_merge_is_what_deepspeed_reports(case, made, tmp_path):
 
 @pytest.mark.parametrize("case", [name for name in MERGED if CASES[name].exclude_frozen])
 def test_the_base_model_supplies_weights_that_deepspeed_left_out(case, made, tmp_path):
-    reference = reference_of(case, made)
+    reference = read_expected(made / case)
     trained = {name: value.float() + 1 for name, value in reference["params"].items()}
     aliases = {alias: trained[kept].clone() for alias, kept in reference["tied"].items()}
     save_file({**trained, **reference["frozen"], **aliases}, tmp_path / "base.safetensors")
@@ -87,7 +84,7 @@ def test_a_split_says_that_deepspeed_requires_left_out_weights(stage, is_needed,
 
 @pytest.mark.parametrize("case", MERGED)
 def test_default_merge_is_the_live_module(case, made, tmp_path):
-    reference = reference_of(case, made)
+    reference = read_expected(made / case)
     reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors")
     merged = load_file(tmp_path / "x.safetensors")
     for name in merged.keys() & reference["live"].keys():
@@ -97,7 +94,7 @@ def test_default_merge_is_the_live_module(case, made, tmp_path):
 
 @pytest.mark.parametrize("case", MERGED)
 def test_optimizer_slots_are_what_deepspeed_reports(case, made):
-    reference = reference_of(case, made)
+    reference = read_expected(made / case)
     assert set(reference["slots"]) == set(CASES[case].slots)
     with reshard.open(find_checkpoint(case, made)) as checkpoint:
         for slot, tensors in reference["slots"].items():
@@ -108,8 +105,8 @@ def test_optimizer_slots_are_what_deepspeed_reports(case, made):
 
 @pytest.mark.parametrize("case", MERGED)
 def test_train_state_is_the_engines(case, made):
-    reference = reference_of(case, made)["train"]
-    tied = reference_of(case, made)["tied"]
+    reference = read_expected(made / case)["train"]
+    tied = read_expected(made / case)["tied"]
     with reshard.open(find_checkpoint(case, made)) as checkpoint:
         state = checkpoint.manifest.train
     assert state.step == reference["step"]
@@ -130,7 +127,7 @@ def test_train_state_is_the_engines(case, made):
 
 @pytest.mark.parametrize("case", MERGED)
 def test_optimizer_steps_by_name(case, made):
-    reference = reference_of(case, made)
+    reference = read_expected(made / case)
     with reshard.open(find_checkpoint(case, made)) as checkpoint:
         steps = checkpoint.manifest.train.optimizer_step
     for name, step in reference["optimizer_steps"].items():
@@ -143,7 +140,7 @@ def test_optimizer_steps_by_name(case, made):
 def test_transformers_computes_the_same_logits(case, max_shard_bytes, made, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    reference = reference_of(case, made)
+    reference = read_expected(made / case)
     source = find_checkpoint(case, made)
     reshard.merge(source, tmp_path / "m", dtype="fp32", max_shard_bytes=max_shard_bytes)
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -159,7 +156,7 @@ def test_transformers_computes_the_same_logits(case, max_shard_bytes, made, tmp_
 
 @pytest.mark.parametrize("case", UNIVERSAL)
 def test_universal_directory_holds_the_same_state(case, made, tmp_path):
-    reference = reference_of(case, made)
+    reference = read_expected(made / case)
     universal = made / case / "universal"
     reshard.merge(universal, tmp_path / "x.safetensors", dtype="fp32")
     merged = load_file(tmp_path / "x.safetensors")
@@ -183,7 +180,7 @@ def test_experts_without_enough_metadata_are_refused_by_name(case, made, tmp_pat
 def test_offload_to_disk(case, made, tmp_path, request):
     if not request.config.getoption("--nvme"):
         pytest.skip("needs DeepSpeed's aio op (libaio-dev, minutes of compiling): give --nvme")
-    reference = reference_of(case, made)
+    reference = read_expected(made / case)
     reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors", dtype="fp32")
     assert_weights(load_file(tmp_path / "x.safetensors"), reference)
     with reshard.open(find_checkpoint(case, made)) as checkpoint:

@@ -13,6 +13,7 @@ import reshard
 from reshard.keys import Edits
 from tests.judged.conftest import KEPT
 from tests.judged.damage import edit_file
+from tests.judged.expected import read_expected
 
 CASES = sorted(str(place.relative_to(KEPT)) for place in KEPT.glob("deepspeed_*/*"))
 WITHOUT_TIES = {"deepspeed_0.9.1/z3_sub": r"^head\.weight$"}  # the files do not say that it is tied
@@ -26,7 +27,7 @@ def case(request):
 
 @pytest.fixture
 def truth(case):
-    return torch.load(KEPT / case / "truth.pt", weights_only=False)
+    return read_expected(KEPT / case)
 
 
 def assert_state(source, truth, *, hyper=True):
@@ -112,7 +113,7 @@ def test_shapes_are_read_from_the_optimizers_files(tmp_path):
     torch.save(states, model)
     for path in (tmp_path / "run").rglob("*_optim_states.pt"):
         torch.save({**torch.load(path, weights_only=False), "param_shapes": shapes}, path)
-    assert_state(tmp_path / "run", torch.load(case / "truth.pt", weights_only=False))
+    assert_state(tmp_path / "run", read_expected(case))
 
 
 FUSED = KEPT / "deepspeed_0.19.8" / "z0_fused_groups" / "run"
@@ -186,7 +187,7 @@ def test_buffers_inside_random_ltd_are_found(tmp_path):
     run = shutil.copytree(case / "run", tmp_path / "run")
     for path in run.rglob("*model_states.pt"):
         edit_file(path, wrap_buffers)
-    truth = torch.load(case / "truth.pt", weights_only=False)
+    truth = read_expected(case)
     reshard.merge(run, tmp_path / "m.safetensors", dtype="bf16")
     merged = load_file(tmp_path / "m.safetensors")
     for name, buffer in truth["buffers"].items():

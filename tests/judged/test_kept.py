@@ -14,20 +14,17 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import reshard
 from reshard.errors import UnsupportedError
+from tests.judged.expected import read_expected
 
 DATA = Path(__file__).parents[1] / "data"
 WHOLE = ["composer", "olmo_core"]  # their optimizers' states are plain tensors
 COMPUTED = ["torchao", "torchao_fsdp2"]  # theirs are of a class that computes them
 
 
-def truth(library):
-    return torch.load(DATA / library / "truth.pt", weights_only=False)
-
-
 @pytest.mark.parametrize("library", [*WHOLE, *COMPUTED])
 def test_weights_are_merged_as_they_were(library, tmp_path):
     reshard.merge(DATA / library / "ckpt", tmp_path / "model.safetensors")
-    got, want = load_file(tmp_path / "model.safetensors"), truth(library)["model"]
+    got, want = load_file(tmp_path / "model.safetensors"), read_expected(DATA / library)["model"]
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
@@ -35,7 +32,7 @@ def test_weights_are_merged_as_they_were(library, tmp_path):
 @pytest.mark.parametrize("library", WHOLE)
 def test_the_optimizer_is_split_for_other_ranks(library, tmp_path):
     reshard.split(DATA / library / "ckpt", tmp_path / "out", to="dcp", world_size=3)
-    want = truth(library)["state"]
+    want = read_expected(DATA / library)["state"]
     with reshard.open(tmp_path / "out") as checkpoint:
         for slot in ("exp_avg", "exp_avg_sq"):
             held = checkpoint.optimizer(slot)
@@ -50,7 +47,7 @@ DCP_KEPT = ["composer_fsdp2/ckpt/ep0-ba3", "torchtitan/titan_sample/ckpt/checkpo
 
 
 def test_composers_sharded_save_is_read_from_the_run(tmp_path):
-    want = truth("composer_fsdp2")
+    want = read_expected(DATA / "composer_fsdp2")
     with reshard.open(DATA / "composer_fsdp2" / "ckpt") as checkpoint:
         assert checkpoint.keys() == want["model"].keys()
         assert checkpoint.manifest.train.step == 3

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
+from tests.judged.expected import read_expected
 from tests.judges.library_cases import CASES
 
 READ = [name for name, case in CASES.items() if case.expect == "read"]
@@ -30,7 +31,7 @@ def truth(folder):
     """Case -> what the live objects held."""
 
     def load(case):
-        return torch.load(folder(case) / "truth.pt", weights_only=False)
+        return read_expected(folder(case))
 
     return load
 

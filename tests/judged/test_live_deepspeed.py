@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import reshard
 from tests.judged.alike import assert_same_tensors
+from tests.judged.expected import read_expected
 from tests.judged.resumed import Resumed, assert_goes_on, resume_all
 
 pytestmark = pytest.mark.slow
@@ -106,11 +106,11 @@ def regrouped(made, tmp_path_factory):
 @pytest.mark.parametrize("run", OTHER_GROUPS, ids=str)
 def test_the_live_optimizer_decides_the_param_groups(run, regrouped, made):
     assert isinstance(regrouped[run], dict), regrouped[run]
-    loaded, wanted = regrouped[run]["loaded"], find_reference(made, run.source)
+    loaded, wanted = regrouped[run]["loaded"], read_expected(made / run.source)
     assert_same_tensors(loaded["params"], wanted["params"])
     for slot, tensors in wanted["slots"].items():
         assert_same_tensors(loaded["slots"][slot], tensors)
-    own = find_reference(made, run.case)["train"]["param_groups"]
+    own = read_expected(made / run.case)["train"]["param_groups"]
     groups = loaded["train"]["param_groups"]
     assert len(groups) == len(own)
     rates = {group["weight_decay"] for group in wanted["train"]["param_groups"]}
@@ -128,12 +128,8 @@ def assert_weights_alone(made, place, runs, how):
     got = resume_live(runs, made, place, **how)
     for run in runs:
         assert isinstance(got[run], dict), got[run]
-        loaded, wanted = got[run]["loaded"], find_reference(made, run.source)
+        loaded, wanted = got[run]["loaded"], read_expected(made / run.source)
         assert_same_tensors(loaded["live"], wanted["live"])
         if run.stage == 3:  # else DeepSpeed makes fp32 masters of the module's weights
             assert_same_tensors(loaded["params"], wanted["params"])
         assert not any(value.any() for slot in loaded["slots"].values() for value in slot.values())
-
-
-def find_reference(made, case):
-    return torch.load(made / case / "reference.pt", weights_only=False)

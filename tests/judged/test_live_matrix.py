@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from tests.judged.resumed import Resumed, assert_goes_on
 from tests.judges import deepspeed_judge
@@ -20,53 +19,29 @@ STAGES = (0, 1, 2, 3)
 LOADS = choose_combinations(itertools.product(STAGES, SIZES, SIZES))
 
 
-def make_job(place, stage, name, ranks, **told):
-    case = Case(f"z{stage}_fp32", ranks, ds_config(stage, "fp32"))
-    return JUDGE.job(name, place / name, place / "logs", ranks, case=case, **told)
-
-
-def do(jobs):
-    """Return the name of each job with what it wrote, or with the text of its failure."""
-    by_name = {job.case: job for job in jobs}
-    found = {}
-    for report in JUDGE.ask(jobs):
-        job = by_name[report.case]
-        failed = report.missing or any(report.exits)
-        found[report.case] = (
-            JUDGE.failure(job, report)
-            if failed
-            else torch.load(job.out / "reference.pt", weights_only=False)
-        )
-    return found
+def describe_job(stage, ranks, **told):
+    """Return what `Judge.run` needs for a run, or for one that loads."""
+    return ranks, {"case": Case(f"z{stage}_fp32", ranks, ds_config(stage, "fp32")), **told}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A directory with ``STAGE-N/run`` for each stage and number of ranks."""
     place = tmp_path_factory.mktemp("saved")
-    names = {f"{stage}-{n}": (stage, n) for stage in STAGES for n in SIZES}
-    found = do([make_job(place, stage, name, n) for name, (stage, n) in names.items()])
+    jobs = {f"{stage}-{n}": describe_job(stage, n) for stage in STAGES for n in SIZES}
+    found = JUDGE.run(place, jobs)
     assert all(isinstance(seen, dict) for seen in found.values()), found
     return place
 
 
 @pytest.fixture(scope="module")
 def loaded(saved, tmp_path_factory):
-    place = tmp_path_factory.mktemp("loaded")
-    return do(
-        [
-            make_job(
-                place,
-                stage,
-                f"{stage}-{n}-{m}",
-                m,
-                load=saved / f"{stage}-{n}" / "run",
-                steps=2,
-                how={"live": True},
-            )
-            for stage, n, m in LOADS
-        ]
-    )
+    told = {"steps": 2, "how": {"live": True}}
+    jobs = {
+        f"{stage}-{n}-{m}": describe_job(stage, m, load=saved / f"{stage}-{n}" / "run", **told)
+        for stage, n, m in LOADS
+    }
+    return JUDGE.run(tmp_path_factory.mktemp("loaded"), jobs)
 
 
 @pytest.mark.parametrize(("stage", "n", "m"), LOADS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import reshard
+from tests.judged.expected import read_expected
 from tests.judges.megatron_cases import STEPS
 from tests.judges.megatron_data import SAMPLES
 from tests.judges.server import DEEPSPEED, Judge
@@ -70,10 +71,6 @@ CHOSEN = choose_combinations(route.kind for route in ROUTES)
 ROUTES = [route for route in ROUTES if route.kind in CHOSEN]
 
 
-def truth_of(folder):
-    return torch.load(folder / "truth.pt", weights_only=False)
-
-
 @pytest.fixture(scope="module")
 def went_on(megatron_case, tmp_path_factory):
     """Route -> what its engine held when it had loaded, and how it went on, or why it failed."""
@@ -86,7 +83,7 @@ def went_on(megatron_case, tmp_path_factory):
             "engine": route.engine,
             "place": str(place),
             "config": str(config),
-            "vocabulary": truth_of(source)["vocabulary"],
+            "vocabulary": read_expected(source)["vocabulary"],
             "stage": route.options.get("zero_stage"),
             "universal": route.to == "ds-universal",
             "run": str(out / f"{route}.run"),
@@ -119,7 +116,7 @@ def sorted_values(tensors):
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_the_engine_holds_megatron_s_weights_and_moments(megatron_case, went_on, route):
     """Sorted values are equal bit by bit; logits and the next losses show that each is in place."""
-    truth, found = truth_of(megatron_case(route.case)), went_on[str(route)]
+    truth, found = read_expected(megatron_case(route.case)), went_on[str(route)]
     assert isinstance(found, dict), found
     held, (params, slots) = found["held"], (truth["params"], truth["optimizer"])
     assert torch.equal(sorted_values(held["params"].values()), sorted_values(params.values()))
@@ -132,7 +129,7 @@ def test_the_engine_holds_megatron_s_weights_and_moments(megatron_case, went_on,
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_the_engine_continues_like_megatron(megatron_case, went_on, route):
-    truth, found = truth_of(megatron_case(route.case)), went_on[str(route)]
+    truth, found = read_expected(megatron_case(route.case)), went_on[str(route)]
     assert isinstance(found, dict), found
     assert found["losses"] == pytest.approx(truth["later"], abs=EXACT)
     assert truth["later"][0] != pytest.approx(truth["later"][1], abs=100 * EXACT)

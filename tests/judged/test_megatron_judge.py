@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from tests.judged.expected import read_expected
 from tests.judges.megatron_judge import CASES, Grid, JudgeError, load_all, loading
 
 pytestmark = pytest.mark.slow
@@ -26,10 +27,6 @@ HALF = 0.15  # in 16 bits also in what they round, and which experts they choose
 ONE_RANK, OTHER_GRID = "one rank", "other grid"
 
 
-def truth_of(folder):
-    return torch.load(folder / "truth.pt", weights_only=False)
-
-
 @pytest.fixture(scope="module")
 def went_on(megatron_case, tmp_path_factory):
     """Own checkpoints loaded again: (case, form) -> truth, on the same grids and on two others."""
@@ -41,19 +38,19 @@ def went_on(megatron_case, tmp_path_factory):
     for name, grid in ((ONE_RANK, Grid()), (OTHER_GRID, Grid(tp=4))):
         cases[name] = loading("llama_tp2pp2", start, "torch_dist", grid=grid)
     load_all(out, cases)
-    return {name: truth_of(out / name) for name in cases}
+    return {name: read_expected(out / name) for name in cases}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_has_the_loss_of_all(megatron_case, case):
-    truth = truth_of(megatron_case(case))
+    truth = read_expected(megatron_case(case))
     difference = (truth["losses"] - truth["losses_alone"]).abs().max()
     assert difference < (EXACT if CASES[case].precision == "fp32" else HALF)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_truth_has_every_state_of_every_parameter(megatron_case, case):
-    truth = truth_of(megatron_case(case))
+    truth = read_expected(megatron_case(case))
     main = {"fp32_param"} if CASES[case].precision != "fp32" or CASES[case].distributed else set()
     assert truth["params"].keys() == truth["optimizer"].keys() == truth["steps"].keys()
     assert set(truth["steps"].values()) == {3.0}
@@ -69,7 +66,7 @@ def test_the_truth_has_every_state_of_every_parameter(megatron_case, case):
 
 @pytest.mark.parametrize(("case", "form"), OWN)
 def test_a_loaded_checkpoint_continues_like_its_source(megatron_case, went_on, case, form):
-    source, found = truth_of(megatron_case(case)), went_on[f"{case} {form}"]
+    source, found = read_expected(megatron_case(case)), went_on[f"{case} {form}"]
     assert found["later"] == source["later"]
     assert torch.equal(found["losses"], source["losses"])
     assert torch.equal(found["losses_later"], source["losses_later"])
@@ -80,7 +77,7 @@ def test_a_loaded_checkpoint_continues_like_its_source(megatron_case, went_on, c
 
 @pytest.mark.parametrize("grid", [ONE_RANK, OTHER_GRID])
 def test_another_grid_continues_alike(megatron_case, went_on, grid):
-    source, found = truth_of(megatron_case("llama_tp2pp2")), went_on[grid]
+    source, found = read_expected(megatron_case("llama_tp2pp2")), went_on[grid]
     assert found["later"] == pytest.approx(source["later"], abs=EXACT)
     assert (found["losses"] - source["losses"]).abs().max() < EXACT
     for name, value in source["params"].items():
@@ -106,6 +103,6 @@ def test_the_loader_refuses_incomplete_files_and_detects_changes(megatron_case, 
     }
     with pytest.raises(JudgeError, match=r"Missing key.*final_layernorm"):
         load_all(tmp_path / "out", cases)
-    wanted, found = truth_of(source), truth_of(tmp_path / "out" / "negated")
+    wanted, found = read_expected(source), read_expected(tmp_path / "out" / "negated")
     assert torch.equal(found["losses"], wanted["losses"])
     assert found["later"] != wanted["later"]

@@ -17,16 +17,13 @@ import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from tests.judged.conftest import KEPT
+from tests.judged.expected import read_expected
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 CASES = ("bloom/tp2pp2", "gpt_neox/tp2pp2", "gpt_neox/tp2pp0")
 SUMMED = re.compile(r".*\.(attention\.dense|mlp\.linear2)\.bias")
 RANKS = 2
 PADDED_TO = 16  # rows of a vocabulary, a multiple: make_vocab_size_divisible_by x ranks
-
-
-def reference_of(case):
-    return torch.load(KEPT / case / "reference.pt", weights_only=False)
 
 
 def whole(name, value, case):
@@ -36,7 +33,7 @@ def whole(name, value, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_of_the_ranks_is_read(case):
-    reference = reference_of(case)
+    reference = read_expected(KEPT / case)
     with reshard.open(KEPT / case / "run") as checkpoint:
         assert set(checkpoint) == set(reference["params"])
         for name, value in reference["params"].items():
@@ -51,7 +48,7 @@ def test_the_state_of_the_ranks_is_read(case):
 def test_transformers_computes_the_logits_of_the_model(case, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    reference = reference_of(case)
+    reference = read_expected(KEPT / case)
     reshard.merge(KEPT / case / "run", tmp_path / "hf", dtype="fp32")
     model, told = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32, output_loading_info=True
@@ -67,7 +64,7 @@ def test_transformers_computes_the_logits_of_the_model(case, tmp_path):
 
 def test_each_rank_gets_its_share_of_a_summed_bias(tmp_path):
     """At the same ranks the bytes are as before; on one rank stands the sum."""
-    run, reference = KEPT / "gpt_neox/tp2pp2/run", reference_of("gpt_neox/tp2pp2")
+    run, reference = KEPT / "gpt_neox/tp2pp2/run", read_expected(KEPT / "gpt_neox/tp2pp2")
     split(run, tmp_path / "same", SplitOptions(tp=2, pp=2, dp=1))
     split(run, tmp_path / "one", SplitOptions(tp=1, pp=2, dp=1))
     name, file = "2.attention.dense.bias", "global_step3/layer_02-model_0{}-model_states.pt"
@@ -117,7 +114,7 @@ def test_a_round_trip_over_one_rank_keeps_every_byte(case, tmp_path):
         assert args["make_vocab_size_divisible_by"] * ranks == PADDED_TO
         compared = reshard.diff(run, copy, **VALUES)
         assert compared.same
-        assert compared.equal_by_kind["weight"] == len(reference_of(case)["params"])
+        assert compared.equal_by_kind["weight"] == len(read_expected(KEPT / case)["params"])
         assert reshard.verify(copy, against=tmp_path / "held.json").exit_code == 0
     for path in run.rglob("*_states.pt"):
         before, after = (
@@ -146,7 +143,7 @@ def test_a_lost_sum_of_biases_is_detected(case, tmp_path):
     copy = shutil.copytree(KEPT / case / "run", tmp_path / "run")
     shutil.rmtree(next(copy.glob("*/configs")))
     found = reshard.diff(KEPT / case / "run", copy, **VALUES)
-    names = {name for name in reference_of(case)["params"] if SUMMED.fullmatch(name)}
+    names = {name for name in read_expected(KEPT / case)["params"] if SUMMED.fullmatch(name)}
     assert {each.fqn for each in found.unequal} == names != set()
 
 
@@ -159,7 +156,7 @@ def test_deepspeed_loads_each_ranks_share_of_a_universal_checkpoint(ranks, tmp_p
     told = [text for text in report.notes if "load it at a tensor-parallel size" in text]
     assert told
     assert all(f"size of {ranks}" in text for text in told)
-    reference = reference_of(case)
+    reference = read_expected(KEPT / case)
     (folder,) = tmp_path.glob(f"out/*/zero/{name}")
     for kind, factor in (("params", RANKS), *((slot, ranks) for slot in SLOTS)):
         added = sum(load_with_deepspeed(folder, rank, ranks)[kind] for rank in range(ranks))
@@ -190,4 +187,6 @@ def test_missing_settings_are_reported_as_assumptions(tmp_path):
         (told,) = [text for text in checkpoint.manifest.warnings if "gpt_j_residual" in text]
         value = checkpoint["2.attention.dense.bias"][...].float()
     assert "configs/" in told
-    assert torch.equal(value, reference_of("gpt_neox/tp2pp2")["params"]["2.attention.dense.bias"])
+    assert torch.equal(
+        value, read_expected(KEPT / "gpt_neox/tp2pp2")["params"]["2.attention.dense.bias"]
+    )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import reshard
+from tests.judged.expected import read_expected
 from tests.judges.megatron_judge import CASES
 
 FORMS = [(name, form) for name, case in CASES.items() for form in case.forms]
@@ -30,7 +31,7 @@ def separate(tensors):
 @pytest.mark.parametrize(("case", "form"), FORMS)
 def test_every_tensor_is_megatron_s_own(megatron_case, case, form):
     folder = megatron_case(case)
-    truth = torch.load(folder / "truth.pt", weights_only=False)
+    truth = read_expected(folder)
     with reshard.open(folder / form) as checkpoint:
         manifest = checkpoint.manifest
         weights = separate(truth["params"])

@@ -17,6 +17,7 @@ import reshard
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron.rank import open_args
 from tests.judged.conftest import KEPT
+from tests.judged.expected import read_expected
 from tests.judges.megatron_cases import YARN, Case, Grid
 from tests.judges.megatron_gpt import Gpt
 from tests.judges.megatron_judge import load_all
@@ -52,7 +53,7 @@ def compute_logits(directory, truth):
 @pytest.mark.parametrize("case", CASES)
 def test_a_merged_model_has_megatron_s_logits(megatron_case, case, tmp_path):
     place, (kind, form) = megatron_case(case), CASES[case]
-    truth = torch.load(place / "truth.pt", weights_only=False)
+    truth = read_expected(place)
     words = truth["vocabulary"]
     report = reshard.merge(place / form, tmp_path / "hf", vocab_size=words, dtype="fp32")
     found, ours = compute_logits(tmp_path / "hf", truth)
@@ -75,7 +76,7 @@ def test_a_merged_model_has_megatron_s_logits(megatron_case, case, tmp_path):
 def test_yarn_is_the_same_in_transformers_and_megatron(family, tmp_path):
     case = Case("run", family, Grid(), "fp32", adam="torch", forms=("torch",))
     load_all(tmp_path, {"run": case})
-    truth = torch.load(tmp_path / "run" / "truth.pt", weights_only=False)
+    truth = read_expected(tmp_path / "run")
     reshard.merge(tmp_path / "run" / "torch", tmp_path / "hf", dtype="fp32")
     _, ours = compute_logits(tmp_path / "hf", truth)
     torch.testing.assert_close(ours, truth["logits"], rtol=1e-5, atol=1e-5)
@@ -103,7 +104,7 @@ def compute_concentration(args):
 
 def test_padding_is_kept_where_that_is_asked_for(megatron_case, tmp_path):
     place = megatron_case("llama_odd_tp2")
-    truth = torch.load(place / "truth.pt", weights_only=False)
+    truth = read_expected(place)
     reshard.merge(place / "torch", tmp_path / "hf", keep_padding=True, dtype="fp32")
     _, ours = compute_logits(tmp_path / "hf", truth)
     assert ours.shape == truth["logits"].shape
@@ -204,7 +205,7 @@ def test_a_model_goes_to_megatron_and_back(megatron_case, case, tmp_path):
 
 def test_the_optimizer_goes_through_hugging_face_s_names(megatron_case, tmp_path):
     source = megatron_case("llama_tp2pp2") / "torch"
-    truth = torch.load(source.parent / "truth.pt", weights_only=False)
+    truth = read_expected(source.parent)
     reshard.merge(source, tmp_path / "hf")
     config = str(tmp_path / "hf")
     reshard.split(source, tmp_path / "torch", to="torch", names="hf", model=config)
@@ -251,7 +252,7 @@ def test_a_pipeline_of_megatron_deepspeed_is_a_gpt2(tmp_path):
     case = Path(__file__).parents[1] / "data" / "megatron_deepspeed" / "tp2pp2dp2"
     reshard.merge(case / "run", tmp_path / "hf", dtype="fp32")
     held = {}
-    for name, tensor in torch.load(case / "reference.pt")["params"].items():
+    for name, tensor in read_expected(case)["params"].items():
         number, _, rest = name.partition(".")
         own = name
         if number.isdigit():
@@ -271,7 +272,7 @@ def test_a_pipeline_of_megatron_deepspeed_is_a_gpt2(tmp_path):
 def test_deepspeeds_optimizer_gets_megatrons_groups_and_scheduler(made, tmp_path):
     """DeepSpeed decays all of one group; Megatron has norms and biases apart, and a schedule."""
     source, out = made / "hf_z2" / "run", tmp_path / "megatron"
-    truth = torch.load(made / "hf_z2" / "reference.pt", weights_only=False)
+    truth = read_expected(made / "hf_z2")
     report = reshard.split(source, out, to="megatron", tp=2, pp=1, dp=1)
     assert any("weight decay follows Megatron's rule" in note for note in report.notes)
     assert any("created at 36 samples" in note for note in report.notes)

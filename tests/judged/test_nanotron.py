@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import reshard
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.nanotron.optimizer import compute_piece
+from tests.judged.expected import read_expected
 from tests.support.edited_files import edit_safetensors_header
 
 KEPT = Path(__file__).parents[1] / "data" / "nanotron"
@@ -37,7 +38,7 @@ def test_there_are_four_cases():
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_masters_and_moments_are_those_of_the_whole_model(case):
-    truth = torch.load(KEPT / case / "truth.pt")
+    truth = read_expected(KEPT / case)
     with reshard.open(KEPT / case / "ckpt") as checkpoint:
         assert set(checkpoint) == set(truth["weights"])
         for fqn in truth["weights"]:
@@ -54,7 +55,7 @@ def test_weights_masters_and_moments_are_those_of_the_whole_model(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_merged_weights_are_bitwise_those_of_the_whole_model(case, tmp_path):
-    truth = torch.load(KEPT / case / "truth.pt")["weights"]
+    truth = read_expected(KEPT / case)["weights"]
     report = reshard.merge(KEPT / case / "ckpt", tmp_path / "whole.pt")
     merged = torch.load(tmp_path / "whole.pt")
     assert merged.keys() == truth.keys()
@@ -64,7 +65,7 @@ def test_merged_weights_are_bitwise_those_of_the_whole_model(case, tmp_path):
 
 def test_a_sample_without_metadata_is_read_as_it_is(tmp_path):
     sample = KEPT / "tp2dp2"
-    truth = torch.load(sample / "reference.pt")["model"]
+    truth = read_expected(sample)["model"]
     reshard.merge(sample / "ckpt", tmp_path / "whole.pt")
     merged = torch.load(tmp_path / "whole.pt")
     assert list(merged) == list(truth)  # one param group keeps the model's order

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from tests.judged.expected import read_expected
 from tests.judged.test_nanotron import CASES, KEPT, copied  # noqa: F401
 from tests.support.edited_files import edit_safetensors_header
 
@@ -78,7 +79,7 @@ def test_at_the_source_s_grid_every_file_is_nanotron_s_own(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("tp", "dp", "zero"), [(1, 1, 0), (1, 2, 1), (2, 5, 1), (2, 1, 0)])
 def test_on_other_ranks_it_is_the_state_of_the_whole_model(case, tp, dp, zero, tmp_path):
-    truth = torch.load(KEPT / case / "truth.pt")
+    truth = read_expected(KEPT / case)
     reshard.split(KEPT / case / "ckpt", tmp_path / "out", tp=tp, dp=dp, zero_stage=zero)
     reshard.merge(tmp_path / "out", tmp_path / "whole.pt")
     merged = torch.load(tmp_path / "whole.pt")
@@ -120,7 +121,7 @@ def test_there_and_back_again_the_files_are_the_first_ones(tmp_path):
 
 
 def test_each_fused_part_is_cut_by_itself(tmp_path):
-    whole = torch.load(KEPT / "tp2dp2" / "reference.pt")["model"]["qkv_proj.weight"]
+    whole = read_expected(KEPT / "tp2dp2")["model"]["qkv_proj.weight"]
     reshard.split(KEPT / "tp2dp2" / "ckpt", tmp_path / "out", tp=4, dp=1)
     query, key, value = whole.split([16, 8, 8])
     for rank in range(4):
@@ -156,7 +157,7 @@ def test_parts_that_are_fused_along_the_last_dim_are_cut_row_by_row(copied, zero
 
 def test_weights_alone_and_another_dtype(tmp_path):
     case = KEPT / "fp32_tp2pp2"
-    truth = torch.load(case / "truth.pt")["masters"]
+    truth = read_expected(case)["masters"]
     reshard.split(case / "ckpt", tmp_path / "out", tp=1, weights_only=True, dtype="fp32")
     assert {name.split("/")[1] for name in list_files(tmp_path / "out") if "/" in name} == {
         "model",

@@ -25,7 +25,11 @@ from tests.judges.optimizers import Kind
 
 pytestmark = pytest.mark.slow
 
-JUDGE = server.Judge("tests.judges.optimizers_worker", "DeepSpeed", {}, like=server.DEEPSPEED)
+JUDGE = server.Judge(
+    *("tests.judges.optimizers_worker", "DeepSpeed", {}),
+    like=server.DEEPSPEED,
+    result=server.REFERENCE,
+)
 NOISE = 3e-4  # two steps' losses at another number of ranks: the order of gradients, in bf16
 BUFFERS = 6e-3  # zero.Init makes the buffers in bf16, too: the same weights have other losses
 # It scales by the mean square of the piece that a rank has.
@@ -77,9 +81,9 @@ class Cell:
         return out / self.name
 
 
-def list_cells(optimizer: str, stages: Iterable[int] = range(4)) -> list[Cell]:
+def list_cells(optimizer: str) -> list[Cell]:
     """Return all targets of an optimizer: the same size, smaller, larger, universal."""
-    stages = [stage for stage in stages if (optimizer, stage) not in NOT_IN_DEEPSPEED]
+    stages = [stage for stage in range(4) if (optimizer, stage) not in NOT_IN_DEEPSPEED]
     if optimizer == "shampoo":  # its matrices need whole parameters
         stages = [stage for stage in stages if stage == 0]
     made = [Cell(Kind(optimizer, stage), ranks) for stage in stages for ranks in (2, 1, 3)]
@@ -125,12 +129,7 @@ COVERING = [
 
 def made_of(cells: Iterable[Cell], place: Path) -> dict[str, Any]:
     """Make the runs of the cells; run -> what its engine held."""
-    kinds = {cell.source: cell.kind for cell in cells}
-    jobs = {
-        name: JUDGE.job(name, place / name, place / "logs", FIRST_RANKS, kind=kind)
-        for name, kind in kinds.items()
-    }
-    return _results(jobs)
+    return JUDGE.run(place, {cell.source: (FIRST_RANKS, {"kind": cell.kind}) for cell in cells})
 
 
 def resumed_of(cells: Iterable[Cell], runs: Path, place: Path) -> dict[str, Any]:
@@ -144,22 +143,8 @@ def resumed_of(cells: Iterable[Cell], runs: Path, place: Path) -> dict[str, Any]
             found[cell.name] = str(refusal)
             continue
         told = {"kind": cell.loads, "load": load, "universal": cell.stage == -1}
-        jobs[cell.name] = JUDGE.job(
-            cell.name, place / "out" / cell.name, place / "logs", cell.ranks, **told
-        )
-    return found | _results(jobs)
-
-
-def _results(jobs: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for report in JUDGE.ask(list(jobs.values())):
-        job = jobs[report.case]
-        path = job.out / "reference.pt"
-        failed = any(report.exits)
-        found[report.case] = (
-            JUDGE.failure(job, report) if failed else torch.load(path, weights_only=False)
-        )
-    return found
+        jobs[cell.name] = cell.ranks, told
+    return found | JUDGE.run(place / "out", jobs)
 
 
 def list_differences(got: Any, wanted: Any) -> list[str]:

@@ -18,6 +18,7 @@ from reshard.errors import DifferentError
 from reshard.formats.deepspeed.write import pipeline
 from tests.judged.conftest import KEPT
 from tests.judged.damage import edit_file
+from tests.judged.expected import read_expected
 from tests.judges.parallel_cases import CASES
 
 pytestmark = pytest.mark.slow
@@ -32,10 +33,6 @@ def made(checkpoints):
     from tests.judges import parallel_judge
 
     return checkpoints(parallel_judge.make_all, list(CASES), "parallel")
-
-
-def reference_of(place):
-    return torch.load(place / "reference.pt", weights_only=False)
 
 
 def assert_all_values(checkpoint, reference):
@@ -55,7 +52,7 @@ def assert_all_values(checkpoint, reference):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_of_the_ranks_is_read(case, made):
-    reference = reference_of(made / case)
+    reference = read_expected(made / case)
     with reshard.open(made / case / "run") as checkpoint:
         assert_all_values(checkpoint, reference)
         state, mesh = checkpoint.manifest.train, checkpoint.manifest.origin.mesh
@@ -73,7 +70,7 @@ def test_megatron_deepspeeds_own_checkpoint_is_read():
     """A tied GPT of Megatron-DeepSpeed, which ds_to_universal made whole; the vocabulary's padding
     is cut off there."""
     place = KEPT / "megatron_deepspeed" / "tp2pp2dp2"
-    reference = reference_of(place)
+    reference = read_expected(place)
     with reshard.open(place / "run") as checkpoint:
         assert set(checkpoint) == set(reference["params"])
         for name, value in reference["params"].items():
@@ -94,7 +91,7 @@ def test_the_merge_is_deepspeeds_own_of_autotp(case, made, tmp_path):
     run = made / case / "run"
     report = reshard.merge(run, tmp_path / "hf")
     found = load_file(tmp_path / "hf" / "model.safetensors")
-    wanted = reference_of(made / case)["consolidated"]
+    wanted = read_expected(made / case)["consolidated"]
     with reshard.open(run) as checkpoint:
         assert found.keys() == wanted.keys() - checkpoint.manifest.tied.keys(), report
     for name, value in found.items():
@@ -108,7 +105,7 @@ def test_dcp_loads_what_autotp_ranks_held(made, tmp_path):
     place = made / "autotp4_headless"
     reshard.split(place / "run", tmp_path / "out", to="dcp", world_size=3)
     dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
-    loaded, reference = torch.load(tmp_path / "out.pt"), reference_of(place)
+    loaded, reference = torch.load(tmp_path / "out.pt"), read_expected(place)
     for name, value in reference["params"].items():
         assert torch.equal(loaded["model"][name], value), name
         for slot in SLOTS:
@@ -140,7 +137,7 @@ def test_rules_of_the_user_describe_an_undescribed_run(case, made, tmp_path):
         torch.save({**states, "universal_checkpoint_info": kept}, path)
     (tmp_path / "r.yaml").write_text(RULES)
     with reshard.open(run, rules=tmp_path / "r.yaml") as checkpoint:
-        assert_all_values(checkpoint, reference_of(made / case))
+        assert_all_values(checkpoint, read_expected(made / case))
 
 
 POSITIONS = "tied_modules.embed.position_embeddings.weight"
@@ -180,7 +177,7 @@ def test_copies_that_ds_to_universal_joined_are_detected(tmp_path):
     run = shutil.copytree(MEGATRON_DEEPSPEED / "run", tmp_path / "run")
     untied(run)
     wrong = converted(run, strict=False)
-    reference = reference_of(MEGATRON_DEEPSPEED)["params"][POSITIONS]
+    reference = read_expected(MEGATRON_DEEPSPEED)["params"][POSITIONS]
     held = torch.load(wrong / "zero" / UNTIED / "fp32.pt", weights_only=False)
     assert held["param"].shape == (2 * len(reference), reference.shape[1])
     with reshard.open(wrong) as checkpoint:
@@ -226,7 +223,7 @@ def continued(made, tmp_path_factory):
 @pytest.mark.parametrize("number", range(len(GOES_ON)))
 def test_deepspeed_continues_on_another_grid(number, made, continued):
     case, _, _, noise = GOES_ON[number]
-    reference, found = reference_of(made / case), continued[number]
+    reference, found = read_expected(made / case), continued[number]
     for kind in ("params", *SLOTS):
         for name, value in reference[kind].items():
             assert torch.equal(found["loaded"][kind][name], value), f"{kind} of {name}"
@@ -260,7 +257,7 @@ def weights_loaded(made, tmp_path_factory):
 def test_deepspeed_loads_a_tied_pipeline_without_its_optimizer(number, made, weights_loaded):
     runs, found = weights_loaded
     place, case, _ = runs[number]
-    live = reference_of(made / case)["live"]
+    live = read_expected(made / case)["live"]
     with reshard.open(place) as checkpoint:
         assert set(live) <= set(checkpoint)
         for name, value in live.items():
@@ -337,7 +334,7 @@ def count_words(name):
 @pytest.mark.parametrize("case", UNIVERSAL)
 def test_the_universal_form_is_read_back(case, made, tmp_path):
     split(made / case / "run", tmp_path / "out", SplitOptions(to="ds-universal"))
-    reference = reference_of(made / case)
+    reference = read_expected(made / case)
     with reshard.open(tmp_path / "out") as checkpoint:
         full = {**reference["live"], **reference["buffers"], **reference["params"]}
         assert set(checkpoint) == set(full)
@@ -376,7 +373,7 @@ def continued_universally(made, tmp_path_factory):
 @pytest.mark.parametrize("number", range(len(ANY_GRID)))
 def test_deepspeed_loads_the_universal_form_at_any_grid(number, made, continued_universally):
     case, _, noise = ANY_GRID[number]
-    reference, found = reference_of(made / case), continued_universally[number]
+    reference, found = read_expected(made / case), continued_universally[number]
     for kind in ("params", *SLOTS):
         for name, value in reference[kind].items():
             held = slice(count_words(name))

@@ -10,6 +10,7 @@ import torch
 
 import reshard
 from reshard.errors import CorruptError, IncompleteError
+from tests.judged.expected import read_expected
 from tests.judges import pipeline_worker as worker
 from tests.trainer import worlds
 
@@ -27,14 +28,10 @@ def trained(tmp_path_factory):
     return place
 
 
-def truth(place):
-    return torch.load(place / "truth.pt")
-
-
 @pytest.mark.parametrize("form", worker.FORMS)
 @pytest.mark.parametrize("run", RUNS)
 def test_weights_and_moments_of_all_stages_are_bitwise_torchs(trained, run, form):
-    told = truth(trained / run)
+    told = read_expected(trained / run)
     with reshard.open(trained / run / form) as checkpoint:
         assert set(checkpoint) == set(told["weights"])
         for fqn, held in told["weights"].items():
@@ -51,7 +48,7 @@ def test_weights_and_moments_of_all_stages_are_bitwise_torchs(trained, run, form
 def test_groups_have_the_parameters_of_all_stages(trained, run, form):
     if (run, form) == ("two_groups", "dcp_by_group"):
         return  # see test_groups_that_dcp_cut_short_are_refused_where_there_are_several
-    told = truth(trained / run)
+    told = read_expected(trained / run)
     with reshard.open(trained / run / form) as checkpoint:
         groups = checkpoint.manifest.train.param_groups
         assert [set(group.fqns) for group in groups] == [set(fqns) for fqns in told["groups"]]
@@ -63,7 +60,7 @@ def test_groups_have_the_parameters_of_all_stages(trained, run, form):
 def test_rank_files_state_the_stages_and_keep_the_models_order(trained, form):
     with reshard.open(trained / "three_axes" / form) as checkpoint:
         assert checkpoint.manifest.origin.mesh == {"world": 8, "pp": 2}
-        assert list(checkpoint) == list(truth(trained / "three_axes")["weights"])
+        assert list(checkpoint) == list(read_expected(trained / "three_axes")["weights"])
 
 
 def test_the_report_says_that_a_group_was_cut_short(trained):
@@ -83,7 +80,7 @@ def test_all_stages_go_to_fsdp_without_a_pipeline(trained, run, form, tmp_path):
     reshard.split(source, tmp_path / "out", to="dcp", world_size=3)
     report = reshard.diff(source, tmp_path / "out", kinds=["weight", "optimizer"])
     assert report.same, list(report.lines())
-    assert report.equal == 3 * len(truth(trained / run)["weights"])
+    assert report.equal == 3 * len(read_expected(trained / run)["weights"])
 
 
 def test_stages_of_two_steps_are_refused(trained, tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import reshard
 from reshard.errors import UsageError
+from tests.judged.expected import read_expected
 from tests.judges import hf_trainer, published_worker
 from tests.judges.ranks import run_in_turn
 from tests.model.test_published import make_model
@@ -48,7 +49,7 @@ def test_a_published_model_goes_into_live_ranks(made, tmp_path):
         groups = tmp_path / "groups.json"
         reshard.split(published, dcp, to="dcp", init_optimizer="zeros", param_groups=groups)
         with reshard.open(dcp) as checkpoint:
-            truth = torch.load(made / name / "truth.pt")["exp_avg"]
+            truth = read_expected(made / name)["exp_avg"]
             zeros = checkpoint.optimizer("exp_avg")
             assert {fqn: tuple(zeros[fqn].shape) for fqn in zeros} == {
                 fqn: tuple(slot.shape) for fqn, slot in truth.items()

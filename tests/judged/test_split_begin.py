@@ -15,6 +15,7 @@ import torch.distributed.checkpoint
 
 import reshard
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from tests.judged.expected import read_expected
 from tests.judges import begin_worker as worker
 from tests.judges import deepspeed_judge, deepspeed_models
 from tests.judges.ranks import run_in_turn
@@ -54,30 +55,6 @@ def groups_file(tmp_path):
     return write
 
 
-def asked(place, jobs) -> dict[str, dict]:
-    """What DeepSpeed found in each job: (name, case, ranks, what it is told)."""
-    judge = deepspeed_judge.JUDGE
-    made = {
-        name: judge.job(
-            name,
-            place / name,
-            place / "logs",
-            world,
-            like=case,
-            steps=STEPS,
-            compile_aio=False,
-            **told,
-        )
-        for name, case, world, told in jobs
-    }
-    found = {}
-    for report in judge.ask(list(made.values())):
-        job = made[report.case]
-        assert not any(report.exits), judge.failure(job, report)
-        found[report.case] = torch.load(job.out / "reference.pt", weights_only=False)
-    return found
-
-
 @pytest.fixture(scope="module")
 def engines(weights, made, tmp_path_factory):
     """All that DeepSpeed is asked, in one process: imports take long."""
@@ -109,7 +86,14 @@ def engines(weights, made, tmp_path_factory):
     turns = {"world_size": 4, "dtype": "fp32"}
     reshard.split(made / "z2_round_robin/run", place / "turns.run", param_groups=decay, **turns)
     jobs.append(("turns", "z2_round_robin_groups_ws4", 4, {"load": place / "turns.run"}))
-    return asked(place / "out", jobs)
+    told = {"steps": STEPS, "compile_aio": False}
+    found = deepspeed_judge.JUDGE.run(
+        place / "out",
+        {name: (ranks, {"like": case, **told, **more}) for name, case, ranks, more in jobs},
+    )
+    for result in found.values():
+        assert isinstance(result, dict), result
+    return found
 
 
 @pytest.mark.parametrize("how", ["zeros", "none"])
@@ -144,7 +128,7 @@ def test_deepspeed_loads_the_new_adam(engines):
 @pytest.mark.parametrize(("name", "source"), [("decay", "z2_bf16"), ("turns", "z2_round_robin")])
 def test_deepspeed_has_each_parameters_state_in_its_new_group(name, source, engines, made):
     loaded = engines[name]["loaded"]
-    wanted = torch.load(made / source / "reference.pt", weights_only=False)
+    wanted = read_expected(made / source)
     for fqn, value in wanted["params"].items():
         assert same(loaded["params"][fqn], value), fqn
     for slot, tensors in wanted["slots"].items():

@@ -35,6 +35,7 @@ from reshard.planning.planner import Plan
 from reshard.stamps import Save
 from reshard.tensors import read_block
 from reshard.training.state import build_writable_state
+from tests.judged.expected import read_expected
 from tests.judged.resumed import Resumed, assert_goes_on, resume_all
 
 pytestmark = pytest.mark.slow
@@ -290,7 +291,7 @@ def torch_loaded(path):
 def test_fsdp_becomes_zero_2(torch_made, tmp_path):
     """DCP's fp32 weights are the masters; the module is cast from them; torch loads the files."""
     source = torch_made / "fsdp2_dcp" / "ckpt"
-    truth = torch.load(torch_made / "fsdp2_dcp" / "truth.pt", weights_only=False)
+    truth = read_expected(torch_made / "fsdp2_dcp")
     run = split(source, tmp_path / "run", stage=2, world_size=3, precision=BFLOAT16)
     state, found = build_writable_state(read(source)), contents(read(run))
     assert {k: v for k, v in contents(read(source)).items() if k[0] != "weight"} == {
@@ -329,7 +330,7 @@ def test_fsdp_becomes_zero_2(torch_made, tmp_path):
 def test_fsdp_1_is_in_the_order_of_units_and_zero_in_that_of_the_model(torch_made, tmp_path):
     """DeepSpeed would give each parameter what stands at its place, whatever its name."""
     source = torch_made / "fsdp1_full" / "ckpt"
-    truth = torch.load(torch_made / "fsdp1_full" / "truth.pt", weights_only=False)
+    truth = read_expected(torch_made / "fsdp1_full")
     (group,) = read(source).train.param_groups
     wanted = [name for name in truth["params"] if name in group.fqns]
     assert list(group.fqns) != wanted

@@ -13,6 +13,7 @@ from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.containers import torch_reader
 from reshard.errors import UnsupportedError, UsageError
+from tests.judged.expected import read_expected
 from tests.judged.test_split_deepspeed import Held, check_train, contents, read
 from tests.judges import deepspeed_judge
 from tests.judges.deepspeed_cases import CASES, Case, ds_config
@@ -174,31 +175,22 @@ RUNS = (
 @pytest.fixture(scope="module")
 def resumed(made, tmp_path_factory) -> dict[str, Any]:
     """Resume each run with DeepSpeed, all in one process: imports take long."""
-    place, judge = tmp_path_factory.mktemp("resumed"), deepspeed_judge.JUDGE
+    place = tmp_path_factory.mktemp("resumed")
     (place / "runs").mkdir()
     jobs = {}
     for run in RUNS:
         directory = split_run(made / run.source / "run", place / "runs" / run.name, **run.options)
         told = {"compile_aio": False, "case": run.case, "load": directory.resolve(), "steps": 2}
         told["how"] = {"load_module_only": run.weights_only}
-        out = place / "out" / run.name
-        jobs[run.name] = judge.job(run.name, out, place / "logs", run.world, **told)
-    results: dict[str, Any] = {}
-    for report in judge.ask(list(jobs.values())):
-        job = jobs[report.case]
-        results[report.case] = (
-            judge.failure(job, report)
-            if any(report.exits)
-            else torch.load(job.out / "reference.pt", weights_only=False)
-        )
-    return results
+        jobs[run.name] = run.world, told
+    return deepspeed_judge.JUDGE.run(place / "out", jobs)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_deepspeed_resumes_from_it(run, resumed, made):
     got = resumed[run.name]
     assert isinstance(got, dict), got
-    wanted = torch.load(made / run.source / "reference.pt", weights_only=False)
+    wanted = read_expected(made / run.source)
     loaded = got["loaded"]
     dtype = getattr(torch, dtypes.parse(run.precision).name)
     if run.weights_only:  # the masters begin anew, from these

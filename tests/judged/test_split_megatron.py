@@ -16,6 +16,7 @@ from reshard.formats.megatron.rank import open_args, open_rank
 from reshard.formats.megatron.write.args import describe_stages
 from reshard.location import Location
 from reshard.model_parallel.sizes import Sizes
+from tests.judged.expected import read_expected
 from tests.judges.megatron_judge import CASES, Case, Grid, load_all, loading
 
 pytestmark = pytest.mark.slow
@@ -100,10 +101,6 @@ def has_same_steps(route):
     return route.grid.vpp == case.grid.vpp and (not sparse or route.grid.dp == case.grid.dp)
 
 
-def truth_of(folder):
-    return torch.load(folder / "truth.pt", weights_only=False)
-
-
 @pytest.fixture(scope="module")
 def went_on(megatron_case, tmp_path_factory):
     """Route -> what Megatron-core held when it had loaded it, and how it went on."""
@@ -133,12 +130,12 @@ def went_on(megatron_case, tmp_path_factory):
             route.case, made, form, grid=route.grid, distributed=route.distributed, **changes
         )
     load_all(out, cases)
-    return {name: truth_of(out / name) for name in cases}
+    return {name: read_expected(out / name) for name in cases}
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_megatron_holds_the_same_state_bit_by_bit(megatron_case, went_on, route):
-    source, found = truth_of(megatron_case(route.case)), went_on[str(route)]
+    source, found = read_expected(megatron_case(route.case)), went_on[str(route)]
     words = source["vocabulary"]
     assert found["params"].keys() == source["params"].keys()
     for name, value in source["params"].items():
@@ -154,14 +151,14 @@ def test_megatron_holds_the_same_state_bit_by_bit(megatron_case, went_on, route)
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_megatron_computes_the_same_loss(megatron_case, went_on, route):
-    source, found = truth_of(megatron_case(route.case)), went_on[str(route)]
+    source, found = read_expected(megatron_case(route.case)), went_on[str(route)]
     difference = (found["losses"] - source["losses"]).abs().max()
     assert difference < (EXACT if CASES[route.case].precision == "fp32" else HALF)
 
 
 @pytest.mark.parametrize("route", list(filter(has_same_steps, ROUTES)), ids=str)
 def test_megatron_continues_like_the_source(megatron_case, went_on, route):
-    source, found = truth_of(megatron_case(route.case)), went_on[str(route)]
+    source, found = read_expected(megatron_case(route.case)), went_on[str(route)]
     if route.is_the_same:
         assert found["later"] == source["later"]
         assert torch.equal(found["losses_later"], source["losses_later"])
@@ -179,7 +176,7 @@ def test_a_state_with_hugging_face_names_continues_in_megatron(megatron_case, tm
     reshard.split(tmp_path / "named", tmp_path / "made", to="megatron", tp=2, pp=2, dp=1, **options)
     grid = Grid(tp=2, pp=2)
     load_all(tmp_path / "loaded", {"run": loading("llama", tmp_path / "made", grid=grid)})
-    truth, found = truth_of(source), truth_of(tmp_path / "loaded" / "run")
+    truth, found = read_expected(source), read_expected(tmp_path / "loaded" / "run")
     for name, value in truth["params"].items():
         assert torch.equal(found["params"][name], value), name
         for slot, held in truth["optimizer"][name].items():
@@ -254,10 +251,10 @@ def test_experts_numbered_by_rules_are_distributed_over_ranks(tmp_path):
         grid = Grid(dp=2, ep=ep)
         made[name] = replace(case, name=name, grid=grid, start=str(out), forms=())
     load_all(tmp_path, {name: made[name] for name in ("apart", "back")})
-    truth = truth_of(tmp_path / "bank")
+    truth = read_expected(tmp_path / "bank")
     assert any(".bank.3." in name for name in truth["params"])
     for run in ("apart", "back"):
-        found = truth_of(tmp_path / run)
+        found = read_expected(tmp_path / run)
         for name, value in truth["params"].items():
             assert torch.equal(found["params"][name], value), (run, name)
             for slot, held in truth["optimizer"][name].items():
@@ -330,7 +327,7 @@ def in_own_modules(held):
 def test_latent_attention_goes_to_other_ranks_and_layers(latent, route):
     """Every value and slot, bit by bit; and the same losses in Megatron-core."""
     source, _, _, _, grid = LATENT_ROUTES[route]
-    truth, found = truth_of(latent / source), truth_of(latent / route)
+    truth, found = read_expected(latent / source), read_expected(latent / route)
     params, slots = in_own_modules(truth["params"]), in_own_modules(truth["optimizer"])
     loaded, held = in_own_modules(found["params"]), in_own_modules(found["optimizer"])
     assert "decoder.layers.0.self_attention.kv_layernorm.weight" in params

@@ -11,6 +11,7 @@ import reshard
 from reshard import stamps
 from reshard.errors import UnsupportedError, UsageError
 from tests.judged.alike import assert_alike, assert_same_state
+from tests.judged.expected import read_expected
 from tests.judges import mesh_worker as worker
 from tests.judges.ranks import run_in_turn
 from tests.trainer import worlds
@@ -91,7 +92,7 @@ def loaded(trained, plan, made, tmp_path_factory):
     case = made / "z3_zero_init_tied_ws4"
     model = "tests.judges.deepspeed_models:menagerie_tied"
     told = split(case / "run", out / "zero3", TENSOR, model=model)
-    reference = torch.load(case / "reference.pt", weights_only=False)
+    reference = read_expected(case)
     jobs.append(("zero3", worker.from_deepspeed, TENSOR, out / "zero3", reference))
     config = made / "hf_z1_fp32_tied" / "run" / "config.json"
     jobs.append(("specs", worker.specs_of, TENSOR, config))

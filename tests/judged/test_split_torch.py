@@ -30,6 +30,7 @@ from reshard.state_dict.torch_state_dict import Value
 from reshard.training import copied_files
 from reshard.training.state import build_writable_state
 from tests.judged.alike import assert_alike, assert_same_state
+from tests.judged.expected import read_expected
 from tests.judges import library_judge
 from tests.judges import split_worker as worker
 from tests.judges.ranks import run_in_turn
@@ -163,7 +164,7 @@ TOLD = {"model": f"tests.judges.torch_models:{ONE}", "wrap": "LlamaDecoderLayer"
 def deepspeed(made):
     """Return a DeepSpeed checkpoint with its config.json, its step, and DeepSpeed's next losses."""
     (pointer,) = (made / "hf_z1_fp32_tied" / "run").rglob("latest")
-    reference = torch.load(made / "hf_z1_fp32_tied" / "reference.pt", weights_only=False)
+    reference = read_expected(made / "hf_z1_fp32_tied")
     return pointer.parent, reference["train"]["step"], reference["next"]["losses"]
 
 
@@ -476,7 +477,7 @@ def test_numbers_follow_the_model_even_if_units_have_another_order(torch_made, t
         **said,
     )
     state = torch.load(made / "checkpoint.pt")
-    truth = torch.load(torch_made / "fsdp1_local_flat" / "truth.pt", weights_only=False)
+    truth = read_expected(torch_made / "fsdp1_local_flat")
     for number, fqn in enumerate(model.parameters):
         wanted = truth["optimizer"][fqn]
         assert all(same(state["optimizer"]["state"][number][k], v) for k, v in wanted.items()), fqn

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import reshard
+from tests.judged.expected import read_expected
 from tests.judged.test_split_deepspeed import check_train, contents, read, run_of, torch_loaded
 from tests.judges import deepspeed_judge, split_worker
 from tests.judges.deepspeed_cases import ADAMW, CASES, Case, ds_config
@@ -239,7 +240,7 @@ def fsdp(made, tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(made, fsdp, tmp_path_factory) -> dict[str, Any]:
     """Run -> what DeepSpeed holds and how it goes on; one process for all: imports take long."""
-    place, judge = tmp_path_factory.mktemp("loaded"), deepspeed_judge.JUDGE
+    place = tmp_path_factory.mktemp("loaded")
     jobs, directories = {}, {"fsdp": universal(fsdp[0] / "dcp", place / "fsdp")}
     for run in [*RUNS, *(run for run, _ in REFUSED), WRONG, *FSDP]:
         if run.source not in directories:
@@ -247,20 +248,12 @@ def loaded(made, fsdp, tmp_path_factory) -> dict[str, Any]:
             out.parent.mkdir(exist_ok=True)
             directories[run.source] = universal(run_of(run.source, made), out)
         told = {"load": directories[run.source], "steps": 2, "case": run.case, "universal": True}
-        jobs[run.name] = judge.job(
-            run.name, place / "out" / run.name, place / "logs", run.ranks, **told
-        )
-    told = {"case": ROUND}
-    jobs[ROUND.name] = judge.job(ROUND.name, place / "round", place / "logs", ROUND.world, **told)
-    results = {}
-    for report in judge.ask(list(jobs.values())):
-        job = jobs[report.case]
-        results[report.case] = (
-            judge.failure(job, report)
-            if any(report.exits)
-            else torch.load(job.out / "reference.pt", weights_only=False) | {"out": job.out}
-        )
-    return results
+        jobs[run.name] = run.ranks, told
+    jobs[ROUND.name] = ROUND.world, {"case": ROUND}
+    found = deepspeed_judge.JUDGE.run(place / "out", jobs)
+    assert isinstance(found[ROUND.name], dict), found[ROUND.name]
+    found[ROUND.name] |= {"out": place / "out" / ROUND.name}
+    return found
 
 
 def off(losses, wanted):
@@ -272,7 +265,7 @@ def off(losses, wanted):
 def test_deepspeed_continues_from_it(run, loaded, made):
     got = loaded[run.name]
     assert isinstance(got, dict), got
-    wanted = torch.load(made / run.source / "reference.pt", weights_only=False)
+    wanted = read_expected(made / run.source)
     found = got["loaded"]
     for part in ("params", "frozen", "buffers", "live"):
         assert found[part].keys() == wanted[part].keys()
@@ -325,7 +318,7 @@ def test_what_deepspeed_cannot_load(run, word, loaded):
 
 def test_deepspeed_scatters_it_where_parameters_go_round(loaded, made, tmp_path):
     """And the report says that too; another run loads the same files (``RUNS``)."""
-    wanted = torch.load(made / WRONG.source / "reference.pt", weights_only=False)
+    wanted = read_expected(made / WRONG.source)
     found = loaded[WRONG.name]["loaded"]["params"]
     assert any(not torch.equal(found[name], value) for name, value in wanted["params"].items())
     report = reshard.split(run_of(WRONG.source, made), tmp_path / "out", to="ds-universal")
@@ -335,7 +328,6 @@ def test_deepspeed_scatters_it_where_parameters_go_round(loaded, made, tmp_path)
 def test_wrong_output_of_ds_to_universal_causes_a_warning(loaded):
     """It says nothing itself; from the run itself everything is right."""
     truth = loaded[ROUND.name]
-    assert isinstance(truth, dict), truth
     wrong = []
     for name in ("run", "universal"):
         source = truth["out"] / name

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import reshard
+from tests.judged.expected import read_expected
 from tests.judges import torch_judge
 from tests.judges.torch_cases import CASES
 from tests.support.sample_tensors import same
@@ -29,7 +29,7 @@ def place(case, torch_made):
 
 @pytest.fixture(scope="module")
 def truth(case, torch_made):
-    return torch.load(torch_made / case / "truth.pt", weights_only=False)
+    return read_expected(torch_made / case)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_ranks_are_counted_by_shards_if_no_file_states_them(stem, torch_made, tm
     for path in source.glob("*_rank*.pt"):
         kind, rank = path.stem.split("_rank")
         shutil.copy(path, tmp_path / stem.format(kind, rank))
-    truth = torch.load(source.parent / "truth.pt", weights_only=False)
+    truth = read_expected(source.parent)
     with reshard.open(tmp_path) as checkpoint:
         for name, value in truth["params"].items():
             assert_same(checkpoint[name][...], value, name)

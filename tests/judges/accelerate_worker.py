@@ -107,11 +107,5 @@ def moments(optimizer: Any) -> int:
     return sum("exp_avg" in state for state in optimizer.optimizer.state.values())
 
 
-def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
-    """Import everything once."""
-    ranks.import_all(PRELOADED)
-    return {}
-
-
 if __name__ == "__main__":
-    ranks.serve(work, preload)
+    ranks.serve(work, PRELOADED)

@@ -1,4 +1,4 @@
-"""Make checkpoints with real DeepSpeed, and resume from them with real DeepSpeed.
+"""Make checkpoints with real DeepSpeed.
 
 ``make_all(out)`` gives a directory per case::
 
@@ -12,20 +12,20 @@ or ``python -m tests.judges.deepspeed_judge OUT [case ...]``.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tests.judges import server
 from tests.judges.deepspeed_cases import CASES
 from tests.judges.server import CaseResult, JudgeError
 from tests.support.programs import LIMIT_S
 
-__all__ = ["CASES", "CaseResult", "JudgeError", "deepspeed_load", "make_all"]
+__all__ = ["CASES", "CaseResult", "JudgeError", "make_all"]
 
 COMPILE_LIMIT_S = 1200.0
-JUDGE = server.Judge(server.DEEPSPEED, "DeepSpeed", CASES, like=server.DEEPSPEED)
+JUDGE = server.Judge(
+    server.DEEPSPEED, "DeepSpeed", CASES, like=server.DEEPSPEED, result=server.REFERENCE
+)
 
 
 def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:
@@ -39,26 +39,6 @@ def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseRes
         if result.missing:
             print(f"DeepSpeed case {name} SKIPPED: {result.missing}", file=sys.stderr)  # noqa: T201
     return results
-
-
-def deepspeed_load(
-    run_dir: Path, case: str, world_size: int, steps: int
-) -> tuple[list[float], dict[str, Any]]:
-    """Resume ``run_dir`` with real DeepSpeed under the case's config and train ``steps`` more.
-
-    Returns the losses (compare with ``reference["next"]["losses"]``) and a dict: ``loaded``, a
-    reference as of right after loading, and ``params``, the fp32 parameters after the last step.
-    """
-    import torch
-
-    with tempfile.TemporaryDirectory(prefix="deepspeed_load-") as scratch:
-        told = {"compile_aio": True, "load": run_dir.resolve(), "steps": steps}
-        job = JUDGE.job(case, Path(scratch, "out"), Path(scratch), world_size, **told)
-        (report,) = JUDGE.ask([job], _start_s([case]))
-        if report.missing or any(report.exits):
-            raise JudgeError(report.missing or JUDGE.failure(job, report))
-        found = torch.load(job.out / "reference.pt", weights_only=False)
-    return found.pop("losses"), found
 
 
 def _start_s(names: Iterable[str]) -> float:

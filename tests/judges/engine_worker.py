@@ -331,14 +331,5 @@ ENGINES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
-    """Import everything once."""
-    ranks.import_all(PRELOADED)
-    from tests.judges.deepspeed_train import leave_out_shared_memory
-
-    leave_out_shared_memory()
-    return {}
-
-
 if __name__ == "__main__":
-    ranks.serve(work, preload)
+    ranks.serve(work, PRELOADED)

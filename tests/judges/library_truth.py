@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -141,8 +140,3 @@ def decay_groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, An
     plain = [p for name, p in trained if "norm" in name or "small" in name]
     decay = [p for name, p in trained if not ("norm" in name or "small" in name)]
     return [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-
-
-def save(truth: Truth, path: Any) -> None:
-    """Save plain tensors."""
-    torch.save(truth, path)

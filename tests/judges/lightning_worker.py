@@ -200,14 +200,5 @@ def train_lightning(job: ranks.Job, rank: int) -> dict[str, Any]:
     return {**tell.held, "losses": module.losses, "count": tell.count, "own": module.seen}
 
 
-def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
-    """Import everything once."""
-    ranks.import_all(PRELOADED)
-    from tests.judges.deepspeed_train import leave_out_shared_memory
-
-    leave_out_shared_memory()
-    return {}
-
-
 if __name__ == "__main__":
-    ranks.serve(work, preload)
+    ranks.serve(work, PRELOADED)

@@ -176,7 +176,6 @@ class Case:
             parallel: Megatron cannot load a chain of two optimizers into one.
         one_bucket: shared embeddings have no bucket of their own.
         rng: random states are loaded; without, as with --no-load-rng.
-        weights_only: saved with --no-save-optim.
     """
 
     name: str
@@ -195,7 +194,6 @@ class Case:
     expert_part: bool = False
     one_bucket: bool = False
     rng: bool = False
-    weights_only: bool = False
 
     @property
     def world(self) -> int:

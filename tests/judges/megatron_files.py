@@ -71,7 +71,7 @@ def load(run: Run, place: Path, form: str) -> None:
 def _save_legacy(run: Run, args: Namespace, base: Path) -> None:
     place = find_rank_directory(base)
     place.mkdir(exist_ok=True)
-    if run.case.distributed and not run.case.weights_only:
+    if run.case.distributed:
         run.optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
     if mpu.get_expert_data_parallel_rank() == 0:
         torch.save(_state(run, args, None), place / "model_optim_rng.pt")
@@ -127,13 +127,12 @@ def _state(
             if metadata is None
             else model.sharded_state_dict(metadata=metadata)
         )
-    if not run.case.weights_only:
-        state["optimizer"] = (
-            run.optimizer.state_dict()
-            if metadata is None
-            else run.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-        )
-        state["opt_param_scheduler"] = run.scheduler.state_dict()
+    state["optimizer"] = (
+        run.optimizer.state_dict()
+        if metadata is None
+        else run.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    )
+    state["opt_param_scheduler"] = run.scheduler.state_dict()
     if not is_loading or run.case.rng:
         state["rng_state"] = random_states(sharded=metadata is not None)
     state["num_floating_point_operations_so_far"] = 0
@@ -271,7 +270,7 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         ckpt_format=ckpt_format,
         use_dist_ckpt=ckpt_format == "torch_dist",
         ckpt_fully_parallel_save=True,
-        no_save_optim=case.weights_only or None,
+        no_save_optim=None,
         no_save_rng=None,
         **family.get("yarn", {}),
         **family.get("latent", {}),

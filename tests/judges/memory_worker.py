@@ -22,7 +22,7 @@ from reshard.sizing.families import count_config
 from reshard.sizing.setup import Cluster, Training
 from reshard.sizing.strategies import forecast
 from tests.judges.memory_cases import BUCKET, CASES, CONFIG, SEQ_LEN, Case
-from tests.judges.ranks import Job, import_all, join_group, serve
+from tests.judges.ranks import Job, join_group, serve
 
 PRELOADED = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
@@ -31,7 +31,6 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
 )
 Step = tuple[Callable[[], None], Callable[[], None]]
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 
 
 def _build(case: Case) -> nn.Module:
@@ -162,11 +161,5 @@ def _work(job: Job, rank: int) -> None:
     dist.barrier()
 
 
-def _preload(_jobs: list[Job]) -> dict[str, str]:
-    """Import everything once."""
-    import_all(PRELOADED)
-    return {}
-
-
 if __name__ == "__main__":
-    serve(_work, _preload)
+    serve(_work, PRELOADED)

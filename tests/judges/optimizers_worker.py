@@ -175,13 +175,6 @@ def _whole(engine: Any, names: dict[int, str]) -> Held:
     return found
 
 
-def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
-    """Import everything once; Muon's kernels run as they are, for a compiler takes minutes."""
-    torch._dynamo.config.disable = True
-    ranks.import_all(PRELOADED)
-    deepspeed_train.leave_out_shared_memory()
-    return {}
-
-
 if __name__ == "__main__":
-    ranks.serve(work, preload)
+    torch._dynamo.config.disable = True  # Muon's kernels run as they are: a compiler takes minutes
+    ranks.serve(work, PRELOADED)

@@ -16,7 +16,11 @@ from tests.judges import server
 from tests.judges.parallel_cases import CASES
 from tests.judges.server import CaseResult, JudgeError
 
-JUDGE = server.Judge("tests.judges.parallel_worker", "DeepSpeed", CASES, like=server.DEEPSPEED)
+JUDGE = server.Judge(
+    *("tests.judges.parallel_worker", "DeepSpeed", CASES),
+    like=server.DEEPSPEED,
+    result=server.REFERENCE,
+)
 
 
 def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:
@@ -36,20 +40,16 @@ def load_all(
     Returns:
         of each ``loaded``, a reference as of right after loading, ``losses`` and ``params``.
     """
-    import torch
-
+    jobs = {}
+    for number, (run, name, other) in enumerate(runs):
+        case = replace(CASES[name], **other)
+        told = {"case": case, "load": run.resolve(), "how": how, "steps": steps}
+        jobs[f"{name}-{number}"] = case.world, told
     with tempfile.TemporaryDirectory(prefix="parallel_load-") as scratch:
-        jobs = {}
-        for number, (run, name, other) in enumerate(runs):
-            case = replace(CASES[name], **other)
-            place = Path(scratch, str(number))
-            told = {"case": case, "load": run.resolve(), "how": how, "steps": steps}
-            job = JUDGE.job(name, place / "out", place, case.world, **told)
-            jobs[f"{name}-{number}"] = replace(job, case=f"{name}-{number}")
-        for report in JUDGE.ask(list(jobs.values())):
-            if any(report.exits):
-                raise JudgeError(JUDGE.failure(jobs[report.case], report))
-        return [torch.load(job.out / "reference.pt", weights_only=False) for job in jobs.values()]
+        found = JUDGE.run(Path(scratch), jobs)
+    if failures := [result for result in found.values() if isinstance(result, str)]:
+        raise JudgeError("\n\n".join(failures))
+    return [found[name] for name in jobs]
 
 
 if __name__ == "__main__":

@@ -186,12 +186,5 @@ def _write(reference: dict[str, Any], out: Path) -> None:
         torch.save(reference, out / "reference.pt")
 
 
-def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
-    """Import everything once."""
-    ranks.import_all(PRELOADED)
-    train.leave_out_shared_memory()
-    return {}
-
-
 if __name__ == "__main__":
-    ranks.serve(work, preload)
+    ranks.serve(work, PRELOADED)

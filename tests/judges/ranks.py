@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 RANKS_AT_ONCE = 4
+RESULT = "found.pt"
 POLL_SECONDS = 0.01
 STACKS_SECONDS = 0.2  # what a rank gets to write where it stands
 
@@ -53,7 +54,7 @@ class Job:
     @property
     def result(self) -> Path:
         """Return the path where rank 0 saves the results."""
-        return self.out / "found.pt"
+        return self.out / RESULT
 
     def mark(self, rank: int) -> Path:
         """Return the path of a file that exists when the rank is done."""
@@ -71,6 +72,7 @@ class Report:
 
 
 Work = Callable[[Job, int], None]
+Prepare = Callable[[list[Job]], dict[str, str]]
 
 
 @dataclass
@@ -148,10 +150,11 @@ def _open_store(timeout: timedelta) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def import_all(modules: Iterable[str]) -> None:
-    """Import what a framework would import late, once in every rank, before the forks."""
+def import_all(modules: Iterable[str]) -> dict[str, str]:
+    """Import what a framework would import late, once in every rank; no case is missing for it."""
     for module in modules:
         importlib.import_module(module)
+    return {}
 
 
 def mean_over_ranks(loss: Tensor, world: int) -> float:
@@ -195,21 +198,20 @@ def run_in_turn(ranks: Any, jobs: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
     return found
 
 
-def serve(
-    work: Work, prepare: Callable[[list[Job]], dict[str, str]], *, keep_ranks: bool = False
-) -> None:
+def serve(work: Work, prepare: Prepare | Iterable[str], *, keep_ranks: bool = False) -> None:
     """Do the jobs of the file that the command line names, and print a report as each ends.
 
     Args:
         work: a rank's life: it makes the job, all ranks of which end together.
-        prepare: what is done once, before the forks; returns case -> why it cannot be made here.
+        prepare: the modules that are imported once, before the forks; or what is done there, which
+            returns case -> why it cannot be made here.
         keep_ranks: the same ranks make all cases of a world size. Their caches then serve case
             after case, but the framework must leave a process as it found it.
     """
     jobs: list[Job] = pickle.loads(Path(sys.argv[1]).read_bytes())
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # compilers and frameworks print: stdout is kept apart for the reports
-    missing = prepare(jobs)
+    missing = prepare(jobs) if callable(prepare) else import_all(prepare)
     _vary_runs()
     _serve_store()
     gc.freeze()

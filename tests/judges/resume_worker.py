@@ -263,14 +263,5 @@ def work(job: ranks.Job, rank: int) -> None:
         torch.save({**tell.held, "losses": losses, "warnings": warnings}, job.result)
 
 
-def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
-    """Import everything once."""
-    ranks.import_all(PRELOADED)
-    from tests.judges.deepspeed_train import leave_out_shared_memory
-
-    leave_out_shared_memory()
-    return {}
-
-
 if __name__ == "__main__":
-    ranks.serve(work, preload)
+    ranks.serve(work, PRELOADED)

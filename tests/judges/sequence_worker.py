@@ -75,15 +75,13 @@ def train_fsdp2(job: ranks.Job) -> dict[int, Weights]:
 
 
 def train_alone(job: ranks.Job) -> dict[int, Weights]:
-    """Train a Llama in one process, and save it with transformers and its optimizer with torch."""
+    """Train a Llama in one process, and save it with transformers."""
     model = _build(job.told)
     optimizer, scheduler = _make_optimizer(model, job.told)
 
     def save(step: int) -> Weights:
         place = job.out / "run" / f"checkpoint-{step}"
         model.save_pretrained(place)
-        if job.told.get("optimizer_too"):
-            torch.save(optimizer.state_dict(), place / "optimizer.pt")
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     return _train(model, optimizer, scheduler, job.told["saves"], save)
@@ -91,7 +89,7 @@ def train_alone(job: ranks.Job) -> dict[int, Weights]:
 
 def _build(told: dict[str, Any]) -> Any:
     torch.manual_seed(told.get("seed", 7))
-    model = models.llama(tied=told.get("tied", False), hidden=told.get("hidden", 64))
+    model = models.llama(tied=told.get("tied", False))
     if told.get("lora"):
         return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     for name, value in model.named_parameters():
@@ -101,8 +99,7 @@ def _build(told: dict[str, Any]) -> Any:
 
 def _make_optimizer(model: torch.nn.Module, told: dict[str, Any]) -> Any:
     trained = [value for value in model.parameters() if value.requires_grad]
-    kind = getattr(torch.optim, told.get("optimizer", "AdamW"))
-    optimizer = kind(trained, **{"lr": 1e-2, **told.get("settings", {})})
+    optimizer = torch.optim.AdamW(trained, **{"lr": 1e-2, **told.get("settings", {})})
     warmup = told.get("warmup", 0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(step / warmup, 1.0) if warmup else 1.0
@@ -138,12 +135,5 @@ def work(job: ranks.Job, rank: int) -> None:
         torch.save(found, job.result)
 
 
-def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
-    """Import everything once; every run can be made."""
-    ranks.import_all(PRELOADED)
-    deepspeed_train.leave_out_shared_memory()
-    return {}
-
-
 if __name__ == "__main__":
-    ranks.serve(work, preload)
+    ranks.serve(work, PRELOADED)

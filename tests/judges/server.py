@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.judges.ranks import Job, Report
+from tests.judges.ranks import RESULT, Job, Report
 from tests.support import forked
 from tests.support.crashed import crashed, warn_of
 from tests.support.programs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED = "tests.judges.deepspeed_worker"
+REFERENCE = "reference.pt"  # the result of the workers that use `deepspeed_train`
 LOG_TAIL = 3000
 NOT_HERE = "not_made.json"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -65,8 +66,9 @@ class Judge:
         name: of the framework, in messages.
         cases: its table.
         limit_s: the seconds that one case may take.
-        like: a module of a worker. One process of it imports its frameworks once, and is forked for
-            the workers of all judges that name it; without, each starts a Python of its own.
+        like: a module of a worker. One process calls its ``preload`` once, and is forked for the
+            workers of all judges that name it; without, each starts a Python of its own.
+        result: the file in which rank 0 saves what the live objects held.
     """
 
     worker: str
@@ -74,6 +76,7 @@ class Judge:
     cases: Mapping[str, Any]
     limit_s: float = LIMIT_S
     like: str = ""
+    result: str = RESULT
 
     def make(
         self, out: Path, names: Iterable[str], *, start_s: float = LIMIT_S, **told: Any
@@ -151,7 +154,7 @@ class Judge:
 
         Returns:
             Job -> what its rank 0 saved as its result, or the text of its failure; `Missing` if it
-            needs what is not here.
+            needs what is not here. The other files of a job are in ``place / name``.
         """
         import torch
 
@@ -166,8 +169,11 @@ class Judge:
                 found[report.case] = Missing(report.missing)
                 continue
             failed = any(report.exits)
-            loaded = None if failed else torch.load(job.result, weights_only=False)
-            found[report.case] = self.failure(job, report) if failed else loaded
+            found[report.case] = (
+                self.failure(job, report)
+                if failed
+                else torch.load(job.out / self.result, weights_only=False)
+            )
         return found
 
     def _asked(self, jobs: Sequence[Job], start_s: float) -> Iterator[Report]:

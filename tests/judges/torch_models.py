@@ -124,10 +124,6 @@ def menagerie_bf16() -> nn.Module:
     return Menagerie().to(torch.bfloat16)
 
 
-def menagerie_frozen_bf16() -> nn.Module:
-    return Menagerie(frozen=True).to(torch.bfloat16)
-
-
 def mlp() -> nn.Module:
     return Mlp()
 

@@ -107,19 +107,12 @@ class Tab:
         for kind in ("Pressed", "Released"):
             self.mouse(kind, x, y, button="left", clickCount=1)
 
-    def picture(self, path: Path, *, whole=True):
-        """Return a PNG of the page, all of it or what the window shows."""
-        taken = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        if whole:
-            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-            taken = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+    def picture(self, path: Path):
+        """Write a PNG of the whole page."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        taken = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(taken["data"]))
-
-    def pdf(self, path: Path):
-        """Return the page as it is printed."""
-        printed = self.call("Page.printToPDF", preferCSSPageSize=True, printBackground=False)
-        path.write_bytes(base64.b64decode(printed["data"]))
 
 
 @contextlib.contextmanager
