@@ -16,6 +16,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch._inductor.config",
     "transformers.models.llama.modeling_llama",
+    "tests.judges.weight_renames",
 )
 
 

@@ -29,6 +29,7 @@ PRELOAD = [
     "trainer.checkpoint.fsdp",
     "trainer.parallel.pipeline",
     "trainer.session",
+    "tests.judges.weight_renames",
 ]
 
 
