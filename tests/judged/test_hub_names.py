@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.judged import hub_names
+from tests.judges import server
 from tests.support.programs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def results(tmp_path_factory):
     """Case -> what each step of the proof found."""
     out = tmp_path_factory.mktemp("hub")
     subprocess.run(
-        [sys.executable, "-m", hub_names.__name__, out, "--only", *FAMILIES],
+        [*server.fork_python(server.DEEPSPEED), "-m", hub_names.__name__, out, "--only", *FAMILIES],
         cwd=ROOT,
         check=True,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},

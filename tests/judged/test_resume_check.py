@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import reshard
+from tests.judges import server
 from tests.support import forked
 from tests.trainer import worlds
 
@@ -22,16 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "resume_check"
 JUDGES = ROOT / "tests" / "judges"
 STEP, MORE = 4, 4
-FRAMEWORKS = ["tests.judges.deepspeed_worker", "torch.distributed.fsdp"]
-FRAMEWORKS += ["torch.distributed.checkpoint", "transformers"]
 OPTIONS = "--resume {checkpoint} --steps {steps} --losses {log} --zero-stage {zero_stage}"
 
 
 @pytest.fixture(scope="module")
 def launch():
     """Return (ranks, script, arguments) -> a command that runs the script on that many ranks."""
-    with forked.serving(FRAMEWORKS) as path:
-        yield lambda ranks, *words: " ".join(map(str, [*forked.build_command(path, ranks), *words]))
+    path = server.start_fork_server(server.DEEPSPEED)
+    return lambda ranks, *words: " ".join(map(str, [*forked.build_command(path, ranks), *words]))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.judges.server import NOT_HERE, CaseResult, JudgeError
 
 __all__ = ["CASES", "NOT_HERE", "CaseResult", "JudgeError", "make_all"]
 
-JUDGE = server.Judge("tests.judges.library_worker", "library", CASES)
+JUDGE = server.Judge("tests.judges.library_worker", "library", CASES, like=server.DEEPSPEED)
 
 
 def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:

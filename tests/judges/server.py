@@ -123,7 +123,7 @@ class Judge:
             asked, log = Path(scratch, "jobs"), Path(scratch, "worker.log")
             asked.write_bytes(pickle.dumps(jobs))
             with log.open("w") as stderr:
-                python = _serve(self.like) if self.like else [sys.executable]
+                python = fork_python(self.like) if self.like else [sys.executable]
                 worker = subprocess.Popen(
                     [*python, "-m", self.worker, str(asked)],
                     cwd=ROOT,
@@ -202,14 +202,20 @@ class Judge:
 
 
 @functools.cache
-def _serve(module: str) -> list[str]:
-    """Return what stands for ``python`` in forks of a process that has imported a worker's part."""
+def start_fork_server(module: str) -> str:
+    """Start a process that has imported a worker's part, once; return its socket's path.
+
+    See `forked`.
+    """
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     home = stack.enter_context(tempfile.TemporaryDirectory(prefix="judges-"))
-    return forked.build_command(
-        stack.enter_context(forked.serving([module], _environment(home))), 0
-    )
+    return stack.enter_context(forked.serving([module], _environment(home)))
+
+
+def fork_python(module: str) -> list[str]:
+    """Return what stands for ``python`` in forks of the process of `start_fork_server`."""
+    return forked.build_command(start_fork_server(module), 0)
 
 
 def _environment(home: str) -> dict[str, str]:
