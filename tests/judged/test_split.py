@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import reshard
 from reshard.errors import UsageError
 from reshard.formats import registry
+from tests.support.combinations import choose_combinations
 from tests.support.sample_tensors import same
 
 # fixture, and the path below it
@@ -69,9 +72,9 @@ def check_same(before, after):
         }
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("to", WRITABLE)
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    ("name", "to", "world"), choose_combinations(itertools.product(SOURCES, WRITABLE, (1, 3)))
+)
 def test_every_source_becomes_every_target(name, to, world, source, tmp_path):
     told = TOLD.get(name, {})
     before = state_of(source, **told)
