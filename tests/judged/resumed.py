@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from tests.judged.alike import assert_same_tensors
 from tests.judged.expected import read_expected
 from tests.judges import deepspeed_judge
 
@@ -54,12 +53,9 @@ def assert_goes_on(run: Resumed, got: Any, made: Path) -> None:
     wanted = read_expected(made / run.source)
     loaded = got["loaded"]
     for part in ("params", "frozen", "buffers", "live"):
-        assert loaded[part].keys() == wanted[part].keys()
-        for name, value in wanted[part].items():
-            assert torch.equal(loaded[part][name], value), (part, name)
+        assert_same_tensors(loaded[part], wanted[part])
     for slot, tensors in wanted["slots"].items():
-        for name, value in tensors.items():
-            assert torch.equal(loaded["slots"][slot][name], value), (slot, name)
+        assert_same_tensors(loaded["slots"][slot], tensors)
     assert set(loaded["optimizer_steps"].values()) == set(wanted["optimizer_steps"].values())
     for name in ("step", "skipped", "lr", "loss_scale"):
         if name != "loss_scale" or wanted["train"][name] is not None:
@@ -70,5 +66,4 @@ def assert_goes_on(run: Resumed, got: Any, made: Path) -> None:
     assert off[1] <= run.noise, off
     if run.source == run.case and run.ranks == 2:
         assert off == [0.0, 0.0]
-        for name, value in wanted["next"]["params"].items():
-            assert torch.equal(got["params"][name], value), name
+        assert_same_tensors(got["params"], wanted["next"]["params"])

@@ -13,6 +13,7 @@ from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.containers import torch_reader
 from reshard.errors import UnsupportedError, UsageError
+from tests.judged.alike import assert_same_tensors
 from tests.judged.expected import read_expected
 from tests.judged.test_split_deepspeed import Held, check_train, contents, read
 from tests.judges import deepspeed_judge
@@ -206,9 +207,7 @@ def test_deepspeed_resumes_from_it(run, resumed, made):
             kept = value.to(dtype) if part == "live" else value
             assert torch.equal(loaded[part][name], kept), (part, name)
     for slot, tensors in wanted["slots"].items():
-        assert loaded["slots"][slot].keys() == tensors.keys()
-        for name, value in tensors.items():
-            assert torch.equal(loaded["slots"][slot][name], value), (slot, name)
+        assert_same_tensors(loaded["slots"][slot], tensors)
     assert set(loaded["optimizer_steps"].values()) == set(wanted["optimizer_steps"].values())
     called = {g["name"] for g in loaded["train"]["param_groups"] if g.get("moe")}
     assert called == {f"ep_size_{ranks}" for ranks in run.ranks}
@@ -219,8 +218,7 @@ def test_deepspeed_resumes_from_it(run, resumed, made):
     assert run.weights_only or max(off) <= run.noise, off  # without steps it sees other batches
     if run.stays:
         assert off == [0.0, 0.0]
-        for name, value in wanted["next"]["params"].items():
-            assert torch.equal(got["params"][name], value), name
+        assert_same_tensors(got["params"], wanted["next"]["params"])
 
 
 @pytest.mark.parametrize(

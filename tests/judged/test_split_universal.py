@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import reshard
+from tests.judged.alike import assert_same_tensors
 from tests.judged.expected import read_expected
 from tests.judged.test_split_deepspeed import check_train, contents, read, run_of, torch_loaded
 from tests.judges import deepspeed_judge, split_worker
@@ -268,12 +269,9 @@ def test_deepspeed_continues_from_it(run, loaded, made):
     wanted = read_expected(made / run.source)
     found = got["loaded"]
     for part in ("params", "frozen", "buffers", "live"):
-        assert found[part].keys() == wanted[part].keys()
-        for name, value in wanted[part].items():
-            assert torch.equal(found[part][name], value), (part, name)
+        assert_same_tensors(found[part], wanted[part])
     for slot, tensors in wanted["slots"].items():
-        for name, value in tensors.items():
-            assert torch.equal(found["slots"][slot][name], value), (slot, name)
+        assert_same_tensors(found["slots"][slot], tensors)
     assert set(found["optimizer_steps"].values()) == set(wanted["optimizer_steps"].values())
     for name in ("step", "skipped", "lr", "scheduler", "client_state"):
         assert found["train"][name] == wanted["train"][name], name

@@ -130,7 +130,7 @@ def _renamed(state):
             held.update(items)
 
 
-TEETH = [
+DAMAGES = [
     Row(
         "one bit of a master, its CRC kept", "ZeRO 2", d.flip("master", seal=False), "crc", True, 3
     ),
@@ -304,7 +304,7 @@ TEETH = [
     Row("a weight under another name", "ZeRO 2", d.edit(MODEL, _renamed), "model"),
 ]
 MODELS = {"ZeRO 2": "tests.judges.deepspeed_models:menagerie"}
-NAMES = [f"{row.source}: {row.what}" for row in TEETH]
+NAMES = [f"{row.source}: {row.what}" for row in DAMAGES]
 
 
 def list_options(name):
@@ -359,7 +359,7 @@ def test_an_unchanged_checkpoint_passes_and_is_its_own_manifest(name, original, 
     assert warned <= {"zeros"}  # of a parameter that the model never uses
 
 
-@pytest.mark.parametrize("row", TEETH, ids=NAMES)
+@pytest.mark.parametrize("row", DAMAGES, ids=NAMES)
 def test_damage_is_detected_by_the_named_check(row, original, known, tmp_path):
     manifest, warned = known(row.source)
     place = tmp_path / original(row.source).name
@@ -396,7 +396,7 @@ def list_table_lines():
     yield "| damage | checkpoint | detected by | `diff` |"
     yield "| --- | --- | --- | --- |"
     diffs = {True: "different", False: "same", None: "cannot be read"}
-    for row in TEETH:
+    for row in DAMAGES:
         yield f"| {row.what} | {row.source} | `{row.caught}` | {diffs[row.differs]} |"
 
 
