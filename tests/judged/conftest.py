@@ -12,21 +12,31 @@ import pytest
 
 from tests.judged import sequences
 from tests.judges import deepspeed_judge, library_judge, megatron_judge, torch_judge
+from tests.judges.server import NOT_HERE
 
 KEPT = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="session")
 def checkpoints(request, tmp_path_factory):
-    """Return a function: a judge's ``make_all``, cases, the folder to keep them -> directory."""
+    """Return a function: a judge's ``make_all``, cases, the folder to keep them -> directory.
+
+    What an earlier run has kept is used, and what it lacked is tried again.
+    """
+
+    kept = request.config.getoption("--checkpoints")
 
     def find(make_all, names, folder) -> Path:
-        place = Path(request.config.getoption("--checkpoints") or shared(), folder)
+        place = Path(kept or shared(), folder)
         place.mkdir(parents=True, exist_ok=True)
         with (place / ".lock").open("w") as lock:  # of several test processes one makes them
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if wanted := [name for name in names if not (place / name).is_dir()]:
-                make_all(place, wanted)
+            wanted = {name for name in names if not (place / name).is_dir()}
+            noted = place / NOT_HERE
+            if noted.exists() and not kept:  # by another process of this run: nothing changes in it
+                wanted -= json.loads(noted.read_text()).keys()
+            if wanted:
+                make_all(place, [name for name in names if name in wanted])
         return place
 
     def shared() -> Path:
