@@ -25,20 +25,21 @@ def describe_job(stage, ranks, **told):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A directory with ``STAGE-N/run`` for each stage and number of ranks."""
+def saved(made, tmp_path_factory):
+    """(stage, number of ranks) -> the directory of a run; those of two ranks are judged cases."""
     place = tmp_path_factory.mktemp("saved")
-    jobs = {f"{stage}-{n}": describe_job(stage, n) for stage in STAGES for n in SIZES}
-    found = JUDGE.run(place, jobs)
+    others = {(stage, n): f"{stage}-{n}" for stage in STAGES for n in SIZES if n != 2}
+    found = JUDGE.run(place, {name: describe_job(*run) for run, name in others.items()})
     assert all(isinstance(seen, dict) for seen in found.values()), found
-    return place
+    cases = {(stage, 2): made / f"z{stage}_fp32" for stage in STAGES}
+    return cases | {run: place / name for run, name in others.items()}
 
 
 @pytest.fixture(scope="module")
 def loaded(saved, tmp_path_factory):
     told = {"steps": 2, "how": {"live": True}}
     jobs = {
-        f"{stage}-{n}-{m}": describe_job(stage, m, load=saved / f"{stage}-{n}" / "run", **told)
+        f"{stage}-{n}-{m}": describe_job(stage, m, load=saved[stage, n] / "run", **told)
         for stage, n, m in LOADS
     }
     return JUDGE.run(tmp_path_factory.mktemp("loaded"), jobs)
@@ -46,5 +47,6 @@ def loaded(saved, tmp_path_factory):
 
 @pytest.mark.parametrize(("stage", "n", "m"), LOADS)
 def test_the_state_has_the_same_bits_and_training_goes_on(stage, n, m, saved, loaded):
-    run = Resumed(f"{stage}-{n}", f"z{stage}_fp32", m, stage)
-    assert_goes_on(run, loaded[f"{stage}-{n}-{m}"], saved)
+    source = saved[stage, n]
+    run = Resumed(source.name, f"z{stage}_fp32", m, stage)
+    assert_goes_on(run, loaded[f"{stage}-{n}-{m}"], source.parent)
