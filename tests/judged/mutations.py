@@ -67,7 +67,7 @@ def _given(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def families(root: Path) -> list[list[Path]]:
-    """Files whose names or folders differ in their numbers alone, and in their bytes."""
+    """Return files whose names or folders differ in their numbers alone, and in their bytes."""
     found: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(root.rglob("*")):
         if path.is_file() and path.suffix in STATES and path.stat().st_size:

@@ -69,7 +69,7 @@ def saved(tmp_path, peft_adapter):
 
 
 def edit(path, **values):
-    """Another configuration; None takes a value out."""
+    """Return another configuration; None takes a value out."""
     config = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 

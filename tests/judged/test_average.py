@@ -39,7 +39,7 @@ def mixed(tag, truth):
 
 
 def mean_of(weights, name):
-    """What torch says in the stated arithmetic."""
+    """Return what torch says in the stated arithmetic."""
     return torch.stack([each[name].double() for each in weights]).mean(0).float()
 
 

@@ -541,7 +541,7 @@ def test_unconsolidated_blocks_without_a_position_are_refused(copied, refused):
 
 
 def with_header(path: Path, edit: Callable[[Any], Any]) -> None:
-    """Another header before the same data."""
+    """Return another header before the same data."""
     data = path.read_bytes()
     (nbytes,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + nbytes])

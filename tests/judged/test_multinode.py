@@ -125,7 +125,7 @@ def launcher():
 
 
 def ended(programs):
-    """(exit codes, stdout, stderr) of all."""
+    """Return (exit codes, stdout, stderr) of all."""
     try:
         outputs = [program.communicate(timeout=LIMIT_S) for program in programs]
     finally:

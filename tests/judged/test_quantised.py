@@ -101,7 +101,7 @@ def fp8_model(place, name, **settings):
 
 
 def gpt_oss(place):
-    """GPT-OSS with random experts in MXFP4."""
+    """Return GPT-OSS with random experts in MXFP4."""
     tensors, config = saved(place / "plain", "gpt_oss")
     for fqn in [fqn for fqn in tensors if fqn.endswith(("gate_up_proj", "down_proj"))]:
         experts, columns, rows = tensors.pop(fqn).shape

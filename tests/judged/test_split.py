@@ -41,7 +41,7 @@ def source(request, name):
 
 
 def state_of(path, **told):
-    """Everything that must travel, by name."""
+    """Return everything that must travel, by name."""
     with reshard.open(path, **told) as checkpoint:
         manifest = checkpoint.manifest
         weights = {fqn: checkpoint[fqn][...] for fqn in checkpoint}

@@ -45,7 +45,7 @@ def weights(tmp_path_factory) -> dict[bool, Path]:
 
 @pytest.fixture
 def groups_file(tmp_path):
-    """Writes a file of groups."""
+    """Return a function that writes a file of groups."""
 
     def write(*groups) -> Path:
         path = tmp_path / "groups.json"

@@ -77,7 +77,7 @@ def split(source, directory, **options):
 
 
 def contents(manifest):
-    """(kind or "weight", fqn) -> dtype and bytes; of each weight its most precise value."""
+    """Return (kind or "weight", fqn) -> dtype and bytes; of each weight its most precise value."""
     state = build_writable_state(manifest)
     named = {("weight", weight.fqn): weight.value for weight in state.weights}
     named |= {

@@ -258,7 +258,7 @@ def loaded(made, fsdp, tmp_path_factory) -> dict[str, Any]:
 
 
 def off(losses, wanted):
-    """Relative differences."""
+    """Return relative differences."""
     return [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
 
 

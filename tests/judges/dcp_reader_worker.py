@@ -124,7 +124,7 @@ class Counted:
 
 
 def load(state, source, **options):
-    """`dcp.load`, and how many bytes this rank read for it, headers not counted."""
+    """Call `dcp.load`; return how many bytes this rank read for it, headers not counted."""
     reader = reshard.dcp.StorageReader(source, **options)
     with Counted() as counted:
         dcp.load(state, storage_reader=reader)
@@ -132,7 +132,7 @@ def load(state, source, **options):
 
 
 def train(ranks, kind, model, optimizer, first, steps):
-    """Mean losses of the judge's next steps."""
+    """Return mean losses of the judge's next steps."""
     losses = []
     for step in range(first, first + steps):
         share = models.rank_share(models.global_batch(step, 0, 1), ranks.rank, ranks.world)
@@ -149,7 +149,7 @@ def train(ranks, kind, model, optimizer, first, steps):
 
 
 def differing(model, optimizer, source, dtype=None):
-    """Names of live values that are not bitwise those of `reshard.open`, gathered on every rank."""
+    """Return names of live values, gathered on every rank, that `reshard.open` has otherwise."""
     weights = {name: whole(value) for name, value in get_model_state_dict(model).items()}
     found = []
     with reshard.open(source) as checkpoint:

@@ -37,7 +37,7 @@ def is_llama(module: nn.Module) -> bool:
 
 
 def llama_logits(params: dict[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
-    """Logits of a fresh fp32 Llama that holds ``params``, on fixed tokens in eval mode."""
+    """Return logits of a fresh fp32 Llama that holds ``params``, on fixed tokens in eval mode."""
     model = llama(tied=tied).float().eval()
     absent = model.load_state_dict(params, strict=False)
     if absent.unexpected_keys or set(absent.missing_keys) > ({"lm_head.weight"} if tied else set()):
@@ -99,7 +99,7 @@ class Menagerie(nn.Module):
         self.extras = Extras(scalar_shape)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         loss: Tensor = self.llama(input_ids=input_ids, labels=input_ids).loss.float()
         return loss + self.extras()
 
@@ -140,7 +140,7 @@ class MoeToy(nn.Module):
         self.head = nn.Linear(16, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         hidden = self.embed(input_ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden)[0]
@@ -149,7 +149,7 @@ class MoeToy(nn.Module):
 
 
 def global_batch(step: int, micro: int, accumulation: int) -> Tensor:  # (GLOBAL_BATCH, SEQUENCE)
-    """Token ids of one micro step over all ranks; depends on nothing but the position in time."""
+    """Return token ids of a micro step of all ranks; they depend on the position in time alone."""
     generator = torch.Generator().manual_seed(1000 + step * accumulation + micro)
     return torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=generator)
 
@@ -161,7 +161,7 @@ def rank_share(batch: Tensor, rank: int, world: int) -> Tensor:
 
 
 def param_groups(model: nn.Module, split: str) -> list[dict[str, Any]]:
-    """Trainable parameters in user groups: ``one``, ``decay`` or ``tiny``.
+    """Return trainable parameters in user groups: ``one``, ``decay`` or ``tiny``.
 
     ``tiny`` puts the single-element scalar in a group of its own, smaller than any number of ranks.
     """

@@ -43,12 +43,12 @@ class Run:
     groups: list[list[nn.Parameter]]
 
     def hypers(self) -> list[dict[str, Any]]:
-        """Hyperparameters of each user group, as the optimizer holds them now."""
+        """Return hyperparameters of each user group, as the optimizer holds them now."""
         groups = self.engine.optimizer.param_groups
         return [copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in groups]
 
     def fqns(self) -> list[list[str]]:
-        """Names of each user group."""
+        """Return names of each user group."""
         return truth.group_fqns(self.engine, self.groups)
 
 
@@ -345,7 +345,7 @@ def save(run: Run, directory: Path) -> None:
 def describe(
     run: Run, now: truth.Snapshot, client_state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Everything a reader of the checkpoint should find, from the live engine."""
+    """Return everything a reader of the checkpoint should find, from the live engine."""
     engine, module = run.engine, run.engine.module
     groups = [h | {"fqns": n} for h, n in zip(run.hypers(), run.fqns(), strict=True)]
     scheduler = engine.lr_scheduler

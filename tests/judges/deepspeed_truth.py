@@ -54,7 +54,7 @@ def optimized(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def empty_params(model: nn.Module) -> Tensors:
-    """Trainable zero-element parameters, fp32 like every other entry of ``params``."""
+    """Return trainable zero-element parameters, fp32 like every other entry of ``params``."""
     empty = {n: p for n, p in named(model) if p.requires_grad and not _numel(p)}
     return {n: _live(p).float() for n, p in empty.items()}
 
@@ -70,7 +70,7 @@ def _live(param: nn.Parameter) -> Tensor:
 
 
 def frozen_params(model: nn.Module) -> Tensors:
-    """Frozen parameters in their true dtype."""
+    """Return frozen parameters in their true dtype."""
     return {n: _live(p) for n, p in named(model) if not p.requires_grad}
 
 
@@ -83,7 +83,7 @@ def persistent_buffers(model: nn.Module) -> Tensors:
 def snapshot(
     engine: DeepSpeedEngine, slot_names: tuple[str, ...], unused: frozenset[str] = frozenset()
 ) -> Snapshot:
-    """Masters and slots of every optimized parameter, checked against the live module.
+    """Return masters and slots of every optimized parameter, checked against the live module.
 
     ``unused`` are names that the module does not compute with, and DeepSpeed does not restore.
     """
@@ -207,7 +207,7 @@ def _whole(
 
 
 def group_fqns(engine: DeepSpeedEngine, groups: list[list[nn.Parameter]]) -> list[list[str]]:
-    """Names per user group, in the user's order, of what the optimizer owns."""
+    """Return names per user group, in the user's order, of what the optimizer owns."""
     names = {id(p): n for n, p in optimized(engine.module).items()}
     return [[names[id(p)] for p in group if id(p) in names] for group in groups]
 

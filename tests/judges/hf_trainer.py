@@ -18,7 +18,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         self.rows = rows
 
     def __len__(self) -> int:
-        """Samples of all steps."""
+        """Return the number of samples of all steps."""
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ class Counter:
 
 
 def make_plugin(case: Case) -> FullyShardedDataParallelPlugin:
-    """Accelerate's settings of FSDP for a case."""
+    """Return Accelerate's settings of FSDP for a case."""
     return FullyShardedDataParallelPlugin(
         fsdp_version=case.how["version"],
         state_dict_type=f"{case.how['type']}_STATE_DICT",

@@ -107,7 +107,7 @@ def build(name: str, seed: int = 7) -> nn.Module:
 
 
 def tokens(count: int) -> Tensor:  # (count, SEQUENCE)
-    """Fixed token ids."""
+    """Return fixed token ids."""
     generator = torch.Generator().manual_seed(11)
     return torch.randint(0, VOCAB, (count, SEQUENCE), generator=generator)
 

@@ -98,7 +98,7 @@ def flat_params(model: nn.Module) -> dict[str, Tensor]:
 
 
 def named_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], list[Truth]]:
-    """State and groups by name, found by the identity of each parameter."""
+    """Return state and groups by name, found by the identity of each parameter."""
     names = {id(p): clean(name) for name, p in model.named_parameters()}
     state = {names[id(p)]: _values(optimizer.state[p]) for p in optimizer.state}
     groups = [

@@ -151,7 +151,7 @@ class Grid:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Return the number of ranks."""
         return self.tp * self.pp * self.dp
 
 
@@ -197,7 +197,7 @@ class Case:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Return the number of ranks."""
         return self.grid.world
 
     @property

@@ -12,6 +12,6 @@ EVALUATED = -1  # the step whose batch is never trained on
 
 
 def batch(vocabulary: int, step: int) -> torch.Tensor:
-    """Tokens of a step (samples, SEQUENCE + 1), alike on every grid."""
+    """Return tokens of a step (samples, SEQUENCE + 1), alike on every grid."""
     seed = torch.Generator().manual_seed(1000 + step)
     return torch.randint(vocabulary, (SAMPLES, SEQUENCE + 1), generator=seed)

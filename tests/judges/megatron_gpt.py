@@ -31,7 +31,7 @@ class Gpt:
     parallel: bool = False
 
     def logits(self, tensors: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, length, vocabulary)."""
+        """Return (batch, length, vocabulary)."""
         get = tensors.get
         embedding = tensors["embedding.word_embeddings.weight"]
         x = embedding[tokens]

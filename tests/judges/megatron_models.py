@@ -88,7 +88,7 @@ def config_of(case: Case) -> TransformerConfig:
 
 
 def build(case: Case, config: TransformerConfig) -> list[Any]:
-    """The chunks of this rank, wrapped as training wraps them (megatron/training/training.py)."""
+    """Return this rank's chunks, wrapped as training wraps them (megatron/training/training.py)."""
     chunks = [_gpt(case, config, stage) for stage in range(case.grid.vpp or 1)]
     if case.expert_part:
         for name, param in chunks[0].named_parameters():

@@ -89,7 +89,7 @@ def in_one_bucket(run: Run) -> Run:
 
 
 def _gathered(held: dict[str, Any] | None, group: Any) -> dict[str, Tensor]:
-    """Slots of a whole parameter, flat, from the parts of a data parallel group."""
+    """Return slots of a whole parameter, flat, from the parts of a data parallel group."""
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, held, group=group)
     found = sorted((part for part in parts if part), key=lambda part: part["range"])
@@ -149,7 +149,7 @@ def _full(slots: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _groups(run: Run, names: dict[Tensor, str]) -> list[dict[str, Any]]:
-    """Param groups of all optimizers in order, their parameters by name."""
+    """Return param groups of all optimizers in order, their parameters by name."""
     found = []
     for optimizer in _optimizers(run):
         mains = _mains(run, optimizer)
@@ -188,7 +188,7 @@ def _mains(run: Run, optimizer: Any) -> dict[Tensor, Tensor]:
 
 @torch.no_grad()
 def _logits(run: Run) -> Tensor:
-    """(samples, SEQUENCE, padded vocabulary) in float32."""
+    """Return (samples, SEQUENCE, padded vocabulary) in float32."""
     (model,) = run.models()
     tokens = batch(run.case.vocabulary, EVALUATED)[:, :-1].contiguous()
     positions = torch.arange(SEQUENCE).expand_as(tokens)

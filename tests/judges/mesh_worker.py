@@ -201,7 +201,7 @@ def by_transformers(model, mesh):
 
 
 def untrue(model, optimizer, reference):
-    """Names of what DeepSpeed itself held otherwise."""
+    """Return names of what DeepSpeed itself held otherwise."""
     told = {**reference["params"], **reference["frozen"], **reference["buffers"]}
     live_ones = model.state_dict(keep_vars=True)
     names = {id(p): name for name, p in model.named_parameters()}

@@ -87,7 +87,7 @@ def gradient(name, step):
 
 
 def settings(case):
-    """Names of each param group, with its settings."""
+    """Return names of each param group, with its settings."""
     small = [name for name in PARAMETERS if len(PARAMETERS[name][0]) == 1]
     large = [name for name in PARAMETERS if name not in small]
     if not case.groups:

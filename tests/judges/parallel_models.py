@@ -205,7 +205,7 @@ def loss_of(out: Tensor, labels: Tensor) -> Tensor:
 
 
 def patterns(*, tied: bool, blocks: range) -> dict[str, Any]:
-    """``universal_checkpoint_info`` of a pipeline of these layers."""
+    """Return ``universal_checkpoint_info`` of a pipeline of these layers."""
     words = "tied_modules.embed.word_embeddings.weight" if tied else r"0.word_embeddings.weight"
     positions = words.replace("word_", "position_")
     head = [] if tied else [rf"{blocks.stop + 1}.lm_head.weight"]
@@ -231,6 +231,6 @@ def patterns(*, tied: bool, blocks: range) -> dict[str, Any]:
 
 
 def batch(step: int, count: int = 8) -> Tensor:
-    """Ids of a global batch (count, LENGTH)."""
+    """Return ids of a global batch (count, LENGTH)."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randint(0, WORDS, (count, LENGTH), generator=generator)

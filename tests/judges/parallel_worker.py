@@ -145,7 +145,7 @@ def _update(engine: Any, loss: Tensor) -> float:
 
 
 def truth(engine: Any, slots: tuple[str, ...] = SLOTS) -> dict[str, Any]:
-    """Whole tensors by the optimizer's names, gathered by the ranks that hold them."""
+    """Return whole tensors by the optimizer's names, gathered by the ranks that hold them."""
     first = getattr(engine, "is_first_stage", lambda: True)()
     unused = frozenset() if first else frozenset({POSITIONS})
     now = deepspeed_truth.snapshot(engine, slots, unused)

@@ -97,7 +97,7 @@ def train(mesh, model, optimizer):
 
 
 def truth(ranks, mesh, model, optimizer):
-    """Whole tensors of all stages, as torch gathers each stage's."""
+    """Return whole tensors of all stages, as torch gathers each stage's."""
     weights = get_model_state_dict(model, options=WHOLE)
     state = get_optimizer_state_dict(model, optimizer, options=WHOLE)
     first = mesh.get_local_rank("dp") == mesh.get_local_rank("tp") == 0

@@ -61,7 +61,7 @@ def train(ranks, name, place):
 
 
 def load(ranks, name, place, source):
-    """Names of weights of a live model that differ after it loaded a checkpoint.
+    """Return names of weights of a live model that differ after it loaded a checkpoint.
 
     Args:
         source: a directory to load; a published one is read by `reshard.dcp.StorageReader`.

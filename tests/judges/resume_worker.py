@@ -91,7 +91,7 @@ class Tell(TrainerCallback):
 
 
 def of_engine(engine: Any) -> truth.Truth:
-    """Masters and moments of a DeepSpeed engine, and its step."""
+    """Return masters and moments of a DeepSpeed engine, and its step."""
     from tests.judges.deepspeed_truth import snapshot
 
     found = snapshot(engine, ("exp_avg", "exp_avg_sq"))
@@ -194,7 +194,7 @@ LAYERS = {
 
 
 def settings(job: ranks.Job) -> dict[str, Any]:
-    """Arguments of the way in which the job trains."""
+    """Return arguments of the way in which the job trains."""
     kind = job.told["kind"]
     if kind == "deepspeed":
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"

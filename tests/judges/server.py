@@ -107,7 +107,7 @@ class Judge:
         return results
 
     def job(self, name: str, out: Path, logs: Path, world: int | None = None, **told: Any) -> Job:
-        """What the worker is told; its directories are made here."""
+        """Return what the worker is told; its directories are made here."""
         out.mkdir(parents=True)
         logs.mkdir(parents=True, exist_ok=True)
         world = self.cases[name].world if world is None else world
@@ -219,7 +219,7 @@ def fork_python(module: str) -> list[str]:
 
 
 def _environment(home: str) -> dict[str, str]:
-    """CPU, one thread a rank; nothing leaks in from a surrounding launcher or a user's settings.
+    """Return a worker's variables: CPU, one thread a rank, nothing of a launcher or of a user.
 
     GPUs are hidden, because telling accelerate to use the CPU would make it forget DeepSpeed.
     """

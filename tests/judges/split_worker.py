@@ -49,7 +49,7 @@ OWN = "trust"  # of a parameter's state
 
 
 def live(ranks, kind, build, seed=7):
-    """A model as one of torch's wrappers has it, and its optimizer with two groups.
+    """Return a model as one of torch's wrappers has it, and its optimizer with two groups.
 
     ``kind`` is the wrapper, and then in any order: ``mesh`` for FSDP 1 on a device mesh, ``named``
     for one whose axis has a name, ``orig`` for use_orig_params, an optimizer other than AdamW.
@@ -91,13 +91,13 @@ def grouped(model, *, units):
 
 
 def share_of(batch, ranks):
-    """The rows of this rank."""
+    """Return the rows of this rank."""
     size = len(batch) // ranks.world
     return batch[ranks.rank * size : (ranks.rank + 1) * size]
 
 
 def train(ranks, model, optimizer, first, steps=STEPS, share=share_of):
-    """Losses of the next steps, the mean of the ranks', exactly."""
+    """Return losses of the next steps, the mean of the ranks', exactly."""
     losses = []
     for step in range(first, first + steps):
         chance = torch.Generator().manual_seed(step)
@@ -111,7 +111,7 @@ def train(ranks, model, optimizer, first, steps=STEPS, share=share_of):
 
 
 def state_of(model, optimizer):
-    """Everything, whole, as torch itself gathers it."""
+    """Return everything, whole, as torch itself gathers it."""
     return {
         "model": dict(get_model_state_dict(model, options=WHOLE)),
         "optim": get_optimizer_state_dict(model, optimizer, options=WHOLE),
@@ -119,7 +119,7 @@ def state_of(model, optimizer):
 
 
 def differing(found, wanted):
-    """Names of what is not bitwise the same."""
+    """Return names of what is not bitwise the same."""
     wrong = [n for n, t in wanted["model"].items() if not same(found["model"][n], t)]
     wrong += [n for n in found["model"] if n not in wanted["model"]]
     states, truths = found["optim"]["state"], wanted["optim"]["state"]
@@ -185,7 +185,7 @@ def save_sharded_and_whole(ranks, kind, build, place):
 
 
 def states_of_fsdp1(model, optimizer):
-    """Shards and whole tensors by the methods of FSDP 1."""
+    """Return shards and whole tensors by the methods of FSDP 1."""
     found = []
     for typed in (sharded_type, whole_type):
         with typed(model):
@@ -208,7 +208,7 @@ def sharded_type(model):
 
 
 def whole_type(model):
-    """The context of full state dicts on every rank."""
+    """Return the context of full state dicts on every rank."""
     return Fsdp1.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
@@ -218,7 +218,7 @@ def whole_type(model):
 
 
 def states_of_fsdp2(model, optimizer):
-    """Shards and whole tensors by the functions that FSDP 2 has for it."""
+    """Return shards and whole tensors by the functions that FSDP 2 has for it."""
     sharded = {
         "model": get_model_state_dict(model),
         "optim": get_optimizer_state_dict(model, optimizer),
@@ -299,7 +299,7 @@ def load_full(_ranks, place, model, optimizer):
 
 
 def load_whole(_ranks, place, model, optimizer):
-    """Whole files into a sharded model by torch's own means."""
+    """Load whole files into a sharded model by torch's own means."""
     set_model_state_dict(model, torch.load(place / "pytorch_model_fsdp.bin"), options=WHOLE)
     moments = torch.load(place / "optimizer.bin")
     set_optimizer_state_dict(model, optimizer, moments, options=WHOLE)
@@ -361,7 +361,7 @@ def from_deepspeed(ranks, place, source, first, steps, kind="fsdp2", form="dcp")
 
 
 def accelerate_loads(ranks, place, case, source):
-    """What of a run's truth differs after Accelerate's own ``load_state``."""
+    """Return what of a run's truth differs after Accelerate's own ``load_state``."""
     from accelerate import Accelerator
 
     from tests.judges import library_accelerate, library_models, library_truth
@@ -423,7 +423,7 @@ def save_llama(ranks, place, source, steps, further):
 
 
 def as_one_file(_ranks, place, source):
-    """What torch's own converter makes of a directory."""
+    """Return what torch's own converter makes of a directory."""
     out = Path(f"{place}.pt")
     dcp_to_torch_save(place, out)
     read = torch.load(out, weights_only=False)

@@ -243,7 +243,7 @@ def _unit_groups(model: nn.Module) -> list[State]:
 
 
 def _named_decay_groups(model: nn.Module) -> list[State]:
-    """Groups of (name, parameter), for which the optimizer keeps ``param_names``."""
+    """Return groups of (name, parameter), for which the optimizer keeps ``param_names``."""
     names = {id(p): n for n, p in model.named_parameters()}
     return [
         {**group, "params": [(names[id(p)], p) for p in group["params"]]}
@@ -549,7 +549,7 @@ def compiled_layers(live: Live, place: Path) -> None:
 
 
 def parameters(live: Live, place: Path) -> None:
-    """Parameters as they are, with requires_grad."""
+    """Return parameters as they are, with requires_grad."""
     state = live.model.state_dict(keep_vars=True)
     torch.save({"model": state, "optimizer": live.optimizer.state_dict()}, place / "checkpoint.pt")
 

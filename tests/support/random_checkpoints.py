@@ -134,7 +134,7 @@ def scene(directory, seed, shapes=SHAPES, layouts=LAYOUTS):
 
 
 def boxes_of(chance, shape, dims):
-    """A partition of a tensor: random cuts along the given dims; empty boxes may be among them."""
+    """Cut a tensor at random along the given dims; empty boxes may be among the parts."""
     edges = []
     for dim, size in enumerate(shape):
         cuts = [chance.randint(0, size) for _ in range(chance.randint(1, 3))] if dim in dims else []
@@ -145,7 +145,7 @@ def boxes_of(chance, shape, dims):
 
 
 def whole_target(made, files=1):
-    """Safetensors files that hold every tensor whole."""
+    """Return safetensors files that hold every tensor whole."""
     outputs, entries = [], []
     for number in range(files):
         held = [(e, e.dtype) for e in list(made.entries.values())[number::files]]
@@ -157,7 +157,7 @@ def whole_target(made, files=1):
 
 
 def sharded_target(made, seed):
-    """Files whose chunks are boxes or runs of the tensors, with gaps between them."""
+    """Return files whose chunks are boxes or runs of the tensors, with gaps between them."""
     chance = random.Random(seed)
     sizes = [0, 0, 0]
     entries = []
@@ -183,7 +183,7 @@ def _target_boxes(chance, shape):
 
 
 def expected(made, skeleton):
-    """File name -> its whole content, painted by numpy."""
+    """Return file name -> its whole content, painted by numpy."""
     contents = {file.name: bytearray(file.nbytes) for file in skeleton.files}
     for file in skeleton.files:
         for offset, data in file.literals:
