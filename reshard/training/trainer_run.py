@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.errors import UsageError
 from reshard.manifest import Skeleton, TrainState
 from reshard.model.wrap import OWN_LAYERS
 from reshard.schema import COUNT, TEXT, a, expect, record, sequence
@@ -136,13 +137,26 @@ class TrainerRun:
         return unsharded and bool(self.settings["strategy"] == "fsdp")
 
     def mesh(self, ranks: int) -> dict[str, int]:
-        """Return the axes of the trainer's device mesh for a number of data-parallel ranks."""
+        """Return the axes of the trainer's device mesh for a number of data-parallel ranks.
+
+        Raises:
+            UsageError: the run states the size of a replica, and the ranks cannot form replicas of
+                that size.
+        """
         settings = self.settings
         if "HYBRID" not in settings["fsdp_sharding_strategy"] or ranks == 1:
             return {"shard": ranks}
         # Without a size, a replica is half of the ranks; of two, or an odd number, it is all.
         half = ranks // 2 if ranks % 2 == 0 and ranks > 2 else ranks
         size = settings["fsdp_hybrid_size"] or half
+        if ranks % size:
+            raise UsageError(
+                f"--world-size {ranks}",
+                f"the run shards its model over replicas of {size} ranks (fsdp_hybrid_size), and"
+                f" {ranks} ranks cannot form such replicas",
+                f"use a multiple of {size}, or write files that fit any number of ranks:"
+                " --state-dict-type sharded",
+            )
         return {"replicate": ranks // size, "shard": size}
 
     def resized(self, ranks: int, **settings: str) -> dict[str, Any]:
