@@ -217,10 +217,10 @@ def read_batch_before(location: Location) -> dict[str, dict[str, int]]:
         return {}
     numbers = read_json_object(path)
     if sorted(numbers) != sorted((BATCH, WORLD)) or any(
-        type(n) is not int for n in numbers.values()
+        type(n) is not int or n < 1 for n in numbers.values()
     ):
         raise CorruptError(
-            path, f"has {sorted(numbers)}, expected {BATCH} and {WORLD}", "delete it"
+            path, f"has {numbers}, expected {BATCH} and {WORLD}, both at least 1", "delete it"
         )
     return {BATCH_BEFORE: numbers}
 

@@ -44,15 +44,24 @@ def rebalance_batch(manifest: Manifest, world_size: int) -> Rebalanced:
         return Rebalanced(manifest, [], [problem])
     if before == world_size:
         return Rebalanced(manifest, [], [])
-    if isinstance(config, dict) and isinstance(config.get(_MICRO), int):
+    if isinstance(config, dict) and _states_batch(config):
         return _rebalance_sequences(manifest, config, before, world_size)
     if run is not None:
         return Rebalanced(manifest, [], [])
     progress = manifest.train.trainer_state
-    if progress is not None and type(progress.get(BATCH)) is int:
+    if progress is not None and _is_count(progress.get(BATCH)):
         return _rebalance_hf_trainer(manifest, progress[BATCH], before, world_size)
     is_stated = origin.world == 1 or any(axis != "world" for axis in origin.mesh)
     return Rebalanced(manifest, [_describe_rule(before, world_size, is_stated=is_stated)], [])
+
+
+def _states_batch(config: dict[str, Any]) -> bool:
+    """Return whether a DeepSpeed configuration has numbers, where a user's may have "auto"."""
+    return _is_count(config.get(_MICRO)) and _is_count(config.get(_STEPS, 1))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def describe_misfit(total: int, micro: int, ranks: int) -> str:
@@ -131,7 +140,7 @@ def _find_sequence_parallel_size(config: dict[str, Any], ranks: int) -> int:
     total = config.get(_TOTAL)
     if type(total) is not int or total < 1:
         return 1
-    size, rest = divmod(config[_MICRO] * int(config.get(_STEPS, 1)) * ranks, total)
+    size, rest = divmod(config[_MICRO] * config.get(_STEPS, 1) * ranks, total)
     return 1 if rest or size < 1 or ranks % size else size
 
 
@@ -139,7 +148,7 @@ def _rebalance_deepspeed(
     manifest: Manifest, config: dict[str, Any], before: int, world_size: int
 ) -> Rebalanced:
     """Return the run with another micro batch and accumulation in DeepSpeed's configuration."""
-    micro, steps = config[_MICRO], int(config.get(_STEPS, 1))
+    micro, steps = config[_MICRO], config.get(_STEPS, 1)
     total = micro * steps * before
     chosen = _choose_own_micro_batch(manifest, total, world_size)
     chosen = chosen or _find_micro_batch(micro, total, world_size)

@@ -96,3 +96,14 @@ def test_ranks_of_an_unknown_mesh_are_not_called_data_parallel():
     """A DCP directory of FSDP 2 with tensor parallelism states neither size."""
     (said,) = rebalance_batch(manifest(4), 8).derived
     assert "the number of ranks changes from 4 to 8" in said
+
+
+@pytest.mark.parametrize(("micro", "steps"), [(0, 1), (-2, 1), (True, 1), (2, 0), (2, "auto")])
+def test_a_batch_that_the_configuration_does_not_state_in_numbers_is_explained_by_the_rule(
+    micro, steps
+):
+    source = configured(2, micro, steps)
+    kept = rebalance_batch(source, 3)
+    assert kept.manifest == source
+    (text,) = kept.derived
+    assert "to keep the global batch" in text
