@@ -396,17 +396,20 @@ def _follow(state: WritableState, scheduler: Any, origins: Sequence[Sequence[int
     changed = dict(scheduler)
     for key in PER_GROUP:
         values = scheduler.get(key)
-        if not isinstance(values, list) or len(values) != len(state.groups):
+        if not isinstance(values, list) or not values or len(values) != len(state.groups):
             continue
         changed[key] = []
         for number, sources in enumerate(origins):
-            if any(values[n] != values[sources[0]] for n in sources):
+            # A new group without a source has only parameters without elements (`_follow_empty`),
+            # for which any value serves.
+            first = sources[0] if sources else 0
+            if any(values[n] != values[first] for n in sources):
                 raise UsageError(
                     f"group {number}",
                     f"joins parameters whose schedulers have different {key}",
                     "keep the source's groups apart",
                 )
-            changed[key].append(values[sources[0]])
+            changed[key].append(values[first])
     return changed
 
 

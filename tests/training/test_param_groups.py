@@ -68,3 +68,17 @@ def test_a_live_group_that_joins_different_groups_is_refused_with_what_the_run_c
     with pytest.raises(UsageError, match="does not state weight_decay") as refused:
         regroup(state, rules)
     assert "leave optimizer and scheduler out" in refused.value.remedy
+
+
+def test_a_live_group_of_parameters_without_elements_has_a_value_in_the_scheduler():
+    state = make_state("a", a=(2, 3), empty=(0, 5))
+    scheduler = {"base_lrs": [0.1], "_last_lr": [0.05], "last_epoch": 3}
+    train = replace(state.manifest.train, scheduler=scheduler)
+    state = replace(state, manifest=replace(state.manifest, train=train))
+    rules = follow_live(state, (ParamGroup({}, ("a",)), ParamGroup({"lr": 0.5}, ("empty",))))
+    regrouped, _ = regroup(state, rules)
+    assert regrouped.manifest.train.scheduler == {
+        "base_lrs": [0.1, 0.1],
+        "_last_lr": [0.05, 0.05],
+        "last_epoch": 3,
+    }
