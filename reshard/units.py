@@ -24,12 +24,14 @@ def parse_bytes(text: str, option: str) -> int:
         UsageError: not a size.
     """
     match = _SIZE.fullmatch(text)
-    if match is None or len(text) > _LONGEST or float(match[1]) <= 0:
-        raise UsageError(f"{option} {text}", "is not a size", "write e.g. 5GB or 512MiB")
-    factor = _FACTORS[match[2].upper()]
-    if match[3]:
-        factor = 1024 ** "_KMGT".index(match[2].upper() or "_")
-    return int(float(match[1]) * factor)
+    if match is not None and len(text) <= _LONGEST:
+        factor = _FACTORS[match[2].upper()]
+        if match[3]:
+            factor = 1024 ** "_KMGT".index(match[2].upper() or "_")
+        nbytes = int(float(match[1]) * factor)
+        if nbytes:
+            return nbytes
+    raise UsageError(f"{option} {text}", "is not a size", "write e.g. 5GB or 512MiB")
 
 
 def show_bytes(nbytes: float) -> str:

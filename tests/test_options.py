@@ -20,6 +20,7 @@ from reshard.cli import cli
 from reshard.cli.options import Command, take_options
 from reshard.errors import UsageError
 from reshard.options import Options, build_options, nested_options, option, options_of, size_option
+from reshard.units import parse_bytes
 
 KINDS = {
     "inspect": reshard.InspectOptions,
@@ -203,3 +204,9 @@ def test_an_unknown_keyword_gets_the_right_one(name, advice):
     with pytest.raises(TypeError) as caught:
         reshard.merge("run", "model", **{name: 1})
     assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0", "0.0GB", "0.5", "0.0001KB", "5XB", ""])
+def test_a_size_of_less_than_a_byte_is_refused(text):
+    with pytest.raises(UsageError, match="is not a size"):
+        parse_bytes(text, "--max-shard-size")
