@@ -198,6 +198,8 @@ def find_memory(device: str, nproc: int) -> int:
 def _list_gpus() -> list[int]:
     """Return the free bytes of each GPU; `nvidia-smi` uses no memory on them, as torch would."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():  # CUDA then has no device
+        return []
     which = ["-i", visible] if visible else []
     query = ["nvidia-smi", *which, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:

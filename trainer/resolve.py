@@ -181,7 +181,7 @@ def _check_numbers(settings: Settings) -> None:
 def _check_grid(settings: Settings) -> None:
     """Check that the axes divide the ranks, before anything is derived from them."""
     axes = {"tp": settings.tp, "pp": settings.pp, "ep": settings.ep}
-    for name, size in axes.items():
+    for name, size in {"nproc": settings.nproc, **axes}.items():
         if size < 1:
             raise SettingsError(
                 f"{name} is {size}: expected a positive number", f"use --{name} 1 or more"

@@ -144,3 +144,11 @@ def test_reshard_plan_and_report_memory_have_the_same_states(model, strategy, pr
         row = rows[strategy]
         assert (row.parameters, row.gradients) == (state.parameters, state.gradients)
         assert row.masters + row.moments == state.optimizer
+
+
+@pytest.mark.parametrize("visible", ["", " "])
+def test_a_program_that_may_use_no_gpu_has_none(visible, monkeypatch):
+    """CUDA hides every device then, and nvidia-smi would list all of them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(auto.subprocess, "run", lambda *_, **__: pytest.fail("asked nvidia-smi"))
+    assert auto._list_gpus() == []

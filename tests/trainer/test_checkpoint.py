@@ -206,7 +206,9 @@ def test_what_cannot_be_found_is_told_with_what_is_there(tmp_path, make, tag, me
         directory.find_checkpoint(run, tag)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"progress": {"step": 1, "x": 2}}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"progress": {"step": 1, "x": 2}}', "\x00", "[" * 100_000]
+)
 def test_a_damaged_state_file_is_refused_by_name(tmp_path, text):
     (tmp_path / directory.STATE).write_text(text)
     with pytest.raises(CheckpointError, match=r"trainer_state\.json"):

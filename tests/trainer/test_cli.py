@@ -128,6 +128,7 @@ def test_notes_are_one_paragraph_on_stderr(run):
         (["--nproc", "3", "--global-batch", "8", "--accumulation", "2"], "global batch"),
         (["--nproc", "3", "--global-batch", "8", "--reduction", "fast"], "--reduction canonical"),
         (["--nproc", "3", "--global-batch", "9", "--micro-batch", "2"], "global batch"),
+        (["--nproc", "0", "--global-batch", "8"], "nproc is 0: expected a positive number"),
         (["--deepspeed", "nope.json"], "nope.json"),
         (["--accelerate", "nope.yaml"], "nope.yaml"),
         (["--deepspeed", CONFIGS / "zero2_bf16.json", "--clip", "0.5"], "--clip"),

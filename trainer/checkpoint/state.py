@@ -84,7 +84,7 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
         LossScaler(**state["scaler"])
     except KeyError as error:
         raise CheckpointError(f"{path} has no field {error}", _REMEDY) from error
-    except (ValueError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}", _REMEDY) from error
     return dict(state)
 
@@ -94,7 +94,7 @@ def read_hf_trainer(checkpoint: Path, global_batch: int) -> dict[str, int]:
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         step = state.get("global_step") if isinstance(state, dict) else None
-    except (OSError, ValueError):  # there is none, or `read` says what is wrong with it
+    except (OSError, ValueError, RecursionError):  # none, or `read` says what is wrong with it
         return {}
     if not isinstance(step, int):
         return {}
