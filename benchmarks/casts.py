@@ -16,7 +16,7 @@ import torch
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.move import compiled
-from reshard.move.cast import cast, numpy_dtype
+from reshard.move.cast import cast, get_numpy_dtype
 
 BLOCK = 1 << 18  # elements
 ROUNDS = 300
@@ -46,8 +46,8 @@ def rates(dtype: DType, target_dtype: DType) -> Iterator[tuple[str, float]]:
     held = values.to(getattr(torch, dtype.name))
     made = torch.empty(BLOCK, dtype=getattr(torch, target_dtype.name))
     raw = held.view(torch.uint8).numpy()
-    source = raw.view(numpy_dtype(dtype, casting=True))
-    target = np.empty(BLOCK, numpy_dtype(target_dtype, casting=True))
+    source = raw.view(get_numpy_dtype(dtype, casting=True))
+    target = np.empty(BLOCK, get_numpy_dtype(target_dtype, casting=True))
 
     def ours() -> None:
         cast(source, target, dtype, target_dtype, clamp=False)

@@ -1,4 +1,4 @@
-"""Attributes of other libraries' objects that have another value for a while."""
+"""Temporary replacement of attributes of other libraries' objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Give attributes of a module, class or object other values within this block.
 
-    Afterwards each is as before, and one that the owner inherits is inherited again.
+    Afterwards each attribute is as before. One that was inherited is removed from the owner, so
+    that it is inherited again.
     """
     own = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:

@@ -298,6 +298,7 @@ class SortedChunks:
             yield last
 
     def _between(self, start: int, stop: int) -> slice:
+        """Return the positions of the chunks that can overlap elements `start` to `stop`."""
         return slice(bisect_right(self._reaches, start), bisect_left(self._starts, stop))
 
 

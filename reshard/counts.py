@@ -1,6 +1,6 @@
-"""Checks of numbers that a file states: ranks, layers, indices.
+"""Checks of numbers that a file states: ranks, layers, elements, indices.
 
-They keep a checkpoint of a few bytes from causing a trillion operations.
+Without an upper bound, a checkpoint of a few bytes could cause a trillion operations.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ _MOST_ELEMENTS = 1 << 63
 _MOST_DIGITS = 9  # digits of an index
 
 
-def count(where: object, what: str, value: Any, *, default: int | None = None) -> int:
-    """Return a number of at least 1; ``default`` if the file has None or 0 in its place.
+def check_count(where: object, what: str, value: Any, *, default: int | None = None) -> int:
+    """Return a value if it is a number of at least 1.
+
+    Args:
+        what: the thing that is counted, for the message.
+        default: the number to return in place of None or 0; None accepts neither.
 
     Raises:
         CorruptError: the value is not a number, or out of range.
@@ -31,8 +35,8 @@ def count(where: object, what: str, value: Any, *, default: int | None = None) -
     return value
 
 
-def elements(where: object, what: str, value: Any) -> int:
-    """Return a number of elements, at least 0.
+def check_numel(where: object, what: str, value: Any) -> int:
+    """Return a value if it is a number of elements, at least 0.
 
     Raises:
         CorruptError: the value is not such a number.
@@ -45,12 +49,12 @@ def elements(where: object, what: str, value: Any) -> int:
     return value
 
 
-def natural(text: str) -> int | None:
+def parse_index(text: str) -> int | None:
     """Return the value of an index in a name or a document; None if the text is not an index.
 
-    A text of more digits than an index has is not one: Python refuses to read thousands of digits.
+    A text of more than nine digits is not an index. (Python raises an error for more than 4300.)
 
-    >>> natural("007"), natural("-1"), natural("9" * 5000)
+    >>> parse_index("007"), parse_index("-1"), parse_index("9" * 5000)
     (7, None, None)
     """
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None

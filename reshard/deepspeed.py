@@ -85,6 +85,7 @@ def load_checkpoint(  # noqa: PLR0913 - the arguments of DeepSpeed's method
     leaves_optimizer = engine.zero_optimization_partition_weights() and (
         load_module_only or not load_optimizer_states
     )
+    # The files of stage 3 need an optimizer, which a source of weights alone does not have.
     if leaves_optimizer and load_module_only:
         options = {"init_optimizer": "zeros", **options}
     weights_only = load_module_only and not leaves_optimizer
@@ -255,7 +256,7 @@ def _load_weights_only(engine: Any, folder: Path) -> Iterator[None]:
 
 
 def _find_error(files: OnDemandFiles) -> ReshardError | None:
-    """Return what is wrong with the bytes that this rank has read, or None."""
+    """Return the error in the bytes that this rank has read, or None."""
     try:
         files.check()
     except ReshardError as error:

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 from reshard import escaped
 
 Kept: TypeAlias = "threading.local | SimpleNamespace"
-"""A namespace for each thread, or of a reader that one thread at a time uses."""
+"""Values that computations keep, either for each thread or for a reader of one thread at a time."""
 
 
 class Reader(Protocol):
@@ -22,7 +22,7 @@ class Reader(Protocol):
 
     @property
     def kept(self) -> Kept:
-        """What computations keep for each thread between two reads; it ends with the reader."""
+        """What computations keep between two reads; it is freed with the reader."""
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes | bytearray:
         """Return the bytes at an offset of a file."""
@@ -70,8 +70,8 @@ class Derived(str):
             file: the first file that they are computed from.
             detail: distinguishes the bytes from others that are computed from the file.
             computation: how to compute them.
-            comes_last: whether the other computations of an output file keep what this one needs,
-                so that it costs less after them.
+            comes_last: whether this computation costs less after the others of its output file,
+                because they keep what it needs.
         """
         name = super().__new__(cls, f"{file}\0{detail}")  # no file of any system has NUL in it
         name.computation = computation

@@ -43,8 +43,8 @@ class DType:
         """Whether a tensor of this dtype can have a gradient."""
         return self.family in ("float", "float8", "complex")
 
-    def of_torch(self) -> torch.dtype:
-        """Return the dtype of the installed torch.
+    def to_torch(self) -> torch.dtype:
+        """Return the dtype as an object of the installed torch.
 
         Raises:
             UnsupportedError: the installed torch does not have it.
@@ -109,7 +109,7 @@ _SHORT = {
 
 
 def parse_float(option: str, text: str | None) -> DType | None:
-    """Return the dtype that an option states, in which values are written or compared.
+    """Return the dtype in which an option asks to write or compare values; None if it is not set.
 
     Raises:
         UsageError: the text is not a dtype, or reshard does not cast to it.

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 
 INTERRUPTED = 130  # exit code after a signal
 
-# What to do next, where several readers find the same.
+# Advice that several readers give.
 MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 TWO_RUNS = "files of two runs are mixed: move those of the other run away"
 ALTERED = "the file was altered: fetch it again"
@@ -36,7 +36,7 @@ FETCH_MISSING = (
     " the node that has them as a second source"
 )
 
-_MOST_SHOWN = 2000  # letters of a text in a message
+_MOST_SHOWN = 2000  # characters of a text in a message
 
 
 class ReshardError(Exception):
@@ -74,32 +74,32 @@ class ReshardError(Exception):
 
 
 def _shortened(text: str) -> str:
-    """Return a text without its middle if it is long: names in files can have a million letters."""
+    """Return a text without its middle if it is long: a file may have a name of a megabyte."""
     if len(text) <= _MOST_SHOWN:
         return text
     half = _MOST_SHOWN // 2
-    return f"{text[:half]} [{len(text) - 2 * half} more letters] {text[-half:]}"
+    return f"{text[:half]} [{len(text) - 2 * half} more characters] {text[-half:]}"
 
 
-_LETTERS, _ITEMS, _BITS = 60, 8, 256  # limits for a value that is shown as it is
+_CHARACTERS, _ITEMS, _BITS = 60, 8, 256  # limits for a value that is shown as it is
 
 
 def shown(value: object) -> str:
-    """Return a value of a file for a message: short values as they are, others by their type.
+    """Return a value of a file as text for a message: a short value itself, else its type.
 
     A pickle of a hundred bytes can contain tuples of tuples whose text would have a billion
-    letters.
+    characters.
 
     >>> shown([1, "a"]), shown({"a": 1}), shown(((1,), 2))
     ("[1, 'a']", 'a dict', 'a tuple')
     """
-    row = isinstance(value, (list, tuple)) and len(value) <= _ITEMS
-    parts = list(value) if row else [value]  # type: ignore[call-overload]
+    is_short_row = isinstance(value, (list, tuple)) and len(value) <= _ITEMS
+    parts = list(value) if is_short_row else [value]  # type: ignore[call-overload]
     if not all(map(_is_short, parts)):
         kind = type(value).__name__
         return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
     text = repr(value)
-    return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 3]}..."
+    return text if len(text) <= _CHARACTERS else f"{text[: _CHARACTERS - 3]}..."
 
 
 def _is_short(value: object) -> bool:
@@ -110,8 +110,8 @@ def _is_short(value: object) -> bool:
     return value is None or isinstance(value, float)
 
 
-def is_outside(error: BaseException) -> bool:
-    """Return whether the machine or the user caused it, so that a repeated run could succeed."""
+def has_external_cause(error: BaseException) -> bool:
+    """Return whether the machine or the user caused an error, so that another run may succeed."""
     cause = error.__cause__ if isinstance(error, ReshardError) else error
     return isinstance(cause, (KeyboardInterrupt, MemoryError, OSError))
 
@@ -174,6 +174,14 @@ class NotRunError(ReshardError):
     exit_code = 6
 
 
+_STRUCTURE_ERRORS = (  # what Python raises for a value of an unexpected type or size
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 NOT_UNDERSTOOD = "a file does not have the structure of its format"
 
 
@@ -193,10 +201,7 @@ def understood(where: object) -> Iterator[None]:
         raise CorruptError(
             where, "its files or folders are nested too deeply for Python"
         ) from error
-    except (
-        *(ArithmeticError, AttributeError, LookupError, TypeError),
-        *(ValueError, struct.error),
-    ) as error:
+    except _STRUCTURE_ERRORS as error:
         raise CorruptError(
             where,
             f"{NOT_UNDERSTOOD} ({type(error).__name__}: {error})",

@@ -2,9 +2,9 @@
 
 Protocol 2, which ``torch.save`` uses, has no bytes: they are pickled as ``_codecs.encode(text,
 "latin1")``, and the text is stored in UTF-8, where a byte of 128 or more takes two. The data of a
-numpy array in a checkpoint are therefore not raw in the file. `name` turns the location of such a
-text into a file name; `reshard.files.SourceFiles` reads the decoded bytes under that name at any
-offset, and keeps no more of them in memory than one block.
+numpy array in a checkpoint are therefore not raw in the file. `make_name` turns the location of
+such a text into a file name; `reshard.files.SourceFiles` reads the decoded bytes under that name at
+any offset, and keeps no more of them in memory than one block.
 
 Source: CPython 3.13 ``Modules/_pickle.c`` (``save_bytes``).
 """
@@ -24,7 +24,7 @@ Read = Callable[[str, int, int], bytes]  # (file, byte offset, nbytes) -> bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Escaped:
+class EscapedText:
     """The location of a text in a file, and the number of bytes that it encodes.
 
     Args:
@@ -38,26 +38,26 @@ class Escaped:
     number: int = 0
 
 
-def name(place: Escaped) -> str:
+def make_name(text: EscapedText) -> str:
     """Return the name under which the decoded bytes can be read."""
-    numbers = (place.byte_offset, place.text_nbytes, place.nbytes, place.number)
-    return f"{place.file}{_MARK}{':'.join(map(str, numbers))}"
+    numbers = (text.byte_offset, text.text_nbytes, text.nbytes, text.number)
+    return f"{text.file}{_MARK}{':'.join(map(str, numbers))}"
 
 
 def is_escaped(file: str) -> bool:
-    """Return whether `name` returned this file name."""
+    """Return whether `make_name` returned this file name."""
     return _MARK in file
 
 
-def parse_place(file: str) -> Escaped:
-    """Return the location that `name` turned into a file name."""
+def parse_name(file: str) -> EscapedText:
+    """Return the text that `make_name` turned into a file name."""
     path, _, numbers = file.rpartition(_MARK)
-    return Escaped(path, *map(int, numbers.split(":")))
+    return EscapedText(path, *map(int, numbers.split(":")))
 
 
 def get_real_file(file: str) -> str:
     """Return the file on disk that holds the bytes read under a file name."""
-    return parse_place(file).file if is_escaped(file) else file
+    return parse_name(file).file if is_escaped(file) else file
 
 
 class Decoder:
@@ -70,12 +70,12 @@ class Decoder:
     """
 
     def __init__(self, file: str, read: Read) -> None:
-        self._place = parse_place(file)
+        self._escaped = parse_name(file)
         self._read = read
         self._starts = [0]  # the decoded offset at which each block of text begins
-        for block in range(0, self._place.text_nbytes, _BLOCK):
+        for block in range(0, self._escaped.text_nbytes, _BLOCK):
             self._starts.append(self._starts[-1] + _characters(self._text(block)))
-        if self._starts[-1] != self._place.nbytes:
+        if self._starts[-1] != self._escaped.nbytes:
             raise self._changed()
 
     def read_into(self, byte_offset: int, target: memoryview) -> None:
@@ -84,7 +84,7 @@ class Decoder:
         Raises:
             CorruptError: the text is shorter, or has characters that no byte stands for.
         """
-        if byte_offset < 0 or byte_offset + len(target) > self._place.nbytes:
+        if byte_offset < 0 or byte_offset + len(target) > self._escaped.nbytes:
             raise self._changed()
         done = 0
         while done < len(target):
@@ -96,14 +96,14 @@ class Decoder:
 
     def _text(self, start: int) -> bytes:
         """Read the text from a byte on, one block at most."""
-        nbytes = min(_BLOCK, self._place.text_nbytes - start)
-        return self._read(self._place.file, self._place.byte_offset + start, nbytes)
+        nbytes = min(_BLOCK, self._escaped.text_nbytes - start)
+        return self._read(self._escaped.file, self._escaped.byte_offset + start, nbytes)
 
     def _decoded(self, block: int) -> bytes:
         """Return the bytes of the characters that begin in a block of text."""
         start = block * _BLOCK
-        stop = min(start + _BLOCK + 1, self._place.text_nbytes)  # a character can end in the next
-        raw = self._read(self._place.file, self._place.byte_offset + start, stop - start)
+        stop = min(start + _BLOCK + 1, self._escaped.text_nbytes)  # a character can end in the next
+        raw = self._read(self._escaped.file, self._escaped.byte_offset + start, stop - start)
         raw = raw[1:] if _is_tail(raw[0]) else raw
         # The additional byte begins a character of the next block, or ends one of this block.
         if stop - start > _BLOCK and not _is_tail(raw[-1]):
@@ -115,9 +115,9 @@ class Decoder:
 
     def _changed(self) -> CorruptError:
         return CorruptError(
-            self._place.file,
-            f"the text of {self._place.nbytes} bytes at byte {self._place.byte_offset} has changed"
-            " since the header was read",
+            self._escaped.file,
+            f"the text of {self._escaped.nbytes} bytes at byte {self._escaped.byte_offset} has"
+            " changed since the header was read",
             "the file was written to meanwhile: run the command again after the job has ended",
         )
 

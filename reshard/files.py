@@ -27,7 +27,7 @@ _LFS_POINTER = b"version https://"  # the first line goes on with git-lfs.github
 _MAX_OPEN = 512  # descriptors in a pool
 
 
-def _most_open() -> int:
+def _choose_pool_size() -> int:
     """Return the size of a pool: at most half of the process's limit (256 on macOS)."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_OPEN if allowed == resource.RLIM_INFINITY else min(_MAX_OPEN, allowed // 2)
@@ -39,7 +39,7 @@ class OpenFiles:
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
         self._descriptors: OrderedDict[str, Descriptor] = OrderedDict()
-        self._most_open = _most_open()
+        self._most_open = _choose_pool_size()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -134,19 +134,19 @@ class SourceFiles(OpenFiles):
         self.read_into(path, byte_offset, memoryview(buffer))
         return bytes(buffer)
 
-    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """Announce ranges (file, byte offset, nbytes), to fetch those in object stores at once.
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+        """Fetch ranges (file, byte offset, nbytes) in object stores now, with concurrent requests.
 
-        Local files do not profit and are ignored.
+        Ranges of local files are ignored, because reading them in advance saves no time.
 
         Returns:
             The ranges that are now kept in memory, until they are dropped or the pool is closed.
         """
         remote = [each for each in ranges if is_remote(each[0])]
-        return self._remote().expect(remote) if remote else []
+        return self._remote().prefetch(remote) if remote else []
 
     def drop(self, kept: Iterable[tuple[str, int, int]]) -> None:
-        """Free ranges that `expect` has kept."""
+        """Free ranges that `prefetch` has kept."""
         if self._remote_files is not None:
             self._remote_files.drop(kept)
 
@@ -214,10 +214,10 @@ class Section:
             return self._tail[offset - self._tail_offset : stop - self._tail_offset]
         return self._pool.read(self.path, self.start + offset, nbytes)
 
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Announce ranges (offset, nbytes) that will be read one by one; see `SourceFiles`."""
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch ranges (offset, nbytes) from an object store; see `SourceFiles.prefetch`."""
         if is_remote(self.path):
-            self._pool.expect(
+            self._pool.prefetch(
                 (self.path, self.start + offset, nbytes)
                 for offset, nbytes in ranges
                 if len(self._head) < offset + nbytes and offset < self._tail_offset

@@ -71,22 +71,22 @@ def _check_steps(parts: Sequence[Manifest]) -> None:
     for other in parts[1:]:
         if other.train.step != first.train.step:
             raise CorruptError(
-                _place(other),
-                f"is of step {other.train.step}, but {Path(_place(first)).name} of"
+                _find_file(other),
+                f"was saved at step {other.train.step}, but {Path(_find_file(first)).name} at step"
                 f" {first.train.step}",
                 MIXED,
             )
         for fqn, step in other.train.optimizer_step.items():
             if updates.setdefault(fqn, step) != step:
                 raise CorruptError(
-                    _place(other),
+                    _find_file(other),
                     f"{fqn!r} was updated {step:g} times, but {updates[fqn]:g} times on another"
                     " rank",
                     MIXED,
                 )
 
 
-def _place(part: Manifest) -> str:
+def _find_file(part: Manifest) -> str:
     return next(iter(part.files), part.origin.path)
 
 

@@ -22,10 +22,13 @@ WRAPPERS = frozenset(
 )
 
 
-def canonical(fqn: str) -> str:
-    """Return a name without wrapper components; the last component always stays.
+def remove_wrappers(fqn: str) -> str:
+    """Return a name without any wrapper component; the last component always stays.
 
-    >>> canonical("module.model._orig_mod.layers.0.weight")
+    It does not know the other names of the model, so it removes a ``module`` that is a part of the
+    model, too. Compare its results only with each other; `strip_wrappers` is exact.
+
+    >>> remove_wrappers("module.model._orig_mod.layers.0.weight")
     'model.layers.0.weight'
     """
     return _strip(fqn, lambda _: True)
@@ -224,9 +227,12 @@ def _find_unmatched(
 
 
 def select(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
-    """Select the tensors of these names, each under its new one; groups keep all their names.
+    """Return a manifest with some of its tensors, under new names; param groups keep all names.
 
     A tied value stays if at least one of its names is selected.
+
+    Args:
+        names: name of a selected tensor -> its new name.
 
     Raises:
         UsageError: two tensors would have the same name.

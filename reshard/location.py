@@ -13,7 +13,8 @@ from reshard.paths import as_path, explain_tilde, is_remote
 
 _LISTED = 8
 _SUGGESTED = 3  # names
-_PARTS = (  # endings of checkpoint files; logs and configs may differ between nodes
+# Endings of checkpoint files, which must be equal on all nodes; logs and configs may differ.
+_PARTS = (
     *(".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar", ".distcp", ".metadata", ".safetensors"),
     *(".swp", ".index.json", "latest", "latest_universal"),
 )
@@ -30,8 +31,9 @@ class Location:
     """The files of one directory by name, also if nodes stored them in several directories.
 
     Args:
-        directories: more than one where each node kept its own files.
-        chosen: the file in it that the user named, if it was a file.
+        directories: more than one if each node kept its own files.
+        chosen: the name of the file that the user passed, if the user passed a file.
+        inner: whether the directories were found inside a directory that the user passed.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Location:
         self._inner = inner
 
     @classmethod
-    def of(cls, paths: Sequence[Path]) -> Location:
+    def from_paths(cls, paths: Sequence[Path]) -> Location:
         """Return the location that a user's paths stand for.
 
         Raises:
@@ -82,13 +84,13 @@ class Location:
         """The directory's own name."""
         return self.directories[0].resolve().name
 
-    def above(self) -> Location:
+    def get_parent(self) -> Location:
         """Return the parent directory."""
         return Location([directory.parent for directory in self.directories])
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """Every file by name, in order of names.
+        """The files by name, in order of names; equal names must have equal contents.
 
         Raises:
             CorruptError: two directories have files of one name with different contents.
@@ -99,7 +101,7 @@ class Location:
             if child.is_file():
                 kept = by_name.setdefault(child.name, child)
                 if kept is not child and child.name.endswith(_PARTS):
-                    _refuse_other(kept, child)
+                    _refuse_different(kept, child)
         return dict(sorted(by_name.items()))
 
     @cached_property
@@ -134,15 +136,15 @@ class Location:
         """Return the file with the first of several names that exists, or None."""
         return next((self.files[name] for name in names if name in self.files), None)
 
-    def nested(self, name: str) -> Path | None:
-        """Return a file by a relative path of several parts."""
+    def find_nested(self, name: str) -> Path | None:
+        """Return the file at a relative path of several parts, or None."""
         with contextlib.suppress(OSError):  # a name from a document can be too long for a file
             return next((d / name for d in self.directories if (d / name).is_file()), None)
         return None
 
 
 def _suggest_path(missing: Path) -> str:
-    """Return what to do about a path that does not exist, from the names beside it."""
+    """Return advice about a path that does not exist, from the names beside it."""
     if is_remote(str(missing)):
         return ""
     if advice := explain_tilde(missing):
@@ -167,7 +169,7 @@ def list_missing_ranks(present: Container[int], world: int) -> list[int]:
     return list(islice((rank for rank in range(world) if rank not in present), _LISTED))
 
 
-def _refuse_other(kept: Path, other: Path) -> None:
+def _refuse_different(kept: Path, other: Path) -> None:
     # Two directories can have one file by links: it need not be compared with itself.
     same = kept.stat().st_size == other.stat().st_size
     if same and not kept.samefile(other):

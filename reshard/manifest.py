@@ -413,7 +413,7 @@ def find_source_file(files: Mapping[str, SourceFile], file: str) -> SourceFile:
         return SourceFile(file, file.computation.nbytes, lasting=False)
     if not escaped.is_escaped(file):
         return files[file]
-    return SourceFile(file, escaped.parse_place(file).nbytes, lasting=False)
+    return SourceFile(file, escaped.parse_name(file).nbytes, lasting=False)
 
 
 def check(manifest: Manifest) -> None:

@@ -173,9 +173,10 @@ class Option:
             raise UsageError(f"{self.name}={value!r}", f"must be at most {most}")
 
     def _is_of_type(self, value: Any) -> bool:
-        """Return whether a value has the option's type; only mistakes that Python would accept.
+        """Return whether a value has the option's type.
 
-        A text option also takes objects, such as a ``torch.dtype``, that its user converts.
+        Only mistakes that Python would accept silently are found. A text option also takes objects,
+        such as a ``torch.dtype``, which the code that uses the option converts.
         """
         if self.type is bool:  # "no" is true in Python
             return isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Paths: local ones, those in an object store for URLs, and the rank that a file name states."""
+"""Paths from text: local paths, and URLs of object stores; the rank that a file name states."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_remote(where: str) -> bool:
 
 
 def explain_tilde(path: Path) -> str:
-    """Return what to do about a path that begins with ``~``, which only a shell expands; or ""."""
+    """Return advice about a path that begins with ``~``, which only a shell expands; else ""."""
     here = Path.cwd()
     given = path.relative_to(here) if path.is_relative_to(here) else path
     try:

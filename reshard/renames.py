@@ -1,4 +1,4 @@
-"""A training state under other names: everything in a manifest that refers to a tensor by name."""
+"""Rename tensors in a manifest, and everything in it that refers to a tensor by its name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from reshard.errors import CorruptError, UsageError
 from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, ParamGroup, index_entries
 
 NewNames = Callable[[str], tuple[str, ...]]
-"""Returns the names of the tensors that a tensor becomes, or becomes a part of."""
+"""Returns the new names of a tensor: several if it is cut, a shared one if it is joined."""
 
 
-def restate(
+def replace_tensors(
     manifest: Manifest, entries: Mapping[Key, Entry], tied_copies: Iterable[Entry], names: NewNames
 ) -> Manifest:
-    """Return a manifest with new entries, and all else that it states under their names.
+    """Return a manifest with other entries, and with everything else under their names.
 
     Args:
         entries: the tensors of the new manifest.
@@ -25,8 +25,8 @@ def restate(
         names: returns the new names of a tensor of the old manifest.
 
     Raises:
-        UsageError: parts of one new tensor differ in what it has once (param group, step, frozen or
-            not).
+        UsageError: the parts of one new tensor differ in a value of which it can have only one
+            (param group, step, frozen or not).
     """
     old = manifest.train
     sources: dict[str, list[str]] = {}
@@ -81,7 +81,7 @@ def rename_some(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
 
     entries = (replace(entry, fqn=rename(entry.fqn)) for entry in manifest.entries.values())
     copies = (replace(copy, fqn=rename(copy.fqn)) for copy in manifest.tied_copies)
-    return restate(manifest, index_entries(entries), copies, lambda fqn: (rename(fqn),))
+    return replace_tensors(manifest, index_entries(entries), copies, lambda fqn: (rename(fqn),))
 
 
 def rename_all(fqns: Iterable[str], names: NewNames) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def check(
 def _find_difference(
     entry: Entry, files: Mapping[str, SourceFile], pool: SourceFiles
 ) -> tuple[Chunk, Chunk, int] | None:
-    """Return two chunks of one box that differ, and the first different element, or None."""
+    """Return two chunks of one box that differ, with the first element that differs, or None."""
     if entry.layout.is_partition:  # it stores every element once
         return None
     for box, (first, *others) in group_by_box(entry.chunks).items():
@@ -171,7 +171,7 @@ def _write_means(entry: Entry, path: str, out: BinaryIO, pool: SourceFiles) -> I
 def _compute_mean(copies: Sequence[bytearray], dtype: DType) -> bytes:
     import torch
 
-    kind = dtype.of_torch()
+    kind = dtype.to_torch()
     total = torch.frombuffer(copies[0], dtype=kind).to(torch.float32)
     for copy in copies[1:]:
         total = total + torch.frombuffer(copy, dtype=kind).to(torch.float32)

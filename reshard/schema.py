@@ -75,8 +75,8 @@ def _is_whole(value: Any) -> bool:
 
 ANY = a("anything", lambda _value: True)
 TEXT = a("a string", lambda value: isinstance(value, str))
-INTEGER = a("an integer", lambda value: type(value) is int)
-WHOLE = a("an integer", lambda value: type(value) is int or _is_whole(value))
+INTEGER = a("an integer", lambda value: type(value) is int)  # not a bool, which is an int, too
+WHOLE = a("an integer", lambda value: type(value) is int or _is_whole(value))  # or 3.0
 COUNT = a("a number of at least 0", lambda value: type(value) is int and value >= 0)
 NUMBER = a("a number", lambda value: isinstance(value, (int, float)))
 SHAPE = a("a shape", _is_shape)
@@ -131,7 +131,7 @@ def mapping(key: Kind = ANY, item: Kind = ANY) -> Kind:
 
 
 def fields(**known: Kind) -> Kind:
-    """Return the kind of dicts by some of their keys, which may be missing; others are ignored."""
+    """Return the kind of dicts by the kinds of some keys, which may be missing."""
     of = mapping()
 
     def fault(value: Any) -> Fault | None:
@@ -170,7 +170,10 @@ def row(*items: Kind) -> Kind:
 
 
 def _once(parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Yield parts with their positions, each container once: a pickle may repeat it very often."""
+    """Yield parts with their positions, but each container once.
+
+    A small pickle can refer to one container a billion times.
+    """
     seen: set[int] = set()
     for at, part in parts:
         if not isinstance(part, (dict, list, tuple)):

@@ -19,7 +19,8 @@ from reshard.manifest import Claim
 from reshard.schema import COUNT, TEXT, expect, maybe, record
 
 KEY = "reshard_stamp"
-FILE_NAME, SAVE, STEP, WORLD_SIZE = "file name", "save", "step", "world size"  # of claims
+# What a claim is about (`Claim.about`).
+FILE_NAME, SAVE, STEP, WORLD_SIZE = "file name", "save", "step", "world size"
 
 _KIND = record(save_id=TEXT, rank=COUNT, world_size=COUNT, step=maybe(COUNT), file=TEXT)
 _REMEDY = "the file was altered after it was saved: fetch it again"
@@ -80,7 +81,7 @@ def read(root: Any, where: object = "this file") -> Stamp | None:
     expect(where, document, _KIND, KEY)
     stamp = Stamp(**{name: document[name] for name in Stamp.__dataclass_fields__})
     if not stamp.rank < stamp.world_size <= MOST:
-        problem = f"{KEY} says rank {stamp.rank} of {stamp.world_size} ranks, which cannot be"
+        problem = f"{KEY} states rank {stamp.rank} of {stamp.world_size} ranks, which is impossible"
         raise CorruptError(where, problem, _REMEDY)
     return stamp
 
@@ -93,7 +94,7 @@ def list_claims(stamp: Stamp | None) -> list[Claim]:
         SAVE: stamp.save_id,
         WORLD_SIZE: str(stamp.world_size),
         STEP: "" if stamp.step is None else str(stamp.step),
-        FILE_NAME: PurePath(stamp.file).stem,  # as torch's archive names, see `identity.claims`
+        FILE_NAME: PurePath(stamp.file).stem,  # as in torch's archives, see `identity.claims`
     }
     return [Claim(about, value, KEY) for about, value in stated.items() if value]
 

@@ -148,7 +148,8 @@ class LazyTensor:
         its own memory.
 
         Raises:
-            IndexError: the index is out of range or of another form.
+            IndexError: the index is out of range, or has too many parts or a negative step.
+            TypeError: a part of the index is neither an int nor a slice.
             ReshardError: a file cannot be read, or the installed torch does not have the dtype.
         """
         import torch
@@ -156,7 +157,7 @@ class LazyTensor:
         origin, shape, steps, dropped = _parse_index(index, self.shape)
         box = Box(origin, shape)
         data = read_block(self._pool, self._entry, box) if box.volume else bytearray()
-        dtype = self._entry.dtype.of_torch()
+        dtype = self._entry.dtype.to_torch()
         # torch.frombuffer refuses an empty buffer.
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         # A box has no steps: elements between the steps are read and left out here.

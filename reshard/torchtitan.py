@@ -70,7 +70,7 @@ def _define_manager() -> Any:
 
 
 def load_states(states: dict[str, Any], source: formats.Paths) -> None:
-    """Fill torchtitan's states from a checkpoint: tensors by DCP, counters by their names.
+    """Fill torchtitan's states from a checkpoint: tensors through DCP, counters by their names.
 
     The data loader keeps its own state: torchtitan restores it only at the same number of
     data-parallel ranks.

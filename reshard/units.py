@@ -1,4 +1,4 @@
-"""Sizes, counts and lists in the form in which people write and read them."""
+"""Sizes, counts and lists as text for people, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parse_bytes(text: str, option: str) -> int:
     (5000000000, 1024)
 
     Raises:
-        UsageError: not a size.
+        UsageError: the text is not a size, or less than a byte.
     """
     match = _SIZE.fullmatch(text)
     if match is not None and len(text) <= _LONGEST:
@@ -64,7 +64,7 @@ def counted(number: int, singular: str, plural: str = "") -> str:
 
 
 def either(items: Sequence[object]) -> str:
-    """Return a choice of several as a sentence has it.
+    """Return several choices as a part of a sentence.
 
     >>> either([2, 3, 4]), either([10, 15]), either([1])
     ('2, 3 or 4', '10 or 15', '1')
@@ -74,7 +74,7 @@ def either(items: Sequence[object]) -> str:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple of a number: a size with its padding.
+    """Return a number rounded up to a multiple: a size with its padding.
 
     >>> round_up(101, 8), round_up(104, 8)
     (104, 104)

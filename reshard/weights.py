@@ -34,7 +34,7 @@ class Weights:
 
     tensors: list[tuple[Entry, DType]] = field(default_factory=list)
     from_master: int = 0  # weights that are read from an fp32 master
-    from_copy: int = 0  # weights that are stored only in the dtype of training
+    from_copy: int = 0  # weights that are stored without an fp32 master
     buffers: int = 0
     dropped_aliases: dict[str, str] = field(default_factory=dict)
     written_aliases: dict[str, str] = field(default_factory=dict)
@@ -75,11 +75,11 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
         result.tensors.append((weight, written))
     if keep_fp32 and not result.kept_fp32:
         raise UsageError("--keep-fp32", "matches no weight")
-    refuse_nothing(manifest, result.tensors)
+    refuse_empty(manifest, result.tensors)
     return result
 
 
-def refuse_nothing(manifest: Manifest, tensors: Sized) -> None:
+def refuse_empty(manifest: Manifest, tensors: Sized) -> None:
     """Refuse a checkpoint without tensors; a valid safetensors file can have none.
 
     Raises:
@@ -196,7 +196,7 @@ def _check_no_missing(weights: Weights, manifest: Manifest, *, tied: bool) -> No
     embedding = next((name for name in EMBEDDINGS if name in names), None)
     lacking = list(manifest.absent)
     if tied and embedding and HEAD in lacking:
-        # transformers makes a tied head from the embedding.
+        # transformers ties the head to the embedding when it loads the model.
         lacking.remove(HEAD)
         weights.dropped_aliases[HEAD] = embedding
     if lacking:
@@ -210,7 +210,7 @@ def _check_no_missing(weights: Weights, manifest: Manifest, *, tied: bool) -> No
 
 
 def describe_missing_values(names: Sequence[str]) -> str:
-    """Return a phrase for a message: the names, but no rank holds a value for them."""
+    """Return a part of a message: the names, and that no rank holds a value for them."""
     shown = some(list(map(repr, names)), _LISTED)
     return f"{shown}, but no rank holds a value for {'them' if len(names) > 1 else 'it'}"
 
@@ -276,7 +276,7 @@ def check_tied_copies(manifest: Manifest, pool: SourceFiles) -> None:
 
 
 def _differ_at(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
-    """Return the first element where two tensors differ, or None; 0 if shape or dtype differ."""
+    """Return the first flat element at which two tensors differ; 0 if shape or dtype differ."""
     comparable = (a.shape, a.dtype) == (b.shape, b.dtype)
     return find_first_difference(pool, a, b) if comparable else 0
 

@@ -1,7 +1,7 @@
 """What a public function raises on purpose, its docstring says: nobody must read the code for it.
 
 A statement ``raise OurError(...)`` in the function itself counts, also by a function that makes the
-error (``raise disk_error(...)``). Under ``Raises:`` stands the class, or a base of it.
+error (``raise build_disk_error(...)``). Under ``Raises:`` stands the class, or a base of it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Thing:
     assert documented(hidden) == []
     assert documented(told) == ["UnsupportedError", "ReshardError"]
     assert family("StaleError") >= {"StaleError", "CorruptError", "ReshardError"}
-    assert MAKERS["disk_error"] == "ReshardError"
+    assert MAKERS["build_disk_error"] == "ReshardError"
 
 
 @pytest.mark.parametrize("name", ["ReshardError", "TrainerError", "CheckpointError", "StaleError"])

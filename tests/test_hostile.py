@@ -197,7 +197,7 @@ def test_a_long_text_in_many_places_is_not_written_out(tmp_path):
 def test_a_message_is_never_longer_than_a_page():
     error = CorruptError("x" * 10**6, "y" * 10**6, "z" * 10**6)
     assert len(str(error)) < 10_000
-    assert "more letters" in str(error)
+    assert "more characters" in str(error)
 
 
 def test_the_request_is_at_fault_where_a_device_is_given():

@@ -88,7 +88,7 @@ def test_what_either_part_holds_is_in_the_whole():
 
 
 def test_parts_of_other_steps_are_refused():
-    with pytest.raises(CorruptError, match="is of step 4, but a of 3"):
+    with pytest.raises(CorruptError, match="was saved at step 4, but a at step 3"):
         join([part("a"), part("b", step=4)])
     with pytest.raises(CorruptError, match="'a' was updated 4 times, but 3 times on another rank"):
         join([part("a"), part("b", optimizer_step={"a": 4.0})])

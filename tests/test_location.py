@@ -33,10 +33,10 @@ def test_files_and_folders_of_several_directories(tmp_path):
     write(tmp_path / "a" / "sub" / "1")
     write(tmp_path / "b" / "sub" / "2")
     write(tmp_path / "b" / "top")
-    location = Location.of([tmp_path / "a", tmp_path / "b"])
+    location = Location.from_paths([tmp_path / "a", tmp_path / "b"])
     assert list(location.files) == ["top"]
     assert list(location.folders["sub"].files) == ["1", "2"]
-    assert location.nested("sub/2") == tmp_path / "b" / "sub" / "2"
+    assert location.find_nested("sub/2") == tmp_path / "b" / "sub" / "2"
 
 
 def test_a_file_in_both_directories_must_be_the_same(tmp_path):
@@ -44,20 +44,20 @@ def test_a_file_in_both_directories_must_be_the_same(tmp_path):
     write(tmp_path / "b" / "model.pt", b"one")
     write(tmp_path / "a" / "train.log", b"of one node")
     write(tmp_path / "b" / "train.log", b"of the other")
-    assert len(Location.of([tmp_path / "a", tmp_path / "b"]).files) == 2
+    assert len(Location.from_paths([tmp_path / "a", tmp_path / "b"]).files) == 2
     write(tmp_path / "b" / "model.pt", b"two")
     with pytest.raises(CorruptError, match="which has the same name"):
-        _ = Location.of([tmp_path / "a", tmp_path / "b"]).files
+        _ = Location.from_paths([tmp_path / "a", tmp_path / "b"]).files
 
 
 def test_several_files_are_refused(tmp_path):
     with pytest.raises(UsageError, match="directories"):
-        Location.of([write(tmp_path / "a"), write(tmp_path / "b")])
+        Location.from_paths([write(tmp_path / "a"), write(tmp_path / "b")])
 
 
 def test_nowhere(tmp_path):
     with pytest.raises(UnrecognisedError, match="does not exist"):
-        Location.of([tmp_path / "a"])
+        Location.from_paths([tmp_path / "a"])
 
 
 def test_the_newest_numbered_checkpoint_is_taken(tmp_path):
@@ -127,22 +127,22 @@ def test_a_missing_rank_of_a_stated_world(tmp_path):
 def test_a_path_that_does_not_exist_gets_advice(tmp_path, asked, remedy):
     (tmp_path / "global_step100").mkdir()
     with pytest.raises(UnrecognisedError) as caught:
-        Location.of([tmp_path / asked])
+        Location.from_paths([tmp_path / asked])
     assert caught.value.remedy == remedy.format(tmp_path)
 
 
 def test_a_relative_path_that_does_not_exist_is_told_to_what(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnrecognisedError) as caught:
-        Location.of([Path("run")])
+        Location.from_paths([Path("run")])
     assert str(tmp_path) in caught.value.remedy
 
 
 def test_no_path_at_all():
     with pytest.raises(UsageError, match="the list of paths is empty"):
-        Location.of([])
+        Location.from_paths([])
 
 
 def test_an_empty_name_of_a_base_model_is_no_path(tmp_path):
     write(tmp_path / "adapter_config.json", b'{"base_model_name_or_path": ""}')
-    assert beside.find_model(Location.of([tmp_path]), None) is None
+    assert beside.find_model(Location.from_paths([tmp_path]), None) is None

@@ -42,8 +42,8 @@ def test_keys_of_later_versions_are_ignored():
         ({"save_id": "x"}, "reshard_stamp has no 'rank'"),
         ({**STAMP.as_dict(), "rank": "1"}, "reshard_stamp.rank is '1', expected a number"),
         ({**STAMP.as_dict(), "step": -1}, "reshard_stamp.step is -1"),
-        ({**STAMP.as_dict(), "rank": 2}, "reshard_stamp says rank 2 of 2 ranks"),
-        ({**STAMP.as_dict(), "world_size": 1 << 70}, "reshard_stamp says rank 1 of"),
+        ({**STAMP.as_dict(), "rank": 2}, "reshard_stamp states rank 2 of 2 ranks"),
+        ({**STAMP.as_dict(), "world_size": 1 << 70}, "reshard_stamp states rank 1 of"),
     ],
 )
 def test_a_malformed_stamp_is_refused(held, said):

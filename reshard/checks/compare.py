@@ -192,7 +192,7 @@ def _to_numbers(side: bytearray, at: Any, dtype: DType) -> Any:
     if dtype.family == "float8":
         return decode_table(dtype)[np.frombuffer(side, np.uint8)[at]].astype(np.float64)
     if dtype.family == "float":
-        stored: Any = np.frombuffer(side, cast.numpy_dtype(dtype, casting=True))[at]
+        stored: Any = np.frombuffer(side, cast.get_numpy_dtype(dtype, casting=True))[at]
         return cast.as_numbers(stored, dtype).astype(np.float64)
     values: Any = np.frombuffer(side, np.dtype(dtype.name))[at]
     if dtype.family == "complex":

@@ -300,8 +300,8 @@ def cast_into(buffer: bytearray, block: bytearray, dtype: DType, target: DType) 
 
     from reshard.move import cast
 
-    source: Any = np.frombuffer(block, cast.numpy_dtype(dtype, casting=True))
-    filled: Any = np.frombuffer(buffer, cast.numpy_dtype(target, casting=True))
+    source: Any = np.frombuffer(block, cast.get_numpy_dtype(dtype, casting=True))
+    filled: Any = np.frombuffer(buffer, cast.get_numpy_dtype(target, casting=True))
     return cast.cast(source, filled, dtype, target, clamp=False)[0]
 
 

@@ -58,7 +58,7 @@ def find_differences(a: Manifest, b: Manifest) -> Iterator[StateDifference]:
 
 def _select_run_state(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a trainer's state that is about the training, not about single ranks."""
-    return TrainerRun(document).state() if is_document(document) else document
+    return TrainerRun(document).list_training_values() if is_document(document) else document
 
 
 def _get_step(train: TrainState) -> float | None:

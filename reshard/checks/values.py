@@ -75,7 +75,7 @@ def examine(block: bytearray, dtype: DType, start: int, *, signs: bool) -> Eleme
     if dtype in _INFINITY:
         step, examine_block = "<u2", _examine_half
     elif dtype.family == "float":
-        step, examine_block = cast.numpy_dtype(dtype, casting=True), _examine_float
+        step, examine_block = cast.get_numpy_dtype(dtype, casting=True), _examine_float
     elif dtype.family == "complex":
         step, examine_block = f"<f{dtype.itemsize // 2}", _examine_float
     else:

@@ -138,8 +138,8 @@ class _ArrayConverter:
             return StoredBuffer(self._file, key, dtype, len(data), at)
         self._shared[at] += 1
         number = self._shared[at] - 1
-        text = escaped.Escaped(self._file, at, data.text_nbytes, len(data), number)
-        return StoredBuffer(escaped.name(text), key, dtype, len(data), 0)
+        text = escaped.EscapedText(self._file, at, data.text_nbytes, len(data), number)
+        return StoredBuffer(escaped.make_name(text), key, dtype, len(data), 0)
 
 
 class Array(Tensor):

@@ -165,7 +165,7 @@ def read_archive(
     )
     stored = (members.get(f"{root}data/{storage.key}") for storage in storages)
     # Each storage's local header is read by itself: in an object store, that is a request each.
-    archive.expect(member.header for member in stored if member)
+    archive.prefetch(member.header for member in stored if member)
     for storage in storages:
         _place_storage(
             file, storage, members.get(f"{root}data/{storage.key}"), archive, checked=checked

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from reshard.dcp.reader import StorageReader
 from reshard.errors import DifferentError, UnsupportedError
-from reshard.keys import canonical
+from reshard.keys import remove_wrappers
 from reshard.manifest import BUFFER, WEIGHT_KINDS, Manifest
 from reshard.training.state import build_unnamed_error
 from reshard.units import some
@@ -110,13 +110,13 @@ def _open_reader(manifest: Manifest) -> StorageReader:
 
 
 def _refuse_unused(manifest: Manifest, state: Mapping[str, Any]) -> None:
-    wanted = {canonical(name) for name in state}
+    wanted = {remove_wrappers(name) for name in state}
     stored = {entry.fqn: entry.kind for entry in manifest.of_kind(*WEIGHT_KINDS)}
-    aliases = {kept for alias, kept in manifest.tied.items() if canonical(alias) in wanted}
+    aliases = {kept for alias, kept in manifest.tied.items() if remove_wrappers(alias) in wanted}
     unused = [
         fqn
         for fqn, kind in stored.items()
-        if kind != BUFFER and canonical(fqn) not in wanted and fqn not in aliases
+        if kind != BUFFER and remove_wrappers(fqn) not in wanted and fqn not in aliases
     ]
     if unused:
         raise DifferentError(

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 
 from reshard.errors import UsageError
-from reshard.keys import Edits, canonical, edit
+from reshard.keys import Edits, edit, remove_wrappers
 from reshard.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
 from reshard.training.fresh_adam import find_idle
 
@@ -54,7 +54,7 @@ class State:
         self.tied = manifest.tied
         self.weights = {entry.fqn: entry for entry in manifest.of_kind(*WEIGHT_KINDS[:2])}
         self.weights.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
-        self.canonical_names = {canonical(fqn): fqn for fqn in [*self.tied, *self.weights]}
+        self.canonical_names = {remove_wrappers(fqn): fqn for fqn in [*self.tied, *self.weights]}
         self.slots = {
             (entry.fqn, entry.kind): entry
             for entry in manifest.entries.values()
@@ -84,7 +84,7 @@ class State:
 
     def resolve_fqn(self, name: str) -> str:
         """Return the fqn under which the checkpoint stores a parameter."""
-        short = canonical(name)
+        short = remove_wrappers(name)
         fqn = name if name in self.weights else self.canonical_names.get(short, short)
         return self.tied.get(fqn, fqn)
 
@@ -213,7 +213,7 @@ def _build_metadata(value: Resolved) -> torch_metadata.STORAGE_TYPES:
     if not isinstance(value, Entry):
         return torch_metadata.BytesStorageMetadata()
     size = torch.Size(value.shape)
-    properties = torch_metadata.TensorProperties(dtype=value.dtype.of_torch())
+    properties = torch_metadata.TensorProperties(dtype=value.dtype.to_torch())
     chunk = torch_metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     return torch_metadata.TensorStorageMetadata(properties, size, [chunk])
 

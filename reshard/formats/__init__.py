@@ -77,7 +77,7 @@ def read(  # noqa: PLR0913 - a keyword an option
         UsageError: ``model`` does not exist.
         ReshardError: the format cannot read the checkpoint.
     """
-    location = Location.of(as_paths(paths))
+    location = Location.from_paths(as_paths(paths))
     if model is not None:  # also where the files need no model: a typing error is not ignored
         from reshard.model.build import refuse_missing
 

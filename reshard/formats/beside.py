@@ -43,7 +43,7 @@ def add_companions(manifest: Manifest, location: Location) -> Manifest:
         CorruptError: a file is damaged.
     """
     # HF Trainer and Accelerate have DeepSpeed write its ranks' files into a folder of their own.
-    for near in (Location(location.directories), location.above()):
+    for near in (Location(location.directories), location.get_parent()):
         trainer = read_trainer_state(near)
         paths = {
             kind: path
@@ -119,7 +119,7 @@ def add_run_document(manifest: Manifest, location: Location) -> Manifest:
     Raises:
         CorruptError: the document is damaged.
     """
-    for near in (location, location.above()):
+    for near in (location, location.get_parent()):
         document = read_trainer_state(near)
         if trainer_run.is_document(document):
             return replace(manifest, train=replace(manifest.train, trainer_state=document))
@@ -133,7 +133,7 @@ def find_model(location: Location, wrap: str | None) -> ModelHint | None:
     machine.
     """
     for folder in (".", *(CONFIG_FOLDERS if not location.chosen else ())):
-        config = location.nested(f"{folder}/config.json")
+        config = location.find_nested(f"{folder}/config.json")
         # The config is needed only if the files are ambiguous, so reading goes on without a broken
         # one.
         with contextlib.suppress(CorruptError):
@@ -192,7 +192,7 @@ def describe_trained_model(location: Location, given: str | None) -> ModelShapes
         CorruptError: a file is damaged.
         UsageError, UnsupportedError: as `ModelHint.shapes`, for a given model.
     """
-    for near in (location, location.above()):
+    for near in (location, location.get_parent()):
         state = read_trainer_state(near)
         if state and not trainer_run.is_document(state):
             if given:

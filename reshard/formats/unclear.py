@@ -154,7 +154,7 @@ def describe_unread(location: Location) -> list[str]:
         return []
     paths = []
     if location.name in run.PARTS:
-        above = location.above()
+        above = location.get_parent()
         paths += [above.files[name] for name in _find_parts_beside(above)]
     if _LOADER in location.folders:
         paths += find_torch_files(location.folders[_LOADER]).values()

@@ -186,7 +186,7 @@ def _group_into_batches(samples: Iterator[_Sample]) -> Iterator[list[_Sample]]:
 
 def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
     """Return for each sample whether its weights are the cast of its master weights."""
-    pool.expect(
+    pool.prefetch(
         (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
         for sample in batch
         for copy in (*sample.master, *sample.weight)
@@ -256,8 +256,8 @@ def _mark_unequal_numbers(
 
     from reshard.move import cast
 
-    expected: NDArray[Any] = np.frombuffer(masters, cast.numpy_dtype(source, casting=True))
-    stored: NDArray[Any] = np.frombuffer(weights, cast.numpy_dtype(trained, casting=True))
+    expected: NDArray[Any] = np.frombuffer(masters, cast.get_numpy_dtype(source, casting=True))
+    stored: NDArray[Any] = np.frombuffer(weights, cast.get_numpy_dtype(trained, casting=True))
     if source != trained:
         filled = bytearray(len(weights))
         rounded: NDArray[Any] = np.frombuffer(filled, stored.dtype)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from reshard.keys import Edits, canonical, edit
+from reshard.keys import Edits, edit, remove_wrappers
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 
 
@@ -46,7 +46,7 @@ def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest,
     """Return a state with the prefix that the names of a live model have, and the prefix."""
     bare = edit(manifest, Edits()).manifest
     stored = {entry.fqn for entry in bare.of_kind(*WEIGHT_KINDS)} | bare.tied.keys()
-    prefix = _find_prefix(stored, set(map(canonical, fqns)))
+    prefix = _find_prefix(stored, set(map(remove_wrappers, fqns)))
     if prefix is None:
         return manifest, None
     # An empty name stays empty: a tensor without a name is an error of its own.
@@ -57,10 +57,10 @@ def _change_prefix(manifest: Manifest, fqns: Collection[str]) -> tuple[Manifest,
 
 def _mark_buffers(manifest: Manifest, fqns: Collection[str]) -> Manifest:
     """Return a state in which the tensors with these names are buffers."""
-    names = set(map(canonical, fqns))
+    names = set(map(remove_wrappers, fqns))
     return manifest.with_entries(
         replace(entry, kind=BUFFER)
-        if entry.kind == PARAM and canonical(entry.fqn) in names
+        if entry.kind == PARAM and remove_wrappers(entry.fqn) in names
         else entry
         for entry in manifest.entries.values()
     )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.model import wrap as wrapping
 from reshard.model.build import build, build_configured
-from reshard.model.shapes import ModelShapes, Unit, of_module
+from reshard.model.shapes import ModelShapes, Unit, describe_module
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,7 @@ class ModelHint:
 
     Args:
         by_blocks: without ``wrap``: FSDP wrapped the classes that transformers declares as blocks,
-            see `wrap.blocks_of`.
+            see `wrap.make_block_policy`.
         known: the model, if a running program has it; it does not tell how FSDP 1 wrapped it.
     """
 
@@ -61,7 +61,9 @@ class ModelHint:
             return self.known
         if self.by_blocks and self.wrap is None:
             root = build(self.model)
-            return of_module(root, self.model, wrapping.blocks_of(root), mixed_precision=False)
+            return describe_module(
+                root, self.model, wrapping.make_block_policy(root), mixed_precision=False
+            )
         plain = describe(self.model, self.wrap)
         prefixes = set(units)
         if not prefixes or {unit.prefix for unit in plain.units} == prefixes:
@@ -91,7 +93,7 @@ def describe(model: str, wrap: str | None = None, *, mixed_precision: bool = Fal
         UnsupportedError: its units depend on facts that are not known here.
     """
     policy = None if wrap is None else wrapping.parse(wrap)
-    return of_module(build(model), model, policy, mixed_precision=mixed_precision)
+    return describe_module(build(model), model, policy, mixed_precision=mixed_precision)
 
 
 def describe_config(config: Mapping[str, Any], source: str) -> ModelShapes:
@@ -100,7 +102,7 @@ def describe_config(config: Mapping[str, Any], source: str) -> ModelShapes:
     Raises:
         UsageError: transformers has no such model.
     """
-    return of_module(build_configured(config, source), source, None, mixed_precision=False)
+    return describe_module(build_configured(config, source), source, None, mixed_precision=False)
 
 
 def shapes_of(
@@ -112,4 +114,4 @@ def shapes_of(
         UsageError, UnsupportedError: see `describe`.
     """
     policy = None if wrap is None else wrapping.parse(wrap)
-    return of_module(root, "model", policy, mixed_precision=mixed_precision)
+    return describe_module(root, "model", policy, mixed_precision=mixed_precision)

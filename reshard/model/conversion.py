@@ -28,7 +28,7 @@ from reshard.manifest import (
     index_entries,
 )
 from reshard.model.tracing import TensorPart, Traced
-from reshard.renames import check_parts_dtype, restate
+from reshard.renames import check_parts_dtype, replace_tensors
 from reshard.views import Take, apply_views, invert_views
 
 
@@ -83,7 +83,7 @@ class FormConversion:
         """
         entries = index_entries(self._convert(manifest, manifest.entries.values()))
         copies = self._convert(manifest, manifest.tied_copies)
-        return restate(manifest, entries, copies, lambda fqn: self.names.get(fqn, (fqn,)))
+        return replace_tensors(manifest, entries, copies, lambda fqn: self.names.get(fqn, (fqn,)))
 
     def _convert(self, manifest: Manifest, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Yield the new entries, by kind and in the order of the form after."""

@@ -77,7 +77,7 @@ class ModelShapes:
     )
 
 
-def of_module(
+def describe_module(
     root: nn.Module, source: str, policy: Policy | None, *, mixed_precision: bool
 ) -> ModelShapes:
     """Return the names, shapes and units of a module.

@@ -39,7 +39,7 @@ def find_decays(
     return None if None in found else [bool(each) for each in found]
 
 
-def no_divisions() -> tuple[Division, ...]:
+def find_no_divisions() -> tuple[Division, ...]:
     """Return no division: nothing is known of the training program."""
     return ()
 

@@ -48,7 +48,7 @@ def parse(wrap: str) -> Policy:
     return Policy(names)
 
 
-def blocks_of(root: nn.Module) -> Policy:
+def make_block_policy(root: nn.Module) -> Policy:
     """Return the default policy of trainers: wrap the blocks that transformers declares.
 
     Source: verl ``utils/fsdp_utils.py`` (``get_fsdp_wrap_policy``): ``module._no_split_modules``.

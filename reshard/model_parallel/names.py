@@ -26,7 +26,7 @@ from reshard.model_parallel import forms, moves, shifted, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.spellings import NUMBERS, Spelled, SpelledPart, Spellings
-from reshard.renames import check_parts_dtype, restate
+from reshard.renames import check_parts_dtype, replace_tensors
 from reshard.units import some
 from reshard.views import Permute
 
@@ -104,7 +104,7 @@ class _Renaming:
         copies = [e for e in self.manifest.tied_copies if self.find_new_names(e.fqn)]
         entries = index_entries(self.convert(kept))
         copied = tuple(self.convert(copies))
-        manifest = restate(self.manifest, entries, copied, self.find_new_names)
+        manifest = replace_tensors(self.manifest, entries, copied, self.find_new_names)
         dropped = [fqn for fqn, names in self._new.items() if not names]
         if dropped:
             self.notes[f"not a weight, left out: {some(dropped, 1)}"] = None

@@ -52,7 +52,7 @@ class Shifted:
 
         pool.read_into(self.file, byte_offset, target)
         if len(target):
-            torch.frombuffer(target, dtype=self.dtype.of_torch()).add_(self.added)
+            torch.frombuffer(target, dtype=self.dtype.to_torch()).add_(self.added)
 
 
 def add_to_chunks(chunks: Iterable[Chunk], added: float) -> Iterator[Chunk]:

@@ -91,7 +91,7 @@ class Traits:
         }
         for what, size in sizes.items():
             if size is not None:
-                counts.count(self.source, f"the number of {what}", size)
+                counts.check_count(self.source, f"the number of {what}", size)
 
     def get(self, name: str) -> Any:
         """Return a trait by its name, one of `more` too; None if it is unknown."""

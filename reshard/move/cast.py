@@ -29,7 +29,7 @@ _NAN_BFLOAT16 = 0x7FC0  # torch 2.13 torch/headeronly/util/BFloat16.h, round_to_
 Array = NDArray[Any]
 
 
-def numpy_dtype(dtype: DType, *, casting: bool) -> str:
+def get_numpy_dtype(dtype: DType, *, casting: bool) -> str:
     """Return the numpy dtype for elements of `dtype`: numbers for a cast, plain bits for a copy.
 
     Raises:
@@ -56,7 +56,7 @@ def cast(
     """Fill ``target`` with the values of ``source`` in another float dtype.
 
     Args:
-        source: an array in the numpy dtype of ``dtype`` (`numpy_dtype`); bfloat16 as uint16 bits.
+        source: an array in the numpy dtype of ``dtype`` (`get_numpy_dtype`); bfloat16 as uint16.
         target: an array of the same shape in the numpy dtype of ``target_dtype``.
         dtype: the dtype of the source.
         target_dtype: the dtype of the target.

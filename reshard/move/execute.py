@@ -60,7 +60,7 @@ def execute(
         if team.first:
             builder.create(target.files, is_new=done is None)
         team.barrier()  # no rank may open a file that does not exist yet
-        batches = share.of(_skip_done(plan, before, files) if done else plan.batches())
+        batches = share.select_batches(_skip_done(plan, before, files) if done else plan.batches())
         seen = builder.fill(interleave_files(batches, options.workers), keep)
         # Batches enter the digest as they are drawn, so it is complete only now.
         share.check()
@@ -210,7 +210,7 @@ class _Worker:
         self._window = bytearray()
 
     def __call__(self, batch: Batch) -> None:
-        self.filler.expect(batch)
+        self.filler.prefetch(batch)
         # Only the bands of interleaved tensors are batches of several
         # windows, which read the same bytes.
         if len(batch) > 1:

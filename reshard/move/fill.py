@@ -106,7 +106,7 @@ class Filler:
         self._last: tuple[str, int, int, int] | None = None  # file, byte offset, nbytes, crc
         self._buffer = bytearray()
         self._shared_buffer = bytearray()
-        self._expected: Sequence[tuple[str, int, int]] = ()
+        self._prefetched: Sequence[tuple[str, int, int]] = ()
         self._shared: list[tuple[str, int, int, memoryview]] = []  # file, start, stop, its bytes
 
     def fill(self, copy: Copy, window: memoryview) -> None:
@@ -149,12 +149,12 @@ class Filler:
             self.read_into(file, start, into)
             self._shared.append((file, start, stop, into))
 
-    def expect(self, windows: Iterable[Window]) -> None:
-        """Fetch from an object store in one go what the windows will read block by block."""
+    def prefetch(self, windows: Iterable[Window]) -> None:
+        """Fetch with concurrent requests what the windows will read block by block from a store."""
         runs = [copy for window in windows for copy in window.copies if copy.is_run]
         if runs and is_remote(runs[0].file):
-            self._pool.drop(self._expected)
-            self._expected = self._pool.expect(
+            self._pool.drop(self._prefetched)
+            self._prefetched = self._pool.prefetch(
                 (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize) for copy in runs
             )
 
@@ -203,9 +203,9 @@ class Filler:
         from reshard.move import cast
 
         casting = not copy.is_plain
-        dtype = cast.numpy_dtype(copy.dtype, casting=casting)
+        dtype = cast.get_numpy_dtype(copy.dtype, casting=casting)
         source: Any = np.ndarray(shape, dtype, raw, 0, byte_strides)
-        dtype = cast.numpy_dtype(copy.target_dtype, casting=casting)
+        dtype = cast.get_numpy_dtype(copy.target_dtype, casting=casting)
         target: Any = np.ndarray(shape, dtype, window, offset, target_strides)
         if not casting:
             target[...] = source

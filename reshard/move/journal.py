@@ -28,7 +28,7 @@ from reshard.move.spans import FileSpan, Spans
 from reshard.move.unfinished import Unfinished
 from reshard.output.destination import check_space
 from reshard.output.files import write_at
-from reshard.output.local import LocalPartial, disk_error, sync
+from reshard.output.local import LocalPartial, build_disk_error, sync
 from reshard.ranks.team import select_share
 from reshard.threads import ThreadGroup, parallel_for
 
@@ -163,7 +163,7 @@ class Journal(Unfinished[LocalPartial]):
                     text = jobs.format_line(self._job) + text
                 write_at(descriptor, memoryview(text), self._end)
         except OSError as error:
-            raise disk_error(self._path, error) from error
+            raise build_disk_error(self._path, error) from error
         self._end += len(text)
         if first:
             # A crash must not lose the name of the journal, or that of the hidden directory.
@@ -184,7 +184,7 @@ class Journal(Unfinished[LocalPartial]):
             for path in partial.journals[1:]:
                 path.unlink()
         except OSError as error:
-            raise disk_error(new, error) from error
+            raise build_disk_error(new, error) from error
         sync([partial.path])
 
     def _find_complete_files(self) -> set[str]:

@@ -118,7 +118,7 @@ class Receipts(Unfinished[RemotePartial]):
         stored = set(before.windows.files)
         missing = {file.name: file for file in target.files if file.name not in stored}
         sizes = {name: file.nbytes for name, file in missing.items()}
-        mine = Share(self._options.team, sum(sizes.values())).files(sizes)
+        mine = Share(self._options.team, sum(sizes.values())).select_files(sizes)
         files = {name: file for name, file in missing.items() if name in mine}
         uploads.reserve(files.values())
         # Interleaved tensors would fill all of their files at once,

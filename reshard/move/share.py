@@ -28,7 +28,7 @@ class Share:
         self._nbytes = max(nbytes, 1)
         self._digest = hashlib.sha256()
 
-    def files(self, sizes: Mapping[str, int]) -> set[str]:
+    def select_files(self, sizes: Mapping[str, int]) -> set[str]:
         """Return the output files of this rank, where one rank writes a whole file."""
         files, at = set(), 0
         for file, nbytes in sizes.items():
@@ -37,7 +37,7 @@ class Share:
             at += nbytes
         return files
 
-    def of(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def select_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of this rank; all batches enter the digest that `check` compares."""
         if self._team.size == 1:
             yield from batches

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from reshard import signals, units
-from reshard.errors import ReshardError, ResourceError, UsageError, is_outside
-from reshard.output.local import LocalPartial, disk_error
+from reshard.errors import ReshardError, ResourceError, UsageError, has_external_cause
+from reshard.output.local import LocalPartial, build_disk_error
 from reshard.paths import is_remote
 from reshard.ranks.team import ALONE, Team
 
@@ -99,7 +99,7 @@ def write_file(path: Path, data: bytes, *, overwrite: bool) -> None:
         with stage_output(path, is_directory=False, overwrite=overwrite) as staging:
             (staging / path.name).write_bytes(data)
     except OSError as error:
-        raise disk_error(path, error) from error
+        raise build_disk_error(path, error) from error
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def _is_kept(partial: PartialOutput, error: BaseException, team: Team, *, resume
         # remains.
         with contextlib.suppress(ReshardError):
             partial.resumable_bytes = partial.recorded_bytes
-    if partial.resumable_bytes and _is_outside(error, resume=resume):
+    if partial.resumable_bytes and _has_external_cause(error, resume=resume):
         size = units.show_bytes(partial.resumable_bytes)
         if resume or partial.keeps_without_resume:
             advice = (
@@ -222,13 +222,13 @@ def _remove(partial: PartialOutput) -> None:
         partial.remove()
 
 
-def _is_outside(error: BaseException, *, resume: bool) -> bool:
-    """Return `errors.is_outside`, but for a full disk return whether the user passed --resume.
+def _has_external_cause(error: BaseException, *, resume: bool) -> bool:
+    """Return `errors.has_external_cause`; for a full disk, whether the user passed --resume.
 
     Without --resume, output that fills a disk must not stay: it is in the way of other programs.
     """
     full = getattr(error, "exit_code", None) == ResourceError.exit_code
-    return resume if full else is_outside(error)
+    return resume if full else has_external_cause(error)
 
 
 def _append_remedy(error: BaseException, what: str, *, instead: bool = False) -> None:
@@ -240,6 +240,6 @@ def _append_remedy(error: BaseException, what: str, *, instead: bool = False) ->
         error.args = (what,)
     elif not isinstance(error, ReshardError):
         return
-    elif instead or "--resume" in what or is_outside(error):
+    elif instead or "--resume" in what or has_external_cause(error):
         known = "" if instead or what in error.remedy else error.remedy
         error.remedy = f"{known}; {what}" if known else what

@@ -8,7 +8,7 @@ from pathlib import Path
 from reshard.errors import DifferentError
 from reshard.files import Descriptor, OpenFiles
 from reshard.manifest import OutputFile
-from reshard.output.local import disk_error
+from reshard.output.local import build_disk_error
 
 BLOCK_BYTES = 512 << 10  # small enough that a block stays in a core's cache until it is read back
 
@@ -59,7 +59,7 @@ class OutputFiles(OpenFiles):
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise disk_error(path, error) from error
+            raise build_disk_error(path, error) from error
 
     def output(self, name: str) -> Descriptor:
         """Return an open output file; it stays open as long as the caller keeps the object."""
@@ -144,4 +144,4 @@ def _write(file: Descriptor, byte_offset: int, data: memoryview) -> None:
     try:
         write_at(file.number, data, byte_offset)
     except OSError as error:
-        raise disk_error(Path(file.path), error) from error
+        raise build_disk_error(Path(file.path), error) from error

@@ -32,7 +32,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # floc
 _BLOCK = 512  # bytes: the unit of st_blocks
 
 
-def disk_error(path: Path, error: OSError) -> ReshardError:
+def build_disk_error(path: Path, error: OSError) -> ReshardError:
     """Return the error to raise for a system error while writing to ``path``."""
     if error.errno in _FULL:
         return ResourceError(
@@ -285,7 +285,7 @@ class LocalPartial:
         except OSError as error:
             with contextlib.suppress(OSError):  # a directory that is not empty is not removed
                 self.path.rmdir()
-            raise disk_error(path, error) from error
+            raise build_disk_error(path, error) from error
 
     def _acquire(self, lock: int) -> None:
         try:
@@ -336,7 +336,7 @@ def _write_holder(lock: int, path: Path) -> None:
         os.ftruncate(lock, 0)
         os.pwrite(lock, holder.encode_self(), 0)
     except OSError as error:
-        raise disk_error(path, error) from error
+        raise build_disk_error(path, error) from error
 
 
 def _read_holder(lock: int) -> holder.Holder | None:

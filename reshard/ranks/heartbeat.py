@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard import threads
-from reshard.errors import INTERRUPTED, ReshardError, is_outside
+from reshard.errors import INTERRUPTED, ReshardError, has_external_cause
 from reshard.ranks.team import Progress
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def publish_failure(store: Store, where: str, failure: BaseException) -> None:
     elif isinstance(failure, KeyboardInterrupt):
         report |= {"problem": "was interrupted", "code": INTERRUPTED}
     # With an empty expected value, `compare_set` writes only where the key does not exist.
-    store.compare_set("failed", "", json.dumps({**report, "outside": is_outside(failure)}))
+    store.compare_set("failed", "", json.dumps({**report, "outside": has_external_cause(failure)}))
 
 
 def read_failure(store: Store) -> ReshardError | None:
@@ -49,7 +49,7 @@ def read_failure(store: Store) -> ReshardError | None:
     report: dict[str, Any] = json.loads(store.get("failed"))
     error = RemoteRankError(report["where"], report["problem"], report["remedy"])
     error.exit_code = report["code"]
-    if report["outside"]:  # `errors.is_outside` recognizes such errors by their cause
+    if report["outside"]:  # `errors.has_external_cause` recognizes such errors by their cause
         error.__cause__ = OSError("of another rank")
     return error
 

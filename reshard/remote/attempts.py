@@ -81,7 +81,7 @@ def _is_external(error: Exception) -> bool:
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """Return a library's error as an OSError, which `errors.is_outside` recognizes."""
+    """Return a library's error as an OSError, which `errors.has_external_cause` recognizes."""
     if isinstance(error, OSError):
         return error
     outside = ConnectionError(_describe(error))

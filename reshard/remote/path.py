@@ -101,7 +101,7 @@ class RemotePath(PosixPath):
         Raises:
             FileNotFoundError: there is no such folder.
         """
-        listed = self.store.listing(str(self))
+        listed = self.store.list_children(str(self))
         if not listed and not self.is_dir():
             raise FileNotFoundError(2, "there is no such folder", str(self))
         for name, info in listed.items():

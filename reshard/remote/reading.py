@@ -2,7 +2,7 @@
 
 Reading a header takes dozens of small reads close together, and each would be a round trip. They
 are answered from cached blocks of 256 KiB. If a reader knows in advance what it will read,
-`RemoteFiles.expect` fetches all of that concurrently.
+`RemoteFiles.prefetch` fetches all of that concurrently.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class RemoteFiles:
                 "it became shorter while it was read: is a job still writing to it?",
             )
 
-    def expect(self, ranges: Iterable[Range]) -> list[Range]:
+    def prefetch(self, ranges: Iterable[Range]) -> list[Range]:
         """Fetch ranges concurrently, adjacent ones as one; return what is kept until `drop`."""
         spans = list(_merge_ranges(ranges))
         if spans:
@@ -188,7 +188,7 @@ class RemoteFiles:
         return spans
 
     def drop(self, kept: Iterable[Range]) -> None:
-        """Free ranges that `expect` has fetched."""
+        """Free ranges that `prefetch` has fetched."""
         with self._lock:
             for url, start, nbytes in kept:
                 # A longer range from the same offset may have replaced it in the meantime.

@@ -39,7 +39,7 @@ class Store:
         """Return the filesystem's own name for a URL, without the scheme."""
         return str(self.files._strip_protocol(url))  # noqa: SLF001 - fsspec's own callers do so
 
-    def listing(self, url: str) -> dict[str, Info]:
+    def list_children(self, url: str) -> dict[str, Info]:
         """Return the children of a folder by name; {} if it is not a folder."""
         with self._lock:
             when, children = self._listed.get(url, (0.0, {}))
@@ -74,7 +74,7 @@ class Store:
         folder, _, name = url.rstrip("/").rpartition("/")
         if folder.count("/") < 3:
             return self.info(url)
-        return self.listing(folder).get(name)
+        return self.list_children(folder).get(name)
 
     def forget(self) -> None:
         """Drop all cached listings, because something was written."""

@@ -183,7 +183,7 @@ def _normalize(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[st
 def _parse_key(key: Any) -> Any:
     """Return a key as an index or a name; DCP turns an index into text."""
     if isinstance(key, str):
-        number = counts.natural(key)
+        number = counts.parse_index(key)
         return key if number is None else number
     return key if type(key) is int else shown(key)
 

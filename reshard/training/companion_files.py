@@ -139,7 +139,7 @@ def match_config(
     return updated, changes
 
 
-def with_derived_config(
+def add_derived_config(
     skeleton: Skeleton,
     config: Mapping[str, Any],
     state: WritableState,
@@ -166,7 +166,7 @@ _PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's
 _MAX_BYTES = 64 << 20
 
 
-def with_companions(
+def add_companions(
     skeleton: Skeleton, manifest: Manifest, *, beside: str = "", above: str = ""
 ) -> Skeleton:
     """Add copies of the files beside the source's, in the same place beside the target's.

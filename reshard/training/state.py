@@ -160,8 +160,9 @@ class WritableState:
         """Return the stamp of a file of one rank; None if files are not stamped."""
         return self.save.stamp(file, rank, ranks) if self.save else None
 
+    @property
     def step(self) -> int:
-        """Return the number of updates: the engine's counter, else the optimizer's."""
+        """The number of steps: the engine's counter, else the optimizer's count of updates."""
         train = self.manifest.train
         return (
             train.step
@@ -169,10 +170,11 @@ class WritableState:
             else int(max(train.optimizer_step.values(), default=0))
         )
 
+    @property
     def scheduler_step(self) -> int:
-        """Return the step of a scheduler, which does not count those that the scaler skipped."""
+        """The step of a scheduler, which does not count the steps that the scaler skipped."""
         updates = self.manifest.train.updates
-        return self.step() if updates is None else updates
+        return self.step if updates is None else updates
 
 
 def build_writable_state(manifest: Manifest, *, weights_only: bool = False) -> WritableState:

@@ -5,7 +5,7 @@ what makes them a run of the trainer: it has ``format``, ``progress``, ``setting
 ``world_size``, where the file that HF Trainer calls by the same name has ``global_step``.
 
 Source: ``trainer/checkpoint/state.py`` (the document), ``trainer/settings.py`` (the settings),
-``trainer/engines/sharded.py`` (``data_axes``: the mesh).
+``trainer/fsdp_options.py`` (``list_data_mesh_axes``: the mesh).
 """
 
 from __future__ import annotations
@@ -159,19 +159,19 @@ class TrainerRun:
             )
         return {"replicate": ranks // size, "shard": size}
 
-    def resized(self, ranks: int, **settings: str) -> dict[str, Any]:
+    def build_document(self, ranks: int, **settings: str) -> dict[str, Any]:
         """Return the document of the same run on another number of ranks."""
         changed = {"world_size": ranks, "settings": {**self.settings, **settings}}
         return {**self.document, **changed}
 
-    def directory(self, checkpoint: Skeleton) -> Skeleton:
+    def lay_out_directory(self, checkpoint: Skeleton) -> Skeleton:
         """Lay out the run directory around a checkpoint: its tag, and ``latest``."""
         from reshard.containers import skeletons
 
         pointer = skeletons.lay_out_bytes("latest", self.tag.encode())
         return skeletons.join([pointer, skeletons.move_into(checkpoint, self.tag)])
 
-    def counted(self, train: TrainState) -> TrainState:
+    def set_counters(self, train: TrainState) -> TrainState:
         """Return the training state with the counters of the document."""
         progress = self.progress
         return replace(
@@ -181,8 +181,8 @@ class TrainerRun:
             samples=progress["samples"],
         )
 
-    def state(self) -> dict[str, Any]:
-        """Return the settings that describe the training and not its distribution over ranks."""
+    def list_training_values(self) -> dict[str, Any]:
+        """Return the counters and settings that do not depend on how ranks share the run."""
         settings = {
             f"settings.{name}": value
             for name, value in self.settings.items()

@@ -31,7 +31,7 @@ from tests.support.installed import SAFETENSORS_DTYPES, TORCH_2_6, skip_unless_s
 from tests.support.sample_tensors import raw, same, sample_tensors
 
 ALL = {name: tensor.clone().contiguous() for name, tensor in sample_tensors().items()}
-SAVED_DTYPES = {dtype.of_torch() for dtype in SAFETENSORS_DTYPES}
+SAVED_DTYPES = {dtype.to_torch() for dtype in SAFETENSORS_DTYPES}
 ZOO = {name: tensor for name, tensor in ALL.items() if tensor.dtype in SAVED_DTYPES}
 METADATAS = {"none": None, "one": {"format": "pt"}, "odd": {"größe\n": '"权重"\t\\ \x01'}}
 
@@ -89,7 +89,7 @@ def test_every_dtype_is_ordered_as_save_file_orders_it(tmp_path):
     tensors = {}
     for number, dtype in enumerate(SAFETENSORS_DTYPES):
         data = torch.zeros(2 * dtype.itemsize, dtype=torch.uint8)
-        tensors[f"t{number % 3}.{number}"] = data.view(dtype.of_torch())
+        tensors[f"t{number % 3}.{number}"] = data.view(dtype.to_torch())
     # Rows of `tests/versions.py` with a later torch have a safetensors that saves all.
     assert TORCH_2_6 or len(tensors) == len(dtypes.BY_SAFETENSORS)
     assert laid_out(tensors, None) == saved(tmp_path / "x", tensors)

@@ -17,5 +17,5 @@ def test_ranks_are_opened_by_their_numbers(name, tmp_path, monkeypatch):
         (tmp_path / name.format(rank)).touch()
     (tmp_path / name.replace("{", "x{").format(1)).touch()  # no rank's
     monkeypatch.setattr(universal, "open_model", lambda path: path.name)
-    opened = universal._open_models(Location.of([tmp_path]))
+    opened = universal._open_models(Location.from_paths([tmp_path]))
     assert opened == [name.format(rank) for rank in range(101)]

@@ -39,7 +39,7 @@ def edit(run, change):
 
 
 def read_args(run):
-    return run_config.read(Location.of([run / STEP]))[0]
+    return run_config.read(Location.from_paths([run / STEP]))[0]
 
 
 def test_every_tensor_has_the_bytes_that_megatron_holds(run):

@@ -51,4 +51,4 @@ def test_a_new_scheduler_of_the_trainer_does_not_count_skipped_steps():
     train = replace(manifest.train, skipped_steps=1, scheduler=None)
     state = build_writable_state(replace(manifest, train=train))
     made = hf_trainer.build_scheduler(state)
-    assert (state.step(), made["last_epoch"], made["_step_count"]) == (4, 3, 4)
+    assert (state.step, made["last_epoch"], made["_step_count"]) == (4, 3, 4)

@@ -99,7 +99,10 @@ DAMAGES = {
     ),
     "another step of a tensor-parallel rank": (
         *(PARALLEL, "mp_rank_01_model_states.pt", lambda root: root.update(global_steps=4)),
-        *(CorruptError, "mp_rank_01_model_states.pt: is of step 4, but mp_rank_00_model_.* of 3"),
+        *(
+            CorruptError,
+            "mp_rank_01_model_states.pt: was saved at step 4, but mp_rank_00_model_.* at step 3",
+        ),
     ),
     "other updates of a tensor-parallel rank": (
         *(PARALLEL, "*_mp_rank_01_optim_states.pt", of_optimizer(stepped)),

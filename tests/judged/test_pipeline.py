@@ -88,7 +88,7 @@ def test_stages_of_two_steps_are_refused(trained, tmp_path):
     path = copy / "state_rank_3.pt"
     saved = torch.load(path, weights_only=False)
     torch.save({**saved, "step": 7}, path)
-    with pytest.raises(CorruptError, match=r"is of step 7, but state_rank_0\.pt of 3"):
+    with pytest.raises(CorruptError, match=r"was saved at step 7, but state_rank_0\.pt at step 3"):
         reshard.open(copy)
 
 

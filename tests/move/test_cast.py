@@ -13,7 +13,7 @@ from reshard import dtypes
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from reshard.errors import UnsupportedError
 from reshard.move import compiled
-from reshard.move.cast import cast, numpy_dtype
+from reshard.move.cast import cast, get_numpy_dtype
 from tests.support.compiled import build_module, find_compiler
 
 UNSIGNED = {2: "<u2", 4: "<u4", 8: "<u8"}
@@ -46,8 +46,8 @@ def torch_cast(bits, dtype, target_dtype):
 
 
 def our_cast(bits, dtype, target_dtype, *, clamp=False):
-    source = bits.copy().view(numpy_dtype(dtype, casting=True))
-    target = np.empty(bits.shape, numpy_dtype(target_dtype, casting=True))
+    source = bits.copy().view(get_numpy_dtype(dtype, casting=True))
+    target = np.empty(bits.shape, get_numpy_dtype(target_dtype, casting=True))
     counts = cast(source, target, dtype, target_dtype, clamp=clamp)
     return target.view(UNSIGNED[target_dtype.itemsize]), counts
 
@@ -222,8 +222,8 @@ def test_strided_and_transposed_sides_change_nothing(shape, dtype, target_dtype)
     flat = bits.reshape(-1)[: size * dtype.itemsize // 2].copy().view(UNSIGNED[dtype.itemsize])
     wanted = our_cast(flat, dtype, target_dtype)[0].reshape(shape)
     for forms in np.ndindex(3, 3):
-        source = arranged(shape, numpy_dtype(dtype, casting=True), forms[0])
-        target = arranged(shape, numpy_dtype(target_dtype, casting=True), forms[1])
+        source = arranged(shape, get_numpy_dtype(dtype, casting=True), forms[0])
+        target = arranged(shape, get_numpy_dtype(target_dtype, casting=True), forms[1])
         source[...] = flat.view(source.dtype).reshape(shape)
         cast(source, target, dtype, target_dtype, clamp=False)
         made = np.array(target, order="C").reshape(-1).view(wanted.dtype).reshape(shape)
@@ -250,7 +250,7 @@ def test_an_expanded_source_is_cast_like_its_copy():
 @pytest.mark.parametrize("name", ["int64", "bool", "uint8", "float8_e4m3fn", "complex64"])
 def test_what_is_no_plain_float_is_never_cast(name):
     with pytest.raises(UnsupportedError, match="cannot be cast"):
-        numpy_dtype(dtypes.BY_NAME[name], casting=True)
+        get_numpy_dtype(dtypes.BY_NAME[name], casting=True)
 
 
 PAIRS = [(a, b) for a in MAX for b in MAX if a != b]  # those that the module has

@@ -21,7 +21,7 @@ TORCH_DTYPES = tuple(dtype for dtype in dtypes.ALL if hasattr(torch, dtype.name)
 
 def _is_saved(dtype: DType) -> bool:
     try:
-        save({"w": torch.empty(0, dtype=dtype.of_torch())})
+        save({"w": torch.empty(0, dtype=dtype.to_torch())})
     except KeyError:  # `_SIZE` in safetensors/torch.py
         return False
     return True

@@ -121,7 +121,9 @@ def _list_newest(path: Path, count: int) -> list[Path]:
         UsageError: the run has fewer.
         IncompleteError: one of them is not complete.
     """
-    found = run.list_checkpoints(unclear.find_run(Location.of([path])), unclear.is_checkpoint)
+    found = run.list_checkpoints(
+        unclear.find_run(Location.from_paths([path])), unclear.is_checkpoint
+    )
     if len(found) < count:
         remedy = "list the checkpoints to average, or pass the directory of a run that has several"
         if len(found) >= _FEWEST:

@@ -22,7 +22,7 @@ from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.naming.options import Naming
 from reshard.planning.planner import Plan
 from reshard.training import copied_files
-from reshard.training.companion_files import with_companions, with_derived_config
+from reshard.training.companion_files import add_companions, add_derived_config
 from reshard.training.state import WritableState
 
 
@@ -130,7 +130,7 @@ def _plan(
     skeleton = layout.skeleton
     if not is_single_file(destination):
         beside, above = writer.find_companion_folders(skeleton, state, request)
-        skeleton = with_companions(skeleton, state.manifest, beside=beside, above=above)
+        skeleton = add_companions(skeleton, state.manifest, beside=beside, above=above)
         skeleton = _add_config(conversion, state, skeleton, beside)
         skeleton = writer.place(skeleton, state, destination.name)
     check_overlaps(skeleton)
@@ -175,7 +175,7 @@ def _add_config(
     if naming is None or naming.config is None or has_config:
         return skeleton
     dtype = conversion.request.dtype
-    skeleton, note = with_derived_config(skeleton, naming.config, state, dtype, at)
+    skeleton, note = add_derived_config(skeleton, naming.config, state, dtype, at)
     conversion.notes.derived.append(note)
     return skeleton
 

@@ -54,7 +54,7 @@ def strip_wrappers(conversion: Conversion, writer: Writer, options: SplitOptions
     keeps = conversion.manifest.origin.format in writer.keeps_wrappers_of and not options.model
     edited = keys.edit(conversion.manifest, keys.Edits(strip_wrappers=not keeps))
     manifest = edited.manifest
-    weights.refuse_nothing(manifest, manifest.entries)
+    weights.refuse_empty(manifest, manifest.entries)
     placeholders.refuse(manifest, manifest.entries.values())
     if any(not entry.fqn for entry in manifest.entries.values()):
         raise UnsupportedError(
@@ -154,7 +154,9 @@ def keep_run(conversion: StateConversion) -> StateConversion:
     if run is None:
         return conversion
     settings = conversion.writer.settings_of_run(request)
-    train = replace(manifest.train, trainer_state=run.resized(request.world_size, **settings))
+    train = replace(
+        manifest.train, trainer_state=run.build_document(request.world_size, **settings)
+    )
     return conversion.with_manifest(replace(manifest, train=train))
 
 
@@ -421,7 +423,7 @@ def identify_save(state: WritableState, request: Request, writer: Writer) -> Sav
     for group in state.groups:
         add(sorted(group.hyper, key=str), len(group.members))
     has_step = manifest.train.step is not None or manifest.train.optimizer_step
-    return Save(digest.hexdigest()[:_ID], state.step() if has_step else None)
+    return Save(digest.hexdigest()[:_ID], state.step if has_step else None)
 
 
 def _sample_unchecked_files(manifest: Manifest) -> Iterator[bytes]:

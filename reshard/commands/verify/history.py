@@ -139,7 +139,7 @@ def _open(sources: Sequence[Path], options: VerifyOptions) -> dict[str, History]
     Raises:
         UsageError: there are fewer than two.
     """
-    runs = run.list_runs(unclear.find_run(Location.of(sources)), unclear.is_checkpoint)
+    runs = run.list_runs(unclear.find_run(Location.from_paths(sources)), unclear.is_checkpoint)
     count = min(map(len, runs.values()), default=0)
     if count < 2:
         raise UsageError(

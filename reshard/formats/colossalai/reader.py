@@ -48,7 +48,7 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
         location = Location(location.directories)
     # The user may pass the optimizer's folder, whose sibling has the weights.
     if find_weights(location) is None:
-        location = location.above()
+        location = location.get_parent()
     weights, states = find_weights(location), find_optimizer(location)
     if weights is None or states is None:
         raise IncompleteError(

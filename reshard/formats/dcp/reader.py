@@ -134,7 +134,7 @@ def find_metadata_files(location: Location) -> list[Path]:
 
 
 def _find_data_file(location: Location, name: str) -> Path:
-    path = location.files.get(name) or location.nested(name)
+    path = location.files.get(name) or location.find_nested(name)
     if path is None:
         raise IncompleteError(
             location,
@@ -203,6 +203,6 @@ def _guess_path(key: str) -> tuple[Any, ...]:
     if part == "state" and fqn:
         return (top, part, fqn, leaf)
     if part == "param_groups" and fqn:
-        number = counts.natural(fqn)
+        number = counts.parse_index(fqn)
         return (top, rest) if number is None else (top, part, number, leaf)
     return (top, rest)

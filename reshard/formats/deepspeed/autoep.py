@@ -26,7 +26,7 @@ from reshard.formats.deepspeed.expert_layout import has_experts
 from reshard.formats.deepspeed.schemas import AUTOEP_LAYERS, AUTOEP_PLACEMENTS
 from reshard.formats.deepspeed.states import ModelStates, make_whole_entry
 from reshard.manifest import PARAM, Entry, Key, Manifest, ParamGroup, index_entries
-from reshard.renames import check_parts_dtype, restate
+from reshard.renames import check_parts_dtype, replace_tensors
 from reshard.schema import expect
 from reshard.views import Put, Reshape, apply_views
 
@@ -113,7 +113,7 @@ def _restore(manifest: Manifest, entries: Iterable[Entry], first: ModelStates) -
         return (places[fqn].fqn if fqn in places else names.get(fqn, fqn),)
 
     copies = [replace(copy, fqn=names.get(copy.fqn, copy.fqn)) for copy in manifest.tied_copies]
-    manifest = restate(manifest, moved, copies, list_new_names)
+    manifest = replace_tensors(manifest, moved, copies, list_new_names)
     saved = {entry.fqn: entry.dtype for entry in moved.values() if entry.kind == PARAM}
     train = replace(manifest.train, param_groups=_join_groups(manifest.train.param_groups))
     return replace(
@@ -170,7 +170,7 @@ def _read_layers(first: ModelStates) -> tuple[list[_ExpertLayer], int]:
     layers = []
     for entry in listed:
         size, local = entry["ep_size"], entry["num_local_experts"]
-        count = counts.count(path, "num_experts", entry["num_experts"])
+        count = counts.check_count(path, "num_experts", entry["num_experts"])
         if size != listed[0]["ep_size"] or size * local != count:
             raise CorruptError(
                 path,

@@ -243,8 +243,8 @@ class Cuts:
             )
         parts = view[dim]
         if not isinstance(parts, (list, tuple)):
-            parts = [1] * counts.count(self._where, f"the number of parts of {fqn!r}", parts)
-        sizes = [counts.count(self._where, f"a part of {fqn!r}", size) for size in parts]
+            parts = [1] * counts.check_count(self._where, f"the number of parts of {fqn!r}", parts)
+        sizes = [counts.check_count(self._where, f"a part of {fqn!r}", size) for size in parts]
         if not sizes:
             raise CorruptError(self._where, f"cuts {fqn!r} into zero parts")
         unit = gcd(*sizes)  # a Split has the ratios of the parts, so it fits any number of ranks

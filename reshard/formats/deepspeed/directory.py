@@ -155,7 +155,7 @@ def locate(location: Location, tag: str | None = None) -> Location:
     """
     location = Location(location.directories)
     if location.name == "zero" and _is_zero(location):
-        location = location.above()
+        location = location.get_parent()
     if tag is None and _is_tag(location):
         return location
     tags = _list_tags(location)

@@ -127,7 +127,7 @@ def _check_named(files: TagFiles, named: Names, modules: Sequence[StageModule]) 
     tensors = {name for module in modules for name in module.tensors}
     missing = next((name for name in named if name not in tensors), None)
     if missing is not None:
-        number = counts.natural(missing.partition(".")[0])
+        number = counts.parse_index(missing.partition(".")[0])
         where = "layer's file" if number is None else f"layer_{number:02d}-*"
         raise IncompleteError(
             files.location,

@@ -49,7 +49,7 @@ from reshard.manifest import (
     find_most_common_dtype,
     index_entries,
 )
-from reshard.model.weight_decay import FindDivisions, no_divisions
+from reshard.model.weight_decay import FindDivisions, find_no_divisions
 from reshard.pickles import trust
 from reshard.state_dict.plain_values import to_plain
 from reshard.units import some
@@ -85,7 +85,7 @@ def read(
     files: RankFiles,
     first: ModelStates | None = None,
     layers: Iterable[TorchFile] = (),
-    find_divisions: FindDivisions = no_divisions,
+    find_divisions: FindDivisions = find_no_divisions,
 ) -> Manifest:
     """Open every data-parallel rank's files and describe the state that they hold together.
 
@@ -133,7 +133,7 @@ def _mics_shard_size(first: ModelStates) -> int:
     """
     declared = get_zero_section(first.config).get("mics_shard_size")
     is_on = type(declared) is int and declared > 0  # -1: off
-    return counts.count(first.file.path, "mics_shard_size", declared) if is_on else 0
+    return counts.check_count(first.file.path, "mics_shard_size", declared) if is_on else 0
 
 
 def _require_optimizer(files: RankFiles, first: ModelStates, world_size: int) -> None:

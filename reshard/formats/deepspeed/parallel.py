@@ -81,9 +81,11 @@ def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
     if files.layers:
         tensor = max(rank for ranks in files.layers.values() for rank in ranks) + 1
     else:
-        tensor = counts.count(where, "tp_degree", declared.get("tp_degree"), default=count)
-    stages = counts.count(where, "pp_degree", declared.get("pp_degree"), default=1)
-    ranks = counts.count(where, "mp_world_size", firsts[0].root.get("mp_world_size"), default=1)
+        tensor = counts.check_count(where, "tp_degree", declared.get("tp_degree"), default=count)
+    stages = counts.check_count(where, "pp_degree", declared.get("pp_degree"), default=1)
+    ranks = counts.check_count(
+        where, "mp_world_size", firsts[0].root.get("mp_world_size"), default=1
+    )
     expected = max(ranks, stages * tensor)
     if count < expected:
         raise IncompleteError(

@@ -8,7 +8,7 @@ Source: DeepSpeed 0.3 to 0.19 ``runtime/engine.py``, ``runtime/zero/`` and
 from __future__ import annotations
 
 from reshard.containers.torch_objects import Tensor
-from reshard.counts import natural
+from reshard.counts import parse_index
 from reshard.schema import (
     COUNT,
     INTEGER,
@@ -28,7 +28,7 @@ from reshard.schema import (
 _TENSOR = a("a tensor", lambda value: isinstance(value, Tensor))
 _RANK = a(
     "the number of a rank",
-    lambda value: isinstance(value, (int, str)) and natural(str(value)) is not None,
+    lambda value: isinstance(value, (int, str)) and parse_index(str(value)) is not None,
 )
 _SHAPES = mapping(TEXT, SHAPE)
 _PATTERNS = maybe(sequence(TEXT))

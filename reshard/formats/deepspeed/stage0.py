@@ -36,7 +36,7 @@ from reshard.formats.deepspeed.train_state import (
     read_train_state,
 )
 from reshard.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
-from reshard.model.weight_decay import Division, FindDivisions, no_divisions
+from reshard.model.weight_decay import Division, FindDivisions, find_no_divisions
 from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.optimizer_names import (
     AmbiguousError,
@@ -57,7 +57,7 @@ _REL, _ABS = 2**-8, 2**-24  # half a unit of bfloat16's last place; float16's sm
 
 
 def read(
-    first: ModelStates, tied: Mapping[str, str], find_divisions: FindDivisions = no_divisions
+    first: ModelStates, tied: Mapping[str, str], find_divisions: FindDivisions = find_no_divisions
 ) -> OptimizerContent:
     """Read the optimizer that the model states hold; there may be none.
 

@@ -16,7 +16,7 @@ from typing import Any
 from reshard.box import Index, whole
 from reshard.chunks import Chunk, contiguous
 from reshard.containers.torch_objects import Tensor
-from reshard.counts import elements
+from reshard.counts import check_numel
 from reshard.errors import MIXED, CorruptError
 from reshard.formats.deepspeed.states import (
     OptimizerStates,
@@ -156,7 +156,7 @@ class FlatGroup:
         paddings = rank.root.get("group_paddings") or []
         if self.index >= len(paddings):
             return 0
-        return elements(rank.file.path, "a group's padding", paddings[self.index])
+        return check_numel(rank.file.path, "a group's padding", paddings[self.index])
 
     def _find_piece_numel(self) -> int:
         """Return P, the length of a rank's piece before its tail was cut.
@@ -204,7 +204,7 @@ class FlatGroup:
                 f"group {self.index} has {len(own)} paddings for {len(self.members)} parameters",
                 MIXED,
             )
-        return [elements(rank.file.path, "a parameter's padding", padding) for padding in own]
+        return [check_numel(rank.file.path, "a parameter's padding", padding) for padding in own]
 
     def _check_tail(self) -> None:
         """Check that the parameters end where the padding begins.

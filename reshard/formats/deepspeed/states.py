@@ -77,7 +77,7 @@ class ModelStates:
     def data_ranks(self) -> int:
         """``dp_world_size``; 0 if the file does not declare it."""
         declared = self.root.get("dp_world_size")
-        return counts.count(self.file.path, "dp_world_size", declared, default=0)
+        return counts.check_count(self.file.path, "dp_world_size", declared, default=0)
 
     @property
     def buffers(self) -> frozenset[str]:

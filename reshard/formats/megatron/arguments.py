@@ -273,7 +273,7 @@ def parse(value: Any, source: str) -> Arguments:
     expect(source, args.values, _KNOWN, "args")
     for name in (*_PARALLEL, *_COUNTS):
         if args.number(name) > 0:
-            counts.count(source, name, args.number(name))
+            counts.check_count(source, name, args.number(name))
     ranks = prod(max(args.number(name), 1) for name in _PARALLEL)
     if ranks > counts.MOST:
         raise CorruptError(source, f"states {ranks} ranks for one model, which is out of range")

@@ -139,7 +139,7 @@ def find_checkpoint(location: Location) -> Location:
     folder = Location(location.directories)
     if not _is_rank_folder(folder):
         return folder
-    above = folder.above()
+    above = folder.get_parent()
     count = len(list_rank_folders(above))
     if count > 1:
         raise UsageError(

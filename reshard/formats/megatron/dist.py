@@ -431,7 +431,7 @@ def _unstack(tensor: GlobalTensor) -> Iterator[GlobalTensor]:
     """Yield the tensors that are stacked along dim 0."""
     by_index: dict[int, list[Chunk]] = defaultdict(list)
     where = tensor.chunks[0].file if tensor.chunks else "a tensor of layers without elements"
-    total = counts.count(where, "the number of stacked layers", tensor.shape[0])
+    total = counts.check_count(where, "the number of stacked layers", tensor.shape[0])
     for chunk in tensor.chunks:
         if not chunk.box.fits(tensor.shape):
             raise CorruptError(chunk.file, f"{chunk.box} lies outside {tensor.shape}")

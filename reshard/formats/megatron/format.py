@@ -227,7 +227,7 @@ class Megatron(Writer):
         if request.run is None or not request.keeps_layout:
             return laid
         # Our trainer resumes from a run directory of its own, which Megatron-LM does not have.
-        return laid._replace(skeleton=request.run.directory(laid.skeleton))
+        return laid._replace(skeleton=request.run.lay_out_directory(laid.skeleton))
 
 
 def _keep_rows(source: Manifest, tensor_ranks: int) -> int:

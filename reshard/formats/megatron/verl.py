@@ -52,7 +52,7 @@ _COMMON = "common_state/"
 
 def find_root(location: Location) -> Location:
     """Return the directory that has verl's own files, from it or from its ``dist_ckpt``."""
-    return location.above() if location.name == directory.DIST_FOLDER else location
+    return location.get_parent() if location.name == directory.DIST_FOLDER else location
 
 
 def read_parts(parts: Mapping[str, Location]) -> dict[str, ParsedTree]:
@@ -131,8 +131,11 @@ def read_exported(location: Location) -> Manifest | None:
         UsageError, UnsupportedError: its config is not of a model that reshard knows.
     """
     root = location
-    if location.name == directory.DIST_FOLDER and location.above().name in directory.VERL_PARTS:
-        root = location.above().above()
+    if (
+        location.name == directory.DIST_FOLDER
+        and location.get_parent().name in directory.VERL_PARTS
+    ):
+        root = location.get_parent().get_parent()
     parts = directory.list_parts(root)
     if parts and root is not location:
         raise IncompleteError(location, "contains no weights", f"pass {root}, which has all parts")

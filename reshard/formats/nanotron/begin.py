@@ -187,7 +187,7 @@ def _make_stages(state: WritableState, stage_params: Sequence[Sequence[str]]) ->
     for fqns in stage_params:
         own = [fqn for fqn in fqns if fqn in hypers]
         groups = tuple(ParamGroup(hypers[fqn], (fqn,)) for fqn in own)
-        yield Stage(groups, _make_scheduler([group.hyper for group in groups], state.step()))
+        yield Stage(groups, _make_scheduler([group.hyper for group in groups], state.step))
 
 
 def _make_scheduler(hypers: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _make_metadata(state: WritableState, sequence: int) -> dict[str, Any]:
     }
     metas = {
         "consumed_train_samples": samples,
-        "last_train_step": state.step(),
+        "last_train_step": state.step,
         "consumed_tokens_total": tokens,
         "last_stage_idx": 0,
         "data_stages": [stage],

@@ -195,7 +195,7 @@ def _read_sizes(location: Location) -> dict[str, int]:
     return {
         axis: size
         for axis, name in _SIZES.items()
-        if (size := counts.natural(str(stored.get(name)))) is not None
+        if (size := counts.parse_index(str(stored.get(name)))) is not None
     }
 
 

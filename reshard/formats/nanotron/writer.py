@@ -40,7 +40,7 @@ def lay_out(state: WritableState, wanted: Wanted) -> Skeleton:
         UnsupportedError: a parameter is cut in another way than by nanotron's own layers.
     """
     run = _RunWriter(state, wanted, choice.resolve_layout(state, wanted))
-    step = str(state.step())
+    step = str(state.step)
     inside = [*run.lay_out_weights()]
     if not wanted.weights_only:
         inside += [*run.lay_out_optimizers(), *run.lay_out_schedulers()]

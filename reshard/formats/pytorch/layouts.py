@@ -181,7 +181,7 @@ def lay_out_trainer(state: WritableState, request: Request) -> LaidOut:
         )
     checkpoint = _lay_out_checkpoint(state, request, run)
     return LaidOut(
-        run.directory(checkpoint),
+        run.lay_out_directory(checkpoint),
         _note_changes(state, request, "step", "global_samples", "skipped_steps"),
     )
 

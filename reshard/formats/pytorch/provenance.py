@@ -21,7 +21,7 @@ _STEP = re.compile(r"(?:global_|epoch_\d+_)?step[-_]?(\d+)")
 
 def parse_step(location: Location) -> int | None:
     """Return the step in the directory's name, or in its parent's (``global_step_3/actor``)."""
-    near = (folder.name for folder in (location, location.above()))
+    near = (folder.name for folder in (location, location.get_parent()))
     matches = map(_STEP.fullmatch, near)
     return next((int(match[1]) for match in matches if match), None)
 

@@ -116,7 +116,7 @@ def _complete_train_state(
             opaque={**train.opaque, **beside.read_batch_before(location)},
         )
     if own_run:
-        train = own_run.counted(train)
+        train = own_run.set_counters(train)
     # The name of a directory is the weakest evidence of a step, so it comes last.
     if train.step is None:
         batches = provenance.read_batches(train)

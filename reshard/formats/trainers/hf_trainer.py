@@ -40,7 +40,7 @@ _MICRO = "train_micro_batch_size_per_gpu"
 
 def name_directory(state: WritableState) -> str:
     """Return the directory's name, ``checkpoint-N``."""
-    return f"checkpoint-{state.step()}"
+    return f"checkpoint-{state.step}"
 
 
 def is_checkpoint(name: str) -> bool:
@@ -108,8 +108,8 @@ def build_scheduler(state: WritableState) -> Any:
     if _is_torch_scheduler(scheduler):
         return scheduler
     return {
-        "last_epoch": state.scheduler_step(),
-        "_step_count": state.scheduler_step() + 1,
+        "last_epoch": state.scheduler_step,
+        "_step_count": state.scheduler_step + 1,
         "_last_lr": [group.hyper.get("lr") for group in state.groups],
         # torch stores None for a lambda that is a function (``LambdaLR.state_dict``).
         "lr_lambdas": [None] * len(state.groups),
@@ -133,7 +133,7 @@ def _build_trainer_state(state: WritableState) -> dict[str, Any]:
     """Build a ``trainer_state.json``; the Trainer continues from its step and intervals."""
     return {
         "epoch": 0,
-        "global_step": state.step(),
+        "global_step": state.step,
         "logging_steps": _EVERY,
         "eval_steps": _EVERY,
         "save_steps": _EVERY,
@@ -176,16 +176,16 @@ def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
         )
     if _is_torch_scheduler(scheduler):
         counted = scheduler["last_epoch"]
-        if counted != state.scheduler_step():
-            yield f"the scheduler has counted {counted} steps at step {state.step()}"
+        if counted != state.scheduler_step:
+            yield f"the scheduler has counted {counted} steps at step {state.step}"
     elif not (deepspeed and _is_deepspeed_scheduler(scheduler)):
         yield (
-            f"scheduler.pt is created: a LambdaLR at step {state.scheduler_step()} (the Trainer"
+            f"scheduler.pt is created: a LambdaLR at step {state.scheduler_step} (the Trainer"
             " loads no optimizer without one)"
         )
     if _needs_trainer_state(state):
         yield (
-            f"trainer_state.json is created: step {state.step()}, {BATCH}"
+            f"trainer_state.json is created: step {state.step}, {BATCH}"
             f" {_find_micro_batch(state)}, and {_EVERY} steps between logs, evaluations and saves,"
             " which the Trainer reads from it"
         )

@@ -129,7 +129,7 @@ def _build_root(
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": train.skipped_steps or 0,
-        "global_steps": spec.state.step(),
+        "global_steps": spec.state.step,
         **samples,
         "dp_world_size": spec.world_size,
         "mp_world_size": spec.sizes.model,

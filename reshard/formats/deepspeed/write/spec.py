@@ -192,7 +192,7 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
         state=state,
         world_size=world_size,
         stage=stage,
-        tag=tag or f"global_step{state.step()}{'_universal' if universal else ''}",
+        tag=tag or f"global_step{state.step}{'_universal' if universal else ''}",
         precision=of_run,
         recast=precision,
         config=config,
@@ -329,7 +329,7 @@ def _convert_scaler(
         return UNSCALED
     if loss_scale.is_idle(state.manifest.train.scaler):
         return None
-    scaler = loss_scale.convert_to_deepspeed(state.manifest.train.scaler, state.step())
+    scaler = loss_scale.convert_to_deepspeed(state.manifest.train.scaler, state.step)
     return scaler and complete_scaler(scaler, order.get_section(config, "fp16"))
 
 

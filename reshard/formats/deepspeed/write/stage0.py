@@ -40,7 +40,7 @@ def make_optimizer(spec: OutputSpec) -> dict[str, Any]:
     """Return what the model states hold under ``optimizer``."""
     if spec.precision == FLOAT32:
         return _build_by_parameter(spec)
-    scaler = make_scaler_keys(spec.scaler, spec.state.step())
+    scaler = make_scaler_keys(spec.scaler, spec.state.step)
     if any(is_deepspeed_optimizer(group.hyper) for group in spec.groups):
         joined = [concatenate(group.members) for group in spec.groups]
         return {

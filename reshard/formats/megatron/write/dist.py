@@ -402,7 +402,7 @@ def _make_common(choice: Resolved) -> dict[str, Any]:
     root: dict[str, Any] = {
         "args": Call(NAMESPACE, (), {**args, "ckpt_format": "torch_dist"}),
         "checkpoint_version": 3.0,
-        "iteration": 0 if wanted.weights_only else choice.state.step(),
+        "iteration": 0 if wanted.weights_only else choice.state.step,
         "content_metadata": metadata,
     }
     if not wanted.weights_only:

@@ -263,7 +263,7 @@ def count_updates(members: Iterable[TrainedParameter], state: WritableState) -> 
     why = "this optimizer counts the updates of a param group"
     count = find_common_count(members, state, why)
     known = state.manifest.train.optimizer_step.values()
-    return int(max(known, default=state.step()) if count is None else count)
+    return int(max(known, default=state.step) if count is None else count)
 
 
 def _name_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:

@@ -53,13 +53,13 @@ def lay_out_files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
 
 def lay_out_tracker(choice: Resolved) -> Skeleton:
     """Return the layout of ``latest_checkpointed_iteration.txt``."""
-    name = "release" if choice.wanted.weights_only else str(choice.state.step())
+    name = "release" if choice.wanted.weights_only else str(choice.state.step)
     return skeletons.lay_out_bytes(directories.TRACKER, name.encode())
 
 
 def name_directory(choice: Resolved) -> str:
     """Return the iteration's directory; ``release`` for weights alone."""
-    return "release" if choice.wanted.weights_only else f"iter_{choice.state.step():07d}"
+    return "release" if choice.wanted.weights_only else f"iter_{choice.state.step:07d}"
 
 
 class _LegacyRank:
@@ -108,7 +108,7 @@ class _LegacyRank:
         root: dict[str, Any] = {
             "args": Call(NAMESPACE, (), args),
             "checkpoint_version": CHECKPOINT_VERSION,
-            "iteration": 0 if choice.wanted.weights_only else choice.state.step(),
+            "iteration": 0 if choice.wanted.weights_only else choice.state.step,
         }
         for number, chunk in enumerate(self._chunks):
             key = "model" if len(self._chunks) == 1 else f"model{number}"
