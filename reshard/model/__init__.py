@@ -39,7 +39,7 @@ class ModelHint:
     Args:
         by_blocks: without ``wrap``: FSDP wrapped the classes that transformers declares as blocks,
             see `wrap.make_block_policy`.
-        known: the model, if a running program has it; it does not tell how FSDP 1 wrapped it.
+        known: the shapes of a running program's model, which do not show how FSDP 1 wrapped it.
     """
 
     model: str

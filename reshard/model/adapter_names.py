@@ -1,7 +1,7 @@
 """The names of an adapter's tensors: in the trained model, and in PEFT's own file.
 
 In the model they contain the adapter's name, ``q_proj.lora_A.default.weight``; in the file they do
-not. Source of both: PEFT 0.21 ``utils/save_and_load.py`` (get_peft_model_state_dict) and
+not. Source of both forms: PEFT 0.21 ``utils/save_and_load.py`` (get_peft_model_state_dict) and
 ``tuners/tuners_utils.py`` (BaseTuner).
 """
 
@@ -161,7 +161,7 @@ def find_unknown(fqns: Iterable[str]) -> list[str]:
 
 
 def add_root(fqn: str) -> str:
-    """Return a name as in a PeftModel: without wrappers before its root, which is added if missing.
+    """Return a name as in a PeftModel: it begins with `ROOT`, before which wrappers are removed.
 
     >>> add_root("model.base_model.model.norm.weight"), add_root("norm.weight")
     ('base_model.model.norm.weight', 'base_model.model.norm.weight')
@@ -188,7 +188,7 @@ def choose_saved(
     if not name:
         return {fqn: add_root(fqn) for fqn in fqns}
     by_name = {each.fqn: each for each in parts}
-    is_saved = _saved_of_base(by_name.values(), config)
+    is_saved = _build_base_filter(by_name.values(), config)
     chosen = {}
     for fqn in fqns:
         if fqn not in by_name and is_saved(add_root(fqn)):
@@ -198,10 +198,10 @@ def choose_saved(
     return chosen
 
 
-def _saved_of_base(
+def _build_base_filter(
     parts: Iterable[AdapterPart], config: Mapping[str, Any]
 ) -> Callable[[str], bool]:
-    """Return a test for the base model's tensors that are saved: biases, embeddings."""
+    """Return a test of whether a tensor of the base model is saved: a bias, an embedding."""
     layers = {each.layer for each in parts if each.role in MATRICES}
     targets, bias = config.get("target_modules"), config.get("bias") or "none"
     embeds = isinstance(targets, str) or not set(EMBEDDINGS).isdisjoint(targets or ())

@@ -35,8 +35,8 @@ def build(model: str) -> nn.Module:
     """
     refuse_missing(model)
     if as_path(model).exists():
-        return _from_config(as_path(model))
-    return _from_factory(model)
+        return _build_from_file(as_path(model))
+    return _build_from_factory(model)
 
 
 def refuse_missing(model: str) -> None:
@@ -61,11 +61,11 @@ def build_configured(config: Mapping[str, Any], source: str) -> nn.Module:
     """
     import transformers
 
-    return _build_from(transformers.AutoConfig.for_model(**_decode_floats(config)), source)
+    return _build_from_config(transformers.AutoConfig.for_model(**_decode_floats(config)), source)
 
 
-def _from_config(path: Path) -> nn.Module:
-    """Build a transformers model on the meta device: the config's class, else a causal LM."""
+def _build_from_file(path: Path) -> nn.Module:
+    """Build the transformers model of a ``config.json`` or of its directory."""
     import transformers
 
     file = path / "config.json" if path.is_dir() else path
@@ -79,7 +79,7 @@ def _from_config(path: Path) -> nn.Module:
     except Exception as error:
         problem = f"transformers {transformers.__version__} cannot read it: {_summarize(error)}"
         raise UsageError(file, problem, _REMEDY) from error
-    return _build_from(config, file)
+    return _build_from_config(config, file)
 
 
 def _decode_floats(value: Any) -> Any:
@@ -94,7 +94,8 @@ def _decode_floats(value: Any) -> Any:
     return [_decode_floats(each) for each in value] if isinstance(value, list) else value
 
 
-def _build_from(config: Any, source: Path | str) -> nn.Module:
+def _build_from_config(config: Any, source: Path | str) -> nn.Module:
+    """Build a model on the meta device: of the class that the config names, else a causal LM."""
     import transformers
 
     cls = _find_model_class(transformers, config)
@@ -158,7 +159,7 @@ def _find_beside(module: str, name: str) -> Any:
         return None
 
 
-def _from_factory(spec: str) -> nn.Module:
+def _build_from_factory(spec: str) -> nn.Module:
     import torch
 
     option = f"--model {spec}"

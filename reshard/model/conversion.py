@@ -1,7 +1,7 @@
-"""FormConversion of a training state between two forms of a model: its names, shapes and pieces.
+"""Conversion of a training state between two forms of a model, without moving a byte.
 
-A `FormConversion` states how every tensor of one form is made of those of the other. It applies to
-weights and to every optimizer slot that has its parameter's shape, and no byte moves.
+A `FormConversion` states of which pieces of the tensors of one form every tensor of the other form
+consists. It applies to weights, and to every optimizer slot that has its parameter's shape.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class _RowFinder:
         )
         self._starts = [chunk.box.origin[0] for chunk in self._chunks]
         stops = (chunk.box.origin[0] + chunk.box.shape[0] for chunk in self._chunks)
-        # Ends are not sorted, but their running maximum is, and a bisection needs a sorted list.
+        # The ends are not sorted, so a bisection needs their running maximum, which is.
         self._reaches = list(accumulate(stops, max))
 
     def find(self, start: int, stop: int) -> list[Chunk]:

@@ -1,7 +1,7 @@
 """Facts about a model type in transformers' own source, found without importing transformers.
 
-Importing it takes seconds, and most models need nothing of it: their names in memory are those in
-files. A wrong answer in doubt is "yes", which costs only that time.
+Importing transformers takes seconds, and most models do not need it, because their names in memory
+are those in files. In doubt the answer is yes, which costs no more than the import.
 
 Source: transformers 5.23 ``conversion_mapping.py`` (keys are model types and class names),
 ``modeling_utils.py`` (``_tied_weights_keys``).
@@ -28,7 +28,7 @@ EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.e
 
 def is_installed() -> bool:
     """Return whether transformers can be imported."""
-    return _package() is not None
+    return _find_package() is not None
 
 
 def may_be_converted(config: Mapping[str, Any]) -> bool:
@@ -41,7 +41,7 @@ def may_be_converted(config: Mapping[str, Any]) -> bool:
     if not keys:
         return False
     named = {*_list_model_types(config), *_list_classes(config)}
-    # A source that is not found leaves a doubt, so the answer is yes.
+    # If the source of a model is not found, the answer is yes.
     return bool(named & keys) or any(
         words is None or not words.isdisjoint(keys) for words in _read_models(config)
     )
@@ -71,7 +71,7 @@ def _is_known_head(alias: str, kept: str) -> bool:
 
 
 @cache
-def _package() -> Path | None:
+def _find_package() -> Path | None:
     """Return the folder of the installed transformers; finding it runs none of its code."""
     spec = find_spec("transformers")
     return Path(spec.origin).parent if spec is not None and spec.origin else None
@@ -80,7 +80,7 @@ def _package() -> Path | None:
 @cache
 def _read_mapping_keys() -> frozenset[str]:
     """Return the model types and class names that transformers converts; empty before version 5."""
-    package = _package()
+    package = _find_package()
     path = package / "conversion_mapping.py" if package else None
     if path is None or not path.is_file():
         return frozenset()
@@ -114,7 +114,7 @@ def _read_models(config: Mapping[str, Any]) -> Iterator[frozenset[str] | None]:
 @cache
 def _read_modeling(model_type: str) -> str | None:
     """Return the source of a model type; a text model may be in the folder of its whole model."""
-    package = _package()
+    package = _find_package()
     if package is None or not re.fullmatch(r"[\w-]+", model_type):
         return None
     name = model_type.replace("-", "_")

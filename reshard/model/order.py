@@ -1,9 +1,11 @@
-"""Weights and training states brought into the order of their model."""
+"""Bring weights and training states into the order of their model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
@@ -32,20 +34,12 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
         UnsupportedError: the files hold both names of a tied tensor.
     """
     manifest = restore_memory_form(manifest, model)
-    shapes = {**model.parameters, **model.buffers}
+    _check_weights({entry.fqn: entry.shape for entry in manifest.entries.values()}, model)
     stored: dict[str, Entry] = {}
     dtypes: dict[str, DType] = {}
     for entry in manifest.entries.values():
         first = model.tied.get(entry.fqn, entry.fqn)
         dtypes[first] = entry.dtype
-        expected = shapes.get(first)
-        if expected != entry.shape:
-            problem = (
-                f"has shape {entry.shape}, in the model {expected}"
-                if expected
-                else "is not in the model"
-            )
-            raise UsageError(model.source, f"is another model: {entry.fqn!r} {problem}")
         if first in stored:
             raise UnsupportedError(
                 manifest.origin.path,
@@ -56,10 +50,7 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
         # A live model's optimizer has the first name of a tied weight, whichever a file has.
         kind = BUFFER if first in model.buffers else PARAM
         stored[first] = replace(entry, fqn=first, kind=kind)
-    missing = [fqn for fqn in shapes if fqn not in stored]
-    if missing:
-        raise UsageError(model.source, f"is another model: no file contains {missing[0]!r}")
-    ordered = manifest.with_entries(stored[fqn] for fqn in shapes)
+    ordered = manifest.with_entries(stored[fqn] for fqn in (*model.parameters, *model.buffers))
     return replace(ordered, tied=model.tied, trained_dtypes=dtypes, ordered=True)
 
 
@@ -69,22 +60,34 @@ def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
     Raises:
         UsageError: the weights belong to another model.
     """
-    shapes = {**model.parameters, **model.buffers}
     stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
-    originals = {fqn: model.tied.get(fqn, fqn) for fqn in stored}
-    missing = sorted(shapes.keys() - set(originals.values()))
-    if missing:
-        raise UsageError(model.source, f"is another model: no file contains {missing[0]!r}")
-    for fqn, shape in stored.items():
-        expected = shapes.get(originals[fqn])
-        if expected != shape:
-            problem = (
-                f"has shape {shape}, in the model {expected}" if expected else "is not in the model"
-            )
-            raise UsageError(model.source, f"is another model: {fqn!r} {problem}")
-    positions = {name: number for number, name in enumerate(shapes)}
-    order = {fqn: positions[first] for fqn, first in originals.items()}
+    _check_weights(stored, model)
+    positions = {fqn: number for number, fqn in enumerate((*model.parameters, *model.buffers))}
+    order = {fqn: positions[model.tied.get(fqn, fqn)] for fqn in stored}
     entries = sorted(manifest.entries.values(), key=lambda entry: order[entry.fqn])
     train = manifest.train.sort_groups(order)
     ordered = manifest.with_entries(entries)
     return replace(ordered, train=train, ordered=True, ordered_by_model=True)
+
+
+def _check_weights(stored: Mapping[str, Index], model: ModelShapes) -> None:
+    """Check that weights are all weights of a model, by their names and shapes.
+
+    Args:
+        stored: the shape of each stored weight, under any name of a tied one.
+
+    Raises:
+        UsageError: the weights belong to another model.
+    """
+    expected = {**model.parameters, **model.buffers}
+    for fqn, shape in stored.items():
+        own = expected.get(model.tied.get(fqn, fqn))
+        if own != shape:
+            problem = f"has shape {shape}, in the model {own}"
+            if own is None:
+                problem = "is not in the model"
+            raise UsageError(model.source, f"is another model: {fqn!r} {problem}")
+    found = {model.tied.get(fqn, fqn) for fqn in stored}
+    missing = next((fqn for fqn in expected if fqn not in found), None)
+    if missing is not None:
+        raise UsageError(model.source, f"is another model: no file contains {missing!r}")

@@ -51,9 +51,10 @@ class Published:
     spellings: Mapping[str, str]
 
     def recognize_form(self, manifest: Manifest) -> Form:
-        """Return whether weights are in the form in memory or in the published form.
+        """Return the form that weights have: the one in memory, or the published one.
 
-        Where the names fit both, files of weights are published, and training states are not.
+        If the names fit both forms, weights from a model's files are taken as published, and those
+        of a training state as in memory.
 
         Raises:
             UsageError: the weights belong to another model.

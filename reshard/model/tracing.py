@@ -29,7 +29,7 @@ class TensorPart:
     views: tuple[View, ...] = ()
 
     def through(self, view: View) -> TensorPart | None:
-        """Return the piece under one more view; None if nothing of it remains."""
+        """Return the part under one more view; None if nothing of it remains."""
         views = append_view(self.views, view)
         return None if views is None else replace(self, views=views)
 

@@ -112,7 +112,7 @@ def _resolve_classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Mo
 
     exact = [type(module) for module in root.modules()]
     if names == (OWN_LAYERS,):
-        names = _own_layers(root, {cls.__name__ for cls in exact})
+        names = _list_own_layers(root, {cls.__name__ for cls in exact})
     bases = [base for cls in exact for base in cls.__mro__ if base is not nn.Module]
     present: dict[str, type[nn.Module]] = {}
     for cls in (*exact, *bases):
@@ -130,8 +130,8 @@ def _resolve_classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Mo
     return [present[name] for name in names]
 
 
-def _own_layers(root: nn.Module, present: set[str]) -> tuple[str, ...]:
-    """Return those of the model's ``_no_split_modules`` that it has, like Accelerate's default.
+def _list_own_layers(root: nn.Module, present: set[str]) -> tuple[str, ...]:
+    """Return the classes in the model's ``_no_split_modules`` that it has, as Accelerate does.
 
     Raises:
         UsageError: the model has no ``_no_split_modules``.
@@ -162,7 +162,11 @@ class _BySize:
         self._taken: set[nn.Module] = set()  # modules with own parameters in the units found
 
     def search(self, module: nn.Module) -> int:
-        """Find the modules to wrap, in this one and itself; return the elements in units."""
+        """Find the modules to wrap among this one and those inside it.
+
+        Returns:
+            The number of elements that are now in units.
+        """
         from torch import nn
 
         if not self._taken.isdisjoint(module.modules()):

@@ -22,7 +22,7 @@ from reshard.planning.copies import Copy, CopyPlanner, Window, dot
 from reshard.planning.extents import Extent, FileIndex, Placement
 
 WINDOW_BYTES = 4 << 20
-_LARGEST_TILE = 16 << 20  # bytes; of larger ones, a window has a part
+_LARGEST_TILE = 16 << 20  # bytes; a larger tile is cut into several windows
 _KNOWN = 64  # files whose windows are kept; equal parts need a few
 _SMALL = 256 << 10  # bytes; a tensor up to this size is cheap enough to read again for every rank
 
@@ -82,10 +82,9 @@ class Plan:
 
     def list_parts(self, file: str) -> list[WindowPart]:
         """Return the parts of one output file in the order of their bytes, not interleaved."""
-        extents = sorted(self._file_index.extents(file), key=lambda extent: extent.byte_offset)
         return [
             part
-            for extent in extents
+            for extent in self._file_index.sort_extents(file)
             for part in self._cut_to_limit(extent, CopyPlanner(self._sources[extent.entry]))
         ]
 
@@ -133,7 +132,7 @@ class Plan:
             index.drop(file)
 
     def _group(self, extents: Iterable[Extent], planners: _Planners) -> Iterator[_Group]:
-        """Group the extents of one file, in order, into windows; some computed ones come last."""
+        """Group the extents of one file into windows, in order, except for those that come last."""
         listed = [extent for extent in extents if extent.entry not in self._interleaved]
         listed.sort(key=lambda extent: planners.find(extent.entry).comes_last)
         parts = (

@@ -1,4 +1,4 @@
-"""The batch arithmetic of another number of ranks: micro batch x accumulation x ranks is kept."""
+"""Keep the global batch at another number of ranks: micro batch x accumulation x ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ BATCH = "train_batch_size"  # of one rank, in HF Trainer's trainer_state.json
 # ranks and batch of a rank. The Trainer saves no accumulation, so the way back needs them.
 BATCH_BEFORE = "reshard_batch.json"
 WORLD = "world_size"
+# Keys of DeepSpeed's configuration; the first one is that of all ranks.
 _TOTAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
@@ -102,12 +103,12 @@ def _describe_rule(before: int, ranks: int, *, is_stated: bool = True) -> str:
     factors = f"({counted(ranks, 'rank')} x micro batch)"
     return (
         f"{changed}; to keep the global batch, set the accumulation steps to global batch /"
-        f" {factors}. If that is no integer, change the micro batch or the global batch"
+        f" {factors}. If that is not an integer, change the micro batch or the global batch"
     )
 
 
 def _find_problem_of_our_trainer(run: TrainerRun, ranks: int) -> str:
-    """Return why a resume on so many data-parallel ranks would refuse the run's global batch."""
+    """Return why the trainer would refuse to resume on so many data-parallel ranks, else ""."""
     total, micro = (int(run.settings[name]) for name in ("global_batch", "micro_batch"))
     return describe_misfit(total, micro, ranks) if micro and total % (micro * ranks) else ""
 
@@ -168,7 +169,7 @@ def _rebalance_deepspeed(
     changes = ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
     ending = "" if warnings else f": the global batch stays {total}"
     own = manifest.train.opaque.get(BATCH_BEFORE, {WORLD: before, BATCH: micro})
-    # Back at the run's own number of ranks, the record has served and is removed.
+    # At the run's own number of ranks, the record is no longer needed.
     manifest = _record_own(manifest, None if own[WORLD] == world_size else own)
     train = replace(manifest.train, config=changed)
     manifest = _with_progress(replace(manifest, train=train), chosen)

@@ -74,7 +74,7 @@ def find_companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
 def list_model_files(directory: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
     """Return the files of a directory that belong to a model, except its config."""
     children = [child for child in sorted(directory.iterdir()) if child.is_file()]
-    return tuple(child for child in children if _belongs(child.name, config))
+    return tuple(child for child in children if _is_model_file(child.name, config))
 
 
 def is_model_config(path: Path) -> bool:
@@ -86,7 +86,7 @@ def is_model_config(path: Path) -> bool:
     return bool({"model_type", "architectures"} & read_json_object(path).keys())
 
 
-def _belongs(name: str, config: Mapping[str, Any]) -> bool:
+def _is_model_file(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether a file beside config.json is part of the model; code if auto_map names it."""
     if name.endswith(".py"):
         return bool(config.get("auto_map")) and _MODEL_CODE.match(name) is not None
@@ -146,7 +146,7 @@ def add_derived_config(
     dtype: DType | None,
     at: str,
 ) -> tuple[Skeleton, str]:
-    """Add the config of a model that the source describes otherwise; return a note on it.
+    """Add a config.json for a model that the source describes in another form; return a note on it.
 
     Args:
         dtype: dtype of the module's parameters; None: as trained.
@@ -166,24 +166,25 @@ _PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's
 _MAX_BYTES = 64 << 20
 
 
-def add_companions(
+def copy_companions(
     skeleton: Skeleton, manifest: Manifest, *, beside: str = "", above: str = ""
 ) -> Skeleton:
-    """Add copies of the files beside the source's, in the same place beside the target's.
+    """Add copies of the model's files that are beside the source's files, or in the folder above.
 
     Args:
         beside: folder in the skeleton for the files of the checkpoint's directory.
-        above: folder for those of the directory above (HF Trainer's are above DeepSpeed's).
+        above: folder in the skeleton for the files of the directory above it. (HF Trainer's files
+            are above DeepSpeed's directory.)
     """
-    place = get_directory(manifest.origin.path)
+    directory = get_directory(manifest.origin.path)
     taken = {file.name for file in skeleton.files}
     added: dict[str, OutputFile] = {}
-    for folder, below in ((place, beside), (place.resolve().parent, above)):
-        for path in _beside(folder):
+    for folder, below in ((directory, beside), (directory.resolve().parent, above)):
+        for path in _list_companions(folder):
             name = f"{below}/{path.name}" if below else path.name
             if name not in taken and name not in added:
                 is_progress = path.name == _PROGRESS
-                data = _progress(path, manifest) if is_progress else _read_copy(path, manifest)
+                data = _read_progress(path, manifest) if is_progress else _read_copy(path, manifest)
                 if data is None:
                     continue
                 added[name] = OutputFile.from_bytes(name, data)
@@ -191,13 +192,17 @@ def add_companions(
                 name = f"{below}/{BATCH_BEFORE}" if below else BATCH_BEFORE
                 if batch and name not in taken:
                     added[name] = OutputFile.from_bytes(name, format_json(batch))
+        # If both folders of the source become one folder, the files of the checkpoint's own
+        # directory are complete, and those above it may be of another run.
+        # If both folders of the source become one folder, the files of the checkpoint's own
+        # directory are complete, and those above it may be of another run.
         if added and not beside:
             break
     return Skeleton((*skeleton.files, *added.values()), skeleton.entries, skeleton.checksums)
 
 
 def _read_copy(path: Path, manifest: Manifest) -> bytes | None:
-    """Return the content of a file beside the weights, or None if it is not true of them.
+    """Return the content of a file beside the weights, or None if it does not apply to them.
 
     Dequantised weights need no statement of a quantisation, and would be misread with one.
     """
@@ -236,7 +241,7 @@ def describe_beside(manifest: Manifest, wrap: str | None = None) -> ModelShapes 
     return ModelHint(str(config), wrap).shapes() if config else None
 
 
-def _progress(path: Path, manifest: Manifest) -> bytes:
+def _read_progress(path: Path, manifest: Manifest) -> bytes:
     """Return the run's ``trainer_state.json``, with the values that the conversion changed."""
     data = read_small_file(path)
     changed = manifest.train.trainer_state or {}
@@ -246,7 +251,7 @@ def _progress(path: Path, manifest: Manifest) -> bytes:
     return format_json({**saved, **changed})
 
 
-def _beside(folder: Path) -> list[Path]:
+def _list_companions(folder: Path) -> list[Path]:
     """Return a model's files and the run's progress; nothing if a directory has neither."""
     paths = list(find_companions(None, [folder]).others)
     config = folder / "config.json"

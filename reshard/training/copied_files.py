@@ -53,7 +53,7 @@ def is_accelerates_own(name: str) -> bool:
 
 
 def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
-    """Return the entries of the source that fill copies of files, and of a script's tensors."""
+    """Return the entries that fill copied files, and those of tensors in a script's own values."""
     names = {entry.fqn for entry in skeleton.entries if entry.kind == KIND}
     kept = manifest.train.kept_files
     files = [build_file(name, kept[name], get_size(kept[name])) for name in kept if name in names]
@@ -75,7 +75,7 @@ def lay_out(name: str, path: str) -> Skeleton:
 
 
 def describe_lost(kept: Mapping[str, str]) -> list[str]:
-    """Describe the consequence for each file that a target cannot hold."""
+    """Return a note for each file that a target cannot hold, with the consequence."""
     own = [name for name in kept if is_accelerates_own(name)]
     return [f"{name} was not copied: {_WHY[_get_stem(name)]}" for name in own]
 

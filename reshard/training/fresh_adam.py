@@ -10,7 +10,7 @@ from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import Entry
 from reshard.training.optimizers import AMSGRAD, MOMENTS, is_adam
-from reshard.training.param_groups import Made
+from reshard.training.param_groups import StateAndNotes
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight, WritableState
 from reshard.units import some
 
@@ -27,7 +27,7 @@ _ADAMW: dict[str, Any] = {
 }
 
 
-def start_adam(state: WritableState, dtype: DType) -> Made:
+def start_adam(state: WritableState, dtype: DType) -> StateAndNotes:
     """Return the state with an Adam before its first update: moments of zeros, step 0.
 
     Its slots are entries without chunks, listed in `WritableState.zero_slots`. No file stores them;
@@ -49,8 +49,10 @@ def start_adam(state: WritableState, dtype: DType) -> Made:
     own = dict.fromkeys(key for group in state.groups for key in _ADAMW if key not in group.hyper)
     if own:
         defaults = ", ".join(f"{key} {_ADAMW[key]}" for key in own)
-        notes.append(f"hyper-parameters that nothing gives are torch.optim.AdamW's own: {defaults}")
-    # The values that the source's optimizer keeps beside tensors are not this Adam's.
+        notes.append(
+            f"hyper-parameters not given: torch.optim.AdamW's defaults are used, {defaults}"
+        )
+    # What the source's optimizer keeps beside tensors does not belong to the new Adam.
     train = replace(state.manifest.train, non_tensor_state={})
     return replace(state, manifest=replace(state.manifest, train=train), groups=groups), notes
 
@@ -60,13 +62,14 @@ def find_idle(
     slots: Mapping[str, Collection[str]],
     numel: Mapping[str, int],
 ) -> dict[str, tuple[str, ...]]:
-    """Return the parameters of which an Adam has no state, each with the slots that it lacks.
+    """Return the parameters for which an Adam has no state, each with the slots that it lacks.
 
-    torch's distributed state dicts refuse a checkpoint without a state of each trainable parameter,
-    those that they saved included (2.13 ``distributed/checkpoint/state_dict.py``). An Adam starts
-    from zeros at step 0, so these change nothing; nor do they for a frozen parameter, which a file
-    does not tell from an idle one. If most elements have no state, these are a frozen base model,
-    for which zeros would be most of the optimizer: the result is empty then.
+    torch's distributed state dicts refuse a checkpoint in which a trainable parameter has no state,
+    even one that they saved themselves (2.13 ``distributed/checkpoint/state_dict.py``). Zeros at
+    step 0 are an Adam's own start, so they change nothing. They also change nothing for a frozen
+    parameter, which a file does not distinguish from an idle one. If most elements have no state,
+    they are a frozen base model, whose zeros would be most of the optimizer; then the result is
+    empty.
 
     Args:
         groups: the hyper-parameters and the parameters of each param group.
@@ -91,7 +94,7 @@ def list_slots(hyper: Mapping[str, Any]) -> tuple[str, ...]:
     return (*MOMENTS, *[AMSGRAD] * bool(hyper.get("amsgrad")))
 
 
-def start_idle(state: WritableState, dtype: DType) -> Made:
+def start_idle(state: WritableState, dtype: DType) -> StateAndNotes:
     """Return the state with Adam's zeros for the parameters that it has never updated.
 
     Args:

@@ -1,8 +1,9 @@
 """The table of optimizers: the slots of each, and whether it counts its updates.
 
-What a file holds comes first: a slot of its parameter's shape is per element whatever the table
-says, and an optimizer that is not here is read by its shapes. The table answers what no shape can:
-whether a missing counter is a loss, and what a 0-d value of a 0-d parameter is.
+The shapes in a file decide first: a slot of its parameter's shape is per element, whatever the
+table says, so an optimizer that is not in the table can be read, too. The table answers what shapes
+cannot: whether a missing counter is a loss, and whether a 0-d slot of a 0-d parameter is per
+element.
 
 Sources: torch 2.13 ``torch/optim``; lion-pytorch 0.2; DeepSpeed 0.19.8 ``runtime/zero/muon``;
 transformers 5 ``optimization.py`` (Adafactor); schedulefree 1.4; the authors' AdEMAMix and Shampoo;
@@ -68,45 +69,57 @@ _ADAM_ALONE = ("amsgrad", "bias_correction")
 _RELATIVES = ("max_coeff", "momentum_decay")
 ROWS = (
     OptimizerTraits(
-        *("Adam, AdamW, RAdam, LAMB", MOMENTS, (AMSGRAD,)),
+        "Adam, AdamW, RAdam, LAMB",
+        MOMENTS,
+        optional=(AMSGRAD,),
         never_negative=("exp_avg_sq", AMSGRAD),
     ),
     OptimizerTraits(
-        *("NAdam", MOMENTS),
+        "NAdam",
+        MOMENTS,
         scalars=("mu_product",),
         never_negative=("exp_avg_sq",),
     ),
     OptimizerTraits(
-        *("StableAdamW", MOMENTS, ("kahan_comp", "mean_square")),
+        "StableAdamW",
+        MOMENTS,
+        optional=("kahan_comp", "mean_square"),
         scalars=("eps_sq",),
         counter="group",
         never_negative=("exp_avg_sq",),
     ),
     OptimizerTraits("Adamax", ("exp_avg", "exp_inf"), never_negative=("exp_inf",)),
     OptimizerTraits(
-        *("AdEMAMix", ("exp_avg_slow", "exp_avg_sq"), ("exp_avg", "exp_avg_fast")),
+        "AdEMAMix",
+        ("exp_avg_slow", "exp_avg_sq"),
+        optional=("exp_avg", "exp_avg_fast"),
         never_negative=("exp_avg_sq",),
     ),
     OptimizerTraits("Lion", ("exp_avg",), counter="none"),
     OptimizerTraits(
-        *("Muon", ("momentum_buffer",)),
+        "Muon",
+        ("momentum_buffer",),
         counter="none",
         note="the Adam beside it counts; at ZeRO stages 1 and 2 each rank keeps whole matrices",
     ),
-    OptimizerTraits("SGD", (), ("momentum_buffer",), counter="none"),
+    OptimizerTraits("SGD", (), optional=("momentum_buffer",), counter="none"),
     OptimizerTraits("Adagrad", ("sum",), never_negative=("sum",)),
     OptimizerTraits(
-        *("Adadelta", ("square_avg", "acc_delta")),
+        "Adadelta",
+        ("square_avg", "acc_delta"),
         never_negative=("square_avg", "acc_delta"),
     ),
     OptimizerTraits(
-        *("RMSprop", ("square_avg",), ("momentum_buffer", "grad_avg")),
+        "RMSprop",
+        ("square_avg",),
+        optional=("momentum_buffer", "grad_avg"),
         never_negative=("square_avg",),
     ),
     OptimizerTraits("Rprop", ("prev", "step_size"), never_negative=("step_size",)),
     OptimizerTraits("ASGD", ("ax",), scalars=("eta", "mu")),
     OptimizerTraits(
-        *("Adafactor", ()),
+        "Adafactor",
+        (),
         optional=("exp_avg",),
         matrices=("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
         vectors=("variance", "exp_avg_sq"),
@@ -114,14 +127,18 @@ ROWS = (
         never_negative=("variance", "row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
     ),
     OptimizerTraits(
-        *("schedule-free AdamW", ("z", "exp_avg_sq"), ("exp_avg",)),
+        "schedule-free AdamW",
+        ("z", "exp_avg_sq"),
+        optional=("exp_avg",),
         counter="group",
         note="k, weight_sum and lr_max stand in the param group",
         never_negative=("exp_avg_sq",),
     ),
-    OptimizerTraits("schedule-free SGD", ("z",), ("momentum_buffer",), counter="group"),
+    OptimizerTraits("schedule-free SGD", ("z",), optional=("momentum_buffer",), counter="group"),
     OptimizerTraits(
-        *("Shampoo", (), ("momentum_buffer", "exp_avg", "exp_avg_sq")),
+        "Shampoo",
+        (),
+        optional=("momentum_buffer", "exp_avg", "exp_avg_sq"),
         matrices=("precond_0", "precond_1", "inv_precond_0", "inv_precond_1", "GG", "Q"),
     ),
 )
@@ -194,10 +211,10 @@ def has_joint_state(hyper: Collection[str]) -> bool:
 def find_missing_of_adam(
     slots: Collection[str], hyper: Collection[str], step: float | None
 ) -> str | None:
-    """Return the part that the state of an Adam lacks; None if it is complete or not an Adam's.
+    """Return what the state of an Adam lacks; None if it is complete, or not the state of an Adam.
 
     Other optimizers share slot names with Adam: Lion has exp_avg alone, Adamax a further slot,
-    Adafactor an exp_avg_sq of vectors. Hyper-parameters tell a half Adam from them.
+    Adafactor an exp_avg_sq of vectors. Hyper-parameters distinguish an incomplete Adam from them.
 
     Args:
         hyper: the keys of the param group.
@@ -214,8 +231,8 @@ def is_scalar(slot: str, shapes: Collection[tuple[tuple[int, ...], tuple[int, ..
     """Return whether a slot is one 0-d value for each parameter.
 
     Args:
-        shapes: of the slot and of its parameter, of every parameter that has it. Where all of these
-            are 0-d themselves, no shape tells: the table does.
+        shapes: the shape of the slot and that of its parameter, for every parameter that has the
+            slot. If all parameters are 0-d, the shapes do not tell, and the table decides.
     """
     if any(own for own, _ in shapes):
         return False

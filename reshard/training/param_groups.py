@@ -51,7 +51,7 @@ class GroupRule:
 
     @property
     def is_rest(self) -> bool:
-        """Whether it takes the parameters that no other rule does."""
+        """Whether it takes the parameters that no other rule takes."""
         return not self.match and not self.fqns
 
     def takes(self, fqn: str) -> bool:
@@ -73,7 +73,7 @@ class GroupRules:
         return "the live optimizer" if self.live else _format_option(self.path)
 
 
-Made = tuple[WritableState, list[str]]  # a derived state, and notes about it for the user
+StateAndNotes = tuple[WritableState, list[str]]  # a derived state, and notes about it for the user
 _ALL = GroupRule((), (), frozen=False, hyper={})
 ONE = GroupRules(Path(), (_ALL,))  # one group of all parameters
 
@@ -161,13 +161,13 @@ def follow_live(state: WritableState, live: tuple[ParamGroup, ...]) -> GroupRule
 
 @dataclass(frozen=True, slots=True)
 class _GroupMember:
-    """A parameter, and the index of its group in the source."""
+    """A parameter, and the number of its group in the source; None if it is in no group."""
 
     member: TrainedParameter
     source: int | None
 
 
-def regroup(state: WritableState, given: GroupRules) -> Made:
+def regroup(state: WritableState, given: GroupRules) -> StateAndNotes:
     """Return the state with the groups of a file, each in the order of the weights.
 
     A hyper-parameter that a group does not give is taken from its members' groups in the source.
@@ -189,7 +189,7 @@ def regroup(state: WritableState, given: GroupRules) -> Made:
         if rule.frozen:
             continue
         sources = sorted({n for fqn in members if (n := trained[fqn].source) is not None})
-        decided = _decide(given, number, state, sources)
+        decided = _fill_from_live(given, number, state, sources)
         hyper = _merge_hyper(given, number, decided, state, sources)
         groups.append(TrainedGroup(hyper, tuple(trained[fqn].member for fqn in members)))
         origins.append(sources)
@@ -206,7 +206,7 @@ def regroup(state: WritableState, given: GroupRules) -> Made:
     return regrouped, [*notes, *scheduler_notes]
 
 
-def drop_empty_groups(state: WritableState) -> Made:
+def drop_empty_groups(state: WritableState) -> StateAndNotes:
     """Return the state without param groups that have no parameters, as a DeepSpeed engine has it.
 
     The engine removes them from the optimizer (DeepSpeed 0.19.8 ``runtime/engine.py``,
@@ -223,7 +223,7 @@ def drop_empty_groups(state: WritableState) -> Made:
 
 def replace_groups(
     state: WritableState, groups: Sequence[TrainedGroup], origins: Sequence[Sequence[int]]
-) -> Made:
+) -> StateAndNotes:
     """Return the state with new groups, and the scheduler's lists with one value for each.
 
     Args:
@@ -334,8 +334,8 @@ def _merge_hyper(
     keys = dict.fromkeys(key for hyper in before for key in hyper if key not in rule.hyper)
     agreed = {}
     for key in keys:
-        # A source may store betas as a list in one group and as a tuple in another.
-        values = {repr(_unwrap_number(hyper.get(key))): hyper.get(key) for hyper in before}
+        # Tuples count as lists: a source may store betas as either of them.
+        values = {repr(_convert_tuple(hyper.get(key))): hyper.get(key) for hyper in before}
         if len(values) > 1:
             raise UsageError(
                 f"{given.where}: group {number}",
@@ -346,10 +346,10 @@ def _merge_hyper(
     return {**agreed, **rule.hyper}
 
 
-def _decide(
+def _fill_from_live(
     given: GroupRules, number: int, state: WritableState, sources: Sequence[int]
 ) -> GroupRule:
-    """Return a rule; with the live optimizer's values, if any, where source groups disagree."""
+    """Return a rule, with the live optimizer's values for which the source's groups disagree."""
     rule = given.rules[number]
     if not given.live:
         return rule
@@ -357,12 +357,12 @@ def _decide(
     differing = {
         key: value
         for key, value in given.live[number].hyper.items()
-        if len({repr(_unwrap_number(hyper.get(key))) for hyper in before}) != 1
+        if len({repr(_convert_tuple(hyper.get(key))) for hyper in before}) != 1
     }
     return replace(rule, hyper=differing)
 
 
-def _unwrap_number(value: Any) -> Any:
+def _convert_tuple(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -378,8 +378,8 @@ def _regroup_scheduler(
     schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
     if not any(isinstance(one, dict) and one.keys() & set(PER_GROUP) for one in schedulers):
         return scheduler, []
-    adapted = [_follow(state, one, origins) for one in schedulers]
-    notes = ["the scheduler's lists of a value a group follow the groups"]
+    adapted = [_regroup_lists(state, one, origins) for one in schedulers]
+    notes = ["the scheduler's lists, which have one value for each param group, follow the groups"]
     notes += [
         f"group {number} has lr {group.hyper['lr']}, but its scheduler starts from"
         f" {group.hyper['initial_lr']}: the next step uses the scheduler's value"
@@ -390,7 +390,7 @@ def _regroup_scheduler(
     return adapted if isinstance(scheduler, list) else adapted[0], notes
 
 
-def _follow(state: WritableState, scheduler: Any, origins: Sequence[Sequence[int]]) -> Any:
+def _regroup_lists(state: WritableState, scheduler: Any, origins: Sequence[Sequence[int]]) -> Any:
     if not isinstance(scheduler, dict):
         return scheduler
     changed = dict(scheduler)

@@ -1,8 +1,8 @@
 """Read the random states of ranks, derive new ones, and build the files that hold them.
 
-Accelerate and HF Trainer save a file a rank: Python's Mersenne Twister, numpy's, torch's on the CPU
-and those of devices. The states are taken apart into numbers and bytes, so that no object of a
-source's pickle passes into an output.
+Accelerate and HF Trainer save one file for each rank: Python's Mersenne Twister, numpy's, torch's
+on the CPU and those of devices. The states are taken apart into numbers and bytes, so that no
+object of a source's pickle passes into an output.
 
 Sources: Accelerate 1.15 ``checkpointing.py`` (``save_accelerator_state``), transformers 5.23
 ``trainer.py`` (``_save_rng_state``), numpy 2 ``ndarray.__reduce__``.
@@ -55,7 +55,7 @@ MEGATRON = Dialect("random_rng_state", "np_rng_state", "torch_rng_state", "{}_rn
 
 @dataclass(frozen=True, slots=True)
 class Twister:
-    """A Mersenne Twister: 624 words, the position, and the Gaussian that is kept for later."""
+    """A Mersenne Twister: 624 words, the position, and a Gaussian number drawn in advance."""
 
     words: tuple[int, ...]
     position: int
@@ -199,7 +199,7 @@ def _build_unsupported_error(where: str, what: str) -> UnsupportedError:
     return UnsupportedError(where, f"holds {what}", "leave random states out: --rng drop")
 
 
-# Making
+# Derivation
 
 
 def derive(first: RankRng, ranks: int) -> tuple[RankRng, ...]:

@@ -78,7 +78,7 @@ def describe_changes(manifest: Manifest, processes: int) -> Iterator[str]:
     if by == 1:
         counted = count_steps_per_update(train, before)
         if counted is None:
-            yield _UNTOLD.format(", ".join(files), before)
+            yield _UNCLEAR.format(", ".join(files), before)
         return
     for name, path in files.items():
         yield from _describe_file(name, scale_file(path, by), before, processes)
@@ -87,13 +87,13 @@ def describe_changes(manifest: Manifest, processes: int) -> Iterator[str]:
         yield _SPLIT.format(", ".join(files))
 
 
-_UNTOLD = (
+_UNCLEAR = (
     "{}: copied as saved. Its counter fits neither one step per update nor one per process ({}):"
     " check the learning rate after the first update"
 )
 _LENGTHS = (
     "Accelerate steps the scheduler {} times per update now (once per process): lengths that the"
-    " program passes to its scheduler (warmup steps, total steps) must count so too."
+    " program passes to its scheduler (warmup steps, total steps) must be in the same unit."
     " num_training_steps * accelerator.num_processes does; multiply constants by {:g}"
 )
 _SPLIT = (

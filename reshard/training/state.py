@@ -1,7 +1,7 @@
 """The training state that targets write: weights and the optimizer's groups, in order.
 
-Readers yield entries; a target needs to know of each weight which entry is its most precise value,
-in which dtype it was trained, and which optimizer state belongs to it.
+Readers yield entries. For each weight, a target needs to know which entry is its most precise
+value, in which dtype it was trained, and which optimizer state belongs to it.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _build_groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Tr
 
 
 def change_entries(state: WritableState, change: Callable[[Entry], Entry | None]) -> WritableState:
-    """Return the state with every entry changed, by name or shape; None drops a tensor."""
+    """Return the state with another name or shape for every tensor; `change` drops it by None."""
     weights: dict[str, Weight] = {}
     for weight in state.weights:
         value = change(weight.value)
@@ -317,14 +317,14 @@ def build_unnamed_error(manifest: Manifest, otherwise: str = "") -> IncompleteEr
 
 
 def describe_lost_state(state: WritableState) -> list[str]:
-    """Return notes if a target's optimizer state holds nothing but tensors and steps."""
+    """Return notes on state beside tensors and steps, for a target that has no place for it."""
     kept_state = state.manifest.train.non_tensor_state.values()
     names = dict.fromkeys(name for values in kept_state for name in values)
     return [f"not copied: {name!r}, which the optimizer keeps for each parameter" for name in names]
 
 
 def describe_lost_setup(state: WritableState) -> list[str]:
-    """Return notes if a target's layout cannot hold how the run was set up.
+    """Return notes on the run's configuration, for a target whose layout has no place for it.
 
     DeepSpeed and Megatron store their configuration in the checkpoint. A user may expect a
     conversion to keep it, but a run under another framework would not clip gradients, for example.
@@ -352,7 +352,7 @@ def find_clip(train: TrainState) -> float | None:
 
 
 def refuse_slots_of_flat_tensors(state: WritableState, remedy: str) -> None:
-    """Refuse the state that Adafactor keeps for flat tensors, where parameters are whole again.
+    """Refuse the state that Adafactor keeps for flat tensors, if the target has whole parameters.
 
     Raises:
         UnsupportedError: a matrix has such a state; the message names it.

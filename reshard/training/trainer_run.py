@@ -1,8 +1,8 @@
 """Read the ``trainer_state.json`` of a run of ``python -m trainer``.
 
-The trainer writes DeepSpeed's, Accelerate's and Megatron-LM's files. This document beside them is
-what makes them a run of the trainer: it has ``format``, ``progress``, ``settings`` and
-``world_size``, where the file that HF Trainer calls by the same name has ``global_step``.
+The trainer writes DeepSpeed's, Accelerate's and Megatron-LM's files. A run of the trainer is
+recognized by this document beside them: it has ``format``, ``progress``, ``settings`` and
+``world_size``, while HF Trainer's file of the same name has ``global_step``.
 
 Source: ``trainer/checkpoint/state.py`` (the document), ``trainer/settings.py`` (the settings),
 ``trainer/fsdp_options.py`` (``list_data_mesh_axes``: the mesh).

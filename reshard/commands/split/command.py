@@ -22,7 +22,7 @@ from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.naming.options import Naming
 from reshard.planning.planner import Plan
 from reshard.training import copied_files
-from reshard.training.companion_files import add_companions, add_derived_config
+from reshard.training.companion_files import add_derived_config, copy_companions
 from reshard.training.state import WritableState
 
 
@@ -130,7 +130,7 @@ def _plan(
     skeleton = layout.skeleton
     if not is_single_file(destination):
         beside, above = writer.find_companion_folders(skeleton, state, request)
-        skeleton = add_companions(skeleton, state.manifest, beside=beside, above=above)
+        skeleton = copy_companions(skeleton, state.manifest, beside=beside, above=above)
         skeleton = _add_config(conversion, state, skeleton, beside)
         skeleton = writer.place(skeleton, state, destination.name)
     check_overlaps(skeleton)
