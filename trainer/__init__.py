@@ -1,8 +1,10 @@
 """A minimal sharded trainer: ZeRO 0-3 and FSDP, per-rank checkpoints, bit-exact resume.
 
-It writes what DeepSpeed and PyTorch write, and imports neither DeepSpeed nor ``reshard``, except
-for the formulas of ``--auto``. One evening's reading is ``core``, in the order of its docstring.
-The rest adapts it to other programs:
+It writes the files that DeepSpeed and PyTorch write. It imports DeepSpeed only for ``--engine
+deepspeed``, and ``reshard`` only for ``--auto`` and to resume from other programs' checkpoints.
+
+Read ``core`` first, in the order of its docstring; that takes an evening. The rest adapts it to
+other programs:
 
 ================================  ================================================================
 core/                             the loop, the data, the model, ddp, ZeRO 1 to 3, FSDP

@@ -94,10 +94,11 @@ def pick(chosen: Mapping[str, Any], stated: Mapping[str, Any], nproc: int) -> Pi
 
 
 def _list_candidates(device: str, base: Settings) -> Iterator[dict[str, Any]]:
-    """Yield settings in the order of their cost in speed.
+    """Yield settings, the fastest first.
 
-    ddp and ZeRO 1 and 2 move as many bytes, ZeRO 3 half as many again. Recomputation costs a third
-    of the computation, and offload costs more. On a CPU there is nothing to offload to.
+    ddp and ZeRO 1 and 2 move the same number of bytes, and ZeRO 3 half as many again. Recomputation
+    costs a third of the computation, and offload costs more. On a CPU there is nothing to offload
+    to.
     """
     strategies = ("ddp", "zero1", "zero2", "zero3")
     for checkpointing in sorted({base.activation_checkpointing, True}):
@@ -114,14 +115,15 @@ def _list_candidates(device: str, base: Settings) -> Iterator[dict[str, Any]]:
 
 
 def _describe(settings: Settings) -> str:
-    parts = [settings.strategy]
-    if settings.offload_optimizer != "none":
-        parts.append("offload")
-    if settings.offload_param != "none":
-        parts.append("of parameters, too")
+    offloaded = {
+        "optimizer": settings.offload_optimizer != "none",
+        "parameters": settings.offload_param != "none",
+    }
+    what = " and ".join(name for name, is_offloaded in offloaded.items() if is_offloaded)
+    parts = [f"offload of {what}"] if what else []
     if settings.activation_checkpointing:
-        parts.append("with activation checkpointing")
-    return " ".join(parts)
+        parts.append("activation checkpointing")
+    return f"{settings.strategy} with {' and '.join(parts)}" if parts else settings.strategy
 
 
 def _measure(settings: Settings) -> _Sizes:

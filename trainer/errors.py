@@ -3,7 +3,7 @@
 TrainerError
 |-- SettingsError     2  the settings contradict each other, or the command line is wrong
 |-- CheckpointError   3  a checkpoint is missing, incomplete, or has another shape
-|   `-- LayoutError        its layout is not one that this run reads by itself
+|   `-- LayoutError        the run's own reader does not read its layout
 `-- TrainingError     1  training cannot continue: NaN loss, a dead rank, a full disk
 """
 
@@ -50,7 +50,7 @@ class CheckpointError(TrainerError):
 
 
 class LayoutError(CheckpointError):
-    """A checkpoint in a layout that this run does not read by itself: `any_format` converts it."""
+    """The run's own reader does not read the layout of a checkpoint: `any_format` converts it."""
 
 
 class TrainingError(TrainerError):

@@ -100,11 +100,12 @@ def _check_ties(model: nn.Module, units: dict[str, nn.Module]) -> None:
 
 
 class InitialWeights:
-    """Builds ``model``. With ``fsdp_cpu_ram_efficient_loading`` it is on the meta device.
+    """The model with its initial weights, ``model``.
 
-    Then only rank 0 has weights, in a twin of the model, and ``fill`` broadcasts them module by
-    module while the units are sharded: no other rank ever holds the whole model, and all ranks do
-    the same. (FSDP's own ``sync_module_states`` refuses CPU, and unties what comes from meta.)
+    With ``fsdp_cpu_ram_efficient_loading``, ``model`` is on the meta device, and only rank 0 has
+    weights, in a second model, its twin. ``fill`` broadcasts them module by module while the units
+    are sharded, so that no other rank ever holds the whole model. (FSDP's own
+    ``sync_module_states`` refuses the CPU, and unties tied parameters from the meta device.)
 
     Raises:
         SettingsError: efficient loading without synchronization.

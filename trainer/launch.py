@@ -44,7 +44,7 @@ def start(settings: Settings, task: str) -> int:
     """Run ``task`` on every rank: in this process if it is a rank, else on ranks started now.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
         task: "module.function" in ``trainer``; the function gets settings and ranks.
 
     Returns:
@@ -134,10 +134,10 @@ def _start_ranks(settings: Settings, task: str) -> int:
 
 
 def _report_failures(failures: dict[int, ProcessFailure]) -> int:
-    """Return the exit code; print what happened if the rank could not."""
+    """Return the exit code of the run; print what happened if no rank could print it."""
 
     def rank_as_cause(rank: int) -> int:
-        """Return 0 for a likely cause, more for a rank that was lost with it or was stopped."""
+        """Return 0 for a likely cause, more for a rank that only lost the others or was stopped."""
         code = failures[rank].exitcode
         return 2 if code == -signal.SIGTERM else 1 if code == 1 else 0
 

@@ -30,8 +30,8 @@ class StepLog:
     """Reports each step on rank 0; the other ranks only measure.
 
     Args:
-        settings: of the run.
-        ranks: all of them.
+        settings: the settings of the run.
+        ranks: all ranks of the run.
         resumed_at: number of steps done before.
 
     Raises:

@@ -118,7 +118,7 @@ def _format_table(settings: Settings, numel: int, rows: list[tuple[Settings, Mod
             columns = f"{'-':<14} {'-':>13} {measured:>13,} {'-':>6}"
         lines.append(f"{variant.strategy:<9} {columns}   {parts}")
     lines.append(
-        "measured / predicted above 1 is padding to a multiple of the ranks; sums: what ddp and "
-        "zero1 add gradients up in, at their owners, beside whole gradients"
+        "a ratio above 1 is padding to a multiple of the ranks; sums: the sums of gradients that "
+        "ddp and zero1 keep at their owners, beside whole gradients"
     )
     return "\n".join(lines)

@@ -109,7 +109,7 @@ class SlotFactory:
 
     Args:
         offload: none (the device itself), cpu or nvme.
-        device: of the model.
+        device: the device of the model.
         directory: where nvme keeps its files; they have no names, so that none is left behind.
 
     Raises:

@@ -25,7 +25,7 @@ def _field(default: Any, help_text: str, *choices: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a run. The help text of a number gives its unit."""
+    """The settings of a run. The help text of a number states its unit."""
 
     # The run
     steps: int = _field(20, "number of optimizer steps, including those before a resume")

@@ -41,7 +41,7 @@ class Converted:
     Attributes:
         folder: a directory with the names of the files, for the run's own reader.
         progress: fields of `Progress` that the source records; empty if it records no step.
-        dropped: what of the source this run does not use, for the user.
+        dropped: the parts of the source that this run does not use, for the user.
     """
 
     folder: Path

@@ -5,9 +5,9 @@
     main thread     step  step |copy| step  step  step |wait if not done, copy| step ...
     another thread             |write, fsync, rename, latest|          |write ...
 
-A save is written as any other: under a hidden name, renamed when every rank is done. One save is in
-flight at a time, so host memory holds one copy of what this rank writes. A process that is killed
-leaves a hidden directory, which no resume reads and the next save removes.
+A save is written like any other: under a hidden name, and renamed when every rank is done. Only one
+save is in progress at a time, so host memory holds one copy of what this rank writes. A process
+that is killed leaves a hidden directory, which no resume reads and the next save removes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BackgroundSaves:
         self._error: BaseException | None = None
 
     def save(self, unwritten: Unwritten) -> None:
-        """Copy the state, and begin to write it when the save before is done. Collective.
+        """Wait for the previous save, copy the state, and begin to write it. Collective.
 
         Raises:
             TrainerError: the save before failed.

@@ -28,7 +28,7 @@ from trainer.fsdp_options import ignore_known_warnings
 
 
 class Content(Protocol):
-    """A part of a checkpoint that this rank writes. Every rank has equally many."""
+    """A part of a checkpoint that this rank writes. Every rank has the same number of parts."""
 
     def write(self, directory: Path, ranks: Ranks) -> None:
         """Write it into the directory of the checkpoint. Collective for some contents."""
@@ -109,7 +109,7 @@ class HostCopies:
     """Copies of tensors in host memory.
 
     Attributes:
-        nbytes: of all copies.
+        nbytes: the bytes of all copies.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ def collect(engine: ZeroEngine, progress: dict[str, Any]) -> Iterator[Content]:
     """Yield this rank's files.
 
     Args:
-        engine: of any stage.
+        engine: the engine of any ZeRO stage.
         progress: the fields of `Progress`.
     """
     stage, rank = engine.settings.zero_stage, engine.ranks.rank

@@ -33,7 +33,7 @@ _STEP = re.compile(r"global_step(\d+)")
 _NUMBERED = re.compile(r"(?:global_step|checkpoint-)(\d{1,18})")
 # Names of directories inside a checkpoint.
 _PART = re.compile(r"pytorch_model_fsdp_0|optimizer_0|iter_\d+|mp_rank_\d+.*")
-_PATIENCE_S = 30.0  # how long to wait for another run to finish its save
+_PATIENCE_S = 30.0  # seconds to wait for another run to finish its save
 
 
 def make_tag(step: int) -> str:
@@ -150,7 +150,7 @@ def list_tags(path: Path) -> list[str]:
 
 
 def replace(new: Path, final: Path, aside: Path) -> None:
-    """Rename ``new`` to ``final``; what has that name becomes ``aside``, atomically if possible."""
+    """Rename ``new`` to ``final``, and an old ``final`` to ``aside``; atomically if possible."""
     if final.exists() and _exchange(new, final):
         new.rename(aside)
         return
@@ -222,7 +222,7 @@ class RunDirectory:
     Rank 0 makes, renames and removes; every rank writes its own files.
 
     Args:
-        path: of the directory.
+        path: the run directory.
         continues: the checkpoint that the run resumes from, if any.
         overwrite: replace checkpoints of another run.
         keep: number of newest checkpoints to keep; 0 keeps all.
@@ -257,7 +257,7 @@ class RunDirectory:
         if not _try_lock(self._lock):
             self.close()
             raise _make_busy_error(self.path)
-        self._remove_left_overs()
+        self._remove_unfinished()
 
     def close(self) -> None:
         """Unlock the directory."""
@@ -269,15 +269,15 @@ class RunDirectory:
         """Make an empty hidden directory for the checkpoint (rank 0)."""
         partial = self.partial_path(step)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._remove_left_overs()
+        self._remove_unfinished()
         partial.mkdir()
         return partial
 
-    def _remove_left_overs(self) -> None:
-        """Remove what saves left that did not end."""
+    def _remove_unfinished(self) -> None:
+        """Remove the hidden directories of saves that did not end."""
         _restore_replaced(self.path)
-        for left_over in self.path.glob(".global_step*"):
-            shutil.rmtree(left_over)
+        for unfinished in self.path.glob(".global_step*"):
+            shutil.rmtree(unfinished)
 
     def partial_path(self, step: int) -> Path:
         """Return the hidden directory that the checkpoint is written into."""

@@ -207,10 +207,10 @@ def _read_state(path: Path, form: str, load_form: str, state: State, ranks: Rank
 
     Args:
         path: the file or directory.
-        form: of the checkpoint.
-        load_form: what ``set_model_state_dict`` or ``set_optimizer_state_dict`` gets.
+        form: the form of the checkpoint.
+        load_form: the form that ``set_model_state_dict`` or ``set_optimizer_state_dict`` gets.
         state: the live state, under the key ``model`` or ``optimizer``.
-        ranks: all of them.
+        ranks: all ranks of the run.
     """
     (top,) = state
     live: State = state[top]

@@ -89,8 +89,8 @@ def check(state: dict[str, Any], names: set[str], directory: Path) -> None:
 
     Args:
         state: the live state, under ``model`` or ``optimizer``.
-        names: of the model's tensors on all ranks, in the form of the directory.
-        directory: of DCP.
+        names: the names of the model's tensors on all ranks, as the directory has them.
+        directory: a directory of DCP.
 
     Raises:
         CheckpointError: it names what is missing or unknown.

@@ -53,8 +53,8 @@ def load(path: Path, *keys: str) -> State:
     """Load tensors, ShardedTensors and DTensors in plain containers.
 
     Args:
-        path: of the file.
-        keys: that its dictionary must have.
+        path: the file.
+        keys: keys that the dictionary in the file must have.
 
     Raises:
         CheckpointError: the file is missing or damaged, or names other classes.
@@ -96,7 +96,7 @@ def check(live: State, saved: State, path: Path, *, whole: bool = False) -> None
     Args:
         live: this rank's state.
         saved: what the file has.
-        path: of the file.
+        path: the file.
         whole: the saved tensors are not sharded.
 
     Raises:

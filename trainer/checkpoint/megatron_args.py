@@ -39,10 +39,10 @@ def make_arguments(
     """Return the ``args`` of one rank's file.
 
     Args:
-        settings: of the run.
-        config: of transformers.
+        settings: the settings of the run.
+        config: the model's configuration in transformers.
         progress: the fields of `Progress`.
-        rank: of all ranks.
+        rank: this rank's number among all ranks.
     """
     return Namespace(
         **_describe_grid(settings.grid, rank),

@@ -43,8 +43,8 @@ class Rule:
     """One parameter of transformers, or several that Megatron stores as one.
 
     Attributes:
-        names: of the parameters in transformers.
-        keys: in Megatron, with the local numbers of the layer and the experts.
+        names: the names of the parameters in transformers.
+        keys: the names in Megatron, with the local numbers of the layer and the experts.
         cut: (whole tensors by ``names``, tensor rank, expert rank) -> this rank's, by ``keys``.
         join: the inverse: a function that gets any rank's tensors -> whole tensors by ``names``.
         expert: whether the ranks of the expert axis have different parts.
@@ -61,7 +61,7 @@ def list_rules(sizes: Sizes, layers: range, *, first: bool, last: bool) -> Itera
     """Yield the rules of a stage, in Megatron's order.
 
     Args:
-        sizes: of the model and the grid.
+        sizes: the sizes of the model and of the grid.
         layers: numbers in the whole model; Megatron numbers them from 0 in each stage.
         first: whether the stage has the embeddings.
         last: whether the stage has the final norm and the output layer.

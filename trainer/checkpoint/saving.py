@@ -31,7 +31,7 @@ class Resumed:
     Attributes:
         progress: how far the run had come.
         text: SHA-256 of its corpus; empty if it is not recorded.
-        dropped: what of another program's checkpoint this run does not use, for the user.
+        dropped: the parts of another program's checkpoint that this run does not use, for the user.
     """
 
     progress: Progress
@@ -85,8 +85,8 @@ def write(run: RunDirectory, settings: Settings, ranks: Ranks, unwritten: Unwrit
 
     Args:
         run: the directory that the checkpoint goes into.
-        settings: of the run.
-        ranks: all of them.
+        settings: the settings of the run.
+        ranks: all ranks of the run.
         unwritten: the checkpoint.
 
     Raises:
@@ -113,7 +113,7 @@ def write(run: RunDirectory, settings: Settings, ranks: Ranks, unwritten: Unwrit
 def find_source(settings: Settings, ranks: Ranks) -> Path | None:
     """Return the checkpoint of any format to resume from; None starts a new run. Collective.
 
-    With ``--resume auto`` the run before may still be ending: its last save counts.
+    With ``--resume auto``, the previous run may still be writing its last save, which is awaited.
 
     Raises:
         CheckpointError: there is none.

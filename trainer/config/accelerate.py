@@ -216,7 +216,7 @@ def read(
 
     Args:
         file: a YAML file.
-        choices: with the settings of other sources.
+        choices: the settings of other sources, to which this file's are added.
         world: the number of ranks, if a launcher has started them already.
         ignore_unknown: ignore unknown fields.
 
@@ -294,7 +294,7 @@ def _derive_precision(document: dict[str, Any], walk: Walk, *, decides: bool = T
 
     Args:
         document: the content of the file.
-        walk: that reads the file.
+        walk: reads the file.
         decides: whether "no" is a statement; with a DeepSpeed file, that file decides.
     """
     value = document.get("mixed_precision")

@@ -118,8 +118,8 @@ class ShardedEngine(NativeEngine):
     def _reduce_gradients(self, *, last: bool) -> None:
         """Leave the sums to FSDP, which has reduced the micro batch during its backward pass.
 
-        To reduce only the last one (``no_sync``) would save communication and keep whole gradients
-        on every rank, which sharding is there to avoid.
+        To reduce only once, after the last micro batch (``no_sync``), would save communication. But
+        then every rank would keep whole gradients, which sharding is there to avoid.
         """
         if self._sums:
             self._sums.end_microbatch()

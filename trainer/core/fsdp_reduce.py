@@ -8,8 +8,8 @@ adds the pieces in rank order to the sum that it keeps for the unit, as `reduce.
     rank 0   |gg|gg|     owner 0   0 + gg0 + gg1                 + gg2 + gg3
     rank 1   |gg|gg|     owner 1   0 + gg0 + gg1                 + gg2 + gg3
 
-It moves the same bytes as a reduce-scatter, and keeps one more shard of gradients. FSDP gets the
-sum so far as the gradient of each micro batch, so that the one of the last one is complete.
+The exchange moves the same bytes as a reduce-scatter, and keeps one more shard of gradients. After
+each micro batch, FSDP gets the sum so far as the gradient, so that its last gradient is complete.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ else:
 
 
 class UnitSums:
-    """This rank's sums of a step. Units reduce in the same order in every backward pass.
+    """This rank's sums of a step; units must reduce in the same order in every backward pass.
 
     Attributes:
-        active_ranks: only the pieces of so many ranks, the first ones, are added.
+        active_ranks: the number of ranks, counted from the first, whose pieces are added.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class UnitSums:
         self._reduced = 0
 
     def add(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Add the pieces of all ranks to the sum of the next unit, and return that.
+        """Add the pieces of all ranks to the sum of the next unit, and return the sum.
 
         Raises:
             TrainingError: another unit reduced at this place in an earlier micro batch.

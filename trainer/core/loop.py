@@ -7,7 +7,7 @@ One step of N data-parallel ranks with accumulation A (global batch = micro batc
     ...                                                 /
              forward, backward  forward, backward
 
-Logging and saving are the caller's: `train` hands over after every step.
+The caller logs and saves: `train` yields to it after every step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Step:
 def train(
     settings: Settings, ranks: Ranks, engine: Engine, corpus: Corpus, progress: Progress
 ) -> Iterator[Step]:
-    """Run the steps that are left, and yield after each; ``progress`` counts along.
+    """Run the steps that are left, and yield after each; ``progress`` counts them.
 
     Raises:
         TrainingError: the loss or the gradients are not finite, and ``on_nan`` is "stop".
@@ -75,8 +75,9 @@ def _run_microbatches(
     draws from a generator that is seeded by the number of the first sample, so that its masks do
     not depend on the number of ranks either.
 
-    If the ranks do not divide the micro batches, the last ranks repeat one of the others instead of
-    the one that they lack: they must take part in the collectives, and it counts nowhere.
+    If the ranks do not divide the micro batches, the last ranks lack one. They repeat another micro
+    batch in its place, because they must take part in the collectives; its gradients and its loss
+    are not used.
     """
     grid = settings.grid
     losses: list[Tensor] = []

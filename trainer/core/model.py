@@ -42,7 +42,7 @@ def build_model(settings: Settings, *, meta: bool = False) -> nn.Module:
             "check --model: its config.json and, if there are any, its *.safetensors",
         ) from error
     if settings.activation_checkpointing:
-        # transformers 5 renamed it.
+        # transformers 5 renamed the method.
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.config.use_cache = False

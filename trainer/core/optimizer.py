@@ -70,7 +70,7 @@ def apply_adamw(
 
     Args:
         master: the weights.
-        gradient: averaged and clipped.
+        gradient: the averaged and clipped gradient.
         moments: exp_avg and exp_avg_sq.
         step: 0-d float32, the number of earlier updates; it is incremented.
         group: the result of `make_hyperparameters`.

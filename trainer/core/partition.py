@@ -119,7 +119,7 @@ def partition_each_parameter(
 
     Args:
         groups: names of the parameters of each param group.
-        shapes: by name.
+        shapes: the shapes of the parameters by name.
         world: number of ranks.
         sub_group_size: close a flat tensor once a rank's piece of it has this many elements;
             None: one flat tensor for each of ``groups``.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.errors import TrainerError, TrainingError
 
-# torch 2.13 renamed it; the old name warns there.
+# torch 2.13 calls it all_gather_single, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -22,7 +22,7 @@ class Ranks:
     """This rank among ``world`` ranks. One process runs the same code with a world of one.
 
     Attributes:
-        group: of all ranks, for the collectives of another thread; None: the default one.
+        group: a group of all ranks for collectives in another thread; None: the default group.
     """
 
     rank: int

@@ -38,7 +38,7 @@ class Reducer:
 
     Attributes:
         sums: this rank's piece of each of ``partition.flats``, in the dtype of the sums.
-        active_ranks: only the gradients of so many ranks, the first ones, are added.
+        active_ranks: the number of ranks, counted from the first, whose gradients are added.
     """
 
     def __init__(

@@ -41,8 +41,8 @@ class OptimizerShard:
     """The optimizer state of the flat tensors that rank ``rank`` of ``partition`` owns.
 
     Args:
-        partition: of the parameters into flat tensors.
-        rank: of the partition.
+        partition: how the parameters are cut into flat tensors.
+        rank: this rank's number in the partition.
         groups: the param groups, for their weight decay.
         settings: AdamW's hyper-parameters.
         offload: where masters and moments are kept between steps.

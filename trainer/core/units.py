@@ -41,7 +41,7 @@ class Unit:
 
     Args:
         parameters: (fqn, parameter) with full values; released on return.
-        ranks: all of them.
+        ranks: all ranks of the run.
         offload: where the shard is kept.
         timer: counts "gather".
     """

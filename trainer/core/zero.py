@@ -90,7 +90,7 @@ class ZeroEngine(NativeEngine):
 
     @abstractmethod
     def _exchange_parameters(self) -> None:
-        """Bring the other ranks' new values, once all masters of this rank are written."""
+        """Get the other ranks' new values, after all masters of this rank are written."""
 
     # The step
 
@@ -113,7 +113,7 @@ class ZeroEngine(NativeEngine):
     # The Engine protocol, and what a checkpoint reads and fills
 
     def discard_gradients(self) -> None:
-        """Clear the sums and what autograd left, see Engine."""
+        """Clear the sums and the gradients that autograd left, see Engine."""
         self.reducer.clear()
         for parameter in self.trainable.values():
             parameter.grad = None

@@ -12,7 +12,7 @@ def make_ds_config(settings: Settings, largest: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration of the run.
 
     Args:
-        settings: of the run.
+        settings: the settings of the run.
         largest: number of elements of the largest parameter.
     """
     config: dict[str, Any] = {

@@ -155,8 +155,8 @@ def _restore_settings(engine: DeepSpeedEngine, scaler: Any) -> None:
     """Undo what ``load_checkpoint`` changes beyond the state.
 
     Args:
-        engine: which has loaded.
-        scaler: a copy of the object with the loss scale, from before.
+        engine: the engine, after the load.
+        scaler: a copy of the object with the loss scale, from before the load.
     """
     live, settings = engine.live, engine.settings
     optimizer = live.optimizer

@@ -1,7 +1,7 @@
 """Pipeline parallelism: each stage has consecutive layers, and micro batches flow through them.
 
-A stage is the model without the layers of the other stages: what is left keeps its names of the
-whole model, and the forward pass is that of transformers.
+A stage is the model without the layers of the other stages. The layers that are left keep the names
+that they have in the whole model, and the forward pass is that of transformers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Pipeline:
     Args:
         stage: this rank's stage, sharded over its data-parallel ranks or not.
         group: one rank of each stage, in order.
-        device: of this rank.
+        device: the device of this rank.
         schedule: 1f1b or gpipe.
         loss: (logits, tokens) -> the scalar that the last stage starts the backward pass from.
     """
@@ -85,7 +85,7 @@ class Pipeline:
         """Run forward and backward, and add to the gradients. Collective over the group.
 
         Args:
-            batches: the same on all of its ranks, each (micro_batch, seq_len).
+            batches: tokens (micro_batch, seq_len) of each micro batch, the same on all stages.
 
         Returns:
             The loss of each micro batch on the last stage, zeros on the others.

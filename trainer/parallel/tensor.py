@@ -38,9 +38,9 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, config: Any) -> None:
     """Turn the parameters that ``STYLES`` names into DTensors. Collective.
 
     Args:
-        model: of the Llama family, modified in place.
+        model: a model of the Llama family, which is modified in place.
         mesh: the tensor axis.
-        config: the configuration of transformers.
+        config: the model's configuration in transformers.
 
     Raises:
         SettingsError: a module has no rule, or the ranks do not divide the heads.
