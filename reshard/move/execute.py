@@ -77,7 +77,7 @@ def execute(
 
 def _skip_done(plan: Plan, done: Outcome, files: OutputFiles) -> Iterator[Batch]:
     """Yield the plan's batches without the windows that an earlier run has filled."""
-    filled = _spans(done, files)
+    filled = _list_written(done, files)
     for batch in plan.batches():
         left = tuple(
             window
@@ -88,7 +88,7 @@ def _skip_done(plan: Plan, done: Outcome, files: OutputFiles) -> Iterator[Batch]
             yield left
 
 
-def _spans(outcome: Outcome, files: OutputFiles) -> Spans:
+def _list_written(outcome: Outcome, files: OutputFiles) -> Spans:
     return Spans(
         (files.path(name), offset, nbytes, crc) for name, offset, nbytes, crc in outcome.windows
     )
@@ -107,7 +107,7 @@ class OutputBuilder:
     ) -> None:
         self._pool = pool
         self._files = files
-        self._checksums = _ChecksumNeeds(sources, target)
+        self._checksums = _FilesWithChecksums(sources, target)
         self._options = options
         self._writer = FileWriter(files, verify=options.verify)
 
@@ -145,7 +145,7 @@ class OutputBuilder:
                 self._pool,
                 clamp=options.clamp,
                 read_bytes=options.read_bytes,
-                needs_checksum=self._checksums.of_source,
+                needs_checksum=self._checksums.has_source,
             )
             writer = FileWriter(self._files, verify=options.verify)
             workers.append(_Worker(filler, writer, self._checksums, options.read_bytes, keep_copy))
@@ -163,7 +163,7 @@ class OutputBuilder:
     def store_checksums(self, checksums: Iterable[StoredChecksum], seen: Outcome) -> None:
         """Write the CRCs that the output format stores of its own records."""
         files = self._files
-        written = _spans(seen, files)
+        written = _list_written(seen, files)
         for stored in checksums:
             path = files.path(stored.file)
             crc = compute_record_crc(files, path, stored.byte_offset, stored.nbytes, written)
@@ -171,18 +171,18 @@ class OutputBuilder:
                 self._writer.write(stored.file, location, memoryview(crc.to_bytes(4, "little")))
 
 
-class _ChecksumNeeds:
-    """The files whose bytes need a checksum, on either side."""
+class _FilesWithChecksums:
+    """The source and output files that store checksums of their records."""
 
     def __init__(self, sources: Mapping[str, SourceFile], target: Skeleton) -> None:
         self._sources = {path for path, file in sources.items() if file.has_checksums}
         self._targets = {stored.file for stored in target.checksums}
 
-    def of_source(self, path: str) -> bool:
+    def has_source(self, path: str) -> bool:
         """Return whether a source file has stored checksums to compare."""
         return path in self._sources
 
-    def of_target(self, name: str) -> bool:
+    def has_target(self, name: str) -> bool:
         """Return whether an output file stores checksums of its records."""
         return name in self._targets
 
@@ -194,7 +194,7 @@ class _Worker:
         self,
         filler: Filler,
         writer: FileWriter,
-        checksums: _ChecksumNeeds,
+        checksums: _FilesWithChecksums,
         read_bytes: int,
         keep: Keep,
     ) -> None:
@@ -229,7 +229,7 @@ class _Worker:
         filled = sum(copy.numel * copy.target_dtype.itemsize for copy in window.copies)
         if filled != window.nbytes:  # the check of the coverage makes this impossible
             raise AssertionError(f"only {filled} of {window.nbytes} bytes of a window are filled")
-        self._crc = 0 if self._checksums.of_target(window.file) else None
+        self._crc = 0 if self._checksums.has_target(window.file) else None
         if all(copy.is_run for copy in window.copies):
             self._stream(window)
         else:

@@ -62,8 +62,8 @@ class _InnerFiles(SourceFiles):
 
     def __init__(self, filler: Filler) -> None:
         super().__init__()
-        # A filler serves one thread at a time. What is kept must outlive that thread: the next
-        # read may come from another one.
+        # A filler serves one thread at a time, but the next read may come from another thread. So
+        # the kept values must outlive the thread.
         self.kept = SimpleNamespace()
         self._filler = proxy(filler)
 
@@ -243,8 +243,8 @@ class Filler:
     def read_into(self, file: str, offset: int, into: memoryview) -> None:
         """Read a range and compute its checksum, which continues that of an adjacent range."""
         if isinstance(file, Derived):
-            # What the computation reads comes back here under the names of real files. The next
-            # range of the same bytes needs what it keeps.
+            # The computation calls this method again with the names of real files. It keeps values
+            # in `_inner` that the next range of the same file needs.
             file.computation.read_into(self._inner, offset, into)
             return
         self._pool.read_into(file, offset, into)

@@ -105,8 +105,9 @@ class OnDemandFiles:
 
         Args:
             checks: whether a read raises DifferentError like `read_into`, and the read that reaches
-                the end of the file the errors of `check_records`. Without, the caller calls
-                `check` after the last read: `torch.load` hides errors of the file that it reads.
+                the end of the file raises the errors of `check_records`. If not, the caller must
+                call `check` after the last read: `torch.load` hides errors of the file that it
+                reads.
 
         Raises:
             IncompleteError: there is no such file.
@@ -366,9 +367,9 @@ class _Parts:
 class _Fillers:
     """Fillers that wait for the next read, with what computations keep in them between two reads.
 
-    A read continues where the last one of the same file ended, in most programs. With the filler of
-    that one, nothing is computed a second time: each of GPT-OSS's experts fills eight parts, and
-    all its codes are needed for every part.
+    In most programs, a read continues where the last read of the same file ended. If it gets the
+    same filler, nothing is computed twice: each of GPT-OSS's experts fills eight parts, and all its
+    codes are needed for every part.
 
     Args:
         make: makes a filler.

@@ -113,7 +113,7 @@ class Receipts(Unfinished[RemotePartial]):
         return outcome
 
     def _build_files(self, builder: OutputBuilder, uploads: Uploads, before: Outcome) -> Outcome:
-        """Fill and upload this rank's files, and return the outcome without the files."""
+        """Fill and upload this rank's files; return the outcome without the windows."""
         target, seen = self._plan.target, Outcome()
         stored = set(before.windows.files)
         missing = {file.name: file for file in target.files if file.name not in stored}

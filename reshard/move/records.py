@@ -27,7 +27,7 @@ class RangeReader(Protocol):
 
 def compute_record_crc(pool: RangeReader, file: str, start: int, nbytes: int, spans: Spans) -> int:
     """Return the CRC-32 of a byte range of `file`, using the CRCs in `spans` where possible."""
-    return join(_tiles(pool, file, start, nbytes, spans.find_inside(file, start, nbytes)))
+    return join(_list_parts(pool, file, start, nbytes, spans.find_inside(file, start, nbytes)))
 
 
 def check_record(pool: RangeReader, file: str, record: Record, reads: Spans) -> None:
@@ -45,7 +45,7 @@ def check_record(pool: RangeReader, file: str, record: Record, reads: Spans) -> 
         )
 
 
-def _tiles(
+def _list_parts(
     pool: RangeReader, file: str, start: int, nbytes: int, spans: Iterable[Span]
 ) -> Iterator[tuple[int, int]]:
     """Yield (crc, nbytes) of consecutive parts that cover a range exactly.

@@ -44,7 +44,7 @@ class Share:
             return
         at = 0
         for batch in batches:
-            self._note(batch)
+            self._add_to_digest(batch)
             if self._is_mine(at):
                 yield batch
             at += sum(window.nbytes for window in batch)
@@ -63,7 +63,7 @@ class Share:
         owner = min(at * self._team.size // self._nbytes, self._team.size - 1)
         return owner == self._team.rank
 
-    def _note(self, batch: Batch) -> None:
+    def _add_to_digest(self, batch: Batch) -> None:
         for window in batch:
             copies = [
                 (c.file, c.byte_offset, c.shape, c.byte_strides, c.target_offset)

@@ -29,7 +29,7 @@ class Spans:
     """
 
     def __init__(self, spans: Iterable[FileSpan] = ()) -> None:
-        self._files: dict[str, _OfFile] = {}
+        self._files: dict[str, _FileSpans] = {}
         self.update(spans)
 
     def __iter__(self) -> Iterator[FileSpan]:
@@ -51,7 +51,7 @@ class Spans:
         """Add a range."""
         if nbytes:
             if file not in self._files:
-                self._files[file] = _OfFile()
+                self._files[file] = _FileSpans()
             self._files[file].put(offset, nbytes, crc)
 
     def update(self, spans: Iterable[FileSpan]) -> None:
@@ -63,7 +63,7 @@ class Spans:
         """Return the ranges that share a byte with the given one, sorted by offset."""
         if file not in self._files:
             return []
-        ranges = self._files[file].in_order()
+        ranges = self._files[file].sort()
         first = bisect_right(ranges.reaches, offset)
         last = bisect_left(ranges.starts, offset + nbytes)
         return [span for span in ranges.spans[first:last] if span[0] + span[1] > offset]
@@ -87,7 +87,7 @@ class Spans:
         ]
 
 
-class _InOrder(NamedTuple):
+class _SortedSpans(NamedTuple):
     """The ranges of a file sorted by offset, with the largest end up to each of them."""
 
     spans: list[Span]
@@ -95,27 +95,28 @@ class _InOrder(NamedTuple):
     reaches: list[int]
 
 
-class _OfFile:
+class _FileSpans:
     """The ranges of one file."""
 
     def __init__(self) -> None:
         self.spans: dict[int, tuple[int, int | None]] = {}  # byte offset -> nbytes, crc
         self._ending: dict[int, int] = {}  # end -> byte offset
-        self._sorted: _InOrder | None = None
+        self._sorted: _SortedSpans | None = None
 
     def put(self, offset: int, nbytes: int, crc: int | None) -> None:
         """Add a range and merge it with the ranges next to it."""
+        # A range that is already covered by one with the same start adds nothing.
         if offset in self.spans and self.spans[offset][0] >= nbytes:
             return
         self._sorted = None
         before = self._ending.get(offset)
-        if before is not None and self._joins(before, nbytes, crc):
+        if before is not None and self._can_join(before, nbytes, crc):
             size, first = self._take(before)
-            offset, nbytes, crc = before, size + nbytes, _joined(first, crc, nbytes)
+            offset, nbytes, crc = before, size + nbytes, _join_checksums(first, crc, nbytes)
         after = offset + nbytes
-        if after in self.spans and self._joins(after, nbytes, crc):
+        if after in self.spans and self._can_join(after, nbytes, crc):
             size, second = self._take(after)
-            nbytes, crc = nbytes + size, _joined(crc, second, size)
+            nbytes, crc = nbytes + size, _join_checksums(crc, second, size)
         if offset in self.spans:
             # A shorter range with the same start gives way to this one.
             self._take(offset)
@@ -125,22 +126,22 @@ class _OfFile:
     @property
     def nbytes(self) -> int:
         """Number of bytes covered."""
-        ranges = self.in_order()
+        ranges = self.sort()
         covered, reach = 0, 0
         for (start, nbytes, _), upto in zip(ranges.spans, ranges.reaches, strict=True):
             covered += max(start + nbytes - max(start, reach), 0)
             reach = upto
         return covered
 
-    def in_order(self) -> _InOrder:
-        """Return all ranges in sorted form; the result is cached."""
+    def sort(self) -> _SortedSpans:
+        """Return all ranges, sorted; the result is kept until a range is added."""
         if self._sorted is None:
             spans = sorted((start, nbytes, crc) for start, (nbytes, crc) in self.spans.items())
             reaches = accumulate((start + nbytes for start, nbytes, _ in spans), max)
-            self._sorted = _InOrder(spans, [span[0] for span in spans], list(reaches))
+            self._sorted = _SortedSpans(spans, [span[0] for span in spans], list(reaches))
         return self._sorted
 
-    def _joins(self, start: int, nbytes: int, crc: int | None) -> bool:
+    def _can_join(self, start: int, nbytes: int, crc: int | None) -> bool:
         size, other = self.spans[start]
         # The CRC of a joined range needs those of both parts.
         return (crc is None) == (other is None) and size + nbytes <= LARGEST
@@ -152,7 +153,7 @@ class _OfFile:
         return nbytes, crc
 
 
-def _joined(first: int | None, second: int | None, second_nbytes: int) -> int | None:
+def _join_checksums(first: int | None, second: int | None, second_nbytes: int) -> int | None:
     if first is None or second is None:
         return None
     return combine(first, second, second_nbytes)

@@ -1,4 +1,4 @@
-"""Computations that work tile by tile: what a thread keeps between two reads."""
+"""Memory of computations that work tile by tile: what a thread keeps between two reads."""
 
 from __future__ import annotations
 

@@ -102,7 +102,8 @@ class FileWriter:
     def _check(self, file: Descriptor, byte_offset: int, block: memoryview) -> None:
         """Read a block back and compare it."""
         nbytes = len(block)
-        # A comparison of bytearrays is one memcmp, one of memoryviews is not; a slice costs a copy.
+        # Two bytearrays are compared by one memcmp, two memoryviews byte by byte. Only a block that
+        # is not full needs a slice, which is a copy.
         if nbytes == BLOCK_BYTES:
             file.read_into(byte_offset, self._whole)
             stored = self._back

@@ -17,7 +17,7 @@ def encode_self() -> bytes:
 
 
 def decode(data: bytes) -> Holder | None:
-    """Return the holder that wrote `data`, or None if the content is incomplete."""
+    """Return the holder that wrote `data`, or None if the data are incomplete."""
     try:
         holder = json.loads(data)
     except ValueError:

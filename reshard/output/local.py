@@ -340,5 +340,5 @@ def _write_holder(lock: int, path: Path) -> None:
 
 
 def _read_holder(lock: int) -> holder.Holder | None:
-    """Return the holder of a lock from its file, or None while that is being written."""
+    """Return the holder of a lock from its file, or None while the file is being written."""
     return holder.decode(os.pread(lock, 4096, 0))

@@ -60,7 +60,7 @@ def broadcast_text(team: Team, text: str) -> str:
 
 
 def select_share(team: Team, items: Sequence[T]) -> Sequence[T]:
-    """Return every `team.size`-th item, starting at this rank: its share of independent items."""
+    """Return every `team.size`-th item, from this rank's number on: its share of the items."""
     return items[team.rank :: team.size]
 
 

@@ -16,7 +16,12 @@ ATTEMPTS = 6  # for one request
 FIRST_WAIT = 0.3  # seconds before the second attempt; each later wait is twice as long
 _LONGEST_WAIT = 10.0
 _STEP = 0.1  # seconds between two looks for an interrupt
-_PATIENT = {"gs": 2, "gcs": 2, "az": 2, "abfs": 2}  # their libraries repeat requests themselves
+_FEW_ATTEMPTS = {
+    "gs": 2,
+    "gcs": 2,
+    "az": 2,
+    "abfs": 2,
+}  # their libraries repeat requests themselves
 _FINAL = (IsADirectoryError, NotADirectoryError)
 _REFUSED = (401, 403)
 # Errors are recognized by names, so that no store's library has to be imported or installed.
@@ -42,13 +47,13 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
         IncompleteError: the object does not exist.
         ReshardError: the request was refused, or every attempt failed.
     """
-    most = min(ATTEMPTS, _PATIENT.get(url.partition("://")[0], ATTEMPTS))
+    most = min(ATTEMPTS, _FEW_ATTEMPTS.get(url.partition("://")[0], ATTEMPTS))
     for number in range(most):
         signals.check()
         try:
             return request()
         except Exception as error:
-            if _status(error) == 404:
+            if _get_status(error) == 404:
                 raise IncompleteError(url, "does not exist") from error
             if not _is_external(error):
                 raise
@@ -94,7 +99,7 @@ def _describe(error: BaseException) -> str:
     return text[:300]
 
 
-def _status(error: Exception) -> int | None:
+def _get_status(error: Exception) -> int | None:
     """Return the HTTP status of the server's answer if the library exposes it."""
     if isinstance(error, FileNotFoundError):
         return 404
@@ -107,9 +112,9 @@ def _status(error: Exception) -> int | None:
 def _is_final(error: Exception) -> bool:
     """Return whether another attempt would fail in the same way."""
     hopeless = type(error).__name__ in _HOPELESS
-    return hopeless or isinstance(error, _FINAL) or _status(error) in _REFUSED
+    return hopeless or isinstance(error, _FINAL) or _get_status(error) in _REFUSED
 
 
 def _suggest(error: Exception) -> str:
-    refused = _status(error) in _REFUSED
+    refused = _get_status(error) in _REFUSED
     return CREDENTIALS if refused or "Credentials" in type(error).__name__ else ""

@@ -180,7 +180,7 @@ class RemoteFiles:
             )
 
     def prefetch(self, ranges: Iterable[Range]) -> list[Range]:
-        """Fetch ranges concurrently, adjacent ones as one; return what is kept until `drop`."""
+        """Fetch ranges concurrently, neighbouring ones as one; return those kept until `drop`."""
         spans = list(_merge_ranges(ranges))
         if spans:
             for span, data in zip(spans, fetch_ranges(find_store(spans[0][0]), spans), strict=True):
