@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import reshard
 from tests.trainer import worlds
-from trainer.checkpoint import state
+from trainer.checkpoint import files, foreign, state
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 EXAMPLES = {
@@ -63,6 +64,36 @@ def test_a_resumed_command_ends_as_the_unbroken_one(tmp_path, strategy):
     rest = worlds.command(2, [*flags(tmp_path), "--resume", f"{tmp_path}/run", "--steps", "4"])
     assert rest.splitlines()[-1] == whole.splitlines()[-1]
     assert worlds.read_log(tmp_path / "log.jsonl") == worlds.read_log(tmp_path / "whole/log.jsonl")
+
+
+TINIEST = {
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_rank_without_elements_of_a_group_counts_its_updates(tmp_path, strategy):
+    """The only norm that trains has 8 elements, of which the last of 3 or 5 ranks has none."""
+    (tmp_path / "config.json").write_text(json.dumps(TINIEST))
+    ranks = {"zero1": 3, "zero3": 5}[strategy]
+    frozen = ["--freeze", "input_layernorm", "--freeze", "post_attention_layernorm"]
+    common = [*frozen, "--strategy", strategy, "--model", f"{tmp_path}/config.json"]
+    common += ["--seq-len", "8", "--global-batch", str(ranks), *flags(tmp_path)]
+    worlds.command(ranks, [*common, "--steps", "1"])
+    worlds.command(ranks, [*common, "--steps", "2", "--resume", f"{tmp_path}/run"])
+    with foreign.allow_classes():
+        for path in (tmp_path / "run/global_step2").glob("*_optim_states.pt"):
+            states = files.load(path)["optimizer_state_dict"]
+            base = states.get("base_optimizer_state") or states["optimizer_state_dict"]
+            assert [float(slots["step"]) for slots in base["state"].values()] == [2.0, 2.0]
+    assert reshard.verify(tmp_path / "run").passed
 
 
 def test_the_log_tells_where_the_time_goes(tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,7 @@ def _fill_shard(saved: _Saved, engine: ZeroEngine) -> Any:
         {key: torch.zeros(flat.numel) for key in ("master", *STATE)}
         for flat in shard.partition.flats
     ]
+    counted: set[int] = set()
     for rank in overlaps or [0]:  # a rank without elements needs the loss scale, too
         states = saved.load_rank(rank)
         scaler = states.scaler
@@ -241,10 +242,26 @@ def _fill_shard(saved: _Saved, engine: ZeroEngine) -> Any:
             for key in filled[own.flat].keys() & sources.keys():
                 _copy_overlap(saved.directory, sources[key], run, filled[own.flat][key], own)
             shard.states[own.flat].step.fill_(float(slots.get("step", 0)))
+            counted.add(own.flat)
+    for number, flat in enumerate(shard.partition.flats):
+        if number not in counted:
+            shard.states[number].step.fill_(_read_step(saved, flat.names))
     for state, tensors in zip(shard.states, filled, strict=True):
         for key, tensor in tensors.items():
             getattr(state, key).put(tensor)
     return scaler
+
+
+def _read_step(saved: _Saved, names: Sequence[str]) -> float:
+    """Return how often the parameters of a flat tensor were updated, from the file of any rank.
+
+    A rank that has no elements of a flat tensor needs the number, too: as in DeepSpeed, it counts
+    the updates of its padding, and the files of all ranks must state the same number.
+    """
+    run = next((run for name in names for run in saved.partition.runs[name]), None)
+    if run is None:  # parameters without elements are in no file
+        return 0.0
+    return float(saved.load_rank(run.rank).slots[run.flat].get("step", 0))
 
 
 def _copy_overlap(directory: Path, source: Tensor, run: Run, target: Tensor, own: Run) -> None:
