@@ -222,11 +222,7 @@ def _check_complete(directory: Path, by_rank: dict[int, Path], world: int) -> li
 def _fill_shard(saved: _Saved, engine: ZeroEngine) -> Any:
     """Copy what overlaps this rank's runs; return the loss scaler of the last file read."""
     shard = engine.shard
-    overlaps: dict[int, list[tuple[Run, Run]]] = {}
-    for own in shard.partition.runs_of_rank(shard.rank):
-        for run in saved.partition.runs[own.name]:
-            if run.start < own.stop and own.start < run.stop:
-                overlaps.setdefault(run.rank, []).append((run, own))
+    overlaps = _find_overlaps(saved.partition, shard.partition.runs_of_rank(shard.rank))
     scaler = None
     filled = [
         {key: torch.zeros(flat.numel) for key in ("master", *STATE)}
@@ -250,6 +246,16 @@ def _fill_shard(saved: _Saved, engine: ZeroEngine) -> Any:
         for key, tensor in tensors.items():
             getattr(state, key).put(tensor)
     return scaler
+
+
+def _find_overlaps(saved: Partition, own_runs: Iterator[Run]) -> dict[int, list[tuple[Run, Run]]]:
+    """Return rank that saved -> pairs of its run and this rank's run, which share elements."""
+    overlaps: dict[int, list[tuple[Run, Run]]] = {}
+    for own in own_runs:
+        for run in saved.runs[own.name]:
+            if run.start < own.stop and own.start < run.stop:
+                overlaps.setdefault(run.rank, []).append((run, own))
+    return overlaps
 
 
 def _read_step(saved: _Saved, names: Sequence[str]) -> float:
