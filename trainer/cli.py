@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from trainer import environment, launch
 from trainer.config.choices import Choices
-from trainer.errors import SettingsError, TrainerError
+from trainer.errors import SettingsError, TrainerError, explain_permissions
 from trainer.resolve import list_ineffective, resolve
 from trainer.settings import AUTO, Settings
 
@@ -153,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return an exit code, after one message for a failure."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = make_command().main(arguments, prog_name="python -m trainer", standalone_mode=False)
+        with explain_permissions():
+            command = make_command()
+            code = command.main(arguments, prog_name="python -m trainer", standalone_mode=False)
     except click.ClickException as error:
         _print_error(f"{error.format_message()}\n  -> python -m trainer --help")
         return 2

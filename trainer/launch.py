@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.environment import read_launcher_world_size
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, explain_permissions
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def start(settings: Settings, task: str) -> int:
             module, _, function = task.partition(".")
             run = getattr(importlib.import_module(f"trainer.{module}"), function)
             group = join_process_group(settings.device, settings.timeout, settings.threads)
-            run(settings, stack.enter_context(group))
+            with explain_permissions():
+                run(settings, stack.enter_context(group))
         except Exception as error:
             if settings.nproc > 1:
                 _report_and_exit(error, int(os.environ["RANK"]))

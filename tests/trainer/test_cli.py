@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.programs import run_python
 from trainer import cli
+from trainer.checkpoint import directory
 from trainer.settings import Settings
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
@@ -178,3 +179,13 @@ def test_an_answer_without_training_does_not_import_torch(arguments):
     done = run_python("-c", code, check=True)
     loaded = set(done.stdout.splitlines()[-1].split())
     assert loaded.isdisjoint({"torch", "numpy", "transformers", "accelerate", "deepspeed"})
+
+
+def test_a_path_that_may_not_be_read_is_an_error_of_the_settings(run, monkeypatch, tmp_path):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", f"{path}/latest")
+
+    monkeypatch.setattr(directory, "has_checkpoint", refuse)
+    code, out, err = run("--save", tmp_path, "--resume", "auto")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {tmp_path}/latest cannot be accessed: Permission denied\n")

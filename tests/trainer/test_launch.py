@@ -37,6 +37,8 @@ def run(settings, ranks):
                 raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
             if what == "alone":
                 raise TrainingError("the disk is full", "free some", one_rank=True)
+            if what == "forbidden":
+                raise PermissionError(13, "Permission denied", "/run/latest")
             if what == "together":
                 raise CheckpointError("no such checkpoint", "look")
         ones = torch.ones(2)
@@ -116,6 +118,12 @@ def test_one_rank_runs_in_this_process(run):
     assert "sum 1.0" in out
 
 
+FORBIDDEN = (
+    "error: /run/latest cannot be accessed: Permission denied\n"
+    "  -> give paths that this user may read, and a --save that this user may write to\n"
+)
+
+
 @pytest.mark.parametrize(
     ("scene", "code", "message"),
     [
@@ -124,6 +132,7 @@ def test_one_rank_runs_in_this_process(run):
         ("alone:1", 1, "rank 1: the disk is full\n  -> free some\n"),
         ("together:all", 3, "error: no such checkpoint\n  -> look\n"),
         ("together:1", 3, "rank 1: no such checkpoint\n  -> look\n"),
+        ("forbidden:all", 2, FORBIDDEN),
     ],
 )
 def test_a_failure_ends_all_ranks_with_one_message(run, scene, code, message):
