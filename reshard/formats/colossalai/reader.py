@@ -124,7 +124,7 @@ def _read_optimizer(location: Location, parsed: ParsedTree) -> dict[str, Any]:
         expect(shard, content, _SHARD)
         # Several stages may store the state of a tied parameter: the index names the one to load.
         state.update((n, own) for n, own in content.items() if listed.get(str(n), name) == name)
-    numbers = {key: counts.natural(key) for key in listed}
+    numbers = {key: counts.parse_index(key) for key in listed}
     missing = [key for key, number in numbers.items() if number is not None and number not in state]
     if missing:
         raise CorruptError(
