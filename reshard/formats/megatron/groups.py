@@ -52,10 +52,9 @@ def classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> Gro
 
 
 def is_expert(fqn: str, args: Arguments, table: Table) -> bool:
-    """Return whether a parameter is reduced apart, as an expert's that not every rank has.
+    """Return whether a parameter is an expert's whose gradients are reduced among other ranks.
 
-    ``core/transformer/moe/experts.py`` (``allreduce``): where experts are spread over ranks, or cut
-    differently from the dense layers.
+    Source: ``core/transformer/moe/experts.py`` (``allreduce``). That is so with expert parallelism.
     """
     return args.ep > 1 and (names.find_expert(fqn, table) is not None or grouped.is_grouped(fqn))
 
@@ -63,7 +62,7 @@ def is_expert(fqn: str, args: Arguments, table: Table) -> bool:
 def is_matrix(fqn: str, shape: Index) -> bool:
     """Return whether Muon updates a parameter, in a run that has Muon and Adam.
 
-    ``core/optimizer/muon.py`` (``get_megatron_muon_optimizer``): all others are Adam's.
+    Adam updates all others (``core/optimizer/muon.py``, ``get_megatron_muon_optimizer``).
     """
     return len(shape) == 2 and fqn not in _ENDS
 

@@ -270,7 +270,7 @@ def _match_in_order(
         return [fqn for fqn in found if fqn is not None] if None not in found else None
 
     first, last = match(fqns, wanted), match(reversed(fqns), reversed(wanted))
-    # The first places and the last ones of the shapes are the same only if there are no others.
+    # The first match from the front and that from the back are equal only if there is one match.
     return first if last is not None and first == last[::-1] else None
 
 

@@ -1,6 +1,6 @@
-"""What a Megatron run saves beside tensors, in the form that programs of other frameworks load.
+"""Translate what a Megatron run saves beside tensors into the form that other frameworks load.
 
-    param groups  the settings of an optimizer alone; groups that then have the same become one
+    param groups  only the settings of an optimizer; groups that then have equal settings become one
     scheduler     ``opt_param_scheduler`` with the counters of torch's and DeepSpeed's schedulers
     arguments     the batch and the clipping of gradients, under the names of DeepSpeed's config
 
@@ -23,8 +23,8 @@ from reshard.join import join_groups
 from reshard.manifest import Manifest, ParamGroup, TrainState
 from reshard.model_parallel.sizes import parse_mesh
 
-# Of param groups: how Megatron chooses their learning rate and weight decay, whose present values
-# are in ``lr`` and ``weight_decay``. NeMo puts ``pre_`` before two of them.
+# Settings of param groups by which Megatron chooses their learning rate and weight decay, whose
+# present values are in ``lr`` and ``weight_decay``. NeMo puts ``pre_`` before two of them.
 _CHOICES = frozenset(
     """
     wd_mult lr_mult pre_wd_mult pre_lr_mult max_lr min_lr start_wd end_wd default_config
@@ -51,12 +51,12 @@ def translate(manifest: Manifest) -> tuple[Manifest, list[str]]:
 
 
 def _merge_groups(groups: tuple[ParamGroup, ...]) -> tuple[ParamGroup, ...]:
-    """Return groups without Megatron's own settings; it has groups of their own for experts."""
+    """Return groups without Megatron's own settings, which separate the experts' groups."""
     return join_groups([replace(group, hyper=_translate_group(group.hyper))] for group in groups)
 
 
 def _translate_group(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that an optimizer of torch has, once a scheduler was made for it."""
+    """Return the settings that an optimizer of torch has after a scheduler was created for it."""
     own = {name: value for name, value in hyper.items() if name not in _CHOICES}
     return own if hyper.get("max_lr") is None else {**own, "initial_lr": hyper["max_lr"]}
 
@@ -92,9 +92,12 @@ def _make_config(arguments: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _describe(train: TrainState, groups: int) -> Iterator[str]:
-    """Yield notes on what the new run has to be given."""
+    """Yield notes on what changed, and on what the user must configure in the new run."""
     if len(train.param_groups) > groups:
-        yield f"{len(train.param_groups)} param groups become {groups}: {NAME}'s experts have none"
+        yield (
+            f"{len(train.param_groups)} param groups become {groups}: those that differed only in"
+            f" settings of {NAME}, such as the experts', are one"
+        )
     if train.samples is not None:
         yield f"{train.samples} samples were consumed in {train.step} steps"
     saved = train.scheduler
