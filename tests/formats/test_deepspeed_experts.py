@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from reshard.commands.output import check_overlaps, check_skeleton
 from reshard.dtypes import FLOAT32
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import expert_layout, write
+from reshard.formats.deepspeed.expert_layout import parse_expert_name
 from reshard.formats.deepspeed.write import expert_groups, experts
 from reshard.formats.deepspeed.write.grid import GridOptions
 from reshard.manifest import (
@@ -111,6 +114,17 @@ def test_an_order_that_is_not_the_models_stays_on_the_same_ranks_alone():
     assert regrouped(made, None)[0][1] == ("ep_size_2", turned)
     with pytest.raises(UnsupportedError, match="that is not in the model's order"):
         regrouped(made, 4)
+
+
+@pytest.mark.parametrize("trained", [(1, 2, 3), (0, 1, 2)])
+def test_ranks_that_would_train_different_experts_are_refused(trained):
+    made = state(REST, of_experts(names(0, 1, 2, 3), 4))
+    rest, group = made.groups
+    kept = tuple(m for m in group.members if parse_expert_name(m.fqn).number in trained)
+    made = replace(made, groups=(rest, replace(group, members=kept)))
+    with pytest.raises(UnsupportedError, match="on 1 of 2 expert-parallel ranks"):
+        regrouped(made, 2)
+    assert regrouped(made, 4)[0][1][1] == [member.fqn for member in kept]
 
 
 def test_experts_among_other_parameters_are_refused():

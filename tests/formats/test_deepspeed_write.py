@@ -185,9 +185,15 @@ def test_alignment_is_in_elements_of_the_module():
 
 def test_sub_groups_close_when_they_are_full():
     members = [(name, (4,)) for name in "abcde"]
-    sizes = ((1e9, ["abcde"]), (inf, ["abcde"]), (3, ["ab", "cd", "e"]), (0, list("abcde")))
+    sizes = (
+        ("auto", ["abcde"]),
+        (1e9, ["abcde"]),
+        (inf, ["abcde"]),
+        (3, ["ab", "cd", "e"]),
+        (0, list("abcde")),
+    )
     for size, wanted in sizes:
-        config = {"zero_optimization": {"sub_group_size": size}}
+        config = {"zero_optimization": {"sub_group_size": size, 1: "a key that is no text"}}
         source = manifest([members], config=config)
         choice = resolve_spec(build_writable_state(source), world_size=2, stage=3)
         assert ["".join(m.fqn for m in flat) for flat in choice.flats] == wanted

@@ -8,6 +8,7 @@ Source: DeepSpeed 0.19.8 ``moe/utils.py``
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -37,11 +38,13 @@ def regroup_experts(
 
     Raises:
         UnsupportedError: members are not in the model's order, so that nothing says which of them
-            a rank has when it has more or fewer experts.
+            a rank has when it has more or fewer experts; or the new ranks would have different
+            members, as DeepSpeed cannot store them.
     """
     if before == after:
         return state.groups, ()
     position = {weight.fqn: number for number, weight in enumerate(state.weights)}
+    first, ranks = _FirstRank(counts, after), max(after.values())
     groups: list[TrainedGroup] = []
     for parts in _join_user_groups(state.groups, _FirstRank(counts, before)):
         hyper = parts[0].hyper
@@ -60,7 +63,17 @@ def regroup_experts(
                 )
         members = [member for group in parts for member in group.members]
         members.sort(key=lambda member: position[member.fqn])
-        groups += _split_group(hyper, members, _FirstRank(counts, after))
+        # All ranks' files have the names that the first rank has for its experts.
+        holders = Counter(first.get_local_name(member.fqn) for member in members)
+        uneven = next((name for name, count in holders.items() if count != ranks), None)
+        if uneven is not None:
+            raise UnsupportedError(
+                state.manifest.origin.path,
+                f"trains {uneven!r} on {holders[uneven]} of {ranks} expert-parallel ranks, but"
+                " DeepSpeed needs the same parameters on each of them",
+                "keep the source's --ep",
+            )
+        groups += _split_group(hyper, members, first)
     return tuple(groups), _note_group_counts(state.groups, groups)
 
 

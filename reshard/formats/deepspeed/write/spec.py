@@ -292,7 +292,8 @@ def _adapt_config(config: Mapping[str, Any] | None, stage: int, precision: DType
     MiCS is left out: every rank will have its own part.
     """
     adapted = dict(config or {})
-    zero = {k: v for k, v in order.get_zero_section(config).items() if not k.startswith("mics_")}
+    section = order.get_zero_section(config)
+    zero = {key: value for key, value in section.items() if not str(key).startswith("mics_")}
     adapted["zero_optimization"] = {**zero, "stage": stage}
     for name, dtype in _SECTIONS.items():
         # "bfloat16" is the older name of "bf16": adapted where it is used, but never added.
