@@ -44,6 +44,10 @@ _KINDS = {"O": "object", "V": "structured", "U": "text", "S": "bytes", "M": "dat
 _NUMBERS = "efdbhilqBHILQ?"
 
 
+class _UnreadableError(Exception):
+    """An array that no tensor can represent; the message completes "X is ..."."""
+
+
 def has_arrays(pickle: Unpickled, storages: Iterable[StoredBuffer]) -> bool:
     """Return whether a pickle holds arrays, or storages that no tensor is a view of."""
     return not NAMES.isdisjoint(pickle.globals) or not all(s.is_viewed for s in storages)
@@ -56,7 +60,7 @@ def find_obstacle(value: Any) -> str:
         return "a masked numpy array" if masked else ""
     try:
         _parse_array(value)
-    except ValueError as error:
+    except _UnreadableError as error:
         return str(error)
     return "a numpy array of unknown form"
 
@@ -121,7 +125,7 @@ class _ArrayConverter:
         try:
             dtype, shape, strides, data = _parse_array(call)
             storage = self._locate_storage(dtype, data)
-        except ValueError:
+        except _UnreadableError:
             return call
         if call.name in _SCALARS:
             number = _unpack_number(dtype, data)
@@ -132,7 +136,7 @@ class _ArrayConverter:
         if not data:
             return StoredBuffer(self._file, "numpy", dtype, 0, self._start)
         if not isinstance(data, Located):
-            raise ValueError("a numpy array whose bytes have no offset")  # noqa: TRY004
+            raise _UnreadableError("a numpy array whose bytes have no offset")
         at, key = self._start + data.at, f"numpy {data.at}"
         if data.text_nbytes is None:
             return StoredBuffer(self._file, key, dtype, len(data), at)
@@ -191,7 +195,7 @@ def _parse_array(call: Call) -> tuple[DType, Index, Index, bytes]:
     """Return dtype, shape, strides in elements, and data of an array or a scalar.
 
     Raises:
-        ValueError: the call is not an array that a tensor can represent; the message says why.
+        _UnreadableError: no tensor can represent the array; the message says why.
     """
     shape: Any
     try:
@@ -205,30 +209,32 @@ def _parse_array(call: Call) -> tuple[DType, Index, Index, bytes]:
             _version, shape, dtype, by_columns, data = call.state or (1, (0,), None, False, b"")
         torch_dtype = _parse_dtype(dtype)
         shape = as_index(shape)
-    except (TypeError, IndexError, OverflowError) as error:
-        raise ValueError(f"a numpy array that reshard cannot read ({error})") from error
+    except (TypeError, ValueError, IndexError, OverflowError) as error:
+        raise _UnreadableError(f"a numpy array that reshard cannot read ({error})") from error
     if not isinstance(data, bytes) or len(data) != prod(shape) * torch_dtype.itemsize:
-        raise ValueError(f"a numpy array of {torch_dtype} {shape} whose data have another size")
+        raise _UnreadableError(
+            f"a numpy array of {torch_dtype} {shape} whose data have another size"
+        )
     return torch_dtype, shape, _build_strides(shape, by_columns=bool(by_columns)), data
 
 
 def _expect_ndarray(kind: Any) -> None:
     if not isinstance(kind, Global) or kind.name != "numpy.ndarray":
-        raise ValueError(f"a numpy array of the class {getattr(kind, 'name', kind)}")
+        raise _UnreadableError(f"a numpy array of the class {getattr(kind, 'name', kind)}")
 
 
 def _parse_dtype(call: Any) -> DType:
     """Return the torch dtype of ``numpy.dtype('f4')``, whose state gives the byte order."""
     if not isinstance(call, Call) or call.name != "numpy.dtype" or not call.args:
-        raise ValueError("a numpy array of unknown dtype")
+        raise _UnreadableError("a numpy array of unknown dtype")
     kind = call.args[0]
     # numpy pickles the byte order in the dtype's state: its name 'f4' stands for either order.
     order = call.state[1] if isinstance(call.state, tuple) and len(call.state) > 1 else "|"
     if not isinstance(kind, str) or kind not in _DTYPES:
         letter = kind[:1] if isinstance(kind, str) else ""
-        raise ValueError(f"a numpy array of {_KINDS.get(letter, 'unknown')} dtype ({kind})")
+        raise _UnreadableError(f"a numpy array of {_KINDS.get(letter, 'unknown')} dtype ({kind})")
     if order == ">":
-        raise ValueError(f"a big-endian numpy array (>{kind})")
+        raise _UnreadableError(f"a big-endian numpy array (>{kind})")
     return _DTYPES[kind]
 
 

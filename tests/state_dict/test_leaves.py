@@ -13,7 +13,9 @@ from torch.distributed import checkpoint as dcp
 
 import reshard
 from reshard.cli import cli
+from reshard.containers import numpy_arrays
 from reshard.errors import IncompleteError, UnsupportedError
+from reshard.pickles.values import Call, Global
 
 PROTOCOLS = (2, 3, 4, 5)
 RANDOM = np.random.default_rng(7)
@@ -46,6 +48,12 @@ def test_a_flat_parameter_that_states_no_part_is_refused(tmp_path, ranks):
         save(state, tmp_path / f"model_rank{rank}.pt")
     with pytest.raises(UnsupportedError, match=r"'unit\._flat_param' as a plain tensor"):
         reshard.merge(tmp_path, tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("state", [(1, 2), (1, (-1,), None, False, b""), 7])
+def test_an_array_of_another_form_is_named_as_one(state):
+    array = Call("numpy.core.multiarray._reconstruct", (Global("numpy.ndarray"),), state)
+    assert numpy_arrays.find_obstacle(array).startswith("a numpy array")
 
 
 @pytest.mark.parametrize("nested", [False, True])
