@@ -131,9 +131,10 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
     if _FAIRSCALE in value:
         known = replace(known, ordered=False)
     parsed = ParsedOptimizer()
-    if any(map(optimizers.has_joint_state, groups)):
-        parsed.why_unnamed = _JOINT
-        parsed.notes.append(f"the optimizer is left out: {_JOINT.reason}")
+    unread = _JOINT if any(map(optimizers.has_joint_state, groups)) else _find_odd_state(value)
+    if unread is not None:
+        parsed.why_unnamed = unread
+        parsed.notes.append(f"the optimizer is left out: {unread.reason}")
         parsed.groups += [ParamGroup(read_hyper(group, pool), ()) for group in groups]
         return parsed
     keys = [key for group in groups for key in _list_members(group)] or list(state)
@@ -178,6 +179,16 @@ def _normalize(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[st
         ]
         return state, groups
     return _unflatten(value)
+
+
+def _find_odd_state(value: Mapping[str, Any]) -> UnnamedOptimizer | None:
+    """Return why an optimizer is not read if a parameter's state is not a dict; else None."""
+    states = value.get(_STATE, {}).items()
+    odd = next((item for item in states if item[1] and not isinstance(item[1], dict)), None)
+    if odd is None:
+        return None
+    reason = f"it keeps the state of parameter {odd[0]} as {shown(odd[1])}, not as a dict of slots"
+    return UnnamedOptimizer(reason, advice="resume from the source itself")
 
 
 def _parse_key(key: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed import checkpoint as dcp
 import reshard
 from reshard.cli import cli
 from reshard.containers import numpy_arrays
-from reshard.errors import IncompleteError, UnsupportedError
+from reshard.errors import IncompleteError, ReshardError, UnsupportedError
 from reshard.pickles.values import Call, Global
 
 PROTOCOLS = (2, 3, 4, 5)
@@ -48,6 +48,18 @@ def test_a_flat_parameter_that_states_no_part_is_refused(tmp_path, ranks):
         save(state, tmp_path / f"model_rank{rank}.pt")
     with pytest.raises(UnsupportedError, match=r"'unit\._flat_param' as a plain tensor"):
         reshard.merge(tmp_path, tmp_path / "out.safetensors")
+
+
+def test_a_state_that_is_no_dict_leaves_the_optimizer_out_by_name(tmp_path):
+    optimizer = {"state": {0: [torch.ones(2, 2)]}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    saved = {"model": {"w": torch.ones(2, 2)}, "optimizer": optimizer}
+    path = save(saved, tmp_path / "x.pt")
+    with reshard.open(path) as checkpoint:
+        assert (
+            "the state of parameter 0 as a list, not as a dict" in checkpoint.manifest.warnings[0]
+        )
+    with pytest.raises(ReshardError, match="the state of parameter 0 as a list"):
+        reshard.split(path, tmp_path / "out", to="torch")
 
 
 @pytest.mark.parametrize("state", [(1, 2), (1, (-1,), None, False, b""), 7])
