@@ -10,6 +10,7 @@ from math import inf, prod
 from pathlib import Path
 
 import pytest
+import torch
 
 import reshard
 from reshard.box import whole
@@ -377,3 +378,20 @@ def test_the_tag_that_lightning_and_accelerate_load_keeps_its_name(tag, written,
     reshard.split(tmp_path / "run" / tag, tmp_path / "out", zero_stage=1, world_size=2)
     assert (tmp_path / "out" / "latest").read_text() == written
     assert list((tmp_path / "out" / written).glob("*optim_states.pt"))
+
+
+@pytest.mark.parametrize("target", [{"zero_stage": 1}, {"zero_stage": 3}, {"to": "ds-universal"}])
+def test_a_complex_parameter_has_no_master(target, tmp_path):
+    model = torch.nn.ParameterDict({"real": torch.ones(5), "wave": torch.ones(5) * 2j})
+    optimizer = torch.optim.AdamW(list(model.named_parameters()))
+    (model["real"] * model["wave"]).abs().sum().backward()
+    optimizer.step()
+    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(held, tmp_path / "source.pt")
+    with pytest.raises(UnsupportedError, match="'wave' is trained in complex64"):
+        reshard.split(tmp_path / "source.pt", tmp_path / "out", **{"to": "deepspeed", **target})
+    at_stage_0 = {"to": "deepspeed", "zero_stage": 0, "dtype": "fp32"}
+    reshard.split(tmp_path / "source.pt", tmp_path / "out", **at_stage_0)
+    with reshard.open(tmp_path / "out") as written:
+        exp_avg = optimizer.state[model["wave"]]["exp_avg"]
+        assert torch.equal(written.optimizer("exp_avg")["wave"][...], exp_avg)

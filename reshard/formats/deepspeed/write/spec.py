@@ -182,6 +182,8 @@ def resolve_spec(  # noqa: PLR0913 - a keyword an option
     drops_round_robin = universal and order.requests_round_robin(config)
     if drops_round_robin:
         config["zero_optimization"]["round_robin_gradients"] = False
+    if stage or of_run != FLOAT32:
+        _refuse_without_master(state)
     _refuse_slots(state, stage, universal=universal)
     groups = _sort_groups(state, stage, keep_empty=stage == 0 and of_run == FLOAT32)
     owned = {member.fqn for group in groups for member in group.members}
@@ -239,6 +241,18 @@ def _refuse_slots(state: WritableState, stage: int, *, universal: bool) -> None:
     else:
         remedy = "write stage 1, 2 or 3 (--zero-stage), or leave out the optimizer: --weights-only"
         refuse_slots_of_flat_tensors(state, remedy)
+
+
+def _refuse_without_master(state: WritableState) -> None:
+    """Refuse trained parameters of which no float32 master can be made, such as complex ones."""
+    for member in state.members:
+        dtype = member.weight.dtype
+        if dtype.family != "float":
+            raise UnsupportedError(
+                state.manifest.origin.path,
+                f"{member.fqn!r} is trained in {dtype}, of which DeepSpeed makes no float32 master",
+                "stage 0 in fp32 keeps its dtype: --to deepspeed --zero-stage 0 --dtype fp32",
+            )
 
 
 def _without_optimizer(state: WritableState) -> WritableState:
