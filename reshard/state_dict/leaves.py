@@ -46,8 +46,8 @@ def find_opaque(
     if hidden:
         raise IncompleteError(
             where,
-            f"{counted(len(hidden), 'tensor')} of the model would be left out: {some(hidden)} are"
-            " in lists or dicts inside the state dict, which is not how modules store weights",
+            f"{counted(len(hidden), 'tensor')} of the model would be left out, because modules"
+            f" store no weights in lists or dicts inside their state dict: {some(hidden)}",
             "save them under their own names, as Module.state_dict() does",
         )
     return kinds
