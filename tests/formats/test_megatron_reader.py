@@ -33,7 +33,16 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats.megatron import buckets, dist_flat, grouped, names, train, translate
+from reshard.formats.megatron import (
+    buckets,
+    dist_flat,
+    frozen,
+    grouped,
+    names,
+    optimizer,
+    train,
+    translate,
+)
 from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
@@ -141,6 +150,10 @@ def test_steps_that_the_loss_scaler_skipped_are_counted(scheduled, consumed, sca
 
 
 def test_weights_are_read_beside_buffers_without_frozen_parameters(monkeypatch, tmp_path):
+    def tell_nothing(*_):
+        raise frozen.Ambiguous("two parameters")
+
+    monkeypatch.setattr(optimizer, "choose_trained", tell_nothing)
     monkeypatch.setattr(
         dist_flat.FlatBuffers, "_get_unpadded", lambda _self, _group, _number, stored: stored[:1]
     )
@@ -277,8 +290,11 @@ def test_exchanged_folders_are_found_by_the_rank_that_saved_them(ranks):
 def test_an_optimizer_that_is_too_small_may_lack_frozen_parameters(ranks):
     first, second = sorted((ranks / STEP).iterdir())
     shutil.copy(second / "distrib_optim.pt", first / "distrib_optim.pt")
-    with pytest.raises(CorruptError, match=r"froze parameters, .* alone with --no-save-optim"):
+    with pytest.raises(CorruptError, match=r"froze parameters .* move distrib_optim.pt of all"):
         formats.read(ranks)
+    for rank in (first, second):
+        (rank / "distrib_optim.pt").unlink()
+    assert not formats.read(ranks).has_optimizer
 
 
 def test_a_flat_buffer_that_no_parameter_fills_is_refused(ranks):

@@ -122,7 +122,7 @@ def test_a_slot_that_no_flat_buffer_holds_is_refused_with_advice_that_ends(tmp_p
 
 
 def test_frozen_parameters_stay_without_optimizer_state(tmp_path):
-    """Their order says which of equal shapes is frozen; torch_dist has names."""
+    """Order and values say which of equal shapes is frozen; torch_dist has names."""
     embedding = "embedding.word_embeddings.weight"
     source = shutil.copytree(COUNTED, tmp_path / "source")
     for file in source.rglob("mp_rank_*_000/model_optim_rng.pt"):  # its first parameter
@@ -143,8 +143,10 @@ def test_frozen_parameters_stay_without_optimizer_state(tmp_path):
         source = out
     (file,) = source.rglob("model_optim_rng.pt")
     assert len(read_root(file)["optimizer"]["state"]) == 26
-    with pytest.raises(UnsupportedError, match=f"has frozen parameters .{embedding}"):
-        reshard.split(source, tmp_path / "no", distributed_optimizer=True, **sizes)
+    reshard.split(source, tmp_path / "flat", distributed_optimizer=True, **sizes)
+    with reshard.open(tmp_path / "flat") as checkpoint:
+        assert checkpoint.manifest.frozen == {embedding}
+    assert reshard.diff(source, tmp_path / "flat", kinds=["weight", "optimizer"]).same
 
 
 def test_each_optimizer_of_a_chain_keeps_its_loss_scaler(tmp_path):

@@ -49,7 +49,9 @@ def test_every_tensor_is_megatron_s_own(megatron_case, case, form):
             assert found.dtype == tensor.dtype, name
             assert torch.equal(found, tensor), (kind, name)
         assert manifest.train.step == truth["step"]
-        assert {fqn for group in manifest.train.param_groups for fqn in group.fqns} == set(weights)
+        assert manifest.frozen == set(truth["frozen"])
+        grouped = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
+        assert grouped == set(weights) - manifest.frozen
         assert set(manifest.train.optimizer_step.values()) == set(truth["steps"].values())
 
 

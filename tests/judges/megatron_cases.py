@@ -176,6 +176,7 @@ class Case:
             parallel: Megatron cannot load a chain of two optimizers into one.
         one_bucket: shared embeddings have no bucket of their own.
         rng: random states are loaded; without, as with --no-load-rng.
+        frozen: parts of the names of parameters that are not trained.
     """
 
     name: str
@@ -194,6 +195,7 @@ class Case:
     expert_part: bool = False
     one_bucket: bool = False
     rng: bool = False
+    frozen: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
@@ -252,6 +254,8 @@ _ROWS = [
     Case("llama_tp4", "llama", Grid(tp=4)),
     Case("llama_odd_tp2", "llama", Grid(tp=2), vocabulary=101),
     Case("llama_distopt_tp2dp2", "llama", Grid(tp=2, dp=2), **EVERY),
+    Case("llama_frozen_tp2", "llama", Grid(tp=2), frozen=(".mlp.", "output_layer")),
+    Case("llama_frozen_tp2dp2", "llama", Grid(tp=2, dp=2), **SHARDED, frozen=(".mlp.",)),
     Case("llama_remainders_dp2", "llama", Grid(dp=2), **SHARDED, adam="remainders"),
     Case("llama_bf16_grads_dp2", "llama", Grid(dp=2), **SHARDED, reduce_in_bf16=True),
     Case("llama_fp16_distopt_dp2", "llama", Grid(dp=2), "fp16", **SHARDED),

@@ -149,6 +149,8 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
         vp_stage=chunk,
     )
     model.model_type = ModelType.encoder_or_decoder
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in case.frozen))
     return model
 
 

@@ -30,7 +30,7 @@ def whole(run: Run) -> dict[str, Any]:
         "params": {name: p.detach().clone() for p, name in names.items()},
         "buffers": {},
         "tied": {},
-        "frozen": [],
+        "frozen": [name for name, param in model.named_parameters() if not param.requires_grad],
         "optimizer": {name: _full(slots) for name, slots in held.items()},
         "steps": steps,
         "groups": _groups(run, names),

@@ -9,6 +9,7 @@
     order       the order of a model's parameters
     grouped     tensors that store several parameters, or one whose heads are in an old order
     buckets     the distributed optimizer's flat buffers
+    frozen      which parameters an optimizer has if the run froze some
     groups      which param group a parameter is in
     optimizer   every form of a rank's optimizer
     rank        one rank's files

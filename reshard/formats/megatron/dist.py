@@ -59,7 +59,6 @@ from reshard.model_parallel.rules import Table
 from reshard.pickles import trust
 from reshard.state_dict import tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
-from reshard.units import counted
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
@@ -117,18 +116,7 @@ def read(location: Location, table: Table) -> Manifest:
     ]
     # The optimizer's groups are filled in the order of ``named_parameters``, which DCP keys lack.
     whole = index_entries(grid.sort_entries(weights))
-    # A parameter without a state that others have is frozen: no optimizer has it.
-    trained = {slot.fqn for slot in slots}
-    params = [
-        RankParam(e.fqn, e.shape, e.dtype.name, 0)
-        for e in whole.values()
-        if e.kind == PARAM and (not trained or e.fqn in trained)
-    ]
-    frozen = [fqn for kind, fqn in whole if kind == PARAM and trained and fqn not in trained]
-    # Forms that only the same grid can load keep the groups as objects of each model-parallel
-    # group.
     chained = dist_flat.find_group_states(objects)
-    state = optimizer.read(chained or common.get("optimizer"), params, args, table, str(location))
     buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location))
     problem = buffers.find_problem()
     advice = _ADVICE_RESHARDABLE
@@ -147,6 +135,17 @@ def read(location: Location, table: Table) -> Manifest:
                 " is that of another model, or Megatron padded the vocabulary",
                 _ADVICE_EXPORTED,
             ) from error
+    # A parameter without a state that others have is frozen: no optimizer has it.
+    trained = {slot.fqn for slot in (*slots, *flat)}
+    params = [
+        RankParam(e.fqn, e.shape, e.dtype.name, 0)
+        for e in whole.values()
+        if e.kind == PARAM and (not trained or e.fqn in trained)
+    ]
+    frozen = [fqn for kind, fqn in whole if kind == PARAM and trained and fqn not in trained]
+    # Forms that only the same grid can load keep the groups as objects of each model-parallel
+    # group.
+    state = optimizer.read(chained or common.get("optimizer"), params, args, table, str(location))
     if exported:
         _check_shapes(location, whole, [*slots, *flat])
     form = _describe_form(common, flat, slots)
@@ -171,7 +170,7 @@ def read(location: Location, table: Table) -> Manifest:
         warnings=(
             *loaded.notes,
             *state.notes,
-            *_note_frozen(frozen),
+            *optimizer.note_frozen(frozen),
             *([f"the optimizer is left out: {problem}"] if problem else []),
         ),
         unnamed_optimizers=("optimizer",) if problem else (),
@@ -206,13 +205,6 @@ def _add_claims(
         of_common.path: replace(of_common, claims=(*of_common.claims, claim)),
         str(about): SourceFile(str(about), about.stat().st_size, claims=(stated,)),
     }
-
-
-def _note_frozen(frozen: Sequence[str]) -> Iterator[str]:
-    if frozen:
-        yield (
-            f"{counted(len(frozen), 'parameter')} without optimizer state, e.g. {frozen[0]}: frozen"
-        )
 
 
 def _check_shapes(

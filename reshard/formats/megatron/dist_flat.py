@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from math import prod
 from operator import le
 from typing import Any
 
 from reshard.chunks import Chunk
 from reshard.errors import CorruptError
+from reshard.files import SourceFiles
 from reshard.formats.megatron import buckets, directory, grid, grouped, model, optimizer
 from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import GridPosition
+from reshard.formats.megatron.frozen import Element, Sample, sample_block
 from reshard.formats.megatron.optimizer import RankParam
 from reshard.formats.megatron.share import list_experts
 from reshard.layout.partition import Member
-from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries
+from reshard.manifest import MASTER, PARAM, Entry, Manifest, Origin, index_entries
 from reshard.model_parallel.rules import Table
 from reshard.schema import COUNT, expect, sequence
 from reshard.state_dict.tree import GlobalTensor
@@ -134,7 +138,7 @@ class FlatBuffers:
             # A chain of optimizers ends with the experts'; a single one has all parameters.
             group = number, self._get_group(rank, experts=number > 0 and number == len(shared) - 1)
             if group in self._buckets and self._saves(rank, number):
-                entries += self._unpack(group, own)
+                entries += self._unpack(group, own, self._make_sample(rank))
             elif group in self._states and self._saves(rank, number):
                 entries += optimizer.read_flat(
                     self._states[group],
@@ -144,7 +148,8 @@ class FlatBuffers:
                     self._table,
                     self._path,
                     stage=rank.pp,
-                )
+                    sample=self._make_sample(rank),
+                ).entries
         separated = grouped.separate(
             entries, list_experts(rank.ep, self._args.ep, self._args.experts)
         )
@@ -169,22 +174,42 @@ class FlatBuffers:
             rank.ep + args.ep * rank.pp
         )
 
-    def _unpack(self, group: tuple[int, int], params: Sequence[RankParam]) -> Iterator[Entry]:
+    def _make_sample(self, rank: GridPosition) -> Sample:
+        """Return a function that returns some elements of a rank's piece of a parameter."""
+
+        @cache
+        def sample(fqn: str) -> Sequence[Element]:
+            found = model.locate_piece(fqn, self._whole, rank, self._args, self._table)
+            if found is None:
+                return ()
+            stored, shape, blocks = found
+            with SourceFiles() as files:
+                return sample_block(shape, stored.chunks, *blocks[0], files) if blocks else ()
+
+        return sample
+
+    def _unpack(
+        self, group: tuple[int, int], params: Sequence[RankParam], sample: Sample
+    ) -> Iterator[Entry]:
         buffers = optimizer.group_buffers(params, self._args)
         stored = self._buckets[group]
         optimizer.refuse_unfilled_buffers(self._path, stored, len(buffers))
-        for number, (_, members) in enumerate(buffers):
+        for number, (chunk, members) in enumerate(buffers):
             if number not in stored:
                 raise CorruptError(
                     self._path,
                     f"does not contain flat buffer {number} of group {group[1]}, which"
                     f" {len(members)} parameters fill",
                 )
+            own: Sequence[Param] = members
             for slot, tensors in stored[number].items():
                 ordered = [tensors[index] for index in sorted(tensors)]
                 stored_numels = [prod(tensor.shape) for tensor in ordered]
                 numels = self._get_unpadded(group, number, stored_numels)
-                fitted = buckets.fit_buckets(members, numels)
+                fitted = buckets.fit_buckets(own, numels)
+                if fitted is None and own is members:
+                    own = self._leave_out_frozen(members, chunk, stored[number], numels, sample)
+                    fitted = buckets.fit_buckets(own, numels)
                 what = f"buffer {number} of group {group[1]}"
                 if fitted is None:
                     raise optimizer.make_layout_error(self._path, what, members, sum(numels))
@@ -193,6 +218,28 @@ class FlatBuffers:
                     if not _respect_edges(bucket.members, pieces):
                         raise optimizer.make_layout_error(self._path, what, members, sum(numels))
                     yield from optimizer.split_flat(slot, bucket.members, pieces)
+
+    def _leave_out_frozen(
+        self,
+        members: Sequence[Param],
+        chunk: int,
+        slots: Mapping[str, Mapping[int, GlobalTensor]],
+        numels: Sequence[int],
+        sample: Sample,
+    ) -> Sequence[Param]:
+        """Return the parameters that a buffer holds, if its values tell; else all of them."""
+        masters = next((slots[slot] for slot in slots if optimizer.get_kind(slot) == MASTER), {})
+        pieces = [
+            [(piece.box.origin[0], piece) for piece in masters[index].chunks]
+            for index in sorted(masters)
+        ]
+        # Padding that is stored behind a bucket is none of its elements.
+        inside = [
+            [(start, piece) for start, piece in bucket if start + piece.box.volume <= numel]
+            for bucket, numel in zip(pieces, numels, strict=False)
+        ]
+        size = self._args.get_bucket_size(stage=0, chunk=chunk)
+        return optimizer.leave_out_frozen(members, size, inside, sample) or members
 
     def _get_unpadded(
         self, group: tuple[int, int], number: int, stored: Sequence[int]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, chain
 from math import prod
 from operator import le
@@ -26,7 +27,8 @@ from reshard.formats.megatron import (
 )
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
-from reshard.formats.megatron.optimizer import RankParam
+from reshard.formats.megatron.frozen import Element, Sample, sample_tensor
+from reshard.formats.megatron.optimizer import FlatStates, RankParam
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
 from reshard.formats.megatron.share import list_experts
 from reshard.location import Location
@@ -325,21 +327,48 @@ def _read_rank(
         ]
     # One rank's part of a layer-wise optimizer would look like a run that froze the other layers.
     saved = None if file.is_layer_wise else file.root.get("optimizer")
-    state = optimizer.read(saved, params, args, table, file.path)
+    sample, flat = _make_sample(entries), FlatStates()
+    state = optimizer.read(saved, params, args, table, file.path, sample)
     if file.is_layer_wise:
         optimizer.leave_out(state, _LAYER_WISE)
     if file.flat is not None and state.why_unnamed is None:
         count, path = len(optimizer.list_states(saved)), file.files[-1].path
-        entries += optimizer.read_flat(file.flat, count, params, args, table, path, stage=rank.pp)
+        flat = optimizer.read_flat(
+            file.flat, count, params, args, table, path, stage=rank.pp, sample=sample
+        )
+    if flat.frozen:  # no param group has them
+        trained = [param for param in params if param.fqn not in flat.frozen]
+        state = optimizer.read(saved, trained, args, table, file.path, sample)
+    members = {fqn for group in state.groups for fqn in group.fqns}
+    frozen = [
+        param.fqn
+        for param in params
+        if members and state.why_unnamed is None and param.fqn not in members
+    ]
+    state.notes += optimizer.note_frozen(frozen)
+    entries += flat.entries
     separated = grouped.separate([*entries, *state.entries], experts)
     return Manifest(
         origin=Origin("megatron", file.path),
         entries=index_entries(grouped.reorder_heads(separated, file.version, args)),
         files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
         train=train.make_train_state(file.root, args, state, experts),
+        frozen=frozenset(frozen),
         warnings=tuple(state.notes),
         unnamed_optimizers=state.unnamed_optimizers,
         unnamed=state.why_unnamed,
         unknown_globals=trust.list_unknown(set().union(*(each.globals for each in file.files))),
         ordered=True,  # as in the module's state dict; `grid` sorts the joined entries of all ranks
     )
+
+
+def _make_sample(entries: Iterable[Entry]) -> Sample:
+    """Return a function that returns some elements of a rank's parameter."""
+    stored = {entry.fqn: entry for entry in entries if entry.kind == PARAM}
+
+    @cache
+    def sample(fqn: str) -> Sequence[Element]:
+        with SourceFiles() as files:
+            return sample_tensor(stored[fqn].shape, stored[fqn].chunks, files)
+
+    return sample

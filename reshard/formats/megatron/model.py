@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
-from reshard.box import Index
+from reshard.box import Box, Index
 from reshard.formats.megatron import grid, names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
@@ -81,13 +81,30 @@ def _get_stored(fqn: str, whole: Mapping[str, Entry]) -> Entry:
 def _get_local_shape(
     fqn: str, whole: Mapping[str, Entry], rank: GridPosition, args: Arguments, table: Table
 ) -> Index:
+    return _list_blocks(fqn, _get_stored(fqn, whole), rank, args, table)[0]
+
+
+def _list_blocks(
+    fqn: str, stored: Entry, rank: GridPosition, args: Arguments, table: Table
+) -> tuple[Index, tuple[tuple[Box, Box], ...]]:
+    """Return the shape of a rank's piece of a parameter, and its blocks (`shards.list_blocks`)."""
     expert = names.find_expert(fqn, table) is not None
     ranks = args.etp if expert else args.tp
     at = args.get_expert_tensor_rank(rank.tp, rank.ep) if expert else rank.tp
-    shape, _ = list_blocks(
-        fqn, _get_stored(fqn, whole).shape, grid.find_split(fqn, args, table), ranks, at
-    )
-    return shape
+    return list_blocks(fqn, stored.shape, grid.find_split(fqn, args, table), ranks, at)
+
+
+def locate_piece(
+    fqn: str, whole: Mapping[str, Entry], rank: GridPosition, args: Arguments, table: Table
+) -> tuple[Entry, Index, tuple[tuple[Box, Box], ...]] | None:
+    """Return a parameter, and the shape and blocks of a rank's piece of it.
+
+    The result is None for a name that the model does not have: the experts of GroupedMLP.
+    """
+    if fqn not in whole and (fqn != names.OUTPUT or names.EMBEDDING not in whole):
+        return None
+    stored = _get_stored(fqn, whole)
+    return stored, *_list_blocks(fqn, stored, rank, args, table)
 
 
 def _group_experts(shapes: Mapping[str, Index], args: Arguments) -> dict[str, Index]:

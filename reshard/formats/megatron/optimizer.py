@@ -11,7 +11,8 @@ load_parameter_state_from_dp_zero_legacy).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -23,6 +24,14 @@ from reshard.files import SourceFiles
 from reshard.formats.megatron import buckets, groups, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Bucket, Param
+from reshard.formats.megatron.directory import OPTIMIZER
+from reshard.formats.megatron.frozen import (
+    Ambiguous,
+    FlatMasters,
+    ListedMasters,
+    Sample,
+    choose_trained,
+)
 from reshard.layout.partition import Member, build_flat_chunks
 from reshard.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
 from reshard.model_parallel.rules import Table
@@ -31,6 +40,7 @@ from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.tree import GlobalTensor, as_global, as_list
+from reshard.units import counted
 
 _STATE = fields(
     state=maybe(mapping()), param_groups=sequence(fields(params=maybe(sequence(COUNT))))
@@ -49,6 +59,14 @@ class RankParam:
     shape: Index
     dtype: str
     chunk: int
+
+
+@dataclass(slots=True)
+class FlatStates:
+    """The slots in a rank's flat buffers, and the parameters that have no place there."""
+
+    entries: list[Entry] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
 
 
 def get_kind(slot: str) -> str:
@@ -101,7 +119,12 @@ def _list_groups(state: Any) -> list[dict[str, Any]]:
 
 
 def read(
-    value: Any, params: Sequence[RankParam], args: Arguments, table: Table, path: str
+    value: Any,
+    params: Sequence[RankParam],
+    args: Arguments,
+    table: Table,
+    path: str,
+    sample: Sample = lambda _fqn: (),
 ) -> ParsedOptimizer:
     """Return every slot, step and group of a rank, except those in flat buffers.
 
@@ -109,6 +132,7 @@ def read(
         value: what is saved under ``optimizer``: a state, or several in a list or by number.
         params: the rank's parameters in the order of ``named_parameters``, chunk after chunk.
         path: path of the file, for messages.
+        sample: returns some elements of a parameter, by which frozen ones are told from others.
 
     Raises:
         CorruptError: what is stored does not fit the model.
@@ -127,10 +151,11 @@ def read(
         if inner is None:
             continue
         expect(path, inner, _STATE, "optimizer")
-        members = _read_groups(result, inner, shared, args, table)
+        masters = _list_masters(state)
+        members = _read_groups(result, inner, shared, args, table, masters, sample)
         _read_steps(result, inner, members)
         _read_indexed(result, inner, members)
-        _read_masters(result, state, shared, members, path)
+        _read_masters(result, masters, shared, members, path)
     return result
 
 
@@ -205,6 +230,8 @@ def _read_groups(
     params: Sequence[RankParam],
     args: Arguments,
     table: Table,
+    masters: Sequence[Sequence[GlobalTensor]],
+    sample: Sample,
 ) -> list[list[str | None]]:
     """Return the parameters of every group of one optimizer."""
     stored: list[dict[str, Any]] = list(inner.get("param_groups", []))
@@ -214,14 +241,39 @@ def _read_groups(
     counts = [len(group["params"]) for group in stored if group.get("params") is not None]
     # torch_dist saves groups without ``params``; there Megatron's own rule has to be enough.
     if counts and counts != list(map(len, listed)):
-        listed = _match_by_shape(result, inner, stored, shapes, assigned)
-    elif stored and sum(map(len, listed)) < len(shapes):
-        lost = sorted(shapes.keys() - {fqn for each in listed for fqn in each})
-        result.notes.append(f"{len(lost)} parameters are in no param group, e.g. {lost[0]}: frozen")
+        by_value = _match_by_value(assigned, counts, shapes, masters, sample)
+        listed = by_value or _match_by_shape(result, inner, stored, shapes, assigned)
     for group, fqns in zip(stored, listed, strict=False):
         own = tuple(fqn for fqn in fqns if fqn is not None)
         result.groups.append(ParamGroup(read_hyper(group, skip=["step"]), own))
     return listed
+
+
+def _match_by_value(
+    assigned: Sequence[Sequence[str]],
+    counts: Sequence[int],
+    shapes: Mapping[str, Index],
+    masters: Sequence[Sequence[GlobalTensor]],
+    sample: Sample,
+) -> list[list[str | None]] | None:
+    """Return the members of groups that lack parameters, if the values of their masters tell.
+
+    Args:
+        assigned: the members that Megatron gives each group if no parameter is frozen.
+        counts: the number of members that each group has.
+        masters: the fp32 copies of each group's 16-bit members.
+    """
+    if not len(assigned) == len(counts) == len(masters):
+        return None
+    listed: list[list[str | None]] = []
+    with SourceFiles() as files, suppress(Ambiguous):
+        for fqns, count, tensors in zip(assigned, counts, masters, strict=True):
+            params = [Param(fqn, shapes[fqn]) for fqn in fqns]
+            trained = choose_trained(params, ListedMasters(tensors, files), sample)
+            if len(trained) != count:
+                return None
+            listed.append([param.fqn for param in trained])
+    return listed if len(listed) == len(assigned) else None
 
 
 def _match_by_shape(
@@ -329,25 +381,35 @@ def make_entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
     return Entry(fqn, get_kind(slot), tensor.dtype, tensor.shape, tensor.chunks)
 
 
+def _list_masters(state: Mapping[str, Any]) -> list[list[GlobalTensor]]:
+    """Return the fp32 copies of the 16-bit members of each group."""
+    lists = next((state[key] for key in _MASTER_LISTS if key in state), None)
+    if not isinstance(lists, list):
+        return []
+    return [
+        [tensor for value in as_list(each) or () if (tensor := as_global(value))] for each in lists
+    ]
+
+
 def _read_masters(
     result: ParsedOptimizer,
-    state: Mapping[str, Any],
+    masters: Sequence[Sequence[GlobalTensor]],
     params: Sequence[RankParam],
     members: Sequence[Sequence[str | None]],
     path: str,
 ) -> None:
     """Read the fp32 copies of the 16-bit members of each group."""
-    lists = next((state[key] for key in _MASTER_LISTS if key in state), None)
-    if not isinstance(lists, list) or not members:
+    if not members or not masters:
         return
-    if len(lists) != len(members):
+    if len(masters) != len(members):
         raise CorruptError(
-            path, f"has fp32 copies of {len(lists)} param groups, but {len(members)} groups", MIXED
+            path,
+            f"has fp32 copies of {len(masters)} param groups, but {len(members)} groups",
+            MIXED,
         )
     dtypes = {param.fqn: param.dtype for param in params}
-    for fqns, tensors in zip(members, lists, strict=True):
+    for fqns, copies in zip(members, masters, strict=True):
         half = [fqn for fqn in fqns if fqn is not None and dtypes[fqn] != _FULL]
-        copies = [tensor for value in tensors if (tensor := as_global(value))]
         if copies and len(half) != len(copies):
             raise CorruptError(
                 path,
@@ -381,17 +443,20 @@ def read_flat(
     path: str,
     *,
     stage: int,
-) -> Iterator[Entry]:
-    """Yield the slots in the flat buffers of ``distrib_optim.pt``.
+    sample: Sample,
+) -> FlatStates:
+    """Read the slots in the flat buffers of ``distrib_optim.pt``.
 
     Args:
         value: the file's contents.
         count: number of the rank's optimizers.
         stage: the rank's pipeline stage.
+        sample: returns some elements of a parameter.
 
     Raises:
         CorruptError: a buffer is not how Megatron lays out these parameters.
     """
+    result = FlatStates()
     contents = value if isinstance(value, list) else [value]
     shares = divide_params(count, params, args, table)
     if len(contents) > len(shares):
@@ -402,12 +467,19 @@ def read_flat(
         )
     for content, own in zip(contents, shares, strict=False):
         if isinstance(content, dict):  # else another rank has saved this optimizer's buffers
-            yield from _read_buffers(content, own, args, path, stage)
+            _read_buffers(result, content, own, args, path, stage, sample)
+    return result
 
 
 def _read_buffers(
-    content: Mapping[Any, Any], params: Sequence[RankParam], args: Arguments, path: str, stage: int
-) -> Iterator[Entry]:
+    result: FlatStates,
+    content: Mapping[Any, Any],
+    params: Sequence[RankParam],
+    args: Arguments,
+    path: str,
+    stage: int,
+    sample: Sample,
+) -> None:
     buffers = group_buffers(params, args)
     refuse_unfilled_buffers(path, content, len(buffers))
     for number, (chunk, members) in enumerate(buffers):
@@ -418,18 +490,62 @@ def _read_buffers(
             )
         (state,) = states.values()
         size = args.get_bucket_size(stage=stage, chunk=chunk)
-        for slot, value in state.items():
-            pieces = [as_global(piece) for piece in (value if isinstance(value, list) else [value])]
-            stored = [piece for piece in pieces if piece is not None]
-            if not stored:
-                continue
-            numels = [prod(piece.shape) for piece in stored]
-            flat = _place_members(members, numels, size)
+        stored = {slot: pieces for slot, value in state.items() if (pieces := _list_pieces(value))}
+        if not stored:
+            continue
+        masters = next((stored[slot] for slot in _MASTERS if slot in stored), [])
+        own = leave_out_frozen(members, size, [masters], sample) or members
+        result.frozen += [param.fqn for param in members if param not in own]
+        for slot, pieces in stored.items():
+            numels = [piece.box.volume for _, piece in pieces]
+            flat = _place_members(own, numels, size)
             if flat is None:
                 raise make_layout_error(path, f"flat buffer {number}", members, sum(numels))
-            starts = [0, *accumulate(numels)]
-            chunks = [piece.chunks[0] for piece in stored]
-            yield from split_flat(slot, flat, list(zip(starts, chunks, strict=False)))
+            result.entries += split_flat(slot, flat, pieces)
+
+
+def _list_pieces(value: Any) -> list[tuple[int, Chunk]]:
+    """Return the pieces of a buffer's slot with their first elements."""
+    tensors = [as_global(piece) for piece in (value if isinstance(value, list) else [value])]
+    chunks = [tensor.chunks[0] for tensor in tensors if tensor is not None]
+    starts = accumulate((chunk.box.volume for chunk in chunks), initial=0)
+    return list(zip(starts, chunks, strict=False))
+
+
+def leave_out_frozen(
+    members: Sequence[Param],
+    size: int | None,
+    masters: Sequence[Sequence[tuple[int, Chunk]]],
+    sample: Sample,
+) -> list[Param] | None:
+    """Return the parameters that a buffer holds, if it is too small for all of them.
+
+    Args:
+        size: elements that close a bucket; None: one bucket takes all.
+        masters: the pieces of the masters in each bucket, with their first elements in it.
+        sample: returns some elements of a parameter.
+
+    Returns:
+        None if the buffer has room for all of them, or its values fit no parameters.
+    """
+    ends = [max((start + c.box.volume for start, c in pieces), default=0) for pieces in masters]
+    if not sum(ends) or sum(ends) >= sum(prod(param.shape) for param in members):
+        return None
+    bases = accumulate(ends, initial=0)
+    pieces = [
+        (base + start, chunk)
+        for base, bucket in zip(bases, masters, strict=False)
+        for start, chunk in bucket
+    ]
+    with SourceFiles() as files:
+        for limit in dict.fromkeys((size, None)):
+            # A buffer takes its parameters from the last to the first.
+            backwards, masters_there = members[::-1], FlatMasters(limit, pieces, files)
+            with suppress(Ambiguous):
+                trained = choose_trained(backwards, masters_there, sample)[::-1]
+                if buckets.concatenate(buckets.make_buckets(trained, limit))[1] == sum(ends):
+                    return trained
+    return None
 
 
 def refuse_unfilled_buffers(path: str, numbers: Iterable[Any], count: int) -> None:
@@ -480,10 +596,15 @@ def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int
     is_small = numel < expected
     # Frozen parameters have no place in a buffer (``_ParamAndGradBuffer``).
     kind = SmallBufferError if is_small else CorruptError
+    alone = (
+        f"move {OPTIMIZER} of all ranks away"
+        if path.endswith(OPTIMIZER)
+        else "save it with --no-save-optim"
+    )
     frozen = (
-        "; or the run froze parameters, and no file states which: load it in Megatron and save it"
-        " with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or for the weights"
-        " alone with --no-save-optim"
+        "; or the run froze parameters that its values do not tell: load it in Megatron and save it"
+        f" with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or {alone} to read"
+        " only the weights"
         if is_small
         else ""
     )
@@ -504,3 +625,9 @@ def split_flat(
     for member in flat:
         dtype = pieces[0][1].dtype
         yield Entry(member.fqn, get_kind(slot), dtype, member.shape, tuple(chunks[member.fqn]))
+
+
+def note_frozen(fqns: Sequence[str]) -> Iterator[str]:
+    """Yield a note on parameters that no optimizer has."""
+    if fqns:
+        yield f"{counted(len(fqns), 'parameter')} without optimizer state, e.g. {fqns[0]}: frozen"

@@ -10,7 +10,6 @@ from reshard.containers.torch_writer import build_number
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.megatron.arguments import Arguments, has_own_configs
-from reshard.formats.megatron.names import is_buffer
 from reshard.formats.megatron.optimizer import CHAINED
 from reshard.formats.megatron.write import args as arguments
 from reshard.formats.megatron.write import groups, scheduler
@@ -33,7 +32,7 @@ from reshard.training.state import (
     refuse_non_elementwise_slots,
     refuse_without_optimizer,
 )
-from reshard.units import round_up, some
+from reshard.units import round_up
 
 _HYSTERESIS = 2  # Megatron-LM's default of --hysteresis
 
@@ -205,7 +204,6 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam
     )
     _check_slots(state, wanted)
-    _check_frozen(state, wanted)
     schedule, schedule_notes = ({}, []) if wanted.weights_only else scheduler.make_scheduler(state)
     adapted = _adapt_args(args, wanted, places, precision, padded=padded, tied=tied)
     return Resolved(
@@ -290,26 +288,6 @@ def _choose_padding(
     if padded <= rows:  # `Megatron.rename` has removed further rows
         return rows, []
     return padded, [f"{padded - rows} padding rows of zeros added to the vocabulary of {rows}"]
-
-
-def _check_frozen(state: WritableState, wanted: MegatronOptions) -> None:
-    """Refuse flat buffers without frozen parameters: no file states which these are."""
-    if wanted.weights_only or not wanted.distributed or wanted.form != "torch":
-        return
-    trained = {member.fqn for member in state.members}
-    frozen = [
-        weight.fqn
-        for weight in state.weights
-        if not (weight.fqn in trained or weight.is_buffer or is_buffer(weight.fqn))
-    ]
-    if frozen:
-        raise UnsupportedError(
-            state.manifest.origin.path,
-            f"has frozen parameters ({some(frozen, 1)}), but the flat buffers of a distributed"
-            " optimizer in the torch format do not state which parameters they hold",
-            "write --ckpt-format torch_dist, or leave out the distributed optimizer:"
-            " --no-distributed-optimizer",
-        )
 
 
 def _check_slots(state: WritableState, wanted: MegatronOptions) -> None:
