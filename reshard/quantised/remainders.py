@@ -22,11 +22,11 @@ from reshard.box import row_major, whole
 from reshard.chunks import Chunk
 from reshard.derived import Derived, Reader, list_files
 from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType, round_to_bfloat16
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.manifest import MASTER, PARAM, Entry, Manifest, check
 from reshard.planning.copies import Copy, CopyPlanner
-from reshard.units import counted
+from reshard.units import counted, some
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 INT16 = BY_NAME["int16"]
+TE_MASTER = "master_param"
 _LEAST, _MOST = -(1 << 15), (1 << 15) - 1
 _BLOCK = 1 << 17  # elements; what is computed at a time stays in a core's cache
 _SAMPLED_TENSORS = 16
@@ -163,6 +164,35 @@ def round_ties_as_stored(
     half_up = ((bits + 0x8000) >> 16).astype("<u2")
     fits = ((bits & 0xFFFF) == 0x8000) & (half_up == np.frombuffer(stored, "<u2"))
     np.copyto(np.frombuffer(rounded, "<u2"), half_up, where=fits)
+
+
+def name_masters(manifest: Manifest) -> tuple[Manifest, list[str]]:
+    """Return a manifest with the masters of Transformer Engine's Adam as masters, and notes.
+
+    In a state dict by name they are a slot of the optimizer, which only that Adam understands.
+
+    Raises:
+        CorruptError: remainders do not cover their tensor.
+    """
+    named = {
+        e.fqn: e for e in manifest.of_kind(TE_MASTER) if (MASTER, e.fqn) not in manifest.entries
+    }
+    if not named:
+        return manifest, []
+    renamed = manifest.with_entries(
+        replace(e, kind=MASTER) if named.get(e.fqn) is e else e for e in manifest.entries.values()
+    )
+    found = complete_masters(renamed, may_be_float=False)
+    lost = [e.fqn for e in found.of_kind(MASTER) if e.fqn in named and e.dtype == INT16]
+    if lost:
+        raise UnsupportedError(
+            manifest.origin.path,
+            f"has remainders of masters ({TE_MASTER}) of {some(lost, 1)}, whose weights are not in"
+            " bfloat16 or not in the checkpoint",
+            "pass a checkpoint with both",
+        )
+    note = f"{TE_MASTER} of {counted(len(named), 'parameter')}: Transformer Engine's masters"
+    return found, [note]
 
 
 def complete_masters(manifest: Manifest, *, may_be_float: bool) -> Manifest:

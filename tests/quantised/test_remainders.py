@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import reshard
 from reshard.box import row_major, whole
 from reshard.chunks import Chunk
 from reshard.dtypes import BFLOAT16, FLOAT32
@@ -130,3 +132,32 @@ def test_weights_that_were_rounded_half_up_belong_to_their_masters(
     weights.view(torch.int16)[3] += 1
     manifest = manifest_of(store(tmp_path, "weights", weights, BFLOAT16, kind=PARAM), stored)
     assert compare_masters(manifest, every_element=True).unequal
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("whole_masters", [False, True])
+def test_masters_of_a_state_dict_by_name_travel_to_other_layouts(tmp_path, masters, whole_masters):
+    import torch.distributed.checkpoint as dcp
+
+    weights, lower = split_masters(masters)
+    state = {
+        "exp_avg": torch.randn(SHAPE),
+        "exp_avg_sq": torch.rand(SHAPE),
+        "master_param": masters if whole_masters else lower,
+        "step": torch.tensor(3.0),
+    }
+    group = {"params": ["w"], "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    dcp.save(
+        {"model": {"w": weights}, "optim": {"state": {"w": state}, "param_groups": [group]}},
+        checkpoint_id=str(tmp_path / "te"),
+        no_dist=True,
+    )
+    reshard.split(tmp_path / "te", tmp_path / "ds", to="deepspeed", world_size=2)
+    with reshard.open(tmp_path / "ds") as checkpoint:
+        assert torch.equal(checkpoint.optimizer("master")["w"][...], masters)
+        assert "master_param" not in {kind for kind, _ in checkpoint.manifest.entries}
+    reshard.split(tmp_path / "te", tmp_path / "same", world_size=2)
+    with reshard.open(tmp_path / "same") as checkpoint:  # what the same optimizer loads
+        assert torch.equal(checkpoint.optimizer("master_param")["w"][...], state["master_param"])
+    reshard.merge(tmp_path / "te", tmp_path / "full.safetensors", dtype="fp32")
+    assert torch.equal(load_file(tmp_path / "full.safetensors")["w"], masters)

@@ -20,6 +20,7 @@ from reshard.formats import placeholders, registry
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton, index_entries
 from reshard.paths import as_path
 from reshard.planning.planner import Plan
+from reshard.quantised import remainders
 
 R = TypeVar("R", bound=OutputReport)
 Pass = Callable[[Merge], Merge]
@@ -100,7 +101,12 @@ def plan_merge(
 
 
 def open_merge(manifest: Manifest, source: Path, output: Path, options: MergeOptions) -> Merge:
-    """Return a merge before its first pass."""
+    """Return a merge before its first pass.
+
+    Raises:
+        ReshardError: masters that the source stores in parts cannot be put together.
+    """
+    manifest, _ = remainders.name_masters(manifest)
     return Merge(
         manifest=manifest,
         source=registry.describe_source(manifest),

@@ -248,17 +248,23 @@ class Torch(_TorchWriter):
     writes_file = True
 
 
+def _translate(manifest: Manifest) -> tuple[Manifest, list[str]]:
+    from reshard.quantised.remainders import name_masters
+
+    return name_masters(manifest)
+
+
 FORMAT = Format(
     name=NAME,
     detect=detect,
     read=_read,
     sources={
-        "dcp": Source(writer="dcp"),
-        "torchtitan": Source(writer="dcp"),
-        "verl": Source(writer="verl"),
-        "accelerate": Source(writer="accelerate"),
-        "hf-trainer": Source(writer="hf-trainer"),
-        "fsdp": Source(writer="fsdp2"),
+        "dcp": Source(writer="dcp", translate=_translate),
+        "torchtitan": Source(writer="dcp", translate=_translate),
+        "verl": Source(writer="verl", translate=_translate),
+        "accelerate": Source(writer="accelerate", translate=_translate),
+        "hf-trainer": Source(writer="hf-trainer", translate=_translate),
+        "fsdp": Source(writer="fsdp2", translate=_translate),
         trainer_run.NAME: Source(writer=trainer_run.NAME),
         "lightning": Source(choose_writer=_choose_for_lightning),
         **dict.fromkeys(("fairscale", NAME), Source()),
