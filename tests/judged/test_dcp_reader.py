@@ -188,7 +188,7 @@ def test_plain_models_and_odd_tensors(alone):
 
 def test_groups_with_other_members_are_refused(alone):
     assert alone["mixed"]["raised"] == {0: "UsageError"}
-    assert "are in one group in the target, not here" in alone["mixed"]["text"]
+    assert "are in one group of the target, but in two of the checkpoint" in alone["mixed"]["text"]
 
 
 def test_scalars_take_the_targets_types_and_switches_stay(alone):

@@ -170,7 +170,7 @@ def test_the_report_says_what_is_derived(weights, tmp_path, groups_file):
         param_groups=groups_file({"match": "norm", "lr": 1e-3}, {"lr": 1e-3}),
     )
     said = "\n".join(report.derived)
-    for text in ("Adam at step 0", "cast from bfloat16", "5 + 16", "torch.optim.AdamW's own"):
+    for text in ("Adam at step 0", "cast from bfloat16", "5 + 16", "torch.optim.AdamW's defaults"):
         assert text in said, said
     assert (report.optimizer_tensors_in, report.optimizer_tensors_out) == (0, 42)
     assert not any("exp_avg" in text for text in report.kept)
