@@ -23,7 +23,6 @@ PRELOADED = (
     "accelerate",
     "transformers.trainer",
     "transformers.integrations.deepspeed",
-    "tests.judges.weight_renames",
 )
 """What DeepSpeed would import late, once in every rank; here it is imported before the forks."""
 

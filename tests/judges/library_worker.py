@@ -16,7 +16,6 @@ PRELOADED = (
     "torch._dynamo",
     "torch._inductor.config",
     "transformers.models.llama.modeling_llama",
-    "tests.judges.weight_renames",
 )
 
 

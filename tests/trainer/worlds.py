@@ -29,7 +29,6 @@ PRELOAD = [
     "trainer.checkpoint.fsdp",
     "trainer.parallel.pipeline",
     "trainer.session",
-    "tests.judges.weight_renames",
 ]
 
 
