@@ -173,6 +173,7 @@ def name_masters(manifest: Manifest) -> tuple[Manifest, list[str]]:
 
     Raises:
         CorruptError: remainders do not cover their tensor.
+        UnsupportedError: a remainder has no bf16 weight.
     """
     named = {
         e.fqn: e for e in manifest.of_kind(TE_MASTER) if (MASTER, e.fqn) not in manifest.entries
