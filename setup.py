@@ -15,15 +15,19 @@ setup(
     ext_modules=[
         Extension(
             f"reshard.{package}.{name}",
-            [f"reshard/{package}/{name}.c"],
-            depends=["reshard/move/values.h"],
+            [f"reshard/{package.replace('.', '/')}/{name}.c"],
+            depends=["reshard/engine/move/values.h"],
             # A product and a sum that are one operation are rounded once, to other bits.
             extra_compile_args=["-O3", "-fno-trapping-math", "-ffp-contract=off"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
             py_limited_api=STABLE,
             optional=True,
         )
-        for package, name in (("move", "_cast"), ("quantised", "_codes"), ("averages", "_sums"))
+        for package, name in (
+            ("engine.move", "_cast"),
+            ("quantised", "_codes"),
+            ("tensors.averages", "_sums"),
+        )
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
 )

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from reshard.move import compiled
-from reshard.move.cast import cast, get_numpy_dtype
+from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.engine.move import compiled
+from reshard.engine.move.cast import cast, get_numpy_dtype
 
 BLOCK = 1 << 18  # elements
 ROUNDS = 300

@@ -40,7 +40,7 @@ TRAIN += ["--steps", "6", "--save-every", "2", "--keep", "2", "--threads", "1"]
 
 def serve() -> None:
     """Fork for each trial of stdin: everything is imported once."""
-    from reshard.move import journal
+    from reshard.engine.move import journal
     from trainer import tokenizer
     from trainer.config.huggingface import load_model_config
     from trainer.core import model

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the tests lie
 
-from tests.output import test_interrupts as interrupts
-from tests.output.test_crashes import MERGE, SPLIT, Lab
+from tests.engine import test_interrupts as interrupts
+from tests.engine.test_crashes import MERGE, SPLIT, Lab
 
 FILES = ["/reshard/", "/threading.py", "/contextlib.py", "/weakref", "/shutil.py", "/tempfile.py"]
 ONE = ["--workers", "1"]

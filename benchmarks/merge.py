@@ -9,7 +9,7 @@ from pathlib import Path
 from contest import HERE, PYTHON, THREADS, Contender, limits
 
 import reshard
-from reshard.manifest import MASTER, PARAM
+from reshard.core.manifest import MASTER, PARAM
 
 DCP_TO_TORCH = [PYTHON, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
 

@@ -30,15 +30,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard import dtypes, formats
-from reshard.box import whole
-from reshard.chunks import contiguous
+from reshard import formats
 from reshard.commands.output import check_overlaps
-from reshard.dtypes import DType
-from reshard.formats import registry
-from reshard.formats.megatron.write.choice import Described, MegatronOptions
-from reshard.formats.request import Request
-from reshard.manifest import (
+from reshard.core import dtypes
+from reshard.core.box import whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import DType
+from reshard.core.manifest import (
     Entry,
     Manifest,
     Origin,
@@ -49,10 +47,13 @@ from reshard.manifest import (
     check,
     index_entries,
 )
-from reshard.model_parallel.architecture import Architecture
-from reshard.model_parallel.rules import load_table
-from reshard.model_parallel.sizes import Sizes
-from reshard.planning.planner import Plan
+from reshard.engine.planning.planner import Plan
+from reshard.formats import registry
+from reshard.formats.megatron.write.choice import Described, MegatronOptions
+from reshard.formats.request import Request
+from reshard.layouts.model_parallel.architecture import Architecture
+from reshard.layouts.model_parallel.rules import load_table
+from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.training.state import build_writable_state
 
 Shapes = dict[str, tuple[int, ...]]

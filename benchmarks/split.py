@@ -7,10 +7,11 @@ from pathlib import Path
 
 from contest import HERE, PYTHON, Contender, limits
 
-from reshard import formats, keys
+from reshard import formats
+from reshard.core import keys
+from reshard.engine.planning.planner import Plan
 from reshard.formats import registry
 from reshard.formats.request import Request
-from reshard.planning.planner import Plan
 from reshard.training.state import build_writable_state
 
 

@@ -16,13 +16,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard import dtypes
-from reshard.box import Box
-from reshard.chunks import contiguous
-from reshard.manifest import Entry, OutputFile, Skeleton, SourceFile
-from reshard.move.execute import execute
-from reshard.move.options import MoveOptions
-from reshard.planning.planner import Plan
+from reshard.core import dtypes
+from reshard.core.box import Box
+from reshard.core.chunks import contiguous
+from reshard.core.manifest import Entry, OutputFile, Skeleton, SourceFile
+from reshard.engine.move.execute import execute
+from reshard.engine.move.options import MoveOptions
+from reshard.engine.planning.planner import Plan
 
 ROWS, COLUMNS, MATRICES, ROUNDS = 4096, 11008, 6, 3
 

@@ -51,19 +51,19 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.verify.report import VerifyReport as VerifyReport
     from reshard.hooks import stamp as stamp
     from reshard.hooks import stamp_engine as stamp_engine
-    from reshard.tensors import Checkpoint as Checkpoint
-    from reshard.tensors import LazyTensor as LazyTensor
+    from reshard.tensors.lazy import Checkpoint as Checkpoint
+    from reshard.tensors.lazy import LazyTensor as LazyTensor
 
 _HOMES = {
     "AverageOptions": "reshard.commands.average.options",
     "AverageReport": "reshard.commands.average.report",
-    "Checkpoint": "reshard.tensors",
+    "Checkpoint": "reshard.tensors.lazy",
     "DiffOptions": "reshard.commands.diff",
     "DiffReport": "reshard.commands.diff",
     "FilesOptions": "reshard.commands.unwritten_files",
     "InspectOptions": "reshard.commands.inspect",
     "Inspection": "reshard.commands.inspect",
-    "LazyTensor": "reshard.tensors",
+    "LazyTensor": "reshard.tensors.lazy",
     "MergeOptions": "reshard.commands.merge.options",
     "MergeReport": "reshard.commands.merge.report",
     "PlanOptions": "reshard.commands.plan.options",

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from reshard import formats
+from reshard.core.manifest import ParamGroup
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.request import LiveTarget
 from reshard.formats.target_options import FsdpVersion
 from reshard.live.directory import open_directory
 from reshard.live.files import name_groups
-from reshard.manifest import ParamGroup
 from reshard.model import shapes_of
 
 _STATE_DICT_TYPES = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reshard.commands.resume_check.report import ResumeReport
     from reshard.commands.split.report import SplitReport
     from reshard.commands.verify.report import VerifyReport
-    from reshard.tensors import Checkpoint
+    from reshard.tensors.lazy import Checkpoint
 
 _P = ParamSpec("_P")
 _Options = TypeVar("_Options")
@@ -186,8 +186,9 @@ def open(path: Paths, options: SourceOptions) -> Checkpoint:  # noqa: A001 - res
         ReshardError: the checkpoint is unknown, incomplete or corrupt.
     """
     # Each function imports its command when it is called, so that none imports what others need.
-    from reshard import formats, keys
-    from reshard.tensors import Checkpoint
+    from reshard import formats
+    from reshard.core import keys
+    from reshard.tensors.lazy import Checkpoint
 
     manifest = formats.read(path, **options.reader_arguments())
     return Checkpoint(keys.edit(manifest, keys.Edits()).manifest)

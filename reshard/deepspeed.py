@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats
-from reshard.attributes import replace_attributes
 from reshard.commands.split.options import SplitOptions
+from reshard.core.manifest import ParamGroup
+from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.request import LiveTarget
 from reshard.live.files import (
@@ -33,9 +34,8 @@ from reshard.live.files import (
 from reshard.live.safe_load import load_safely
 from reshard.live.swapped_optimizer import SCALE, patch_swap_loading
 from reshard.live.unread import load_unread
-from reshard.manifest import ParamGroup
 from reshard.model import shapes_of
-from reshard.move.on_demand import OnDemandFiles
+from reshard.system.attributes import replace_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

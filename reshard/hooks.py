@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from reshard.core.stamps import KEY, Save, Stamp
 from reshard.errors import UsageError
-from reshard.stamps import KEY, Save, Stamp
 
 _RUN = "reshard/run"  # key in the store of the process group
 _ID = 32  # characters of a save's id

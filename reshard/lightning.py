@@ -21,12 +21,12 @@ from fractions import Fraction
 from typing import Any
 
 from reshard import formats
-from reshard.attributes import replace_attributes
 from reshard.commands.output_options import ValueOptions
+from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.live.source import read_for_model
-from reshard.manifest import Manifest
 from reshard.model import shapes_of
+from reshard.system.attributes import replace_attributes
 from reshard.training import schedules
 from reshard.training.state import find_clip
 

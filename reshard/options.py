@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from reshard import units
 from reshard.errors import UsageError
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 
 _O = TypeVar("_O", bound="Options")
 _KEY = "option"

@@ -10,8 +10,8 @@ import torch
 
 import reshard
 from reshard.containers import torch_reader
+from reshard.core.stamps import KEY, Stamp
 from reshard.errors import UsageError
-from reshard.stamps import KEY, Stamp
 from tests.trainer import worlds
 
 STEP = 7

@@ -26,8 +26,8 @@ import click
 from benchmarks.hostile import damage
 from benchmarks.hostile.seeds import ROOT, Seed
 from reshard import cli, formats
+from reshard.engine.move import execute
 from reshard.errors import ReshardError
-from reshard.move import execute
 
 CPU_SECONDS = 10.0
 MEMORY_MB = 400  # above what the process held before

@@ -28,13 +28,13 @@ import atheris
 with atheris.instrument_imports(include=["reshard"], exclude=["reshard.__main__"]):
     import reshard
     from reshard.containers import safetensors, torch_objects, torch_reader
+    from reshard.containers.pickles.unpickle import loads
+    from reshard.core.location import Location
     from reshard.errors import ReshardError, understood
     from reshard.formats.huggingface import reader as of_huggingface
-    from reshard.location import Location
-    from reshard.pickles.unpickle import loads
 
     for module in pkgutil.walk_packages(reshard.__path__, "reshard."):
-        if module.name not in ("reshard.__main__", "reshard.dcp", "reshard.ranks.torchrun"):
+        if module.name not in ("reshard.__main__", "reshard.dcp", "reshard.system.ranks.torchrun"):
             importlib.import_module(module.name)
 
 from benchmarks.hostile import archives, campaign, case, damage, recipes, targets

@@ -1,6 +1,6 @@
 """Find small wrong changes of the modules that compute byte positions that no test detects.
 
-    python benchmarks/mutants/run.py            # or some modules: box planning.planner
+    python benchmarks/mutants/run.py            # or some modules: core.box system.checksum
 
 Every mutant (changes.py) is tried in a forked process. The code of the changed function replaces
 that of the imported one, and the tests that call the function run until one fails. A mutant is
@@ -31,10 +31,11 @@ from changes import Mutant, mutants
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-MODULES = """box manifest layout.runs planning.extents planning.copies planning.planner
-layout.partition checksum""".split()
-TESTS = """affine box checksum layout manifest mesh order plan runs
-    split_sizes tensors""".split()
+MODULES = """core.box core.manifest engine.planning.copies engine.planning.extents
+    engine.planning.planner layouts.partition layouts.runs system.checksum""".split()
+TESTS = """core/test_box core/test_manifest engine/test_plan layouts/test_mesh
+    layouts/test_partition layouts/test_runs commands/test_split_sizes system/test_checksum
+    tensors/test_tensors""".split()
 CPU_S, WALL_S, MEMORY = 20, 120, 4 << 30  # of a mutant: beyond them it is stuck
 PROFILE = "mutants"
 Place = tuple[str, int]  # file and first line of a function
@@ -197,7 +198,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     args = parser.parse_args()
     session = Session(args.modules, args.workers)
-    tests = [str(ROOT / "tests" / f"test_{name}.py") for name in TESTS]
+    tests = [str(ROOT / "tests" / f"{name}.py") for name in TESTS]
     sources = [str(ROOT / "reshard" / f"{name.replace('.', '/')}.py") for name in MODULES]
     sys.path.insert(0, str(ROOT))  # this tree, whatever is installed
     options = ["-q", "-s", "-p", "no:cacheprovider", f"--hypothesis-profile={PROFILE}"]

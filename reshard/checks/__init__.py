@@ -1,5 +1,8 @@
 """Comparisons of two checkpoints or two runs, and the named checks of one checkpoint.
 
+identity  evidence that the files of a checkpoint belong together
+history   the checkpoints of one run, compared with one another
+
 pairs     which tensors of two checkpoints must be equal
 compare   compares two tensors element by element
 train     compares two training states apart from their tensors: steps, groups, scheduler

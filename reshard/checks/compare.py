@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard import dtypes
-from reshard.box import Box, contiguous_cuts, flat_span
-from reshard.dtypes import DType
-from reshard.files import SourceFiles
-from reshard.manifest import Entry
-from reshard.tensors import read_block
-from reshard.threads import parallel_for
+from reshard.core import dtypes
+from reshard.core.box import Box, contiguous_cuts, flat_span
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry
+from reshard.system.files import SourceFiles
+from reshard.system.threads import parallel_for
+from reshard.tensors.lazy import read_block
 
 _NO_ULPS = (1 << 64) - 1  # the distance of two elements that no number of ulps makes equal
 _UNSIGNED_FLOAT = "float8_e8m0fnu"
@@ -186,7 +186,7 @@ def _to_numbers(side: bytearray, at: Any, dtype: DType) -> Any:
     """Return the elements at positions ``at`` as float64, complex128, int64 or uint64."""
     import numpy as np
 
-    from reshard.move import cast
+    from reshard.engine.move import cast
     from reshard.quantised.decode import decode_table
 
     if dtype.family == "float8":

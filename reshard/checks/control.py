@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.chunks import Chunk
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import WEIGHT_KINDS, Manifest
 from reshard.errors import IncompleteError, UnsupportedError
-from reshard.manifest import WEIGHT_KINDS, Manifest
 
 _BLOCK = 1 << 20
 

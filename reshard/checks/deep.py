@@ -6,11 +6,11 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard import units, weights
-from reshard.box import index_of
+from reshard import units
 from reshard.checks import names
 from reshard.checks.digests import Digest
 from reshard.checks.gaps import count_unexpected, find_gaps
+from reshard.checks.identity.crosscheck import are_comparable
 from reshard.checks.pairs import select_weights
 from reshard.checks.result import Check, not_applicable
 from reshard.checks.scan import (
@@ -23,14 +23,15 @@ from reshard.checks.scan import (
     split_replicas,
 )
 from reshard.checks.values import ElementFacts
-from reshard.derived import list_files
-from reshard.dtypes import FLOAT32, DType
-from reshard.files import SourceFiles
-from reshard.identity.crosscheck import are_comparable
-from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
+from reshard.core.box import index_of
+from reshard.core.dtypes import FLOAT32, DType
+from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.model import ModelShapes
-from reshard.paths import as_path, find_rank
 from reshard.quantised.remainders import is_computed
+from reshard.system.derived import list_files
+from reshard.system.files import SourceFiles
+from reshard.system.paths import as_path, find_rank
+from reshard.tensors import weights
 from reshard.training.optimizers import NEVER_NEGATIVE
 from reshard.units import counted, some
 

@@ -10,7 +10,7 @@ import hashlib
 from functools import cache
 from typing import NamedTuple, Protocol
 
-from reshard.dtypes import DType
+from reshard.core.dtypes import DType
 
 SHA256 = "sha256"
 BLAKE3 = "blake3"

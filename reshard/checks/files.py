@@ -14,10 +14,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from reshard.checks.digests import BLAKE3, SHA256, list_algorithms, start
+from reshard.core.manifest import SourceFile
 from reshard.errors import UsageError
-from reshard.files import SourceFiles
-from reshard.manifest import SourceFile
-from reshard.threads import parallel_for
+from reshard.system.files import SourceFiles
+from reshard.system.threads import parallel_for
 
 BLOCK_BYTES = 8 << 20
 _MOST_BLOCK_BYTES = 64 << 20  # a damaged manifest may state any size

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reshard.dtypes import DType
-from reshard.files import SourceFiles
-from reshard.manifest import Entry, Record, SourceFile, find_source_file
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry, Record, SourceFile, find_source_file
+from reshard.system.files import SourceFiles
 
 
 @dataclass(frozen=True, slots=True)

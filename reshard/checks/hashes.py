@@ -16,15 +16,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.box import Index, as_index
 from reshard.checks import names, pairs, train
 from reshard.checks.digests import BLAKE3, SHA256, Digest, list_algorithms, start
 from reshard.checks.files import FileDigests
 from reshard.checks.result import Check
-from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.core.box import Index, as_index
+from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.core.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
 from reshard.errors import CorruptError, UsageError
-from reshard.files import read_small_file
-from reshard.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
+from reshard.system.files import read_small_file
 from reshard.units import counted, shorten
 from reshard.version import __version__
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from reshard import formats
 from reshard.checks import names
 from reshard.checks.result import Check
+from reshard.core.manifest import Manifest, check
 from reshard.errors import (
     CorruptError,
     IncompleteError,
@@ -15,8 +16,7 @@ from reshard.errors import (
     StaleError,
     UnsafeError,
 )
-from reshard.manifest import Manifest, check
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 
 _INDEXES = (".index.json", ".metadata", ".distcp")  # .distcp files are read only through .metadata
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
+from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
 
 WEIGHT = "weight"
 COPY = "copy"  # the module's weight, if both sides also have a master weight

@@ -15,20 +15,20 @@ from pathlib import Path
 from statistics import median
 
 from reshard import units
-from reshard.box import Index
 from reshard.checks import names
+from reshard.checks.identity import compare_claims
+from reshard.checks.identity.claims import mask_digits
+from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.checks.result import Check, not_applicable
 from reshard.containers.json_files import read_json_object
+from reshard.core.box import Index
+from reshard.core.location import Location
+from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import CorruptError
 from reshard.formats import placeholders, registry, run
-from reshard.identity import compare_claims
-from reshard.identity.claims import mask_digits
-from reshard.identity.counters import find_counter_conflicts
-from reshard.location import Location
-from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelShapes
 from reshard.model.published import Published
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 from reshard.training import optimizers
 from reshard.units import counted, some
 

@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.checks import names
 from reshard.checks.compare import TensorDifference, Tolerance, compare_blocks
 from reshard.checks.digests import Digest
 from reshard.checks.digests import start as start_hash
 from reshard.checks.values import ElementFacts, examine
-from reshard.chunks import Chunk, group_by_box
-from reshard.dtypes import BFLOAT16, FLOAT32, DType
-from reshard.files import SourceFiles
-from reshard.manifest import Entry, Key, Record, SourceFile
-from reshard.move.fill import fill
-from reshard.move.records import compute_record_crc
-from reshard.move.spans import Spans
-from reshard.planning.copies import CopyPlanner, Window
+from reshard.core.box import Box, contiguous_cuts, flat_span
+from reshard.core.chunks import Chunk, group_by_box
+from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
+from reshard.core.manifest import Entry, Key, Record, SourceFile
+from reshard.engine.move.fill import fill
+from reshard.engine.move.records import compute_record_crc
+from reshard.engine.move.spans import Spans
+from reshard.engine.planning.copies import CopyPlanner, Window
 from reshard.quantised.remainders import round_ties_as_stored
-from reshard.threads import parallel_for
+from reshard.system.files import SourceFiles
+from reshard.system.threads import parallel_for
 
 _EXACT = Tolerance()
 _BUFFERS = 4  # of a worker: a block, its counterpart, the cast of the block, and the bytes read
@@ -298,7 +298,7 @@ def cast_into(buffer: bytearray, block: bytearray, dtype: DType, target: DType) 
     """
     import numpy as np
 
-    from reshard.move import cast
+    from reshard.engine.move import cast
 
     source: Any = np.frombuffer(block, cast.get_numpy_dtype(dtype, casting=True))
     filled: Any = np.frombuffer(buffer, cast.get_numpy_dtype(target, casting=True))

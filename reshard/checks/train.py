@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.manifest import Manifest, TrainState
+from reshard.core.manifest import Manifest, TrainState
 from reshard.training import loss_scale
 from reshard.training.trainer_run import TrainerRun, is_document
 from reshard.units import some

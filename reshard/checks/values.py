@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.dtypes import BFLOAT16, FLOAT16, DType
+from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
 
 _BLOCK = 1 << 18  # elements
 _INFINITY = {BFLOAT16: 0x7F80, FLOAT16: 0x7C00}  # the bits of infinity; larger magnitudes are NaN
@@ -68,7 +68,7 @@ def examine(block: bytearray, dtype: DType, start: int, *, signs: bool) -> Eleme
     """
     import numpy as np
 
-    from reshard.move import cast
+    from reshard.engine.move import cast
 
     step: str
     examine_block: Callable[[Any, DType, bool], tuple[Any, ...]]

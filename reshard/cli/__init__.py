@@ -16,10 +16,10 @@ from typing import NoReturn
 
 import click
 
-from reshard import signals
 from reshard.cli.commands import cli
 from reshard.cli.run import print_message
 from reshard.errors import INTERRUPTED, ReshardError
+from reshard.system import signals
 
 __all__ = ["cli", "main"]
 

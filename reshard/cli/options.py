@@ -10,7 +10,7 @@ import click
 
 import reshard
 from reshard.options import Option, Options, build_options, options_of
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]

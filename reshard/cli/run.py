@@ -52,7 +52,7 @@ def run_writer(
     **values: Any,
 ) -> None:
     """Run a command that writes, alone or in several processes, and show its report."""
-    from reshard.ranks import torchrun
+    from reshard.system.ranks import torchrun
 
     # Its threads would do nothing but wait, which takes time at the import of numpy: reshard has
     # threads of its own, and its matrix products are too small for those of OpenBLAS.

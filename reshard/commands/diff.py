@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reshard import dtypes, formats, keys, units
-from reshard.box import index_of
+from reshard import formats, units
 from reshard.checks import train
 from reshard.checks.compare import TensorDifference, Tolerance, find_differences
 from reshard.checks.pairs import COPY, WEIGHT, Paired, PairKey, TensorPair, pair
@@ -19,9 +18,11 @@ from reshard.commands.lines import LISTED, Report, format_list, format_row
 from reshard.commands.output_options import ReadOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress, read_trusted
-from reshard.dtypes import DType
+from reshard.core import dtypes, keys
+from reshard.core.box import index_of
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
-from reshard.manifest import Manifest
 from reshard.options import option
 from reshard.training.copied_files import TENSOR, collect_own_tensors
 

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from reshard.files import SourceFiles
-from reshard.manifest import OutputFile, SourceFile
-from reshard.move.on_demand import OnDemandFiles
-from reshard.move.options import OnOverflow
-from reshard.planning.planner import Plan
+from reshard.core.manifest import OutputFile, SourceFile
+from reshard.engine.move.on_demand import OnDemandFiles
+from reshard.engine.move.options import OnOverflow
+from reshard.engine.planning.planner import Plan
+from reshard.system.files import SourceFiles
 
 _COMPARED_BYTES = 4 << 20  # at a time
 

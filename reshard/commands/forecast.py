@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard import threads, units
-from reshard.files import SourceFiles
-from reshard.manifest import SourceFile
-from reshard.paths import is_remote
+from reshard import units
+from reshard.core.manifest import SourceFile
+from reshard.system import threads
+from reshard.system.files import SourceFiles
+from reshard.system.paths import is_remote
 
 _BLOCK = 1 << 20  # bytes of one read or write of the probe
 _MOST = 64  # the number of blocks that the probe reads and writes at most

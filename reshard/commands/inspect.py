@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
+from reshard.checks.identity import find_conflicts
+from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.commands.leaf_counts import count_leaves, describe_leaves
 from reshard.commands.lines import LabelledLine, Report, align, format_row
 from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
-from reshard.identity import find_conflicts
-from reshard.identity.counters import find_counter_conflicts
-from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
+from reshard.core.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.options import option
 
 if TYPE_CHECKING:

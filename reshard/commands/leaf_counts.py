@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from reshard import units
-from reshard.manifest import WEIGHT_KINDS, Manifest, TrainState
+from reshard.core.manifest import WEIGHT_KINDS, Manifest, TrainState
 
 _SHOWN = 3
 _SECTIONS = ("scheduler", "scaler", "rng", "client", "trainer_state", "opaque")

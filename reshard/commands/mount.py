@@ -23,9 +23,9 @@ from typing import Any
 
 from reshard import formats
 from reshard.commands.unwritten_files import FilesOptions, open_files
+from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ReshardError, UsageError
-from reshard.move.on_demand import OnDemandFiles
-from reshard.paths import is_remote
+from reshard.system.paths import is_remote
 
 _BLOCK_BYTES = 4 << 20  # computed at once; the kernel asks for 128 KiB
 _DEVICE = "/dev/fuse"

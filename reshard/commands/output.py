@@ -11,15 +11,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from reshard import formats, replicas, units
+from reshard import formats, units
+from reshard.checks.identity import check_identity
 from reshard.commands.lines import LISTED
 from reshard.commands.output_options import OutputOptions
 from reshard.commands.output_report import OutputReport, WriteResult
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress, read_trusted
-from reshard.errors import DifferentError, ExistsError
-from reshard.identity import check_identity
-from reshard.manifest import (
+from reshard.core.manifest import (
     WEIGHT_KINDS,
     Entry,
     Manifest,
@@ -27,21 +26,23 @@ from reshard.manifest import (
     Skeleton,
     SourceFile,
 )
-from reshard.manifest import check as check_manifest
-from reshard.move import job as jobs
-from reshard.move.journal import Journal
-from reshard.move.outcome import Outcome
-from reshard.move.unfinished import Unfinished
-from reshard.output import commit
-from reshard.output.destination import check_destination, check_suffix
-from reshard.paths import as_path, is_remote
-from reshard.planning.extents import Extent, FileIndex
-from reshard.planning.planner import Plan
-from reshard.ranks.team import (
+from reshard.core.manifest import check as check_manifest
+from reshard.engine.move import job as jobs
+from reshard.engine.move.journal import Journal
+from reshard.engine.move.outcome import Outcome
+from reshard.engine.move.unfinished import Unfinished
+from reshard.engine.output import commit
+from reshard.engine.output.destination import check_destination, check_suffix
+from reshard.engine.planning.extents import Extent, FileIndex
+from reshard.engine.planning.planner import Plan
+from reshard.errors import DifferentError, ExistsError
+from reshard.system.paths import as_path, is_remote
+from reshard.system.ranks.team import (
     broadcast_text,
     check_ranks_agree,
     select_share,
 )
+from reshard.tensors import replicas
 
 if TYPE_CHECKING:
     from reshard.commands.forecast import Forecast
@@ -269,7 +270,7 @@ def write(
 def _open_unfinished(partial: commit.PartialOutput, *args: Any) -> Unfinished[Any]:
     """Return the output of a job in `partial`, which this process has claimed or joined."""
     if is_remote(str(partial.path)):
-        from reshard.move.receipts import Receipts
+        from reshard.engine.move.receipts import Receipts
 
         return Receipts(partial, *args)
     return Journal(partial, *args)

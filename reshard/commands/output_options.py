@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard import units
+from reshard.checks.identity import Trust
 from reshard.commands.options import ReportOptions
+from reshard.engine.move.options import MoveOptions, OnOverflow
+from reshard.engine.planning.planner import WINDOW_BYTES
 from reshard.errors import ResourceError
-from reshard.identity import Trust
-from reshard.move.options import MoveOptions, OnOverflow
 from reshard.naming.options import Names
 from reshard.options import Options, option, size_option
-from reshard.planning.planner import WINDOW_BYTES
-from reshard.ranks.team import ALONE, Progress, Team
-from reshard.replicas import Replicas
-from reshard.threads import count_cores
+from reshard.system.ranks.team import ALONE, Progress, Team
+from reshard.system.threads import count_cores
+from reshard.tensors.replicas import Replicas
 
 _MIN_WINDOW = 64 << 10  # bytes
 _MAX_WORKERS = 8  # by default; more threads seldom read faster

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard import units
+from reshard.checks.identity import Identity
+from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.commands.leaf_counts import count_leaves
 from reshard.commands.lines import Report, format_list, format_row, format_timing
-from reshard.identity import Identity
-from reshard.identity.counters import find_counter_conflicts
-from reshard.manifest import Manifest, Skeleton
-from reshard.move.outcome import Outcome
-from reshard.planning.planner import Plan
+from reshard.core.manifest import Manifest, Skeleton
+from reshard.engine.move.outcome import Outcome
+from reshard.engine.planning.planner import Plan
 
 if TYPE_CHECKING:
     from reshard.commands.forecast import Forecast

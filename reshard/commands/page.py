@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.commands.options import ReportOptions
 from reshard.errors import ReshardError
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 
 if TYPE_CHECKING:  # imported only if a page is written: it takes time
     from reshard.html.page import Page

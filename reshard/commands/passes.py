@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from reshard.box import Box
-from reshard.files import SourceFiles
+from reshard.core.box import Box
+from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.formats.base import Conversion
-from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.naming.options import Naming
-from reshard.tensors import read_block
+from reshard.system.files import SourceFiles
+from reshard.tensors.lazy import read_block
 
 if TYPE_CHECKING:
-    from reshard.model_parallel.rules import Table
+    from reshard.layouts.model_parallel.rules import Table
 
 C = TypeVar("C", bound=Conversion)
 

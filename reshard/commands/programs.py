@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard import signals
 from reshard.errors import UsageError
+from reshard.system import signals
 
 _GRACE_S = 35.0  # torchrun stops its ranks itself, which takes it up to 30 s
 _WATCH_EVERY_S = 1.0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from reshard import formats
 from reshard.commands.output_options import ReadOptions
+from reshard.core.manifest import Manifest
 from reshard.errors import UnsafeError
-from reshard.manifest import Manifest
 from reshard.model import ModelShapes
-from reshard.ranks.team import Progress, ignore_progress
+from reshard.system.ranks.team import Progress, ignore_progress
 
 Meter = Callable[[int], AbstractContextManager[Progress]]  # opens a display for a number of bytes
 

@@ -22,8 +22,8 @@ from urllib.parse import unquote, urlsplit
 
 from reshard import formats
 from reshard.commands.unwritten_files import FilesOptions, open_files
+from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ReshardError, UsageError
-from reshard.move.on_demand import OnDemandFiles
 from reshard.options import option
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

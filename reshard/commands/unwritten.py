@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from reshard import formats
+from reshard.checks.identity import check_identity
 from reshard.commands.output import Job, R
 from reshard.commands.output_options import ValueOptions
 from reshard.commands.reading import read_trusted
+from reshard.core.manifest import Manifest
+from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import UsageError
-from reshard.files import SourceFiles
-from reshard.identity import check_identity
-from reshard.manifest import Manifest
 from reshard.model import ModelShapes
-from reshard.move.on_demand import OnDemandFiles
+from reshard.system.files import SourceFiles
 
 
 def plan_unwritten(

@@ -18,12 +18,12 @@ from reshard.commands.output import Job
 from reshard.commands.output_options import ValueOptions
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.unwritten import open_planned, plan_unwritten
+from reshard.core.manifest import Manifest
+from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import UsageError
 from reshard.formats import registry
-from reshard.manifest import Manifest
-from reshard.move.on_demand import OnDemandFiles
 from reshard.options import option
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 
 _OF_THIS_COMMAND: dict[str, Any] = {"html": None, "overwrite": False}  # no files are written
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError
-from reshard.files import read_small_file
+from reshard.system.files import read_small_file
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

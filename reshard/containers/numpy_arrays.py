@@ -1,7 +1,7 @@
 """Read numpy arrays and bare storages in the pickles of ``torch.save`` as tensors.
 
 An array's elements are in the pickle itself: raw in protocol 3 and later, as text in protocol 2,
-which ``torch.save`` uses (see `reshard.escaped`). Its dtype is a call of its own.
+which ``torch.save`` uses (see `reshard.system.escaped`). Its dtype is a call of its own.
 
 Sources: numpy 2.3 ``numpy/_core/src/multiarray/methods.c`` (``array_reduce``,
 ``array_reduce_ex_picklebuffer``), ``descriptor.c`` (``arraydescr_reduce``), ``scalartypes.c.src``
@@ -16,13 +16,14 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
-from reshard import dtypes, escaped
-from reshard.box import Index, as_index, row_major
+from reshard.containers.pickles.unpickle import Unpickled
+from reshard.containers.pickles.values import Call, Global, Located
 from reshard.containers.torch_objects import StoredBuffer, Tensor
-from reshard.dtypes import DType
+from reshard.core import dtypes
+from reshard.core.box import Index, as_index, row_major
+from reshard.core.dtypes import DType
 from reshard.errors import CorruptError
-from reshard.pickles.unpickle import Unpickled
-from reshard.pickles.values import Call, Global, Located
+from reshard.system import escaped
 
 _CORES = ("numpy.core", "numpy._core")  # before numpy 2, and since
 _ARRAYS = frozenset(f"{core}.multiarray._reconstruct" for core in _CORES)

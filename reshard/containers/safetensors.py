@@ -15,13 +15,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard import dtypes
-from reshard.box import Index, whole
-from reshard.chunks import Chunk, contiguous
-from reshard.dtypes import DType
+from reshard.core import dtypes
+from reshard.core.box import Index, whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry, SourceFile
 from reshard.errors import DAMAGED, CorruptError, UnsupportedError
-from reshard.files import Section, SourceFiles, get_size, refuse_lfs_pointer
-from reshard.manifest import Entry, SourceFile
+from reshard.system.files import Section, SourceFiles, get_size, refuse_lfs_pointer
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _MAX_DIMS = 64  # torch's own limit

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.containers import safetensors
 from reshard.containers.json_files import format_json
-from reshard.dtypes import DType
-from reshard.manifest import Entry, OutputFile, Skeleton
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry, OutputFile, Skeleton
 
 INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}  # as transformers writes it: the framework is PyTorch

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from reshard.chunks import Chunk
-from reshard.layout.runs import EqualRuns, RankOffsets
-from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.layouts.runs import EqualRuns, RankOffsets
 
 
 class LaidOut(NamedTuple):

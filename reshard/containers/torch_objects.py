@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard import dtypes, stamps
-from reshard.box import Index, whole
-from reshard.chunks import Chunk
-from reshard.dtypes import DType
+from reshard.containers.pickles.values import Builder, Call, Global
+from reshard.core import dtypes, stamps
+from reshard.core.box import Index, whole
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Claim, Record, SourceFile
+from reshard.core.stamps import Stamp
 from reshard.errors import UnsupportedError
-from reshard.files import SourceFiles
-from reshard.manifest import Claim, Record, SourceFile
-from reshard.pickles.values import Builder, Call, Global
-from reshard.stamps import Stamp
+from reshard.system.files import SourceFiles
 
 MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63

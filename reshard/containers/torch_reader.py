@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard import stamps
 from reshard.containers import numpy_arrays
+from reshard.containers.pickles.unpickle import Unpickled, loads
+from reshard.containers.pickles.values import Builder
 from reshard.containers.torch_detect import LEGACY, ZIP
 from reshard.containers.torch_objects import (
     MAX_PICKLE,
@@ -27,11 +28,10 @@ from reshard.containers.torch_objects import (
     TorchFile,
 )
 from reshard.containers.zip_reader import ZipMember, read_directory
+from reshard.core import stamps
+from reshard.core.manifest import Record
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
-from reshard.files import Section, SourceFiles, get_size, refuse_lfs_pointer
-from reshard.manifest import Record
-from reshard.pickles.unpickle import Unpickled, loads
-from reshard.pickles.values import Builder
+from reshard.system.files import Section, SourceFiles, get_size, refuse_lfs_pointer
 
 
 def read(

@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from reshard.box import Box, Index, row_major, whole
-from reshard.chunks import contiguous
+from reshard.containers.pickles.pickler import Pickler
+from reshard.containers.pickles.values import Builder, Call, Global
 from reshard.containers.zip_writer import ALIGNMENT, ZipLayout
-from reshard.dtypes import FLOAT32, DType
+from reshard.core.box import Box, Index, row_major, whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import FLOAT32, DType
+from reshard.core.manifest import Entry, Key, Skeleton
+from reshard.core.stamps import KEY, Stamp
 from reshard.errors import UnsupportedError
-from reshard.manifest import Entry, Key, Skeleton
-from reshard.pickles.pickler import Pickler
-from reshard.pickles.values import Builder, Call, Global
-from reshard.stamps import KEY, Stamp
 
 _STREAM = "archive"  # root of the archive where torch saves into a stream
 _TYPED = "torch._tensor._rebuild_from_type_v2"

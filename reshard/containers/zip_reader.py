@@ -12,9 +12,9 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard.checksum import crc32
 from reshard.errors import DAMAGED, CorruptError
-from reshard.files import Section
+from reshard.system.checksum import crc32
+from reshard.system.files import Section
 
 END = struct.Struct("<4s4H2IH")
 END64 = struct.Struct("<4sQ2H2I4Q")

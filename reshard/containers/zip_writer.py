@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import struct
 
-from reshard.checksum import crc32
 from reshard.containers.zip_reader import END, END64, ENTRY, LOCAL, LOCATOR64
-from reshard.manifest import OutputFile, StoredChecksum
+from reshard.core.manifest import OutputFile, StoredChecksum
+from reshard.system.checksum import crc32
 
 ALIGNMENT = 64
 _CENTRAL_CRC = 16  # byte of the CRC in a central directory entry

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from reshard import dtypes
-from reshard.box import Box, contiguous_cuts, flat_span
+from reshard.core import dtypes
+from reshard.core.box import Box, contiguous_cuts, flat_span
+from reshard.core.dtypes import DType
+from reshard.core.manifest import BUFFER, Entry
 from reshard.dcp.values import identify_memory
-from reshard.dtypes import DType
+from reshard.engine.move.fill import fill
+from reshard.engine.planning.copies import Copy, plan_block
 from reshard.errors import DifferentError
-from reshard.files import SourceFiles
-from reshard.manifest import BUFFER, Entry
-from reshard.move.fill import fill
-from reshard.planning.copies import Copy, plan_block
+from reshard.system.files import SourceFiles
 
 _STAGED_BYTES = 4 << 20  # read at a time if a target is on another device, or not contiguous
 # The size of the targets that are filled at a time: a planner may create a tensor for each of them.

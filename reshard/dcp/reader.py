@@ -11,17 +11,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from reshard import formats
-from reshard.box import Box
+from reshard.checks.identity import Trust, check_identity
+from reshard.core.box import Box
+from reshard.core.manifest import Entry, Manifest
 from reshard.dcp.blocks import BlockRead, read, refuse_other_shape
 from reshard.dcp.target import Hyper, Keys, Resolved, State
 from reshard.dcp.values import PlainItems
 from reshard.errors import UsageError
-from reshard.files import SourceFiles
 from reshard.formats.live_form import find_live_form
 from reshard.formats.values import dequantise
-from reshard.identity import Trust, check_identity
-from reshard.manifest import Entry, Manifest
-from reshard.paths import as_path
+from reshard.system.files import SourceFiles
+from reshard.system.paths import as_path
 
 
 class StorageReader(storage.StorageReader):
@@ -42,7 +42,7 @@ class StorageReader(storage.StorageReader):
         optimizer: the prefix of the optimizer's keys; by default ``optim``, ``optimizer`` or none.
         tag: the checkpoint to read in a run directory.
         key: the dotted key of the state dict in a ``torch.save`` file.
-        trust: how to check that the files belong to one save, see `reshard.identity`.
+        trust: how to check that the files belong to one save, see `reshard.checks.identity`.
 
     Raises:
         ReshardError: the checkpoint is unknown, incomplete or corrupt, or its files do not belong

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 
+from reshard.core.keys import Edits, edit, remove_wrappers
+from reshard.core.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import UsageError
-from reshard.keys import Edits, edit, remove_wrappers
-from reshard.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
 from reshard.training.fresh_adam import find_idle
 
 MODEL_NAMES = ("model",)

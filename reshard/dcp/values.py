@@ -12,9 +12,9 @@ import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from reshard.core.manifest import Entry, ParamGroup
 from reshard.dcp.target import STATE, STEP, Hyper, Keys, Resolved, Step, iterate_splits
 from reshard.errors import DifferentError, IncompleteError, UsageError
-from reshard.manifest import Entry, ParamGroup
 from reshard.units import some
 
 _NAMED = 5  # missing names spelled out in a message

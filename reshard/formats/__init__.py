@@ -26,15 +26,15 @@ from pathlib import Path
 from reshard.containers import safetensors
 from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import PLAIN_SUFFIXES, SUFFIXES
+from reshard.core.location import Location
+from reshard.core.manifest import Entry, Manifest, check
 from reshard.errors import IncompleteError, UnrecognisedError, understood
-from reshard.files import SourceFiles, refuse_lfs_pointer
 from reshard.formats import placeholders, registry, run, unclear
 from reshard.formats.base import ReadHints
 from reshard.formats.pytorch.directory import find_whole
-from reshard.location import Location
-from reshard.manifest import Entry, Manifest, check
 from reshard.model import ModelShapes
-from reshard.paths import as_path
+from reshard.system.files import SourceFiles, refuse_lfs_pointer
+from reshard.system.paths import as_path
 from reshard.units import some
 
 __all__ = ["PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_outputs"]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-from reshard.location import Location
-from reshard.manifest import Entry, Manifest, Skeleton
+from reshard.core.location import Location
+from reshard.core.manifest import Entry, Manifest, Skeleton
 from reshard.naming.options import ModelNames
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.formats.request import Request
     from reshard.formats.target_options import StateDictType, TargetOptions
+    from reshard.layouts.model_parallel.traits import Traits
     from reshard.model import ModelShapes
-    from reshard.model_parallel.traits import Traits
     from reshard.naming.options import NameOptions, Naming
     from reshard.training.rng import RankRng
     from reshard.training.state import WritableState
@@ -58,7 +58,7 @@ def describe_by_megatron_args(manifest: Manifest) -> Traits | None:
     args = manifest.train.client.get("args")
     state = args.get("state") if isinstance(args, Mapping) else None
     if isinstance(state, Mapping) and state.keys() >= _MEGATRON_ARGS:
-        from reshard.model_parallel.megatron_traits import parse_args
+        from reshard.layouts.model_parallel.megatron_traits import parse_args
 
         return parse_args(state, manifest.origin.path)
     return None

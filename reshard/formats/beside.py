@@ -11,15 +11,15 @@ from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json_object
+from reshard.containers.pickles import trust
 from reshard.containers.torch_detect import is_torch_file
+from reshard.core.location import Location
+from reshard.core.manifest import Manifest
 from reshard.errors import CorruptError, UnsupportedError, UsageError
-from reshard.location import Location
-from reshard.manifest import Manifest
 from reshard.model import ModelHint, ModelShapes
-from reshard.paths import as_path
-from reshard.pickles import trust
 from reshard.state_dict import tree
 from reshard.state_dict.plain_values import to_plain
+from reshard.system.paths import as_path
 from reshard.training import copied_files, trainer_run
 from reshard.training.batch import BATCH, BATCH_BEFORE, WORLD
 from reshard.training.companion_files import CONFIG_FOLDERS, is_model_config

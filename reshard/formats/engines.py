@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import PurePath
 
+from reshard.core.manifest import Manifest
 from reshard.formats.target_options import FsdpVersion
-from reshard.manifest import Manifest
 
 # Formats whose files of FSDP are loaded by Accelerate's functions.
 _BY_ACCELERATE = ("accelerate", "fsdp", "hf-trainer")

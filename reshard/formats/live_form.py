@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from reshard import naming
+from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.base import Source
-from reshard.manifest import Manifest
 from reshard.model import library
 from reshard.naming.options import NameOptions
 from reshard.naming.published import ModelConfig, choose_form, restore_memory_form

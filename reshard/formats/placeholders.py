@@ -10,9 +10,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from reshard.core.location import Location, get_directory
+from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.location import Location, get_directory
-from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelHint
 from reshard.units import counted, some
 

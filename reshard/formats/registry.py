@@ -15,11 +15,11 @@ from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from reshard.core.location import Location
+from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
-from reshard.location import Location
-from reshard.manifest import Manifest
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

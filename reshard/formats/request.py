@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.dtypes import FLOAT32, DType
+from reshard.core.dtypes import FLOAT32, DType
+from reshard.core.manifest import ParamGroup
 from reshard.formats.target_options import FsdpVersion, StateDictType
-from reshard.manifest import ParamGroup
-from reshard.model_parallel.sizes import ONE, Sizes
+from reshard.layouts.model_parallel.sizes import ONE, Sizes
 
 if TYPE_CHECKING:  # each belongs to some writers only
-    from reshard.layout.mesh import MeshGrid
-    from reshard.layout.tensor_parallel import TensorPlan
+    from reshard.layouts.mesh import MeshGrid
+    from reshard.layouts.model_parallel.described import Described
+    from reshard.layouts.tensor_parallel import TensorPlan
     from reshard.model import ModelShapes
-    from reshard.model_parallel.described import Described
     from reshard.training.rng import Policy
     from reshard.training.trainer_run import TrainerRun
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from reshard.core.location import Location
 from reshard.errors import UnrecognisedError
-from reshard.files import MAX_POINTER, read_small_file
-from reshard.location import Location
+from reshard.system.files import MAX_POINTER, read_small_file
 from reshard.units import some
 
 _NUMBERED = re.compile(

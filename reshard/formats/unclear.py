@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
+from reshard.core.location import Location
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 from reshard.formats import huggingface, registry, run
 from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import find_torch_files
-from reshard.location import Location
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 from reshard.units import make_natural_key, some
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from reshard.core.manifest import PARAM, Entry, Manifest, index_entries
 from reshard.errors import UnsupportedError
 from reshard.formats import registry
-from reshard.manifest import PARAM, Entry, Manifest, index_entries
 from reshard.units import some
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard import units
+from reshard.core.manifest import Manifest
 from reshard.html import shards
 from reshard.html.curves import Curves, LossRun
 from reshard.html.page import Column, Facts, Findings, Maps, Page, PageTable, Section
 from reshard.html.pages import MOST_SHOWN, Document, build_checkpoint_panel, build_command_panel
-from reshard.manifest import Manifest
 
 _LEVELS = ("state", "trajectory", "bitwise")
 

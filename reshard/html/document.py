@@ -16,12 +16,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from reshard.engine.output import commit
+from reshard.engine.output.destination import check_destination
 from reshard.errors import ExistsError
 from reshard.html.bars import Bars
 from reshard.html.curves import Curves
 from reshard.html.page import Maps, Page, PageTable
-from reshard.output import commit
-from reshard.output.destination import check_destination
 from reshard.version import __version__
 
 _ASSETS = Path(__file__).parent / "assets"

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from reshard import units
-from reshard.chunks import Chunk
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, Skeleton
 from reshard.html import shards
 from reshard.html.page import Column, Facts, Findings, Maps, Page, PageTable
-from reshard.manifest import MASTER, PARAM, Entry, Manifest, Skeleton
 
 Document = Mapping[str, Any]
 

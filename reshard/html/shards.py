@@ -15,9 +15,9 @@ from operator import itemgetter, mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.box import Index, row_major
-from reshard.manifest import Entry, Manifest, Skeleton
-from reshard.paths import find_rank
+from reshard.core.box import Index, row_major
+from reshard.core.manifest import Entry, Manifest, Skeleton
+from reshard.system.paths import find_rank
 from reshard.units import make_natural_key
 
 MOST_PIECES = 100_000  # per map; about 5 MB before compression

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.containers import torch_writer
-from reshard.files import SourceFiles
+from reshard.core.manifest import Manifest
+from reshard.engine.move.on_demand import OnDemandFiles
+from reshard.engine.planning.planner import Plan
 from reshard.live.safe_load import load_safely
-from reshard.manifest import Manifest
-from reshard.move.on_demand import OnDemandFiles
-from reshard.planning.planner import Plan
 from reshard.state_dict import torch_state_dict
+from reshard.system.files import SourceFiles
 from reshard.training.copied_files import collect_own_tensors
 
 _NAME = "extra.pt"

@@ -21,15 +21,15 @@ from reshard.commands.split.command import plan_split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
 from reshard.commands.unwritten import plan_unwritten
+from reshard.core.keys import strip_wrappers
+from reshard.core.manifest import Entry, Key, Manifest, ParamGroup, Skeleton, SourceFile
+from reshard.engine.move.on_demand import OnDemandFiles
+from reshard.engine.planning.planner import Plan
 from reshard.errors import ReshardError, UsageError
-from reshard.files import SourceFiles
 from reshard.formats.request import LiveTarget
-from reshard.keys import strip_wrappers
 from reshard.live.names import use_live_names
-from reshard.manifest import Entry, Key, Manifest, ParamGroup, Skeleton, SourceFile
-from reshard.move.on_demand import OnDemandFiles
-from reshard.planning.planner import Plan
-from reshard.threads import count_cores
+from reshard.system.files import SourceFiles
+from reshard.system.threads import count_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from reshard.keys import Edits, edit, remove_wrappers
-from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
+from reshard.core.keys import Edits, edit, remove_wrappers
+from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from reshard.attributes import replace_attributes
+from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.live.safe_load import load_safely
-from reshard.move.on_demand import OnDemandFiles
+from reshard.system.attributes import replace_attributes
 
 Load = Callable[[OnDemandFiles, str, Any], Any]
 """(files, name, map_location) -> what ``torch.load`` returns for the file of this name."""

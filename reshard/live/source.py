@@ -6,12 +6,12 @@ import logging
 from collections.abc import Collection
 
 from reshard import formats
+from reshard.checks.identity import check_identity
 from reshard.commands.output_options import ValueOptions
 from reshard.commands.reading import read_trusted
-from reshard.identity import check_identity
+from reshard.core.manifest import Manifest
 from reshard.live.files import compute_on_first_rank
 from reshard.live.names import use_live_names
-from reshard.manifest import Manifest
 from reshard.model import ModelShapes
 
 _logger = logging.getLogger("reshard")

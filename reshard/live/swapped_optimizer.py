@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.attributes import replace_attributes
 from reshard.live.unread import UnreadTensor
+from reshard.system.attributes import replace_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 
 if TYPE_CHECKING:
     from torch import nn

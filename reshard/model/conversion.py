@@ -13,11 +13,10 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
-from reshard.box import Index, whole
-from reshard.chunks import Chunk, contiguous
-from reshard.dtypes import UINT8
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.manifest import (
+from reshard.core.box import Index, whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.dtypes import UINT8
+from reshard.core.manifest import (
     PARAM,
     WEIGHT_KINDS,
     Entry,
@@ -27,9 +26,10 @@ from reshard.manifest import (
     check,
     index_entries,
 )
+from reshard.core.renames import check_parts_dtype, replace_tensors
+from reshard.core.views import Take, apply_views, invert_views
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.model.tracing import TensorPart, Traced
-from reshard.renames import check_parts_dtype, replace_tensors
-from reshard.views import Take, apply_views, invert_views
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from reshard.box import Index
-from reshard.dtypes import DType
+from reshard.core.box import Index
+from reshard.core.dtypes import DType
 
 _COUNTER = "num_batches_tracked"
 _STATISTICS = ("running_mean", "running_var")

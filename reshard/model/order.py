@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from reshard.box import Index
-from reshard.dtypes import DType
+from reshard.core.box import Index
+from reshard.core.dtypes import DType
+from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.errors import UnsupportedError, UsageError
-from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model.shapes import ModelShapes
 
 

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.attributes import replace_attributes
-from reshard.box import Index
+from reshard.core.box import Index
+from reshard.core.manifest import WEIGHT_KINDS, Manifest
+from reshard.core.renames import rename_some
 from reshard.errors import ReshardError, UnsupportedError, UsageError
-from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.model.build import build, build_configured
 from reshard.model.conversion import FormConversion, drop_empty_pieces
 from reshard.model.tracing import Traced, read_trace, start_trace
-from reshard.renames import rename_some
+from reshard.system.attributes import replace_attributes
 from reshard.units import some
 
 if TYPE_CHECKING:

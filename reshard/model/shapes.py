@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from reshard.box import Index
+from reshard.core.box import Index
 from reshard.errors import UnsupportedError, UsageError
 from reshard.model.wrap import Policy, find_wrapped, get_batch_norm
 

@@ -13,9 +13,9 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard.box import Box, Index
+from reshard.core.box import Box, Index
+from reshard.core.views import Permute, Put, Reshape, Take, View, append_view
 from reshard.errors import UnsupportedError
-from reshard.views import Permute, Put, Reshape, Take, View, append_view
 
 if TYPE_CHECKING:
     import torch

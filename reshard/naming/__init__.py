@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
-from reshard.manifest import Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
 
 __all__ = [

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard.containers.json_files import read_json_object
+from reshard.core.manifest import Manifest
 from reshard.errors import UsageError, understood
-from reshard.manifest import Manifest
-from reshard.model_parallel import families
-from reshard.model_parallel.families import Family
-from reshard.model_parallel.traits import Traits
+from reshard.layouts.model_parallel import families
+from reshard.layouts.model_parallel.families import Family
+from reshard.layouts.model_parallel.traits import Traits
 from reshard.naming.options import NameOptions
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 from reshard.training.companion_files import find_config
 
 

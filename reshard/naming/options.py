@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.manifest import Manifest
+from reshard.core.manifest import Manifest
 
 if TYPE_CHECKING:
-    from reshard.model_parallel.described import Described
-    from reshard.model_parallel.families import Family
-    from reshard.model_parallel.rules import Table
-    from reshard.model_parallel.traits import Traits
+    from reshard.layouts.model_parallel.described import Described
+    from reshard.layouts.model_parallel.families import Family
+    from reshard.layouts.model_parallel.rules import Table
+    from reshard.layouts.model_parallel.traits import Traits
 
 Names = Literal["source", "hf", "module"]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.box import Index
 from reshard.containers.json_files import read_json_object
+from reshard.core.box import Index
+from reshard.core.manifest import WEIGHT_KINDS, Manifest
 from reshard.errors import UnsupportedError, UsageError
-from reshard.manifest import WEIGHT_KINDS, Manifest
 from reshard.model import library
 from reshard.model.adapter_names import find_saved_names
 from reshard.naming.options import Names
@@ -211,6 +211,6 @@ def _keep_written_names(manifest: Manifest, aliases: Mapping[str, str]) -> Manif
             names |= {alias: written, written: alias}
     if not names:
         return manifest
-    from reshard.renames import rename_some
+    from reshard.core.renames import rename_some
 
     return rename_some(manifest, names)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError, understood
-from reshard.manifest import Manifest
+from reshard.layouts.model_parallel import families, names, vocabulary
+from reshard.layouts.model_parallel.architecture import Architecture
+from reshard.layouts.model_parallel.families import Family
+from reshard.layouts.model_parallel.rules import add_user_rules, load_whole_table
+from reshard.layouts.model_parallel.traits import Traits
 from reshard.model import library
-from reshard.model_parallel import families, names, vocabulary
-from reshard.model_parallel.architecture import Architecture
-from reshard.model_parallel.families import Family
-from reshard.model_parallel.rules import add_user_rules, load_whole_table
-from reshard.model_parallel.traits import Traits
 from reshard.naming.config import describe_config
 from reshard.naming.options import ModelNames, NameOptions, Naming
 from reshard.training.companion_files import find_config

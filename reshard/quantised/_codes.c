@@ -8,7 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "../move/values.h"
+#include "../engine/move/values.h"
 
 /* Columns of a row that are widened or multiplied at a time, in the fastest cache. */
 #define PART_COLUMNS 2048

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.chunks import Chunk
-from reshard.derived import Reader
-from reshard.dtypes import BFLOAT16, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8, DType
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import BFLOAT16, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8, DType
 from reshard.errors import CorruptError
 from reshard.quantised import loops
 from reshard.quantised.scaled import Scaled
+from reshard.system.derived import Reader
 
 Array = NDArray[Any]
 

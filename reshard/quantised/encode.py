@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.dtypes import (
+from reshard.core.dtypes import (
     BFLOAT16,
     E5M2,
     E8M0,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.dtypes import round_to_bfloat16
+from reshard.core.dtypes import round_to_bfloat16
 
 Array = NDArray[Any]
 

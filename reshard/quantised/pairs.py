@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from reshard.box import Index, whole
-from reshard.chunks import Chunk, contiguous
-from reshard.derived import Derived, Reader
-from reshard.dtypes import BFLOAT16, BY_NAME, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8
+from reshard.core.box import Index, whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.dtypes import BFLOAT16, BY_NAME, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8
+from reshard.core.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.quantised.scaled import Scaled
+from reshard.system.derived import Derived, Reader
 
 _FLOAT8 = (E4M3, E5M2)
 _EXPONENTS = (UINT8, E8M0)

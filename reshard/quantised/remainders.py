@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from reshard.box import row_major, whole
-from reshard.chunks import Chunk
-from reshard.derived import Derived, Reader, list_files
-from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType, round_to_bfloat16
+from reshard.core.box import row_major, whole
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import BFLOAT16, BY_NAME, FLOAT32, DType, round_to_bfloat16
+from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, check
+from reshard.engine.planning.copies import Copy, CopyPlanner
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.files import SourceFiles
-from reshard.manifest import MASTER, PARAM, Entry, Manifest, check
-from reshard.planning.copies import Copy, CopyPlanner
+from reshard.system.derived import Derived, Reader, list_files
+from reshard.system.files import SourceFiles
 from reshard.units import counted, some
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.chunks import Chunk
-from reshard.dtypes import BFLOAT16, FLOAT32, DType
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard import dtypes
 from reshard.containers.json_files import read_json_object
-from reshard.dtypes import BFLOAT16, DType
+from reshard.core import dtypes
+from reshard.core.dtypes import BFLOAT16, DType
+from reshard.core.manifest import Quantisation
 from reshard.errors import CorruptError, UsageError
-from reshard.manifest import Quantisation
 
 CONFIG = "config.json"
 KEYS = ("quantization_config", "compression_config")  # the second: compressed-tensors before 0.4

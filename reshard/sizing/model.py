@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from reshard.box import Index
+from reshard.core.box import Index
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard import units
-from reshard.box import Index
+from reshard.core.box import Index
 from reshard.errors import UsageError
-from reshard.paths import as_path
 from reshard.sizing.families import UnknownSizesError, count_config, count_llama_block
 from reshard.sizing.model import BlockSizes, ModelSizes, Parameter, Saved
+from reshard.system.paths import as_path
 
 _BLOCK = re.compile(r"(?P<block>(?:.*?\.)?\d+)\.(?P<rest>.+)")
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")

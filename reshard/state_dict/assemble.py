@@ -8,18 +8,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.box import Index
-from reshard.chunks import Chunk
-from reshard.errors import (
-    FETCH_MISSING,
-    MIXED,
-    CorruptError,
-    IncompleteError,
-    UnsupportedError,
-    UsageError,
-)
-from reshard.files import SourceFiles
-from reshard.manifest import (
+from reshard.containers.pickles import trust
+from reshard.containers.pickles.objects import SCHEDULER
+from reshard.core.box import Index
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import (
     BUFFER,
     PARAM,
     Claim,
@@ -31,11 +24,17 @@ from reshard.manifest import (
     find_most_common_dtype,
     index_entries,
 )
+from reshard.errors import (
+    FETCH_MISSING,
+    MIXED,
+    CorruptError,
+    IncompleteError,
+    UnsupportedError,
+    UsageError,
+)
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import find_parts, find_trained_names
 from reshard.model.norm_buffers import find_norm_buffers
-from reshard.pickles import trust
-from reshard.pickles.objects import SCHEDULER
 from reshard.state_dict import (
     flat_params,
     leaves,
@@ -56,6 +55,7 @@ from reshard.state_dict.tree import (
     format_path,
     is_tensor,
 )
+from reshard.system.files import SourceFiles
 from reshard.units import some
 
 _LISTED = 6

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from reshard.box import Box, Index, as_index
-from reshard.chunks import Chunk
+from reshard.core.box import Box, Index, as_index
+from reshard.core.chunks import Chunk
+from reshard.core.schema import COUNT, SHAPE, TEXT, expect, mapping, record, sequence
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.layout import flat_param
-from reshard.layout.partition import Member, build_flat_chunks, run_chunks
+from reshard.layouts import flat_param
+from reshard.layouts.partition import Member, build_flat_chunks, run_chunks
 from reshard.model import ModelShapes
-from reshard.schema import COUNT, SHAPE, TEXT, expect, mapping, record, sequence
 from reshard.state_dict.tree import GlobalTensor, LocalTensors
 
 KEY = "_flat_param"

@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
-from reshard.box import Index
 from reshard.containers.torch_objects import Tensor, pack_number, read_number
 from reshard.containers.torch_writer import Slot, Storage
-from reshard.dtypes import DType
+from reshard.core.box import Index
+from reshard.core.dtypes import DType
 from reshard.errors import UnsupportedError
-from reshard.files import SourceFiles
 from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import GlobalTensor, as_global, is_tensor
+from reshard.system.files import SourceFiles
 
 _MEMBERS = ("params", "param_names")
 _LARGEST = 1e300  # of a counter: excludes inf, NaN and integers that no float holds

@@ -10,9 +10,9 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from reshard.containers import numpy_arrays
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import StoredBuffer, Tensor, is_wrapped
 from reshard.errors import IncompleteError, UnsupportedError
-from reshard.pickles.values import Call
 from reshard.state_dict.tree import GlobalTensor, LocalTensors, is_tensor
 from reshard.units import counted, some
 

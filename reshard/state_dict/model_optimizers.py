@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from reshard.box import Index
-from reshard.files import SourceFiles
-from reshard.manifest import PARAM, Entry, UnnamedOptimizer
+from reshard.core.box import Index
+from reshard.core.manifest import PARAM, Entry, UnnamedOptimizer
 from reshard.model import ModelShapes
 from reshard.model.weight_decay import divide_parameters
 from reshard.state_dict import flat_params, optimizer_state, sections
 from reshard.state_dict.optimizer_layouts import KnownParameters
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.tree import ParsedTree, format_path
+from reshard.system.files import SourceFiles
 
 
 def select_optimizers(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from reshard.box import Index
-from reshard.chunks import Chunk
+from reshard.core.box import Index
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import Entry
 from reshard.errors import CorruptError
-from reshard.manifest import Entry
 from reshard.state_dict import flat_params, nested_slots
 from reshard.state_dict.flat_params import FlatUnit
 from reshard.state_dict.optimizer_names import (

@@ -11,12 +11,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reshard import counts
-from reshard.box import Index
 from reshard.containers.torch_objects import read_number
+from reshard.core import counts
+from reshard.core.box import Index
+from reshard.core.manifest import Entry, Keyed, ParamGroup, UnnamedOptimizer
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
-from reshard.files import SourceFiles
-from reshard.manifest import Entry, Keyed, ParamGroup, UnnamedOptimizer
 from reshard.state_dict import nested_slots
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_layouts import (
@@ -30,6 +29,7 @@ from reshard.state_dict.optimizer_layouts import (
 from reshard.state_dict.optimizer_names import AmbiguousError, may_be_divided_by_decay
 from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import GlobalTensor, LocalTensors, as_list, is_tensor
+from reshard.system.files import SourceFiles
 from reshard.training import optimizers
 
 _STATE, _GROUPS = "state", "param_groups"

@@ -9,18 +9,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.chunks import Chunk
 from reshard.containers.numpy_arrays import Array
-from reshard.containers.torch_objects import Tensor
-from reshard.manifest import Entry, TrainState
-from reshard.pickles.objects import (
+from reshard.containers.pickles.objects import (
     OF_CALLS,
     SCHEDULER,
     can_be_written,
     is_namespace,
     iterate_parts,
 )
-from reshard.pickles.values import Call, DictObject, ListObject
+from reshard.containers.pickles.values import Call, DictObject, ListObject
+from reshard.containers.torch_objects import Tensor
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import Entry, TrainState
 from reshard.state_dict.plain_values import is_plain, to_plain
 from reshard.state_dict.tree import LocalTensors, as_global, is_tensor
 from reshard.training.copied_files import TENSOR

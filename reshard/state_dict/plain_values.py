@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_objects import Tensor
-from reshard.pickles.values import Call, Global
 from reshard.state_dict.tree import GlobalTensor, LocalTensors
 
 _MAX_DEPTH = 100

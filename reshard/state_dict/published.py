@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries
+from reshard.core.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.model import ModelShapes
 from reshard.state_dict.tree import GlobalTensor, as_global
 

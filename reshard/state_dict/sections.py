@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from reshard.containers.pickles.values import Call
 from reshard.errors import UnrecognisedError, UsageError
-from reshard.pickles.values import Call
 from reshard.state_dict import leaves
 from reshard.state_dict import tree as trees
 from reshard.state_dict.optimizer_state import is_optimizer

@@ -12,13 +12,13 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from reshard.box import Box, Index, as_index
-from reshard.chunks import Chunk
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, parse_dtype
-from reshard.dtypes import DType
+from reshard.core.box import Box, Index, as_index
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import DType
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
-from reshard.layout.partition import Cut, compute_mesh_box
-from reshard.pickles.values import Call
+from reshard.layouts.partition import Cut, compute_mesh_box
 
 _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from reshard import dtypes
-from reshard.box import Index, row_major
+from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import Slot, Storage
-from reshard.dtypes import DType
-from reshard.layout.mesh import Cuts, MeshGrid, TensorPlacement
-from reshard.layout.partition import Cut
-from reshard.pickles.values import Call, Global
+from reshard.core import dtypes
+from reshard.core.box import Index, row_major
+from reshard.core.dtypes import DType
+from reshard.layouts.mesh import Cuts, MeshGrid, TensorPlacement
+from reshard.layouts.partition import Cut
 
 _DTENSOR = "torch.distributed.tensor.DTensor"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from reshard.box import Box, Index, whole
 from reshard.containers import torch_writer
+from reshard.containers.pickles.canonical import Canonicalizer
 from reshard.containers.torch_writer import Part, Slot, Storage
-from reshard.layout.mesh import MeshPlacements
-from reshard.manifest import Skeleton
+from reshard.core.box import Box, Index, whole
+from reshard.core.manifest import Skeleton
+from reshard.layouts.mesh import MeshPlacements
 from reshard.model import ModelShapes
-from reshard.pickles.canonical import Canonicalizer
 from reshard.state_dict.sharded_writer import DTensorBuilder
 from reshard.state_dict.torch_state_dict import Value, build_optimizer
 from reshard.training.state import WritableState

@@ -17,13 +17,13 @@ from itertools import count
 from math import prod
 from typing import Any
 
-from reshard import dtypes
-from reshard.box import Index
 from reshard.containers.torch_objects import pack_number
 from reshard.containers.torch_writer import pack_fp32
-from reshard.dtypes import DType
+from reshard.core import dtypes
+from reshard.core.box import Index
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry, Keyed, Manifest, TrainState
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.manifest import Entry, Keyed, Manifest, TrainState
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, optimizer_names
 from reshard.state_dict.hyper_parameters import TensorNumber

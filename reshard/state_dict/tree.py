@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reshard.box import Index
-from reshard.chunks import Chunk
 from reshard.containers.numpy_arrays import Array
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.dtypes import DType
+from reshard.core.box import Index
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import DType
+from reshard.core.manifest import SourceFile
 from reshard.errors import MIXED, CorruptError, shown
-from reshard.manifest import SourceFile
-from reshard.pickles.values import Call
 from reshard.state_dict import sharded_reader
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import api, formats
+from reshard.core.manifest import Manifest
 from reshard.errors import NOT_UNDERSTOOD, ReshardError, UnrecognisedError
 from reshard.formats import registry
 from reshard.formats.base import Format
-from reshard.manifest import Manifest
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 from reshard.units import some
 
 if TYPE_CHECKING:

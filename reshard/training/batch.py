@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.manifest import Manifest
-from reshard.model_parallel.sizes import parse_mesh
+from reshard.core.manifest import Manifest
+from reshard.layouts.model_parallel.sizes import parse_mesh
 from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun
 from reshard.units import counted, either, find_nearest_divisors

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.box import Index
 from reshard.containers.json_files import format_json, read_json_object
-from reshard.dtypes import DType
+from reshard.core.box import Index
+from reshard.core.dtypes import DType
+from reshard.core.location import get_directory
+from reshard.core.manifest import Entry, Manifest, OutputFile, Skeleton, find_most_common_dtype
 from reshard.errors import UsageError
-from reshard.files import read_small_file
-from reshard.location import get_directory
-from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, find_most_common_dtype
 from reshard.quantised.statement import CONFIG, OTHERS, remove_statement
+from reshard.system.files import read_small_file
 from reshard.training.batch import BATCH_BEFORE
 
 if TYPE_CHECKING:

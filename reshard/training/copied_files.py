@@ -15,14 +15,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from reshard.box import whole
-from reshard.chunks import contiguous
+from reshard.containers.pickles.objects import iterate_parts
 from reshard.containers.torch_detect import is_torch_file
-from reshard.dtypes import UINT8
-from reshard.files import get_size
-from reshard.location import Location
-from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, TrainState
-from reshard.pickles.objects import iterate_parts
+from reshard.core.box import whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import UINT8
+from reshard.core.location import Location
+from reshard.core.manifest import Entry, Manifest, OutputFile, Skeleton, TrainState
+from reshard.system.files import get_size
 
 KIND = "file"  # kind of an entry whose elements are the bytes of a whole file
 ITEM = "item"  # kind of an entry whose elements are the bytes of a range of a file

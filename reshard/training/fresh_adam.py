@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from reshard.dtypes import DType
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError, UsageError
-from reshard.manifest import Entry
 from reshard.training.optimizers import AMSGRAD, MOMENTS, is_adam
 from reshard.training.param_groups import StateAndNotes
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight, WritableState

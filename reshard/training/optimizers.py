@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from reshard.box import Index
+from reshard.core.box import Index
 
 Counter = Literal["state", "group", "none"]
 

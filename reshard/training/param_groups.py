@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from reshard.containers.pickles import objects
+from reshard.core.keys import compile_patterns
+from reshard.core.manifest import ParamGroup
 from reshard.errors import UsageError
-from reshard.keys import compile_patterns
-from reshard.manifest import ParamGroup
-from reshard.pickles import objects
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import counted, some
 

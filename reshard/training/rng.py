@@ -16,17 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from reshard.chunks import Chunk
 from reshard.containers import torch_reader
+from reshard.containers.pickles import trust
+from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_writer import AS_WRITTEN, Slot, Storage
-from reshard.dtypes import UINT8
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import UINT8
+from reshard.core.manifest import SourceFile
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
-from reshard.files import SourceFiles
-from reshard.manifest import SourceFile
-from reshard.paths import as_path
-from reshard.pickles import trust
-from reshard.pickles.values import Call, Global
+from reshard.system.files import SourceFiles
+from reshard.system.paths import as_path
 
 Policy = Literal["keep", "derive", "drop"]
 

@@ -18,10 +18,10 @@ from math import ceil
 from typing import Any
 
 from reshard.containers import torch_reader
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor
 from reshard.containers.torch_writer import AS_WRITTEN
-from reshard.manifest import Manifest, TrainState
-from reshard.pickles.values import Call
+from reshard.core.manifest import Manifest, TrainState
 from reshard.training.copied_files import SCHEDULER
 
 _COUNTER = "collections.Counter"  # of MultiStepLR's milestones

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from reshard.box import whole
-from reshard.chunks import Chunk
 from reshard.containers.torch_objects import read_number
 from reshard.containers.torch_writer import Part, Slot, Storage, build_number
+from reshard.core.box import whole
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError
-from reshard.files import SourceFiles
-from reshard.manifest import Entry
+from reshard.system.files import SourceFiles
 from reshard.training import optimizers
 from reshard.training.state import TrainedParameter, collect_scalar_names
 

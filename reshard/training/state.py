@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard import dtypes
-from reshard.box import Index
-from reshard.dtypes import DType
-from reshard.errors import SAVE_NAMES, IncompleteError, UnsupportedError
-from reshard.manifest import (
+from reshard.core import dtypes
+from reshard.core.box import Index
+from reshard.core.dtypes import DType
+from reshard.core.manifest import (
     BUFFER,
     MASTER,
     PARAM,
@@ -25,7 +24,8 @@ from reshard.manifest import (
     TrainState,
     index_entries,
 )
-from reshard.stamps import Save, Stamp
+from reshard.core.stamps import Save, Stamp
+from reshard.errors import SAVE_NAMES, IncompleteError, UnsupportedError
 from reshard.training import optimizers
 from reshard.training.rng import RankRng
 from reshard.units import some

@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.core.manifest import Skeleton, TrainState
+from reshard.core.schema import COUNT, TEXT, a, expect, record, sequence
 from reshard.errors import UsageError
-from reshard.manifest import Skeleton, TrainState
 from reshard.model.wrap import OWN_LAYERS
-from reshard.schema import COUNT, TEXT, a, expect, record, sequence
 
 NAME = "trainer"
 _FSDP = ("fsdp", "fsdp2")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.box import row_major, whole
 from reshard.checks import deep
 from reshard.checks.scan import ScanResult
-from reshard.chunks import Chunk
-from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT32
-from reshard.manifest import MASTER, PARAM, Entry, Manifest, Origin, index_entries
+from reshard.core.box import row_major, whole
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import BFLOAT16, BY_NAME, FLOAT32
+from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, Origin, index_entries
 
 
 def make_entry(kind, dtype, shape):

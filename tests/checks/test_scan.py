@@ -12,15 +12,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reshard import dtypes
-from reshard.box import index_of, whole
 from reshard.checks.digests import SHA256, Digest
 from reshard.checks.gaps import count_unexpected, find_gaps
 from reshard.checks.scan import Counterpart, Task, find_chunk, scan, split_replicas
-from reshard.chunks import contiguous
-from reshard.files import SourceFiles
-from reshard.layout.partition import run_chunks
-from reshard.manifest import Entry, Record, SourceFile
+from reshard.core import dtypes
+from reshard.core.box import index_of, whole
+from reshard.core.chunks import contiguous
+from reshard.core.manifest import Entry, Record, SourceFile
+from reshard.layouts.partition import run_chunks
+from reshard.system.files import SourceFiles
 from tests.support import random_checkpoints
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard import dtypes
 from reshard.checks import values
+from reshard.core import dtypes
 
 FLOATS = [d for d in dtypes.ALL if d.family in ("float", "float8", "complex")]
 OTHERS = [d for d in dtypes.ALL if d.family in ("int", "bool")]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 import reshard
-from reshard import keys
 from reshard.cli import main
+from reshard.core import keys
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError, UsageError
 
 ODD = {
@@ -118,7 +118,7 @@ def test_a_report_that_finds_no_place_says_that_the_output_is_whole(plain, tmp_p
 
 
 def test_a_page_that_cannot_be_written_says_that_the_output_is_whole(plain, tmp_path, monkeypatch):
-    from reshard.output import commit
+    from reshard.engine.output import commit
 
     def full(*_args, **_options):
         raise OSError(28, "No space left on device")

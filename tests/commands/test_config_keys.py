@@ -16,9 +16,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import reshard
 from reshard.errors import DifferentError, UnsupportedError
-from reshard.model_parallel import families
-from reshard.model_parallel.megatron_traits import make_args
-from reshard.model_parallel.traits import Traits
+from reshard.layouts.model_parallel import families
+from reshard.layouts.model_parallel.megatron_traits import make_args
+from reshard.layouts.model_parallel.traits import Traits
 from reshard.naming import config as configs
 
 TINY: dict[str, Any] = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import reshard
-from reshard.averages.mean import WORKER_NBYTES
 from reshard.commands import forecast as forecasts
-from reshard.manifest import SourceFile
+from reshard.core.manifest import SourceFile
+from reshard.tensors.averages.mean import WORKER_NBYTES
 
 
 @pytest.fixture

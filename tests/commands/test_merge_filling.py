@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard import keys
+from reshard.core import keys
 from reshard.errors import ExistsError, IncompleteError, UsageError
 
 TRAINED = {"model.a.weight": torch.arange(6.0).view(2, 3), "model.b.weight": torch.ones(3)}

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard import files
+from reshard.core.keys import Edits
 from reshard.errors import (
     CorruptError,
     DifferentError,
@@ -22,7 +22,7 @@ from reshard.errors import (
     ResourceError,
     UsageError,
 )
-from reshard.keys import Edits
+from reshard.system import files
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 CONFIG = {"model_type": "llama", "torch_dtype": "float32", "vocab_size": 99, "hidden_size": 4}

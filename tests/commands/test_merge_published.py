@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 import reshard
 from reshard import naming
+from reshard.core.keys import Edits
 from reshard.errors import DifferentError, UsageError
-from reshard.keys import Edits
-from reshard.model_parallel.traits import Traits
+from reshard.layouts.model_parallel.traits import Traits
 from reshard.naming import tables
 from tests.model.test_published import MODELS, make_model
 from tests.support.programs import run_python

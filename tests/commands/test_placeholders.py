@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import reshard
-from reshard import keys
+from reshard.core import keys
 from reshard.errors import IncompleteError
 
 NAMES = [f"layers.{n}.{name}" for n in range(4) for name in ("wq", "norm", "dummy")]

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import (
 import reshard
 from reshard import formats
 from reshard.dcp import StorageReader
+from reshard.engine.move.execute import execute
+from reshard.engine.move.options import MoveOptions
+from reshard.engine.planning.planner import Plan
 from reshard.formats.deepspeed import write
-from reshard.move.execute import execute
-from reshard.move.options import MoveOptions
-from reshard.planning.planner import Plan
 from reshard.training.state import build_writable_state
 
 WEIGHT, BIAS = "0.weight", "0.bias"

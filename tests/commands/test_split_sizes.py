@@ -8,10 +8,10 @@ import pytest
 
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.request import choose_writer, resolve_request
+from reshard.core.manifest import Manifest, Origin
 from reshard.errors import UsageError
 from reshard.formats import registry
-from reshard.manifest import Manifest, Origin
-from reshard.model_parallel.sizes import Sizes, choose_world_size
+from reshard.layouts.model_parallel.sizes import Sizes, choose_world_size
 
 PARALLEL = ["tp", "pp", "ep", "dp"]
 WRITERS = registry.list_built_in_writers()

@@ -18,15 +18,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import reshard
-from reshard import dtypes
-from reshard.box import whole
-from reshard.chunks import contiguous
 from reshard.containers import safetensors
+from reshard.core import dtypes
+from reshard.core.box import whole
+from reshard.core.chunks import contiguous
+from reshard.core.manifest import Entry, OutputFile, Skeleton
+from reshard.engine.move.execute import execute
+from reshard.engine.move.options import MoveOptions
+from reshard.engine.planning.planner import Plan
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
-from reshard.manifest import Entry, OutputFile, Skeleton
-from reshard.move.execute import execute
-from reshard.move.options import MoveOptions
-from reshard.planning.planner import Plan
 from tests.support.installed import SAFETENSORS_DTYPES, TORCH_2_6, skip_unless_saved
 from tests.support.sample_tensors import raw, same, sample_tensors
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import reshard
-from reshard import dtypes
-from reshard.box import whole
 from reshard.containers import torch_objects, torch_reader
 from reshard.containers.torch_objects import Tensor
+from reshard.core import dtypes
+from reshard.core.box import whole
+from reshard.core.manifest import Entry, Manifest, Origin, check
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
-from reshard.files import SourceFiles
-from reshard.manifest import Entry, Manifest, Origin, check
-from reshard.tensors import read_block
+from reshard.system.files import SourceFiles
+from reshard.tensors.lazy import read_block
 from tests.support.sample_tensors import raw, same, sample_tensors
 
 NAMES = list(sample_tensors())

@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard import dtypes, stamps
-from reshard.box import Box, whole
-from reshard.chunks import contiguous
 from reshard.containers import torch_objects, torch_reader, torch_writer, zip_reader
+from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import (
     AS_WRITTEN,
     Part,
@@ -29,15 +27,17 @@ from reshard.containers.torch_writer import (
     lay_out,
     lay_out_object,
 )
-from reshard.dtypes import DType
+from reshard.core import dtypes, stamps
+from reshard.core.box import Box, whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry, Manifest, Origin, SourceFile, check, index_entries
+from reshard.core.stamps import Stamp
+from reshard.engine.move.execute import execute
+from reshard.engine.move.options import MoveOptions
+from reshard.engine.planning.planner import Plan
 from reshard.errors import UnsupportedError
-from reshard.files import Section, SourceFiles
-from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, index_entries
-from reshard.move.execute import execute
-from reshard.move.options import MoveOptions
-from reshard.pickles.values import Call, Global
-from reshard.planning.planner import Plan
-from reshard.stamps import Stamp
+from reshard.system.files import Section, SourceFiles
 from tests.support.installed import NEW_RECORDS, TORCH_2_6, TORCH_DTYPES
 from tests.support.programs import run_python
 from tests.support.sample_tensors import raw, same, sample_tensors

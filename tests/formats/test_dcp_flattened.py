@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from reshard.box import Box
-from reshard.chunks import Chunk
-from reshard.dtypes import FLOAT32
+from reshard.core.box import Box
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import FLOAT32
 from reshard.errors import CorruptError
 from reshard.formats.dcp.flattened import restore
 from reshard.state_dict.tree import GlobalTensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.tensors import LazyTensor
+from reshard.tensors.lazy import LazyTensor
 
 PACKED = Path(__file__).parents[1] / "data" / "megatron_fsdp_0.6.1" / "ws3.tar.xz"
 

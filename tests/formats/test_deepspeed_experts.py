@@ -7,13 +7,8 @@ from dataclasses import replace
 import pytest
 
 from reshard.commands.output import check_overlaps, check_skeleton
-from reshard.dtypes import FLOAT32
-from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.deepspeed import expert_layout, write
-from reshard.formats.deepspeed.expert_layout import parse_expert_name
-from reshard.formats.deepspeed.write import expert_groups, experts
-from reshard.formats.deepspeed.write.grid import GridOptions
-from reshard.manifest import (
+from reshard.core.dtypes import FLOAT32
+from reshard.core.manifest import (
     Entry,
     Manifest,
     Origin,
@@ -22,6 +17,11 @@ from reshard.manifest import (
     TrainState,
     index_entries,
 )
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.deepspeed import expert_layout, write
+from reshard.formats.deepspeed.expert_layout import parse_expert_name
+from reshard.formats.deepspeed.write import expert_groups, experts
+from reshard.formats.deepspeed.write.grid import GridOptions
 from reshard.training.state import build_writable_state
 
 LAYERS = ("0.deepspeed_moe.", "1.deepspeed_moe.")

@@ -13,7 +13,7 @@ from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed.cuts import Cuts
-from reshard.model_parallel.shards import REPLICATED, Split
+from reshard.layouts.model_parallel.shards import REPLICATED, Split
 from tests.judged.alike import assert_same_tensors, list_tensors
 
 SAMPLE = Path(__file__).parents[1] / "data/megatron_deepspeed/tp2pp2dp2"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from reshard.containers.torch_objects import StoredBuffer, Tensor, TorchFile
-from reshard.dtypes import FLOAT32
+from reshard.core.dtypes import FLOAT32
+from reshard.core.location import Location
+from reshard.core.manifest import MASTER
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import swap
 from reshard.formats.deepspeed.states import OptimizerStates
-from reshard.location import Location
-from reshard.manifest import MASTER
 
 _UNIT = 1024  # every swap file is padded to a multiple of it
 

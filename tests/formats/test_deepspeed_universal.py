@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from reshard.core.location import Location
 from reshard.formats.deepspeed import universal
-from reshard.location import Location
 
 
 @pytest.mark.parametrize(

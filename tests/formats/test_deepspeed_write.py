@@ -13,16 +13,11 @@ import pytest
 import torch
 
 import reshard
-from reshard.box import whole
-from reshard.chunks import contiguous
 from reshard.commands.output import check_overlaps, check_skeleton
-from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
-from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
-from reshard.formats.deepspeed import order, write
-from reshard.formats.deepspeed.write import objects, spec, universal
-from reshard.formats.deepspeed.write.spec import find_precision, resolve_spec
-from reshard.formats.deepspeed.write.stage12 import FlatGroups
-from reshard.manifest import (
+from reshard.core.box import whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
+from reshard.core.manifest import (
     Entry,
     Manifest,
     Origin,
@@ -32,7 +27,12 @@ from reshard.manifest import (
     check,
     index_entries,
 )
-from reshard.planning.planner import Plan
+from reshard.engine.planning.planner import Plan
+from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
+from reshard.formats.deepspeed import order, write
+from reshard.formats.deepspeed.write import objects, spec, universal
+from reshard.formats.deepspeed.write.spec import find_precision, resolve_spec
+from reshard.formats.deepspeed.write.stage12 import FlatGroups
 from reshard.training.state import build_writable_state
 
 ADAM = {"lr": 0.1, "capturable": False}

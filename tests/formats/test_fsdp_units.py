@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from reshard.dtypes import BY_NAME
+from reshard.core.dtypes import BY_NAME
 from reshard.errors import UnsupportedError
 from reshard.formats.fsdp import flat_units
 

@@ -13,16 +13,16 @@ import torch
 import reshard
 from benchmarks.hostile import case
 from reshard import formats
-from reshard.box import whole
-from reshard.chunks import contiguous
-from reshard.dtypes import FLOAT32
+from reshard.containers.pickles.values import Global
+from reshard.core.box import whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import FLOAT32
 from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats.deepspeed import cuts, native
 from reshard.formats.megatron import arguments, optimizer
 from reshard.formats.megatron.write import groups
-from reshard.model_parallel.rules import load_table
-from reshard.model_parallel.traits import Traits
-from reshard.pickles.values import Global
+from reshard.layouts.model_parallel.rules import load_table
+from reshard.layouts.model_parallel.traits import Traits
 from reshard.state_dict import flat_params, tree
 from reshard.state_dict.tree import LocalTensors
 from reshard.training.state import build_writable_state

@@ -13,11 +13,11 @@ import yaml
 
 import reshard
 from reshard import formats
+from reshard.core.location import Location
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.megatron import run_config
-from reshard.location import Location
-from reshard.model_parallel.megatron_traits import parse_args
-from reshard.tensors import LazyTensor
+from reshard.layouts.model_parallel.megatron_traits import parse_args
+from reshard.tensors.lazy import LazyTensor
 
 PACKED = Path(__file__).parents[1] / "data" / "megatron_bridge_0.3.1" / "llama_tp2.tar.xz"
 STEP = "iter_0000003"

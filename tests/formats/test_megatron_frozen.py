@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reshard.box import Box, whole
-from reshard.chunks import contiguous
-from reshard.dtypes import BFLOAT16, FLOAT32
-from reshard.files import SourceFiles
+from reshard.core.box import Box, whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import BFLOAT16, FLOAT32
 from reshard.formats.megatron.buckets import Param, concatenate, make_buckets
 from reshard.formats.megatron.frozen import (
     Ambiguous,
@@ -19,6 +18,7 @@ from reshard.formats.megatron.frozen import (
     sample_tensor,
 )
 from reshard.state_dict.tree import GlobalTensor
+from reshard.system.files import SourceFiles
 
 SHAPES = {f"layers.{i}.{n}": s for i in range(4) for n, s in (("norm", (9,)), ("fc", (9, 7)))}
 

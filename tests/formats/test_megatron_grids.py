@@ -14,7 +14,7 @@ import reshard
 from reshard.containers import torch_reader
 from reshard.errors import UsageError
 from reshard.formats.megatron.write.ranks import list_ranks
-from reshard.model_parallel.sizes import Sizes
+from reshard.layouts.model_parallel.sizes import Sizes
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
 SOURCES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from reshard.formats.megatron import order
-from reshard.model_parallel.rules import load_whole_table
+from reshard.layouts.model_parallel.rules import load_whole_table
 
 
 def test_every_name_of_a_table_has_a_place():

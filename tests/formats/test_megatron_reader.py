@@ -20,10 +20,13 @@ from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
 from reshard import formats
-from reshard.box import row_major, whole
-from reshard.chunks import Chunk
+from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.containers import torch_reader
-from reshard.dtypes import FLOAT32
+from reshard.core.box import row_major, whole
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import FLOAT32
+from reshard.core.location import Location
+from reshard.core.manifest import Entry
 from reshard.errors import (
     CorruptError,
     DifferentError,
@@ -47,12 +50,9 @@ from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import covers_experts, find_ranks, list_saving_ranks
-from reshard.identity.counters import find_counter_conflicts
-from reshard.location import Location
-from reshard.manifest import Entry
-from reshard.model_parallel.rules import load_table
+from reshard.layouts.model_parallel.rules import load_table
 from reshard.state_dict.optimizer_state import ParsedOptimizer
-from reshard.tensors import LazyTensor
+from reshard.tensors.lazy import LazyTensor
 from tests.support.megatron_values import change
 from tests.support.sample_tensors import built
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader as DcpReader
 
 import reshard
-from reshard.dtypes import FLOAT32
+from reshard.core.dtypes import FLOAT32
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.write.groups import make_groups

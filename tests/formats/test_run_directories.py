@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import reshard
+from reshard.core.location import Location
 from reshard.errors import (
     CorruptError,
     IncompleteError,
@@ -23,7 +24,6 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats import run
-from reshard.location import Location
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = (2, 4)

@@ -18,14 +18,15 @@ import torch
 from safetensors.torch import save_file
 
 import reshard
-from reshard import dtypes, formats
-from reshard.box import Box, flat_span, whole
-from reshard.chunks import contiguous
+from reshard import formats
+from reshard.core import dtypes
+from reshard.core.box import Box, flat_span, whole
+from reshard.core.chunks import contiguous
+from reshard.core.manifest import Entry, OutputFile, Skeleton
 from reshard.errors import ExistsError, UsageError
 from reshard.html import document, pages, shards
 from reshard.html.curves import Curves
 from reshard.html.page import Column, Facts, Findings, Maps, Page, PageTable
-from reshard.manifest import Entry, OutputFile, Skeleton
 from tests.support import large_manifests
 from tests.support.programs import run_reshard as run
 
@@ -483,7 +484,7 @@ def test_merge_names_what_it_left_out(tmp_path):
 
 
 def reshard_edits(**options):
-    from reshard import keys
+    from reshard.core import keys
 
     return keys.Edits(**options)
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from reshard import formats
-from reshard.box import index_of
 from reshard.checks.scan import find_chunk
-from reshard.manifest import Entry, Manifest, Record
+from reshard.core.box import index_of
+from reshard.core.manifest import Entry, Manifest, Record
 from tests.support.edited_files import edit_safetensors_header
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import reshard
+from reshard.core.keys import Edits
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from reshard.keys import Edits
 from tests.judged.expected import read_expected
 from tests.judges import library_models as models
 from tests.judges.library_cases import SHARDED_ADAPTERS

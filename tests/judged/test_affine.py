@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reshard.formats.deepspeed.cuts import find_affine_split as split
-from reshard.model_parallel.shards import REPLICATED, Split
+from reshard.layouts.model_parallel.shards import REPLICATED, Split
 
 affine = pytest.importorskip("deepspeed.checkpoint.affine")
 

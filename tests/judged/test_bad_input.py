@@ -403,7 +403,7 @@ def tiny_disk(tmp_path):
 
 def test_disk_that_fills_up_midway(copied, tiny_disk, monkeypatch):
     import reshard
-    from reshard.move import journal
+    from reshard.engine.move import journal
 
     monkeypatch.setattr(journal, "check_space", lambda *_: None)
     with pytest.raises(reshard.errors.ResourceError, match="disk is full"):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard.keys import Edits
+from reshard.core.keys import Edits
 from tests.judged.conftest import KEPT
 from tests.judged.damage import edit_file
 from tests.judged.expected import read_expected

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
+from reshard.checks.history import checks as names
+from reshard.core.manifest import WEIGHT_KINDS
 from reshard.errors import UnrecognisedError, UsageError
-from reshard.files import SourceFiles
-from reshard.history import checks as names
 from reshard.html import check_pages
-from reshard.manifest import WEIGHT_KINDS
-from reshard.tensors import read_block
+from reshard.system.files import SourceFiles
+from reshard.tensors.lazy import read_block
 from tests.judged.sequences import RUNS
 from tests.support.programs import run_reshard
 

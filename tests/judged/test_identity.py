@@ -12,11 +12,11 @@ from click.testing import CliRunner
 
 import reshard
 from reshard import formats
+from reshard.checks.identity import check_identity
+from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.cli import cli
+from reshard.core.manifest import MASTER
 from reshard.errors import CorruptError
-from reshard.identity import check_identity
-from reshard.identity.counters import find_counter_conflicts
-from reshard.manifest import MASTER
 from tests.judged import mutations
 from tests.judges import deepspeed_judge
 

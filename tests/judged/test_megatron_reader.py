@@ -58,7 +58,7 @@ def test_every_tensor_is_megatron_s_own(megatron_case, case, form):
 def stored(checkpoint, kind, name):
     if kind == "param":
         entries = {entry.fqn: entry for entry in checkpoint.manifest.of_kind("param")}
-        return reshard.tensors.LazyTensor(entries[name], checkpoint._pool)[...]
+        return reshard.tensors.lazy.LazyTensor(entries[name], checkpoint._pool)[...]
     return checkpoint.optimizer(kind)[name][...]
 
 

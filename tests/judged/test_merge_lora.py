@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import reshard
+from reshard.core.keys import Edits
 from reshard.errors import CorruptError, DifferentError, UnsupportedError, UsageError
-from reshard.keys import Edits
 from tests.judged.expected import read_expected
 from tests.judged.test_quantised import fp8_model, gpt_oss
 from tests.judges import library_models as models

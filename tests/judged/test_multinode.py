@@ -26,12 +26,12 @@ IMPORTED += [
 ]
 MISHAPS = """
 import os, signal, sys, time
-from reshard.move import execute
-from reshard.move import journal
-from reshard.ranks import torchrun
+from reshard.engine.move import execute
+from reshard.engine.move import journal
+from reshard.system.ranks import torchrun
 from reshard.cli import main
 from reshard.errors import CorruptError
-from reshard.move import receipts
+from reshard.engine.move import receipts
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)

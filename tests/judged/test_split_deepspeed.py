@@ -17,23 +17,24 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import reshard
-from reshard import formats, keys
-from reshard.box import whole
+from reshard import formats
 from reshard.commands.output import check_overlaps, check_skeleton
 from reshard.containers import torch_reader
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor
 from reshard.containers.torch_writer import AS_WRITTEN
-from reshard.dtypes import BFLOAT16
+from reshard.core import keys
+from reshard.core.box import whole
+from reshard.core.dtypes import BFLOAT16
+from reshard.core.stamps import Save
+from reshard.engine.move.execute import execute
+from reshard.engine.move.options import MoveOptions
+from reshard.engine.planning.planner import Plan
 from reshard.errors import IncompleteError
-from reshard.files import SourceFiles
 from reshard.formats.deepspeed import write
-from reshard.layout.partition import compute_equal_piece
-from reshard.move.execute import execute
-from reshard.move.options import MoveOptions
-from reshard.pickles.values import Call
-from reshard.planning.planner import Plan
-from reshard.stamps import Save
-from reshard.tensors import read_block
+from reshard.layouts.partition import compute_equal_piece
+from reshard.system.files import SourceFiles
+from reshard.tensors.lazy import read_block
 from reshard.training.state import build_writable_state
 from tests.judged.expected import read_expected
 from tests.judged.resumed import Resumed, assert_goes_on, resume_all

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from reshard import dtypes
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.containers import torch_reader
+from reshard.core import dtypes
 from reshard.errors import UnsupportedError, UsageError
 from tests.judged.alike import assert_same_tensors
 from tests.judged.expected import read_expected

@@ -11,11 +11,11 @@ import torch
 import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
+from reshard.core.location import Location
 from reshard.errors import CorruptError
 from reshard.formats.megatron.rank import open_args, open_rank
 from reshard.formats.megatron.write.args import describe_stages
-from reshard.location import Location
-from reshard.model_parallel.sizes import Sizes
+from reshard.layouts.model_parallel.sizes import Sizes
 from tests.judged.expected import read_expected
 from tests.judges.megatron_judge import CASES, Case, Grid, load_all, loading
 

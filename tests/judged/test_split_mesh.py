@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reshard
-from reshard import stamps
+from reshard.core import stamps
 from reshard.errors import UnsupportedError, UsageError
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judged.expected import read_expected

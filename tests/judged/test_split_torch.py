@@ -12,19 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard
-from reshard import dtypes, formats, keys
+from reshard import formats
 from reshard import model as models
+from reshard.core import dtypes, keys
+from reshard.core.manifest import Manifest, Origin, SourceFile, check, index_entries
+from reshard.core.stamps import Save
+from reshard.engine.move.execute import execute
+from reshard.engine.move.options import MoveOptions
+from reshard.engine.planning.planner import Plan
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files, rank_files
 from reshard.formats.pytorch import layouts
 from reshard.formats.request import Request
-from reshard.layout.mesh import MeshGrid
-from reshard.manifest import Manifest, Origin, SourceFile, check, index_entries
-from reshard.move.execute import execute
-from reshard.move.options import MoveOptions
-from reshard.planning.planner import Plan
-from reshard.stamps import Save
+from reshard.layouts.mesh import MeshGrid
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training import copied_files

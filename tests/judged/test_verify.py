@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reshard
-from reshard import keys
 from reshard.checks import names
+from reshard.core import keys
 from reshard.errors import IncompleteError
 from tests.judges import deepspeed_judge, library_judge, torch_judge
 from tests.support.programs import run_reshard

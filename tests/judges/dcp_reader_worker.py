@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import reshard
 import reshard.dcp
-from reshard.files import SourceFiles
+from reshard.system.files import SourceFiles
 from tests.judges import deepspeed_models as models
 from tests.judges.ranks import mean_over_ranks
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from reshard import dtypes
+from reshard.core import dtypes
 from reshard.errors import UnsupportedError, UsageError
-from reshard.layout.flat_param import get_alignment, place_members
-from reshard.layout.partition import compute_equal_piece
+from reshard.layouts.flat_param import get_alignment, place_members
+from reshard.layouts.partition import compute_equal_piece
 from reshard.model import Unit, describe, shapes_of
 from tests.support.programs import run_python
 

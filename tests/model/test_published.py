@@ -12,17 +12,17 @@ from safetensors.torch import load_file
 
 import reshard
 from reshard import formats
-from reshard.box import whole
-from reshard.dtypes import FLOAT32
+from reshard.core.box import whole
+from reshard.core.dtypes import FLOAT32
+from reshard.core.manifest import Entry, ParamGroup, TrainState, check
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.files import SourceFiles
-from reshard.manifest import Entry, ParamGroup, TrainState, check
 from reshard.model import library
 from reshard.model.build import build_configured
 from reshard.model.conversion import FormConversion
 from reshard.model.published import trace_published
 from reshard.model.tracing import read_trace, start_trace
-from reshard.tensors import read_block
+from reshard.system.files import SourceFiles
+from reshard.tensors.lazy import read_block
 
 TEXT = {
     "hidden_size": 16,

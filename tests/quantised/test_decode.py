@@ -20,10 +20,10 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.files import Descriptor
 from reshard.formats.values import dequantise
 from reshard.quantised import decode
-from reshard.tensors import Checkpoint
+from reshard.system.files import Descriptor
+from reshard.tensors.lazy import Checkpoint
 from tests.quantised.models import (
     FP8,
     MXFP4,

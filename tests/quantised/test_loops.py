@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.dtypes import BFLOAT16, BY_NAME
+from reshard.core.dtypes import BFLOAT16, BY_NAME
 from reshard.quantised import decode, encode, loops
 from tests.quantised.models import (
     FP8,

@@ -15,7 +15,7 @@ from reshard.commands.merge import blocks
 from reshard.commands.merge.blocks import KeptScales, Matrix, quantise
 from reshard.commands.merge.quantising import Release
 from reshard.errors import CorruptError, UnsupportedError, UsageError
-from reshard.tensors import Checkpoint
+from reshard.tensors.lazy import Checkpoint
 from tests.quantised.models import (
     FP8,
     MXFP4,

@@ -7,15 +7,15 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from reshard.box import row_major, whole
-from reshard.chunks import Chunk
-from reshard.dtypes import BFLOAT16, FLOAT32
+from reshard.checks.identity.crosscheck import compare_masters
+from reshard.core.box import row_major, whole
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import BFLOAT16, FLOAT32
+from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, Origin, SourceFile, index_entries
 from reshard.errors import CorruptError, IncompleteError
-from reshard.files import SourceFiles
-from reshard.identity.crosscheck import compare_masters
-from reshard.manifest import MASTER, PARAM, Entry, Manifest, Origin, SourceFile, index_entries
 from reshard.quantised.remainders import INT16, complete_masters, is_computed
-from reshard.tensors import LazyTensor
+from reshard.system.files import SourceFiles
+from reshard.tensors.lazy import LazyTensor
 from tests.judges.megatron_adam import whole_master
 
 SHAPE = (70, 50)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from reshard.dtypes import FLOAT32
+from reshard.core.dtypes import FLOAT32
 from reshard.model import ModelShapes
 from reshard.state_dict.adapter_form import restore_adapter_form
 from reshard.state_dict.tree import GlobalTensor

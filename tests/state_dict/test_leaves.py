@@ -14,8 +14,8 @@ from torch.distributed import checkpoint as dcp
 import reshard
 from reshard.cli import cli
 from reshard.containers import numpy_arrays
+from reshard.containers.pickles.values import Call, Global
 from reshard.errors import IncompleteError, ReshardError, UnsupportedError
-from reshard.pickles.values import Call, Global
 
 PROTOCOLS = (2, 3, 4, 5)
 RANDOM = np.random.default_rng(7)

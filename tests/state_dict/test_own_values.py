@@ -7,9 +7,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 import pytest
 
-from reshard.pickles.canonical import Canonicalizer
-from reshard.pickles.pickler import Pickler
-from reshard.pickles.unpickle import loads
+from reshard.containers.pickles.canonical import Canonicalizer
+from reshard.containers.pickles.pickler import Pickler
+from reshard.containers.pickles.unpickle import loads
 from reshard.state_dict.own_values import keep_own_values
 
 VALUES = {

@@ -170,7 +170,7 @@ def _named(arguments: tuple) -> str:
 def reshard(arguments: list[str], batch_bytes: int) -> None:
     """Run the command line with more frequent lines in the journal."""
     from reshard.cli import main
-    from reshard.move import journal
+    from reshard.engine.move import journal
 
     journal.BATCH_BYTES = batch_bytes
     sys.argv = ["reshard", *arguments]

@@ -38,7 +38,7 @@ for package in reshard, trainer:
     assert pathlib.Path(package.__file__).is_relative_to(sys.prefix), package.__file__
 assert (pathlib.Path(reshard.__file__).parent / "py.typed").exists()
 if shutil.which("cc"):
-    import reshard.move._cast
+    import reshard.engine.move._cast
 """
 STATE = """
 import torch, reshard

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from reshard import dtypes
-from reshard.dtypes import DType
+from reshard.core import dtypes
+from reshard.core.dtypes import DType
 
 TORCH_2_6 = torch.__version__.startswith("2.6.")
 # torch/serialization.py, `_save`: records of an archive that torch 2.6 does not write.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from reshard import dtypes
-from reshard.box import Box, row_major
-from reshard.chunks import Chunk
-from reshard.layout.partition import compute_equal_piece, run_chunks
-from reshard.manifest import (
+from reshard.core import dtypes
+from reshard.core.box import Box, row_major
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import (
     Entry,
     Manifest,
     Origin,
@@ -17,6 +16,7 @@ from reshard.manifest import (
     SourceFile,
     index_entries,
 )
+from reshard.layouts.partition import compute_equal_piece, run_chunks
 
 SLOTS = ("exp_avg", "exp_avg_sq", "master")
 HEADER, TRAILER = 4096, 1000  # bytes of a file that are no tensor's

@@ -12,7 +12,7 @@ from threading import Lock, Thread
 
 import pytest
 
-from reshard.remote import attempts, store
+from reshard.system.remote import attempts, store
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
 DROP, CUT, SLOW = "drop", "cut", "slow"  # or the status to answer with: 500, 503, 403

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard import dtypes
-from reshard.box import Box, row_major, run_boxes, whole
-from reshard.chunks import Chunk, contiguous
 from reshard.containers import safetensors
-from reshard.layout.partition import run_chunks
-from reshard.manifest import Entry, OutputFile, Record, Skeleton, SourceFile
-from reshard.move.execute import execute
-from reshard.move.options import MoveOptions
-from reshard.planning.planner import Plan
+from reshard.core import dtypes
+from reshard.core.box import Box, row_major, run_boxes, whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.manifest import Entry, OutputFile, Record, Skeleton, SourceFile
+from reshard.engine.move.execute import execute
+from reshard.engine.move.options import MoveOptions
+from reshard.engine.planning.planner import Plan
+from reshard.layouts.partition import run_chunks
 
 BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 LAYOUTS = ("flat", "equal", "rows", "columns", "grid", "replicas", "whole")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from reshard.manifest import Entry
+from reshard.core.manifest import Entry
 
 _BY_BITS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")

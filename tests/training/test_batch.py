@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from reshard.manifest import Manifest, Origin, TrainState
+from reshard.core.manifest import Manifest, Origin, TrainState
 from reshard.training.batch import describe_misfit, rebalance_batch
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from reshard.box import whole
-from reshard.chunks import contiguous
-from reshard.dtypes import FLOAT32
+from reshard.core.box import whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import FLOAT32
+from reshard.core.manifest import Entry, Manifest, Origin, ParamGroup, TrainState, index_entries
 from reshard.errors import UsageError
-from reshard.manifest import Entry, Manifest, Origin, ParamGroup, TrainState, index_entries
 from reshard.training.param_groups import follow_live, regroup
 from reshard.training.state import build_writable_state
 

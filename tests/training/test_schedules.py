@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
 
-from reshard.manifest import TrainState
-from reshard.pickles.values import Call
+from reshard.containers.pickles.values import Call
+from reshard.core.manifest import TrainState
 from reshard.training import schedules
 
 UPDATES, SAVED = 12, 4

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from reshard.commands.split.options import SplitOptions
+    from reshard.engine.move.on_demand import OnDemandFiles
     from reshard.errors import ReshardError
     from reshard.live.files import LiveFiles
-    from reshard.move.on_demand import OnDemandFiles
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The stamp of a file that was swapped with another one, or left from another save, contradicts its
 directory or name; ``reshard`` compares the stamps of a checkpoint before it converts it. The form
-is that of ``reshard.stamps``.
+is that of ``reshard.core.stamps``.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard import formats
-from reshard.averages import matching
-from reshard.averages.coefficients import SourceStep, compute_ema, find_order, parse_weights
-from reshard.averages.mean import WORKER_NBYTES
+from reshard.checks.identity import check_identity
+from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.commands.average import layout
 from reshard.commands.average.options import AverageOptions
 from reshard.commands.average.report import AverageReport, MergedAverage, SplitAverage
@@ -30,16 +29,17 @@ from reshard.commands.merge.report import describe_merge
 from reshard.commands.output import Job, convert
 from reshard.commands.output_report import OutputReport
 from reshard.commands.reading import Meter, read_trusted
+from reshard.core.location import Location
+from reshard.core.manifest import WEIGHT_KINDS, Manifest
+from reshard.engine.planning.planner import Plan
 from reshard.errors import DifferentError, IncompleteError, UsageError
-from reshard.files import SourceFiles
 from reshard.formats import run, unclear
-from reshard.identity import check_identity
-from reshard.identity.counters import find_counter_conflicts
-from reshard.location import Location
-from reshard.manifest import WEIGHT_KINDS, Manifest
-from reshard.planning.planner import Plan
+from reshard.system.files import SourceFiles
+from reshard.tensors.averages import matching
+from reshard.tensors.averages.coefficients import SourceStep, compute_ema, find_order, parse_weights
+from reshard.tensors.averages.mean import WORKER_NBYTES
+from reshard.tensors.weights import Weights
 from reshard.units import counted, some
-from reshard.weights import Weights
 
 _FEWEST = 2  # checkpoints that have an average
 

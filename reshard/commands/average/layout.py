@@ -14,11 +14,11 @@ from reshard.commands.output import Job
 from reshard.commands.split.command import plan_split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
+from reshard.core.manifest import Manifest, Origin, find_most_common_dtype, index_entries
+from reshard.engine.output.temporary import temporary
 from reshard.errors import ReshardError
 from reshard.formats import registry
-from reshard.manifest import Manifest, Origin, find_most_common_dtype, index_entries
-from reshard.output.temporary import temporary
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 
 _SHOWN = "the mean"  # stands for the temporary directory in messages
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reshard.averages.coefficients import EMA, WEIGHTS
 from reshard.commands.merge.options import MergeOptions, WeightsOptions
 from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.commands.split.options import NewOptimizerOptions, SplitOptions
 from reshard.errors import UsageError
 from reshard.formats.target_options import TargetOptions
 from reshard.options import option, options_of, repeat_option
+from reshard.tensors.averages.coefficients import EMA, WEIGHTS
 
 _OF_LAYOUTS = (
     "world_size",

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reshard import formats, keys
-from reshard.adapters import config as configs
+from reshard import formats
 from reshard.commands.merge.passes import Adapter, Merge
 from reshard.containers import safetensors_shards as writer
+from reshard.core import keys
+from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest, OutputFile, Skeleton
 from reshard.errors import ReshardError, UnsupportedError, UsageError
-from reshard.files import SourceFiles, read_small_file
-from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, OutputFile, Skeleton
 from reshard.model import adapter_names as names
 from reshard.model.adapter_names import AdapterPart
-from reshard.tensors import is_zero
+from reshard.system.files import SourceFiles, read_small_file
+from reshard.tensors.adapters import config as configs
+from reshard.tensors.lazy import is_zero
 from reshard.training import companion_files as companions
 from reshard.units import counted, some
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.box import Box, Index, index_of, row_major, whole
-from reshard.chunks import Chunk
-from reshard.derived import Derived, Reader, list_files
-from reshard.dtypes import BFLOAT16, FLOAT32, DType
+from reshard.core.box import Box, Index, index_of, row_major, whole
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
+from reshard.core.manifest import PARAM, Entry
+from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.errors import CorruptError
-from reshard.manifest import PARAM, Entry
-from reshard.move.tiles import TileReader, find_reader
 from reshard.quantised.pairs import QuantisedPair
+from reshard.system.derived import Derived, Reader, list_files
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.commands.merge.passes import Merge
-from reshard.dtypes import FLOAT32
+from reshard.core.dtypes import FLOAT32
+from reshard.core.manifest import Quantisation
 from reshard.errors import UsageError
 from reshard.formats import values
-from reshard.manifest import Quantisation
 from reshard.model import adapter_names as adapters
 from reshard.quantised.statement import CONFIG, OTHERS, read_statement, remove_statement
 from reshard.training.companion_files import QUANTISED

@@ -7,7 +7,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TypeVar
 
-from reshard import formats, keys
+from reshard import formats
 from reshard.commands.merge import codes, passes
 from reshard.commands.merge.options import HUB_PREFIX, MergeOptions
 from reshard.commands.merge.passes import Merge
@@ -15,12 +15,13 @@ from reshard.commands.merge.report import MergeReport, describe_merge
 from reshard.commands.output import Job, check_skeleton, convert, is_single_file
 from reshard.commands.output_report import OutputReport
 from reshard.commands.reading import Meter
+from reshard.core import keys
+from reshard.core.manifest import WEIGHT_KINDS, Manifest, Skeleton, index_entries
+from reshard.engine.planning.planner import Plan
 from reshard.errors import DifferentError, UsageError
 from reshard.formats import placeholders, registry
-from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton, index_entries
-from reshard.paths import as_path
-from reshard.planning.planner import Plan
 from reshard.quantised import remainders
+from reshard.system.paths import as_path
 
 R = TypeVar("R", bound=OutputReport)
 Pass = Callable[[Merge], Merge]

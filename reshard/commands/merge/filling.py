@@ -11,15 +11,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reshard import keys, units, weights
+from reshard import units
 from reshard.commands.merge.options import FILL
 from reshard.commands.output_options import ReadOptions
 from reshard.commands.reading import read_trusted
-from reshard.derived import list_files
+from reshard.core import keys
+from reshard.core.manifest import (
+    BUFFER,
+    MASTER,
+    PARAM,
+    WEIGHT_KINDS,
+    Entry,
+    Manifest,
+    index_entries,
+)
 from reshard.errors import UsageError
 from reshard.formats import placeholders
 from reshard.formats.values import dequantise
-from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest, index_entries
+from reshard.system.derived import list_files
+from reshard.tensors import weights
 
 
 def read_model(path: Path, flag: str, allow_pickle: Sequence[str]) -> tuple[Manifest, list[str]]:

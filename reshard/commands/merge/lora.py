@@ -9,31 +9,31 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from reshard import weights
-from reshard.adapters import base_names, merging
-from reshard.adapters.base_names import strip_peft
-from reshard.adapters.merging import Merged
-from reshard.adapters.product import Product
-from reshard.box import contiguous_cuts
 from reshard.commands.merge import adapter, passes
 from reshard.commands.merge.filling import read_model
 from reshard.commands.merge.options import MERGE_LORA, MergeOptions
 from reshard.commands.merge.passes import Addition, Merge
+from reshard.core.box import contiguous_cuts
+from reshard.core.location import get_directory
+from reshard.core.manifest import PARAM, Entry, Manifest
 from reshard.errors import DifferentError, UnsupportedError, UsageError
-from reshard.files import SourceFiles
 from reshard.formats import placeholders, registry
-from reshard.location import get_directory
-from reshard.manifest import PARAM, Entry, Manifest
 from reshard.model import library
 from reshard.model.adapter_names import add_root, find_parts
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
-from reshard.paths import as_path
-from reshard.tensors import find_first_difference, is_zero, read_block
+from reshard.system.files import SourceFiles
+from reshard.system.paths import as_path
+from reshard.tensors import weights
+from reshard.tensors.adapters import base_names, merging
+from reshard.tensors.adapters.base_names import strip_peft
+from reshard.tensors.adapters.merging import Merged
+from reshard.tensors.adapters.product import Product
+from reshard.tensors.lazy import find_first_difference, is_zero, read_block
+from reshard.tensors.weights import Weights
 from reshard.training import companion_files
 from reshard.training.companion_files import Companions
 from reshard.units import some
-from reshard.weights import Weights
 
 _COMPARED = 8  # weights of the run that are compared with the base
 _COMPARED_ELEMENTS = 1 << 14  # of each compared weight

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard import keys, weights
 from reshard.commands.output_options import NamingOptions, OutputOptions
+from reshard.core import keys
 from reshard.errors import UsageError
 from reshard.options import Options, nested_options, option, size_option
+from reshard.tensors import weights
 
 HUB_PREFIX = "hf:/"  # pathlib collapses two slashes into one
 FILL = "--fill-missing-from"

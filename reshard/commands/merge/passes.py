@@ -7,28 +7,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard import formats, keys, naming, replicas, weights
-from reshard.box import Index
+from reshard import formats, naming
 from reshard.commands.merge.options import FILL, MergeOptions
 from reshard.commands.output import is_single_file
 from reshard.commands.passes import apply_names
 from reshard.containers import safetensors_shards as writer
 from reshard.containers.json_files import format_json
+from reshard.core import keys
+from reshard.core.box import Index
+from reshard.core.location import get_directory
+from reshard.core.manifest import Skeleton, find_main_dtype
 from reshard.errors import CorruptError
-from reshard.files import SourceFiles, read_small_file
 from reshard.formats.base import Conversion
-from reshard.location import get_directory
-from reshard.manifest import Skeleton, find_main_dtype
 from reshard.model import adapter_names as adapters
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
-from reshard.paths import as_path
+from reshard.system.files import SourceFiles, read_small_file
+from reshard.system.paths import as_path
+from reshard.tensors import replicas, weights
+from reshard.tensors.weights import Tied, Weights
 from reshard.training import companion_files
 from reshard.training.companion_files import Companions, match_config
-from reshard.weights import Tied, Weights
 
 if TYPE_CHECKING:
-    from reshard.adapters.config import AdapterConfig
+    from reshard.tensors.adapters.config import AdapterConfig
 
 _NO_CONFIG = (
     "there is no config.json beside the checkpoint, and transformers cannot load the output without"

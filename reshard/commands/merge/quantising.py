@@ -11,13 +11,13 @@ from reshard.commands.merge.options import QUANTISE_LIKE
 from reshard.commands.merge.passes import Merge
 from reshard.commands.output_options import ReadOptions
 from reshard.commands.reading import read_trusted
-from reshard.dtypes import DType
+from reshard.core.dtypes import DType
+from reshard.core.location import get_directory
+from reshard.core.manifest import PARAM, Entry, Manifest, Quantisation
 from reshard.errors import UnsupportedError, UsageError
-from reshard.location import get_directory
-from reshard.manifest import PARAM, Entry, Manifest, Quantisation
-from reshard.paths import as_path
 from reshard.quantised.pairs import QuantisedPair, find_pairs, list_unused_scales
 from reshard.quantised.statement import KEYS, remove_statement
+from reshard.system.paths import as_path
 from reshard.training import companion_files
 from reshard.training.companion_files import Companions
 from reshard.units import counted, some

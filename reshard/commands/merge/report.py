@@ -11,8 +11,8 @@ from reshard import units
 from reshard.commands.leaf_counts import describe_leaves
 from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.output_report import OutputReport, WriteResult, describe_common, list_values
-from reshard.manifest import WEIGHT_KINDS, Manifest
-from reshard.planning.planner import Plan
+from reshard.core.manifest import WEIGHT_KINDS, Manifest
+from reshard.engine.planning.planner import Plan
 from reshard.units import counted
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from reshard import formats
 from reshard.commands.merge.options import HUB_PREFIX, MergeOptions
 from reshard.commands.merge.report import MergeReport
 from reshard.commands.unwritten import open_planned, plan_unwritten
+from reshard.core.manifest import Manifest
+from reshard.engine.move.on_demand import OnDemandFiles
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
-from reshard.manifest import Manifest
-from reshard.move.on_demand import OnDemandFiles
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 from reshard.units import some
 
 if TYPE_CHECKING:

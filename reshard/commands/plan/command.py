@@ -8,21 +8,22 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from reshard import formats, keys, units
+from reshard import formats, units
 from reshard.commands.forecast import Forecast
 from reshard.commands.page import check_page, write_page
 from reshard.commands.plan.options import DEFAULT_SEQ_LEN, PlanOptions
 from reshard.commands.plan.report import PlanReport
+from reshard.core import keys
+from reshard.core.manifest import MASTER, PARAM, Manifest
 from reshard.errors import ReshardError, UsageError
 from reshard.formats import registry
-from reshard.manifest import MASTER, PARAM, Manifest
-from reshard.model_parallel.sizes import parse_mesh
-from reshard.paths import as_path
+from reshard.layouts.model_parallel.sizes import parse_mesh
 from reshard.sizing import sources
 from reshard.sizing.choice import Choice, advise, choose, choose_named, find_nodes
 from reshard.sizing.model import ModelSizes
 from reshard.sizing.setup import Cluster, Precision, Training, parse_gpus
 from reshard.sizing.strategies import MARGIN, fit_micro_batch, forecast
+from reshard.system.paths import as_path
 from reshard.training import trainer_run
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _check_written(options: PlanOptions, paths: Sequence[Path]) -> None:
     """
     if options.write is None:
         return
-    from reshard.output.destination import check_destination
+    from reshard.engine.output.destination import check_destination
     from reshard.sizing.configs import SUFFIXES
 
     path = as_path(options.write)
@@ -284,7 +285,7 @@ def _write(report: PlanReport, options: PlanOptions, manifest: Manifest | None) 
     Raises:
         ReshardError: the file cannot be written, or its program does not support the strategy.
     """
-    from reshard.output import commit
+    from reshard.engine.output import commit
     from reshard.sizing.configs import format_config
 
     path = as_path(str(options.write))

@@ -35,6 +35,9 @@ from reshard.commands.resume_check.report import ControlRun, LayoutResult, Progr
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
+from reshard.core.manifest import Manifest
+from reshard.engine.output.destination import check_destination
+from reshard.engine.output.temporary import temporary
 from reshard.errors import (
     CorruptError,
     DifferentError,
@@ -43,10 +46,7 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.formats import registry
-from reshard.manifest import Manifest
-from reshard.output.destination import check_destination
-from reshard.output.temporary import temporary
-from reshard.paths import as_path, is_remote
+from reshard.system.paths import as_path, is_remote
 from reshard.units import counted
 
 if TYPE_CHECKING:

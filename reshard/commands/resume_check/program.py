@@ -10,9 +10,9 @@ from pathlib import Path
 
 from reshard.commands import programs
 from reshard.commands.split.report import SplitReport
+from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.formats import registry
-from reshard.manifest import Manifest
 from reshard.training import trainer_run
 
 _TRAINER_STATE = "trainer_state.json"

@@ -13,14 +13,14 @@ from reshard.commands.split import passes, read_back
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe_split
 from reshard.commands.split.request import choose_writer, resolve_request
+from reshard.core.manifest import WEIGHT_KINDS, Manifest, Skeleton
+from reshard.engine.planning.planner import Plan
 from reshard.errors import UsageError
 from reshard.formats import engines, registry
 from reshard.formats.base import Conversion, Notes, StateConversion, Writer
 from reshard.formats.request import LiveTarget
 from reshard.formats.values import dequantise
-from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.naming.options import Naming
-from reshard.planning.planner import Plan
 from reshard.training import copied_files
 from reshard.training.companion_files import add_derived_config, copy_companions
 from reshard.training.state import WritableState

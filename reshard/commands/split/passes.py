@@ -8,29 +8,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard import keys, replicas, units, weights
+from reshard import units
+from reshard.checks.identity import refuse_conflicts
 from reshard.commands.passes import apply_names
 from reshard.commands.split.options import SplitOptions
 from reshard.containers.json_files import read_json_object
-from reshard.derived import Derived
-from reshard.dtypes import DType
+from reshard.core import keys
+from reshard.core.dtypes import DType
+from reshard.core.location import get_directory
+from reshard.core.manifest import WEIGHT_KINDS, Manifest, Skeleton
+from reshard.core.stamps import Save
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.files import SourceFiles
 from reshard.formats import placeholders
 from reshard.formats.base import Conversion, StateConversion, Writer
 from reshard.formats.request import Request
-from reshard.identity import refuse_conflicts
-from reshard.layout.mesh import MeshGrid
-from reshard.location import get_directory
-from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
+from reshard.layouts.mesh import MeshGrid
+from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.model import ModelHint, ModelShapes, describe_config, library
 from reshard.model.order import match_weights, order_by_model, restore_memory_form
-from reshard.model_parallel.sizes import Sizes
 from reshard.naming.options import NameOptions, Naming
 from reshard.naming.published import ModelConfig, choose_form
-from reshard.paths import as_path
-from reshard.stamps import Save
 from reshard.state_dict.torch_state_dict import refuse_unwritable_hyper
+from reshard.system.derived import Derived
+from reshard.system.files import SourceFiles
+from reshard.system.paths import as_path
+from reshard.tensors import replicas, weights
 from reshard.training import batch as batches
 from reshard.training import fresh_adam, param_groups, rng
 from reshard.training.companion_files import find_config, is_model_config

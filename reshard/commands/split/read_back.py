@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from reshard import formats
-from reshard.chunks import Chunk
 from reshard.commands.split.options import SplitOptions
-from reshard.dtypes import DType
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import DType
+from reshard.core.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton
 from reshard.errors import DifferentError
-from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton
 from reshard.naming import Naming
 from reshard.training.optimizers import RECOMPUTED
 from reshard.training.state import WritableState

@@ -12,11 +12,11 @@ from reshard.commands.leaf_counts import describe_leaves
 from reshard.commands.lines import format_list, format_row
 from reshard.commands.output_report import OutputReport, describe_common, list_values
 from reshard.commands.split.options import LayoutOptions
+from reshard.core.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
+from reshard.engine.planning.planner import Plan
 from reshard.formats.base import StateConversion, Writer
 from reshard.formats.request import Request
-from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
 from reshard.options import options_of
-from reshard.planning.planner import Plan
 from reshard.state_dict import torch_state_dict
 from reshard.training import copied_files
 from reshard.training.state import WritableState

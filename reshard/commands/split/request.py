@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from reshard import dtypes
 from reshard.commands.split.options import SplitOptions
-from reshard.dtypes import FLOAT32, DType
+from reshard.core import dtypes
+from reshard.core.dtypes import FLOAT32, DType
+from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.base import Writer
 from reshard.formats.registry import list_writers_using
 from reshard.formats.request import Request
 from reshard.formats.target_options import TargetOptions
-from reshard.layout import mesh, tensor_parallel
-from reshard.layout.mesh import MeshGrid
-from reshard.layout.tensor_parallel import TensorPlan
-from reshard.manifest import Manifest
+from reshard.layouts import mesh, tensor_parallel
+from reshard.layouts.mesh import MeshGrid
+from reshard.layouts.model_parallel import sizes
+from reshard.layouts.model_parallel.sizes import ONE, Sizes
+from reshard.layouts.tensor_parallel import TensorPlan
 from reshard.model import ModelShapes
-from reshard.model_parallel import sizes
-from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.options import options_of
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 from reshard.training import trainer_run
 from reshard.training.companion_files import describe_beside
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard import formats, keys
+from reshard import formats
 from reshard.checks import names, quick, result
 from reshard.checks.opening import open_manifest
 from reshard.checks.result import Check, not_applicable, not_run
@@ -17,12 +17,13 @@ from reshard.commands.reading import Meter, open_progress
 from reshard.commands.verify.options import VerifyOptions
 from reshard.commands.verify.report import VerifyReport
 from reshard.containers.json_files import read_json_object
+from reshard.core import keys
+from reshard.core.manifest import Key, Manifest
+from reshard.engine.output.destination import check_destination
 from reshard.errors import CorruptError, IncompleteError, UsageError
 from reshard.formats import engines
-from reshard.manifest import Key, Manifest
 from reshard.model import ModelHint, ModelShapes
-from reshard.output.destination import check_destination
-from reshard.paths import as_path
+from reshard.system.paths import as_path
 
 if TYPE_CHECKING:
     from reshard.checks.digests import Digest
@@ -216,7 +217,7 @@ def _write_manifest(
     """Write the manifest if every check passed: a damaged checkpoint must not get one."""
     from reshard.checks import files, hashes
     from reshard.checks.digests import has_blake3
-    from reshard.output import commit
+    from reshard.engine.output import commit
 
     path = as_path(options.write_manifest or "")
     if not report.passed:

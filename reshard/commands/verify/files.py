@@ -18,10 +18,10 @@ from reshard.checks.result import Check
 from reshard.commands.reading import Meter, open_progress
 from reshard.commands.verify.options import VerifyOptions
 from reshard.commands.verify.report import VerifyReport
+from reshard.core.location import get_directory
 from reshard.errors import CorruptError, ReshardError, UsageError
-from reshard.files import get_size
-from reshard.location import get_directory
-from reshard.paths import as_path
+from reshard.system.files import get_size
+from reshard.system.paths import as_path
 from reshard.units import counted, some
 
 _OF_WHOLE_CHECKPOINT = ("tag", "model", "write_manifest", "html", "ignore")  # options

@@ -10,7 +10,10 @@ from math import isfinite, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard import formats, keys
+from reshard import formats
+from reshard.checks.history.checks import History, check_history
+from reshard.checks.history.movement import Movement, count_bytes, measure
+from reshard.checks.history.tags import Tag
 from reshard.checks.opening import open_manifest
 from reshard.checks.result import Check
 from reshard.commands.lines import LISTED, format_row, format_table
@@ -18,19 +21,17 @@ from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, check_trust, open_progress
 from reshard.commands.verify.options import VerifyOptions
 from reshard.commands.verify.report import VerifyReport
+from reshard.core import keys
+from reshard.core.location import Location
 from reshard.errors import UsageError
-from reshard.files import SourceFiles
 from reshard.formats import run, unclear
-from reshard.history.checks import History, check_history
-from reshard.history.movement import Movement, count_bytes, measure
-from reshard.history.tags import Tag
-from reshard.location import Location
-from reshard.tensors import find_first_difference
+from reshard.system.files import SourceFiles
+from reshard.tensors.lazy import find_first_difference
 from reshard.units import counted
 
 if TYPE_CHECKING:
+    from reshard.core.manifest import Manifest
     from reshard.html.page import Page
-    from reshard.manifest import Manifest
 
 _OF_ONE_CHECKPOINT = ("tag", "write_manifest", "against", "include", "ignore")  # options
 _LISTED_TAGS = 2 * LISTED

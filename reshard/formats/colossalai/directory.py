@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from reshard.core.location import Location
 from reshard.formats.huggingface.directory import find_index
-from reshard.location import Location
 
 NAME = "colossalai"
 RUNNING, SCHEDULER = "running_states.json", "lr_scheduler"

@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard import counts
 from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import is_torch_file
+from reshard.core import counts
+from reshard.core.location import Location
+from reshard.core.manifest import Entry, Manifest, Origin
+from reshard.core.schema import COUNT, expect, fields, mapping, sequence
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.colossalai.directory import (
     INDEX,
@@ -21,10 +24,7 @@ from reshard.formats.colossalai.directory import (
     find_weights,
 )
 from reshard.formats.huggingface import reader as huggingface
-from reshard.location import Location
-from reshard.manifest import Entry, Manifest, Origin
 from reshard.model import ModelHint
-from reshard.schema import COUNT, expect, fields, mapping, sequence
 from reshard.state_dict import assemble, tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
+from reshard.core.manifest import MASTER, Skeleton
 from reshard.formats.colossalai.directory import RUNNING, SCHEDULER
 from reshard.formats.request import Request
-from reshard.manifest import MASTER, Skeleton
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots
 from reshard.state_dict.torch_state_dict import Value

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from reshard.containers import torch_reader, zip_reader
 from reshard.containers.torch_objects import StoredBuffer, Tensor, TorchFile
-from reshard.files import Section
-from reshard.manifest import Record
+from reshard.core.manifest import Record
+from reshard.system.files import Section
 
 _CRC = 16  # byte of the CRC in a central directory entry, which is 4 bytes long
 _READ_MEMBERS = ("data.pkl", "byteorder", "version")  # members whose CRCs a parse checks

@@ -16,10 +16,10 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
-from reshard.box import Index
-from reshard.chunks import Chunk
+from reshard.core.box import Index
+from reshard.core.chunks import Chunk
 from reshard.errors import CorruptError
-from reshard.layout.partition import run_chunks
+from reshard.layouts.partition import run_chunks
 from reshard.state_dict.tree import GlobalTensor
 
 

@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.box import Box, as_index
-from reshard.chunks import Chunk
 from reshard.containers import safetensors
+from reshard.core.box import Box, as_index
+from reshard.core.chunks import Chunk
+from reshard.core.location import Location, list_missing_ranks
+from reshard.core.manifest import SourceFile
 from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
 from reshard.formats.dcp.directory import HF_SHARD, is_hf_shard
-from reshard.location import Location, list_missing_ranks
-from reshard.manifest import SourceFile
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
 _INFO = "DCP_SHARDING_INFO"

@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.box import Box
-from reshard.chunks import Chunk
 from reshard.containers import safetensors, torch_objects
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor
-from reshard.dtypes import DType
+from reshard.core.box import Box
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Record, SourceFile
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.files import Section, SourceFiles, get_size
 from reshard.formats.dcp.archives import ArchiveCache
 from reshard.formats.dcp.metadata import Block
-from reshard.manifest import Record, SourceFile
-from reshard.pickles.values import Call
+from reshard.system.files import Section, SourceFiles, get_size
 
 ZIP = b"PK"  # the first bytes of a torch.save archive
 _MIXED = "the file and .metadata belong to different saves: fetch the checkpoint again as a whole"

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from reshard import dtypes
-from reshard.box import Box, Index, as_index
-from reshard.dtypes import DType
+from reshard.containers.pickles.unpickle import loads
+from reshard.containers.pickles.values import Call
+from reshard.core import dtypes
+from reshard.core.box import Box, Index, as_index
+from reshard.core.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError, shown
-from reshard.files import read_small_file
-from reshard.pickles.unpickle import loads
-from reshard.pickles.values import Call
+from reshard.system.files import read_small_file
 
 _CLASSES = ("Metadata", "MCoreMetadata")  # the second of Megatron-core 0.14 and 0.15
 _BUILDERS = {"torch.Size": lambda dims=(): tuple(dims)}

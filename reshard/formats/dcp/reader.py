@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard import counts
-from reshard.chunks import Chunk
+from reshard.core import counts
+from reshard.core.chunks import Chunk
+from reshard.core.location import Location, list_missing_ranks
 from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
-from reshard.files import SourceFiles
 from reshard.formats.dcp import metadata
 from reshard.formats.dcp.directory import METADATA
 from reshard.formats.dcp.flattened import restore
 from reshard.formats.dcp.items import ItemReader
 from reshard.formats.dcp.metadata import Metadata
-from reshard.location import Location, list_missing_ranks
 from reshard.state_dict import tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
+from reshard.system.files import SourceFiles
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual first parts of keys

@@ -15,23 +15,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from reshard.box import whole
-from reshard.chunks import Chunk, contiguous
 from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
-from reshard.dtypes import UINT8, DType
-from reshard.files import SourceFiles
+from reshard.core.box import whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.dtypes import UINT8, DType
+from reshard.core.location import Location
+from reshard.core.manifest import WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.formats.base import StateConversion
 from reshard.formats.dcp import metadata, reader, writer
 from reshard.formats.dcp.items import ZIP
 from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
 from reshard.formats.request import Request
-from reshard.location import Location
-from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest
-from reshard.paths import as_path, find_rank
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
+from reshard.system.files import SourceFiles
+from reshard.system.paths import as_path, find_rank
 from reshard.training import copied_files
 from reshard.training.copied_files import ITEM
 from reshard.training.state import WritableState

@@ -14,21 +14,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reshard.box import Box, Index, whole
-from reshard.chunks import Chunk, contiguous
 from reshard.containers import skeletons, torch_writer
+from reshard.containers.pickles.canonical import Canonicalizer
+from reshard.containers.pickles.pickler import Pickler
+from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.containers.zip_writer import ALIGNMENT
-from reshard.dtypes import DType
+from reshard.core.box import Box, Index, whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
 from reshard.errors import UnsupportedError
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
-from reshard.layout.partition import compute_equal_piece
-from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.layouts.partition import compute_equal_piece
 from reshard.model.adapter_names import find_saved_names
-from reshard.pickles.canonical import Canonicalizer
-from reshard.pickles.pickler import Pickler
-from reshard.pickles.values import Call, Global
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import WritableState

@@ -14,21 +14,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard import counts
-from reshard.box import Box, Index
-from reshard.chunks import Chunk
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.core import counts
+from reshard.core.box import Box, Index
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import PARAM, Entry, Key, Manifest, ParamGroup, index_entries
+from reshard.core.renames import check_parts_dtype, replace_tensors
+from reshard.core.schema import expect
+from reshard.core.views import Put, Reshape, apply_views
 from reshard.errors import FETCH_MISSING, MIXED, CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.deepspeed import native
 from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_layout import has_experts
 from reshard.formats.deepspeed.schemas import AUTOEP_LAYERS, AUTOEP_PLACEMENTS
 from reshard.formats.deepspeed.states import ModelStates, make_whole_entry
-from reshard.manifest import PARAM, Entry, Key, Manifest, ParamGroup, index_entries
-from reshard.renames import check_parts_dtype, replace_tensors
-from reshard.schema import expect
-from reshard.views import Put, Reshape, apply_views
 
 _PARTS = ("w1", "w2", "w3")
 _OWN_NAMES = (  # settings that replace the names of DeepSpeed's presets

@@ -23,13 +23,13 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from reshard import counts
-from reshard.box import Index, row_major
+from reshard.core import counts
+from reshard.core.box import Index, row_major
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.formats.deepspeed import dialects, neox
 from reshard.formats.deepspeed.layers import TIED
-from reshard.model_parallel.rules import Table, add_user_rules, load_table
-from reshard.model_parallel.shards import REPLICATED, Split
+from reshard.layouts.model_parallel.rules import Table, add_user_rules, load_table
+from reshard.layouts.model_parallel.shards import REPLICATED, Split
 
 TENSOR_PARALLEL_INFO = "universal_checkpoint_info"  # key of the model states
 _REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from reshard.core.manifest import WEIGHT_KINDS, Manifest
 from reshard.formats.deepspeed.directory import NAME
-from reshard.manifest import WEIGHT_KINDS, Manifest
 
 NEOX = "neox"
 _QKV = re.compile(r"(?:sequential\.)?(\d{1,9})\.(self_)?attention\.query_key_value\.weight")

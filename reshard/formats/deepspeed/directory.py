@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from reshard.core.location import Location
 from reshard.errors import (
     FETCH_MISSING,
     CorruptError,
@@ -18,8 +19,7 @@ from reshard.errors import (
     StaleError,
     UnrecognisedError,
 )
-from reshard.files import MAX_POINTER, read_small_file
-from reshard.location import Location
+from reshard.system.files import MAX_POINTER, read_small_file
 from reshard.units import some
 
 NAME = "deepspeed"

@@ -8,6 +8,8 @@ from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
+from reshard.core.manifest import BUFFER, PARAM, Manifest
+from reshard.core.schema import expect, fields, maybe
 from reshard.errors import TWO_RUNS, IncompleteError, StaleError, UnsupportedError
 from reshard.formats.deepspeed import native
 from reshard.formats.deepspeed.directory import TagFiles
@@ -16,9 +18,7 @@ from reshard.formats.deepspeed.expert_layout import find_expert_parallel_size, p
 from reshard.formats.deepspeed.schemas import OPTIMIZER
 from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates
-from reshard.manifest import BUFFER, PARAM, Manifest
-from reshard.model_parallel import combine
-from reshard.schema import expect, fields, maybe
+from reshard.layouts.model_parallel import combine
 
 
 def leave_out_repeated(files: TagFiles) -> TagFiles:

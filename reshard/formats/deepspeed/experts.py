@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from reshard import dtypes
+from reshard.core import dtypes
+from reshard.core.manifest import Manifest, ParamGroup
 from reshard.errors import MIXED, CorruptError, IncompleteError, StaleError, UnsupportedError
 from reshard.formats.deepspeed import expert_lists, expert_optimizers, native, order
 from reshard.formats.deepspeed.directory import TagFiles
@@ -24,7 +25,6 @@ from reshard.formats.deepspeed.expert_files import (
 )
 from reshard.formats.deepspeed.expert_layout import find_expert_parallel_size, parse_expert_name
 from reshard.formats.deepspeed.states import ModelStates
-from reshard.manifest import Manifest, ParamGroup
 from reshard.units import some
 
 _LISTED = 4

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.location import Location, get_directory
+from reshard.core.manifest import Manifest
 from reshard.errors import IncompleteError, UsageError
 from reshard.formats.base import (
     Format,
@@ -18,8 +20,6 @@ from reshard.formats.base import (
 )
 from reshard.formats.deepspeed import directory
 from reshard.formats.deepspeed.directory import NAME, detect
-from reshard.location import Location, get_directory
-from reshard.manifest import Manifest
 from reshard.model.weight_decay import Division, FindDivisions, divide_parameters
 from reshard.naming.options import ModelNames
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.formats.request import Request
     from reshard.formats.target_options import TargetOptions
-    from reshard.model_parallel.traits import Traits
+    from reshard.layouts.model_parallel.traits import Traits
     from reshard.training.state import WritableState
 
 UNIVERSAL = "deepspeed-universal"
@@ -69,7 +69,7 @@ def _read_state(location: Location, rules: Path | None, find_divisions: FindDivi
 
         return parallel.read(files, rules)
     if rules:
-        from reshard.model_parallel.rules import Table, add_user_rules
+        from reshard.layouts.model_parallel.rules import Table, add_user_rules
 
         # No rank shares a parameter here, but a mistake in the user's file is still reported.
         add_user_rules(Table("", ()), rules)
@@ -126,7 +126,7 @@ class _DeepSpeedWriter(Writer):
             UsageError: ``--stage-layers`` is not a list of numbers.
         """
         from reshard.formats.deepspeed.write.grid import GridOptions
-        from reshard.model_parallel.stages import parse_stage_layers
+        from reshard.layouts.model_parallel.stages import parse_stage_layers
 
         grid_options = GridOptions(
             sizes=request.parallel,

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard import counts
-from reshard.box import Index
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.core import counts
+from reshard.core.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.deepspeed.directory import LAYER_FILE, TagFiles
 from reshard.state_dict import leaves

@@ -7,11 +7,25 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from reshard import counts
+from reshard.containers.pickles import trust
 from reshard.containers.torch_objects import TorchFile
 from reshard.containers.torch_reader import PickleCache
+from reshard.core import counts
+from reshard.core.location import Location
+from reshard.core.manifest import (
+    BUFFER,
+    MASTER,
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    Padding,
+    SourceFile,
+    UnnamedOptimizer,
+    find_most_common_dtype,
+    index_entries,
+)
 from reshard.errors import MIXED, CorruptError, IncompleteError, UnsupportedError
-from reshard.files import get_size
 from reshard.formats.deepspeed import stage0, stage3, stage12, swap
 from reshard.formats.deepspeed.directory import RankFiles
 from reshard.formats.deepspeed.expert_layout import list_expert_data_ranks
@@ -35,23 +49,9 @@ from reshard.formats.deepspeed.train_state import (
     read_steps,
     read_train_state,
 )
-from reshard.location import Location
-from reshard.manifest import (
-    BUFFER,
-    MASTER,
-    PARAM,
-    Entry,
-    Manifest,
-    Origin,
-    Padding,
-    SourceFile,
-    UnnamedOptimizer,
-    find_most_common_dtype,
-    index_entries,
-)
 from reshard.model.weight_decay import FindDivisions, find_no_divisions
-from reshard.pickles import trust
 from reshard.state_dict.plain_values import to_plain
+from reshard.system.files import get_size
 from reshard.units import some
 
 _LISTED = 4

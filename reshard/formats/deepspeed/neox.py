@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from reshard.containers.yaml_files import parse_yaml
+from reshard.core.schema import NUMBER, TEXT, expect, fields, maybe
 from reshard.errors import CorruptError
-from reshard.model_parallel.traits import Traits
-from reshard.paths import as_path
-from reshard.schema import NUMBER, TEXT, expect, fields, maybe
+from reshard.layouts.model_parallel.traits import Traits
+from reshard.system.paths import as_path
 
 FOLDER = "configs"
 _POSITIONS = {"rotary": "rope"}

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reshard import dtypes
-from reshard.dtypes import BFLOAT16, DType
+from reshard.core import dtypes
+from reshard.core.dtypes import BFLOAT16, DType
 from reshard.formats.deepspeed.expert_layout import find_expert_parallel_size, has_experts
 
 if TYPE_CHECKING:

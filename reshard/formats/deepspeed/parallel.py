@@ -10,18 +10,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reshard import counts
-from reshard.chunks import Chunk
 from reshard.containers.torch_objects import TorchFile, is_zero
+from reshard.core import counts
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import BUFFER, WEIGHT_KINDS, Manifest
 from reshard.errors import TWO_RUNS, CorruptError, IncompleteError
-from reshard.files import SourceFiles
 from reshard.formats.deepspeed import layers, native
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.directory import RankFiles, TagFiles
 from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
-from reshard.manifest import BUFFER, WEIGHT_KINDS, Manifest
-from reshard.model_parallel import combine
+from reshard.layouts.model_parallel import combine
+from reshard.system.files import SourceFiles
 
 
 def read(files: TagFiles, rules: Path | None = None) -> Manifest:

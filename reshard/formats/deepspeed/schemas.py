@@ -1,4 +1,4 @@
-"""Declare the values that the readers take out of DeepSpeed's files (see `reshard.schema`).
+"""Declare the values that the readers take out of DeepSpeed's files (see `reshard.core.schema`).
 
 Source: DeepSpeed 0.3 to 0.19 ``runtime/engine.py``, ``runtime/zero/`` and
 ``runtime/bf16_optimizer.py`` (``state_dict`` of each); ``checkpoint/affine.py``
@@ -8,8 +8,8 @@ Source: DeepSpeed 0.3 to 0.19 ``runtime/engine.py``, ``runtime/zero/`` and
 from __future__ import annotations
 
 from reshard.containers.torch_objects import Tensor
-from reshard.counts import parse_index
-from reshard.schema import (
+from reshard.core.counts import parse_index
+from reshard.core.schema import (
     COUNT,
     INTEGER,
     SHAPE,

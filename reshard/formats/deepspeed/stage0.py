@@ -21,11 +21,11 @@ from itertools import islice
 from math import isclose, prod
 from typing import Any
 
-from reshard.box import Index, whole
-from reshard.chunks import contiguous
 from reshard.containers.torch_objects import Tensor, read_weight
+from reshard.core.box import Index, whole
+from reshard.core.chunks import contiguous
+from reshard.core.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
 from reshard.errors import SAVE_NAMES, CorruptError
-from reshard.files import SourceFiles
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
 from reshard.formats.deepspeed.order import find_shape_sorted_groups
 from reshard.formats.deepspeed.states import ModelStates, make_whole_entry, select_flat_slots
@@ -35,7 +35,6 @@ from reshard.formats.deepspeed.train_state import (
     read_number,
     read_train_state,
 )
-from reshard.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
 from reshard.model.weight_decay import Division, FindDivisions, find_no_divisions
 from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.optimizer_names import (
@@ -45,6 +44,7 @@ from reshard.state_dict.optimizer_names import (
     name_divided,
     name_groups,
 )
+from reshard.system.files import SourceFiles
 from reshard.training import optimizers
 
 _Names = list[list[str | None]]  # for each group its members; None for one that has no name

@@ -13,10 +13,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.box import Index, whole
-from reshard.chunks import Chunk, contiguous
 from reshard.containers.torch_objects import Tensor
-from reshard.counts import check_numel
+from reshard.core.box import Index, whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.counts import check_numel
+from reshard.core.manifest import MASTER, Claim, Entry
 from reshard.errors import MIXED, CorruptError
 from reshard.formats.deepspeed.states import (
     OptimizerStates,
@@ -26,8 +27,7 @@ from reshard.formats.deepspeed.states import (
     select_flat_slots,
     select_scalar_slots,
 )
-from reshard.layout.partition import Member, build_flat_chunks
-from reshard.manifest import MASTER, Claim, Entry
+from reshard.layouts.partition import Member, build_flat_chunks
 from reshard.training import optimizers
 
 _MAPPINGS = "param_slice_mappings"

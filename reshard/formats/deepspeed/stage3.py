@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from reshard.box import Index
 from reshard.containers.torch_objects import Tensor
+from reshard.core.box import Index
+from reshard.core.manifest import MASTER, PARAM, Entry
 from reshard.errors import MIXED, CorruptError
 from reshard.formats.deepspeed.stage12 import divide_members, read_scalars
 from reshard.formats.deepspeed.states import (
@@ -23,8 +24,7 @@ from reshard.formats.deepspeed.states import (
     require_equal,
     select_flat_slots,
 )
-from reshard.layout.runs import EqualRuns, RankOffsets
-from reshard.manifest import MASTER, PARAM, Entry
+from reshard.layouts.runs import EqualRuns, RankOffsets
 
 Swapped = Mapping[tuple[int, int, str], FlatPiece]  # (rank, sub-group, kind) -> its swap file
 

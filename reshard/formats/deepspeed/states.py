@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reshard import counts
-from reshard.box import Index
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_reader import PickleCache
-from reshard.dtypes import DType
+from reshard.core import counts
+from reshard.core.box import Index
+from reshard.core.dtypes import DType
+from reshard.core.manifest import BUFFER, PARAM, Entry
+from reshard.core.schema import expect
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.formats.deepspeed import schemas
-from reshard.manifest import BUFFER, PARAM, Entry
-from reshard.schema import expect
 from reshard.state_dict import leaves
 from reshard.state_dict.plain_values import to_plain
 

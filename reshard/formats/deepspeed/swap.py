@@ -17,14 +17,14 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from reshard import dtypes
 from reshard.containers.torch_objects import Tensor
+from reshard.core import dtypes
+from reshard.core.location import Location
+from reshard.core.manifest import MASTER
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.files import get_size
 from reshard.formats.deepspeed.stage3 import Swapped, count_piece_elements
 from reshard.formats.deepspeed.states import FlatPiece, OptimizerStates, Shapes
-from reshard.location import Location
-from reshard.manifest import MASTER
+from reshard.system.files import get_size
 
 _WEIGHTS = re.compile(r"(\d+)_(\d+)\.tensor\.swp")
 _ALIGNMENT = 1024  # bytes; every file is padded to a multiple of it times the aio parallelism

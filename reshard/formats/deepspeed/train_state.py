@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.containers.pickles.objects import SCHEDULER
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.core.manifest import Claim, Entry, ParamGroup, TrainState, UnnamedOptimizer
 from reshard.formats.deepspeed.states import (
     ModelStates,
     OptimizerStates,
@@ -15,9 +18,6 @@ from reshard.formats.deepspeed.states import (
     read_by_file,
     require_equal,
 )
-from reshard.manifest import Claim, Entry, ParamGroup, TrainState, UnnamedOptimizer
-from reshard.pickles.objects import SCHEDULER
-from reshard.pickles.values import Call
 from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain

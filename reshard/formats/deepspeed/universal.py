@@ -14,12 +14,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard import dtypes
-from reshard.box import Index, whole
-from reshard.chunks import contiguous
 from reshard.containers import torch_reader
+from reshard.containers.pickles import trust
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_reader import PickleCache
+from reshard.core import dtypes
+from reshard.core.box import Index, whole
+from reshard.core.chunks import contiguous
+from reshard.core.location import Location
+from reshard.core.manifest import BUFFER, MASTER, PARAM, Entry, Key, Manifest, Origin, index_entries
+from reshard.core.schema import expect
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.deepspeed import autoep, order, stage3
 from reshard.formats.deepspeed.directory import MODEL_FILE, SHARDED_MODEL_FILE
@@ -34,11 +38,7 @@ from reshard.formats.deepspeed.states import (
 )
 from reshard.formats.deepspeed.train_state import name_members, read_train_state
 from reshard.formats.deepspeed.universal_ranks import SourceRanks, find_source_ranks
-from reshard.location import Location
-from reshard.manifest import BUFFER, MASTER, PARAM, Entry, Key, Manifest, Origin, index_entries
-from reshard.model_parallel import shards
-from reshard.pickles import trust
-from reshard.schema import expect
+from reshard.layouts.model_parallel import shards
 from reshard.units import counted
 
 

@@ -12,12 +12,12 @@ from itertools import takewhile
 from math import prod
 from pathlib import Path
 
-from reshard.box import Index, whole
+from reshard.core.box import Index, whole
+from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.states import ModelStates, Shapes
-from reshard.manifest import Entry
-from reshard.model_parallel.shards import Split, scale_shares
+from reshard.layouts.model_parallel.shards import Split, scale_shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
-from reshard.dtypes import DType
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Skeleton
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.fsdp.flat_optimizers import FlatOptimizer, OrigOptimizer
 from reshard.formats.fsdp.flat_units import Flat, build_flats
@@ -30,8 +31,7 @@ from reshard.formats.fsdp.rank_files import (
 )
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
-from reshard.layout.mesh import MeshGrid, MeshPlacements
-from reshard.manifest import Skeleton
+from reshard.layouts.mesh import MeshGrid, MeshPlacements
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import RankSharder, WholeSlots, build_whole_slot

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
-from reshard.dtypes import DType
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError
 from reshard.formats.fsdp.flat_units import Flat, iterate_run
-from reshard.layout.partition import compute_equal_piece
-from reshard.manifest import Entry
+from reshard.layouts.partition import compute_equal_piece
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, torch_state_dict
 from reshard.state_dict.slots import build_whole_slot

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reshard.box import flat_span, run_boxes
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Part, Slot, Storage
-from reshard.dtypes import DType
+from reshard.core.box import flat_span, run_boxes
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.layout import flat_param
-from reshard.layout.partition import compute_equal_piece
-from reshard.manifest import Entry
+from reshard.layouts import flat_param
+from reshard.layouts.partition import compute_equal_piece
 from reshard.model import ModelShapes, Unit
-from reshard.pickles.values import Call
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sharded_writer import build_sharded_tensor
 from reshard.training.state import Weight, WritableState

@@ -20,17 +20,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from reshard.box import Box
 from reshard.containers import skeletons, torch_writer
+from reshard.containers.pickles.canonical import Canonicalizer
+from reshard.core.box import Box
+from reshard.core.manifest import Keyed, Skeleton
 from reshard.errors import IncompleteError, UsageError
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
-from reshard.layout.mesh import MeshGrid, MeshPlacements
-from reshard.layout.partition import Cut
-from reshard.layout.tensor_parallel import TensorPlan, find_cuts
-from reshard.manifest import Keyed, Skeleton
+from reshard.layouts.mesh import MeshGrid, MeshPlacements
+from reshard.layouts.partition import Cut
+from reshard.layouts.tensor_parallel import TensorPlan, find_cuts
 from reshard.model import ModelShapes
-from reshard.pickles.canonical import Canonicalizer
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import TRAIN_STATE
 from reshard.state_dict.slots import RankSharder, WholeSlots

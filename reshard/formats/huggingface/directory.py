@@ -6,7 +6,7 @@ import re
 from collections.abc import Container
 
 from reshard.containers.safetensors_shards import INDEX
-from reshard.location import Location
+from reshard.core.location import Location
 
 NAME = "huggingface"
 _INDEXES = (INDEX, "pytorch_model.bin.index.json")

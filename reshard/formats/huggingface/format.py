@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from reshard.core.location import Location
+from reshard.core.manifest import Manifest
 from reshard.formats.base import Format, ReadHints, Source
 from reshard.formats.huggingface.directory import NAME, detect
-from reshard.location import Location
-from reshard.manifest import Manifest
 
 
 def _read(location: Location, _hints: ReadHints) -> Manifest:

@@ -8,24 +8,9 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from reshard.containers import safetensors
-from reshard.errors import (
-    CorruptError,
-    IncompleteError,
-    StaleError,
-    UnrecognisedError,
-    UnsafeError,
-)
-from reshard.files import read_small_file
-from reshard.formats.beside import describe_recipe
-from reshard.formats.huggingface.directory import (
-    NAME,
-    find_index,
-    is_index,
-    is_whole_set,
-    list_other_weights,
-)
-from reshard.location import Location
-from reshard.manifest import (
+from reshard.containers.pickles import trust
+from reshard.core.location import Location
+from reshard.core.manifest import (
     PARAM,
     Entry,
     Manifest,
@@ -34,8 +19,23 @@ from reshard.manifest import (
     find_most_common_dtype,
     index_entries,
 )
-from reshard.pickles import trust
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    StaleError,
+    UnrecognisedError,
+    UnsafeError,
+)
+from reshard.formats.beside import describe_recipe
+from reshard.formats.huggingface.directory import (
+    NAME,
+    find_index,
+    is_index,
+    is_whole_set,
+    list_other_weights,
+)
 from reshard.quantised.statement import find_statement
+from reshard.system.files import read_small_file
 from reshard.units import some
 
 

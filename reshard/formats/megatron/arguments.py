@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any
 
-from reshard import counts
+from reshard.containers.pickles.values import Call, Global
+from reshard.core import counts
+from reshard.core.schema import INTEGER, expect, fields, maybe, sequence
 from reshard.errors import CorruptError
-from reshard.pickles.values import Call, Global
-from reshard.schema import INTEGER, expect, fields, maybe, sequence
 from reshard.state_dict.plain_values import to_plain
 
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from reshard.box import Index
-from reshard.layout.partition import Member
+from reshard.core.box import Index
+from reshard.layouts.partition import Member
 from reshard.units import round_up
 
 ALIGNMENT = 64  # elements: 128 bytes of the smallest dtype, which has 16 bits

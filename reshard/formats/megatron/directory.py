@@ -18,9 +18,9 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.core.location import Location
 from reshard.errors import FETCH_MISSING, IncompleteError, StaleError, UnsupportedError, UsageError
-from reshard.files import MAX_POINTER, read_small_file
-from reshard.location import Location
+from reshard.system.files import MAX_POINTER, read_small_file
 from reshard.units import some
 
 if TYPE_CHECKING:

@@ -21,10 +21,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard import counts
-from reshard.chunks import Chunk
 from reshard.containers import torch_reader
+from reshard.containers.pickles import trust
 from reshard.containers.torch_objects import TorchFile
+from reshard.core import counts
+from reshard.core.chunks import Chunk
+from reshard.core.location import Location
+from reshard.core.manifest import (
+    BUFFER,
+    PARAM,
+    Claim,
+    Entry,
+    Manifest,
+    Origin,
+    SourceFile,
+    UnnamedOptimizer,
+    index_entries,
+)
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.megatron import (
@@ -42,21 +55,8 @@ from reshard.formats.megatron import (
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.dist_flat import CHAIN
 from reshard.formats.megatron.optimizer import RankParam
-from reshard.location import Location
-from reshard.manifest import (
-    BUFFER,
-    PARAM,
-    Claim,
-    Entry,
-    Manifest,
-    Origin,
-    SourceFile,
-    UnnamedOptimizer,
-    index_entries,
-)
-from reshard.model_parallel.moves import take_slice
-from reshard.model_parallel.rules import Table
-from reshard.pickles import trust
+from reshard.layouts.model_parallel.moves import take_slice
+from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict import tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 

@@ -13,9 +13,10 @@ from math import prod
 from operator import le
 from typing import Any
 
-from reshard.chunks import Chunk
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import MASTER, PARAM, Entry, Manifest, Origin, index_entries
+from reshard.core.schema import COUNT, expect, sequence
 from reshard.errors import CorruptError
-from reshard.files import SourceFiles
 from reshard.formats.megatron import buckets, directory, grid, grouped, model, optimizer
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
@@ -23,11 +24,10 @@ from reshard.formats.megatron.directory import GridPosition
 from reshard.formats.megatron.frozen import Element, Sample, sample_block
 from reshard.formats.megatron.optimizer import RankParam
 from reshard.formats.megatron.share import list_experts
-from reshard.layout.partition import Member
-from reshard.manifest import MASTER, PARAM, Entry, Manifest, Origin, index_entries
-from reshard.model_parallel.rules import Table
-from reshard.schema import COUNT, expect, sequence
+from reshard.layouts.model_parallel.rules import Table
+from reshard.layouts.partition import Member
 from reshard.state_dict.tree import GlobalTensor
+from reshard.system.files import SourceFiles
 
 CHAIN = re.compile(r"(?:chained_(\d{1,9})\.)?(optimizer\..+)")
 _BUCKET = re.compile(

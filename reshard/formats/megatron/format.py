@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.location import Location
+from reshard.core.manifest import PARAM, Entry, Manifest
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.megatron.directory import (
@@ -17,8 +19,6 @@ from reshard.formats.megatron.directory import (
     is_zarr,
     list_parts,
 )
-from reshard.location import Location
-from reshard.manifest import PARAM, Entry, Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
 from reshard.units import round_up
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from reshard.formats.base import StateConversion
     from reshard.formats.request import Request
     from reshard.formats.target_options import TargetOptions
-    from reshard.model_parallel.traits import Traits
+    from reshard.layouts.model_parallel.traits import Traits
     from reshard.training.state import WritableState
 
 _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
@@ -44,7 +44,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats import beside
     from reshard.formats.megatron import dist, legacy
     from reshard.formats.megatron.write.args import PRECISION_AWARE
-    from reshard.model_parallel.rules import add_user_rules, load_whole_table
+    from reshard.layouts.model_parallel.rules import add_user_rules, load_whole_table
     from reshard.quantised import remainders
 
     found = find_checkpoint(location)
@@ -73,7 +73,7 @@ def _read_args(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _describe_model(manifest: Manifest) -> Traits | None:
-    from reshard.model_parallel.megatron_traits import parse_args
+    from reshard.layouts.model_parallel.megatron_traits import parse_args
 
     args = _read_args(manifest)
     return parse_args(args, manifest.origin.path) if args else None
@@ -116,8 +116,8 @@ class Megatron(Writer):
             UsageError: ``--stage-layers`` is not a list of numbers.
         """
         from reshard.formats.megatron.write.choice import MegatronOptions
-        from reshard.model_parallel.sizes import Sizes
-        from reshard.model_parallel.stages import parse_stage_layers
+        from reshard.layouts.model_parallel.sizes import Sizes
+        from reshard.layouts.model_parallel.stages import parse_stage_layers
 
         args, sizes = _read_args(source), request.parallel
         virtual = options.vpp
@@ -163,12 +163,12 @@ class Megatron(Writer):
             UsageError: nothing states what the model is.
             UnsupportedError: there is no table of the model.
         """
-        from reshard.model_parallel import names as renaming
-        from reshard.model_parallel.described import Described
-        from reshard.model_parallel.rules import add_user_rules, load_whole_table
+        from reshard.containers.pickles import objects
+        from reshard.layouts.model_parallel import names as renaming
+        from reshard.layouts.model_parallel.described import Described
+        from reshard.layouts.model_parallel.rules import add_user_rules, load_whole_table
         from reshard.naming import tables
         from reshard.naming.config import describe_config
-        from reshard.pickles import objects
 
         manifest, source = conversion.manifest, conversion.source
         if manifest.origin.format == NAME:
@@ -246,7 +246,7 @@ def _keep_rows(source: Manifest, tensor_ranks: int) -> int:
 
 def _trim(named: Naming, wanted: Any) -> Naming:
     """Return the state with no more padding of the vocabulary than the output has."""
-    from reshard.model_parallel import vocabulary
+    from reshard.layouts.model_parallel import vocabulary
 
     known = named.described
     if known is None or known.architecture.vocab is None:

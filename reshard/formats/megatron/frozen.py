@@ -13,12 +13,12 @@ from itertools import pairwise
 from math import isclose, prod
 from typing import NamedTuple, Protocol
 
-from reshard.box import Box, Index, index_of, whole
-from reshard.chunks import Chunk
 from reshard.containers.torch_objects import read_weight
-from reshard.files import SourceFiles
+from reshard.core.box import Box, Index, index_of, whole
+from reshard.core.chunks import Chunk
 from reshard.formats.megatron.buckets import ALIGNMENT, Param
 from reshard.state_dict.tree import GlobalTensor
+from reshard.system.files import SourceFiles
 from reshard.units import round_up
 
 _SAMPLED = 8  # elements of a parameter

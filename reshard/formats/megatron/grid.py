@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from reshard.box import Index
+from reshard.core.box import Index
+from reshard.core.join import join
+from reshard.core.manifest import PARAM, Entry, Manifest, ParamGroup, index_entries
 from reshard.errors import CorruptError
 from reshard.formats.megatron import names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
-from reshard.join import join
-from reshard.manifest import PARAM, Entry, Manifest, ParamGroup, index_entries
-from reshard.model_parallel import combine
-from reshard.model_parallel.rules import Table
-from reshard.model_parallel.shards import REPLICATED, Split
+from reshard.layouts.model_parallel import combine
+from reshard.layouts.model_parallel.rules import Table
+from reshard.layouts.model_parallel.shards import REPLICATED, Split
 
 
 def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: Table) -> Manifest:

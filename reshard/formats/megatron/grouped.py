@@ -13,14 +13,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from reshard.box import Box, Index, flat_span
-from reshard.chunks import Chunk
+from reshard.core.box import Box, Index, flat_span
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import Entry
+from reshard.core.views import Permute
 from reshard.errors import CorruptError
 from reshard.formats.megatron.arguments import Arguments
-from reshard.layout.partition import Member, build_flat_chunks
-from reshard.manifest import Entry
-from reshard.model_parallel.moves import Move, apply_moves, make_row_moves
-from reshard.views import Permute
+from reshard.layouts.model_parallel.moves import Move, apply_moves, make_row_moves
+from reshard.layouts.partition import Member, build_flat_chunks
 
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.weight([12])")
 _QKV = re.compile(r".*\.query_key_value\.(weight|bias)")

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.box import Index
+from reshard.core.box import Index
 from reshard.formats.megatron import grouped, names
 from reshard.formats.megatron.arguments import Arguments
-from reshard.model_parallel.rules import Table
+from reshard.layouts.model_parallel.rules import Table
 
 _QK = ("q_layernorm.", "k_layernorm.")
 _ENDS = (

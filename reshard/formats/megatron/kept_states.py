@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import rank_states
 from reshard.formats.megatron.rank_states import RankStates
 from reshard.formats.megatron.write import written_states
 from reshard.formats.megatron.write.written_states import WrittenStates
-from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
     from reshard.formats.base import StateConversion

@@ -11,9 +11,20 @@ from math import prod
 from operator import le
 from typing import Any
 
-from reshard.dtypes import UINT8
+from reshard.containers.pickles import trust
+from reshard.core.dtypes import UINT8
+from reshard.core.location import Location
+from reshard.core.manifest import (
+    BUFFER,
+    PARAM,
+    Claim,
+    Entry,
+    Manifest,
+    Origin,
+    SourceFile,
+    index_entries,
+)
 from reshard.errors import MIXED, CorruptError, IncompleteError
-from reshard.files import SourceFiles
 from reshard.formats.megatron import (
     arguments,
     directory,
@@ -31,21 +42,10 @@ from reshard.formats.megatron.frozen import Element, Sample, sample_tensor
 from reshard.formats.megatron.optimizer import FlatStates, RankParam
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
 from reshard.formats.megatron.share import list_experts
-from reshard.location import Location
-from reshard.manifest import (
-    BUFFER,
-    PARAM,
-    Claim,
-    Entry,
-    Manifest,
-    Origin,
-    SourceFile,
-    index_entries,
-)
-from reshard.model_parallel.rules import Table
-from reshard.paths import as_path
-from reshard.pickles import trust
+from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.tree import as_global
+from reshard.system.files import SourceFiles
+from reshard.system.paths import as_path
 
 _FINAL_NORM = re.compile(r"(^|\.)final_(layer)?norm\.")
 _EMBEDDING = re.compile(r"(^|\.)word_embeddings\.")

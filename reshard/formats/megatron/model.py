@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
-from reshard.box import Box, Index
+from reshard.core.box import Box, Index
+from reshard.core.manifest import Entry
 from reshard.formats.megatron import grid, names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
 from reshard.formats.megatron.optimizer import RankParam
 from reshard.formats.megatron.share import ChunkShare, ParameterIndex, Spot, list_experts
-from reshard.manifest import Entry
-from reshard.model_parallel.rules import Table
-from reshard.model_parallel.shards import list_blocks
+from reshard.layouts.model_parallel.rules import Table
+from reshard.layouts.model_parallel.shards import list_blocks
 
 
 def index_parameters(whole: Mapping[str, Entry], table: Table) -> ParameterIndex[str]:

@@ -15,8 +15,8 @@ import re
 from collections.abc import Container
 
 from reshard.formats.megatron.arguments import Arguments
-from reshard.model_parallel.patterns import Pattern
-from reshard.model_parallel.rules import RuleMatch, Table
+from reshard.layouts.model_parallel.patterns import Pattern
+from reshard.layouts.model_parallel.rules import RuleMatch, Table
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 LEGACY_EMBEDDING = "language_model.embedding.word_embeddings.weight"

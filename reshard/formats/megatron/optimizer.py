@@ -17,10 +17,11 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from reshard.box import Index
-from reshard.chunks import Chunk
+from reshard.core.box import Index
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
+from reshard.core.schema import COUNT, expect, fields, mapping, maybe, sequence
 from reshard.errors import MIXED, CorruptError
-from reshard.files import SourceFiles
 from reshard.formats.megatron import buckets, groups, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Bucket, Param
@@ -32,14 +33,13 @@ from reshard.formats.megatron.frozen import (
     Sample,
     choose_trained,
 )
-from reshard.layout.partition import Member, build_flat_chunks
-from reshard.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
-from reshard.model_parallel.rules import Table
-from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
+from reshard.layouts.model_parallel.rules import Table
+from reshard.layouts.partition import Member, build_flat_chunks
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.tree import GlobalTensor, as_global, as_list
+from reshard.system.files import SourceFiles
 from reshard.units import counted
 
 _STATE = fields(

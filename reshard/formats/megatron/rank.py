@@ -15,12 +15,12 @@ from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
+from reshard.core.location import Location
+from reshard.core.schema import INTEGER, NUMBER, expect, fields, maybe
 from reshard.errors import CorruptError
 from reshard.formats.megatron import arguments, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import OPTIMIZER, find_model_file
-from reshard.location import Location
-from reshard.schema import INTEGER, NUMBER, expect, fields, maybe
 from reshard.state_dict import leaves, tree
 from reshard.state_dict.tree import GlobalTensor, as_global
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from reshard.containers.pickles.values import Call
+from reshard.core.manifest import Manifest
 from reshard.formats.megatron import names
-from reshard.manifest import Manifest
-from reshard.pickles.values import Call
 from reshard.state_dict.tree import as_global
 
 OPAQUE_KEY = "what ranks saved beside tensors"  # in `TrainState.opaque`

@@ -20,13 +20,13 @@ from typing import Any
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
 from reshard.containers.yaml_files import parse_yaml
+from reshard.core.location import Location
+from reshard.core.schema import COUNT, expect, fields, mapping, maybe
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.files import SourceFiles, read_small_file
-from reshard.location import Location
-from reshard.model_parallel.megatron_traits import OWN_BUILDER
-from reshard.schema import COUNT, expect, fields, mapping, maybe
+from reshard.layouts.model_parallel.megatron_traits import OWN_BUILDER
 from reshard.state_dict import tree
 from reshard.state_dict.hyper_parameters import read_counter
+from reshard.system.files import SourceFiles, read_small_file
 from reshard.units import round_up
 
 NAME = "run_config.yaml"

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.core.location import Location
+from reshard.core.manifest import (
+    PARAM,
+    Manifest,
+    Origin,
+    ParamGroup,
+    TrainState,
+    find_most_common_dtype,
+)
 from reshard.formats.megatron import grouped
 from reshard.formats.megatron.arguments import Arguments
-from reshard.location import Location
-from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, find_most_common_dtype
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from reshard.core.join import join_groups
+from reshard.core.manifest import Manifest, ParamGroup, TrainState
 from reshard.formats.megatron import rank_states
 from reshard.formats.megatron.directory import NAME
-from reshard.join import join_groups
-from reshard.manifest import Manifest, ParamGroup, TrainState
-from reshard.model_parallel.sizes import parse_mesh
+from reshard.layouts.model_parallel.sizes import parse_mesh
 
 # Settings of param groups by which Megatron chooses their learning rate and weight decay, whose
 # present values are in ``lr`` and ``weight_decay``. NeMo puts ``pre_`` before two of them.

@@ -23,18 +23,18 @@ from typing import Any
 
 from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_objects import TorchFile
+from reshard.core.location import Location
+from reshard.core.manifest import Manifest
+from reshard.core.schema import COUNT, expect, fields, mapping, maybe
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.huggingface import reader as huggingface
 from reshard.formats.megatron import directory, dist_flat
 from reshard.formats.megatron.run_config import RENAMED
-from reshard.location import Location
-from reshard.manifest import Manifest
+from reshard.layouts.model_parallel.names import rename_from_hf
 from reshard.model import library
-from reshard.model_parallel.names import rename_from_hf
 from reshard.naming.config import describe_config
 from reshard.naming.options import NameOptions
-from reshard.schema import COUNT, expect, fields, mapping, maybe
 from reshard.state_dict.tree import ParsedTree
 
 _CONTENTS = "ckpt_contents.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.location import Location
+from reshard.core.location import Location
 
 NAME = "meta"
 PARAMS = "params.json"

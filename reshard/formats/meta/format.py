@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from reshard.core.location import Location
+from reshard.core.manifest import Manifest
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.meta.directory import EMBEDDING, NAME, OUTPUT, detect
-from reshard.location import Location
-from reshard.manifest import Manifest
 from reshard.naming.options import ModelNames, NameOptions, Naming
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
     from reshard.formats.base import StateConversion
     from reshard.formats.request import Request
-    from reshard.model_parallel.families import Family
-    from reshard.model_parallel.traits import Traits
+    from reshard.layouts.model_parallel.families import Family
+    from reshard.layouts.model_parallel.traits import Traits
     from reshard.training.state import WritableState
 
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats.meta import reader
-    from reshard.model_parallel.rules import add_user_rules, load_table
+    from reshard.layouts.model_parallel.rules import add_user_rules, load_table
 
     return reader.read(location, add_user_rules(load_table(NAME), hints.rules))
 
@@ -35,7 +35,7 @@ def _describe_model(manifest: Manifest) -> Traits:
 
 
 def _get_family() -> Family:
-    from reshard.model_parallel import families
+    from reshard.layouts.model_parallel import families
 
     return families.load_meta_family()
 
@@ -58,10 +58,10 @@ class Meta(Writer):
             UnsupportedError: the model is not a Llama, or params.json cannot describe it.
         """
         from reshard.formats.meta import writer
-        from reshard.model_parallel import families
-        from reshard.model_parallel import names as renaming
-        from reshard.model_parallel.described import Described
-        from reshard.model_parallel.rules import add_user_rules
+        from reshard.layouts.model_parallel import families
+        from reshard.layouts.model_parallel import names as renaming
+        from reshard.layouts.model_parallel.described import Described
+        from reshard.layouts.model_parallel.rules import add_user_rules
         from reshard.naming import tables
 
         manifest, source = conversion.manifest, conversion.source

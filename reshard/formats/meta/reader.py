@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.box import Index
 from reshard.containers import torch_reader
 from reshard.containers.json_files import read_json_object
-from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError, UnsupportedError
-from reshard.formats.meta.directory import EMBEDDING, FILE, NAME, PARAMS
-from reshard.location import Location, list_missing_ranks
-from reshard.manifest import (
+from reshard.containers.pickles import trust
+from reshard.core.box import Index
+from reshard.core.location import Location, list_missing_ranks
+from reshard.core.manifest import (
     BUFFER,
     PARAM,
     Entry,
@@ -22,14 +21,15 @@ from reshard.manifest import (
     find_most_common_dtype,
     index_entries,
 )
-from reshard.model_parallel.combine import join_tensor_ranks
-from reshard.model_parallel.rules import Table
-from reshard.model_parallel.shards import REPLICATED, Split
-from reshard.model_parallel.traits import Traits
-from reshard.paths import as_path
-from reshard.pickles import trust
-from reshard.schema import COUNT, INTEGER, NUMBER, expect, fields, maybe
+from reshard.core.schema import COUNT, INTEGER, NUMBER, expect, fields, maybe
+from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError, UnsupportedError
+from reshard.formats.meta.directory import EMBEDDING, FILE, NAME, PARAMS
+from reshard.layouts.model_parallel.combine import join_tensor_ranks
+from reshard.layouts.model_parallel.rules import Table
+from reshard.layouts.model_parallel.shards import REPLICATED, Split
+from reshard.layouts.model_parallel.traits import Traits
 from reshard.state_dict import leaves, tree
+from reshard.system.paths import as_path
 
 _NORM = "norm.weight"
 _GATE = "layers.0.feed_forward.w1.weight"

@@ -8,13 +8,13 @@ from typing import Any
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import format_json
 from reshard.containers.torch_writer import Part, Slot, Storage
-from reshard.dtypes import DType
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UsageError
 from reshard.formats.meta.directory import EMBEDDING, PARAMS
-from reshard.manifest import Entry, Skeleton
-from reshard.model_parallel.rules import Table
-from reshard.model_parallel.shards import Split, list_blocks
-from reshard.model_parallel.traits import Traits
+from reshard.layouts.model_parallel.rules import Table
+from reshard.layouts.model_parallel.shards import Split, list_blocks
+from reshard.layouts.model_parallel.traits import Traits
 from reshard.training.state import WritableState
 
 _LARGE = 100_000  # rows: from Llama 3 on the embedding is cut along rows, before along columns

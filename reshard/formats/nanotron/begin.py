@@ -14,18 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.manifest import ParamGroup
 from reshard.errors import UnsupportedError
 from reshard.formats.nanotron import layout, stages
 from reshard.formats.nanotron.directory import METADATA, NAME
 from reshard.formats.nanotron.layout import ParameterCut, RunFacts
 from reshard.formats.nanotron.slices import SHAPE
 from reshard.formats.nanotron.stages import Stage
-from reshard.manifest import ParamGroup
-from reshard.model_parallel import names as renaming
-from reshard.model_parallel.architecture import Architecture
-from reshard.model_parallel.described import Described
-from reshard.model_parallel.forms import make_form
-from reshard.model_parallel.rules import add_user_rules, load_table
+from reshard.layouts.model_parallel import names as renaming
+from reshard.layouts.model_parallel.architecture import Architecture
+from reshard.layouts.model_parallel.described import Described
+from reshard.layouts.model_parallel.forms import make_form
+from reshard.layouts.model_parallel.rules import add_user_rules, load_table
 from reshard.naming import tables
 from reshard.naming.options import NameOptions, Naming
 from reshard.state_dict.hyper_parameters import TensorNumber
@@ -34,7 +34,7 @@ from reshard.training.state import Weight, WritableState
 
 if TYPE_CHECKING:
     from reshard.formats.base import StateConversion
-    from reshard.model_parallel.traits import Traits
+    from reshard.layouts.model_parallel.traits import Traits
 
 _VERSION = "1.5"  # of nanotron's checkpoints at 2411b02
 _MODELS = {"llama": "is_llama_config", "qwen2": "is_qwen2_config"}

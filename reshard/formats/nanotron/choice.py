@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from reshard.dtypes import DType
+from reshard.core.dtypes import DType
+from reshard.core.manifest import PARAM
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.nanotron import layout, stages
 from reshard.formats.nanotron.directory import MODEL_CONFIG, NAME
 from reshard.formats.nanotron.layout import RunFacts
-from reshard.manifest import PARAM
-from reshard.model_parallel.sizes import Sizes, parse_mesh
+from reshard.layouts.model_parallel.sizes import Sizes, parse_mesh
 from reshard.state_dict import torch_state_dict
 from reshard.training.state import WritableState
 

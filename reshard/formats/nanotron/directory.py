@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from reshard.box import index_of
+from reshard.core.box import index_of
+from reshard.core.location import Location
 from reshard.errors import FETCH_MISSING, MIXED, CorruptError, IncompleteError
-from reshard.location import Location
 
 NAME = "nanotron"
 METADATA = "checkpoint_metadata.json"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.core.location import Location
+from reshard.core.manifest import Manifest
 from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.nanotron.directory import METADATA, NAME, detect
-from reshard.location import Location
-from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.box import Index
+from reshard.core.box import Index
 from reshard.errors import UsageError
 from reshard.formats.nanotron.slices import PAIRS, SHAPE
 from reshard.formats.nanotron.stages import Stage

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard.box import Index
-from reshard.chunks import Chunk
 from reshard.containers import torch_objects, torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.core.box import Index
+from reshard.core.chunks import Chunk
+from reshard.core.manifest import MASTER, Entry, Key, ParamGroup
+from reshard.core.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
 from reshard.errors import MIXED, CorruptError, IncompleteError
-from reshard.files import SourceFiles
 from reshard.formats.nanotron.directory import CheckpointFiles, NamedFile
 from reshard.formats.nanotron.slices import RankPart
-from reshard.manifest import MASTER, Entry, Key, ParamGroup
-from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
 from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.plain_values import to_plain
+from reshard.system.files import SourceFiles
 
 _STEP = "step"
 _FILE = record(

@@ -6,12 +6,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from reshard import counts
-from reshard.chunks import Chunk
 from reshard.containers import safetensors, torch_reader
 from reshard.containers.json_files import read_json_object
+from reshard.containers.pickles import trust
+from reshard.core import counts
+from reshard.core.chunks import Chunk
+from reshard.core.location import Location
+from reshard.core.manifest import (
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    ParamGroup,
+    SourceFile,
+    TrainState,
+    find_most_common_dtype,
+    index_entries,
+)
 from reshard.errors import MIXED, CorruptError
-from reshard.files import SourceFiles
 from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
 from reshard.formats.nanotron.directory import (
     METADATA,
@@ -23,20 +35,8 @@ from reshard.formats.nanotron.layout import ParameterCut, RunFacts
 from reshard.formats.nanotron.optimizer import StagedOptimizer
 from reshard.formats.nanotron.slices import RankPart
 from reshard.formats.nanotron.stages import Stage
-from reshard.location import Location
-from reshard.manifest import (
-    PARAM,
-    Entry,
-    Manifest,
-    Origin,
-    ParamGroup,
-    SourceFile,
-    TrainState,
-    find_most_common_dtype,
-    index_entries,
-)
-from reshard.pickles import trust
 from reshard.state_dict.plain_values import to_plain
+from reshard.system.files import SourceFiles
 from reshard.units import counted, make_natural_key
 
 _TENSOR = "data"

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from reshard.box import Box, Index, as_index, flat_span, intersect, row_major, run_boxes, whole
-from reshard.chunks import Chunk
+from reshard.core.box import Box, Index, as_index, flat_span, intersect, row_major, run_boxes, whole
+from reshard.core.chunks import Chunk
 from reshard.errors import CorruptError, UnsupportedError
 
 SHAPE, PAIRS = "unsharded_shape", "local_global_slices_pairs"

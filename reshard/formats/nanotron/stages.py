@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from reshard.core.join import join_groups
+from reshard.core.manifest import ParamGroup
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.nanotron import costs
-from reshard.join import join_groups
-from reshard.manifest import ParamGroup
 from reshard.training.param_groups import PER_GROUP
 
 _INSIDE = ".pp_block."

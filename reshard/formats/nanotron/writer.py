@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from reshard.box import Index
-from reshard.chunks import contiguous
 from reshard.containers import safetensors, skeletons, torch_writer
 from reshard.containers.torch_writer import Part, Slot, Storage
-from reshard.dtypes import FLOAT32, DType
+from reshard.core.box import Index
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import FLOAT32, DType
+from reshard.core.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
 from reshard.formats.nanotron import choice, slices
 from reshard.formats.nanotron.choice import Wanted
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER
 from reshard.formats.nanotron.layout import RunFacts
 from reshard.formats.nanotron.optimizer import compute_piece
 from reshard.formats.nanotron.slices import RankPart
-from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
 from reshard.state_dict import torch_state_dict
 from reshard.training.state import TrainedParameter, Weight, WritableState
 

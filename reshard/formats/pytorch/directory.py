@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 from reshard.containers.torch_detect import SUFFIXES, is_torch_file
+from reshard.core.location import Location
 from reshard.errors import CorruptError
 from reshard.formats import huggingface
 from reshard.formats.dcp import directory as dcp
-from reshard.location import Location
 
 NAME = "torch"
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
+from reshard.core.location import Location
+from reshard.core.manifest import Manifest, Skeleton
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.formats.base import Format, ReadHints, Source, StateConversion, Writer
 from reshard.formats.pytorch.directory import NAME, detect, detect_loosely
-from reshard.location import Location
-from reshard.manifest import Manifest, Skeleton
 from reshard.training import trainer_run
 
 if TYPE_CHECKING:

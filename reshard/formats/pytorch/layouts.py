@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.skeletons import LaidOut
+from reshard.core.manifest import Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.dcp import saved_keys
@@ -18,9 +19,8 @@ from reshard.formats.fsdp import flat_files, rank_files
 from reshard.formats.pytorch.directory import NAME
 from reshard.formats.request import Request
 from reshard.formats.trainers import accelerate, hf_param_groups, hf_trainer
-from reshard.layout.mesh import MeshGrid
-from reshard.layout.tensor_parallel import TensorPlan
-from reshard.manifest import Skeleton
+from reshard.layouts.mesh import MeshGrid
+from reshard.layouts.tensor_parallel import TensorPlan
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from reshard.core.location import Location
+from reshard.core.manifest import TrainState
 from reshard.formats.beside import TRAINER_STATE
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.pytorch import directory
 from reshard.formats.pytorch.directory import NAME
-from reshard.location import Location
-from reshard.manifest import TrainState
 from reshard.state_dict.tree import ParsedTree
 from reshard.training import trainer_run
 from reshard.training.trainer_run import TrainerRun

@@ -10,9 +10,9 @@ from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
+from reshard.core.location import list_missing_ranks
 from reshard.errors import FETCH_MISSING, TWO_RUNS, IncompleteError, StaleError
 from reshard.formats.pytorch.directory import RANK, is_of_rank
-from reshard.location import list_missing_ranks
 from reshard.state_dict import tree
 from reshard.state_dict.tree import ParsedTree
 

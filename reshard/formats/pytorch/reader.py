@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.containers.json_files import read_json_object
+from reshard.core.join import join
+from reshard.core.location import Location
+from reshard.core.manifest import Manifest, Origin, TrainState
 from reshard.errors import UnrecognisedError, UsageError
 from reshard.formats import beside, huggingface, run
 from reshard.formats.dcp import directory as dcp
@@ -18,9 +21,6 @@ from reshard.formats.huggingface import reader as of_huggingface
 from reshard.formats.pytorch import directory, provenance
 from reshard.formats.pytorch.directory import find_dcp_parts, is_rank_file
 from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family
-from reshard.join import join
-from reshard.location import Location
-from reshard.manifest import Manifest, Origin, TrainState
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import name_in_model
 from reshard.state_dict import assemble, sections

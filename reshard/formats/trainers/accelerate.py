@@ -19,8 +19,8 @@ from typing import Any
 
 from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
+from reshard.core.manifest import Skeleton
 from reshard.formats.request import Request
-from reshard.manifest import Skeleton
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import ACCUMULATED
 from reshard.state_dict.slots import lay_out_optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reshard.manifest import Manifest
+from reshard.core.manifest import Manifest
 from reshard.model import ModelShapes, library
 from reshard.model.weight_decay import find_decays
 from reshard.training import trainer_run

@@ -21,10 +21,10 @@ from typing import Any
 from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import format_json
+from reshard.core.manifest import Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.request import Request
 from reshard.formats.trainers import hf_param_groups
-from reshard.manifest import Skeleton
 from reshard.model.adapter_names import find_saved_names
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import lay_out_optimizer

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from reshard import api
 from reshard.errors import ReshardError
-from reshard.model_parallel import config_keys, families
+from reshard.layouts.model_parallel import config_keys, families
 from reshard.testing.megatron import models, mtp
 from reshard.testing.megatron.models import Sources
 from reshard.testing.megatron.ranks import LoadJob, run_jobs

@@ -31,14 +31,14 @@ from typing import Any
 
 from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
-from reshard.dtypes import BFLOAT16, DType
+from reshard.core.dtypes import BFLOAT16, DType
+from reshard.core.manifest import Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write import experts, files, gpt_neox, grid, report, universal
 from reshard.formats.deepspeed.write.grid import ONE_RANK, GridOptions, ModelGrid, ModelRank
 from reshard.formats.deepspeed.write.spec import OutputSpec, find_precision, resolve_spec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
-from reshard.manifest import Skeleton
 from reshard.training.state import WritableState, drop_recomputed_slots
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.expert_layout import (
@@ -21,7 +22,6 @@ from reshard.formats.deepspeed.expert_layout import (
 )
 from reshard.formats.deepspeed.write.expert_groups import regroup_experts
 from reshard.formats.deepspeed.write.grid import GridOptions
-from reshard.manifest import Entry, Skeleton
 from reshard.training.copied_files import TENSOR
 from reshard.training.state import WritableState, change_entries
 

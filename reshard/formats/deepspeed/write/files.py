@@ -12,14 +12,14 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import build_whole_tensor
-from reshard.dtypes import BFLOAT16
+from reshard.core.dtypes import BFLOAT16
+from reshard.core.manifest import Skeleton
 from reshard.formats.deepspeed.write import model_states, stage3, stage12
 from reshard.formats.deepspeed.write.experts import Mixture, refuse_stage
 from reshard.formats.deepspeed.write.grid import ModelRank
 from reshard.formats.deepspeed.write.objects import WRITTEN_AS
 from reshard.formats.deepspeed.write.spec import OutputSpec, find_precision, resolve_spec
 from reshard.formats.deepspeed.write.stage0 import make_optimizer
-from reshard.manifest import Skeleton
 from reshard.training.state import WritableState
 
 

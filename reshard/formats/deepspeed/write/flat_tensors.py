@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from reshard.box import Box, run_boxes
 from reshard.containers.torch_writer import Part, Slot, Storage
-from reshard.dtypes import FLOAT32, DType
+from reshard.core.box import Box, run_boxes
+from reshard.core.dtypes import FLOAT32, DType
+from reshard.core.manifest import MASTER, Entry
 from reshard.errors import IncompleteError, UnsupportedError
-from reshard.layout.partition import compute_equal_piece
-from reshard.manifest import MASTER, Entry
+from reshard.layouts.partition import compute_equal_piece
 from reshard.training import optimizers
 from reshard.training.shared_scalars import build_shared_scalars
 from reshard.training.state import TrainedParameter, collect_scalar_names, collect_slot_names

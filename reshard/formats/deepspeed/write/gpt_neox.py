@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers import skeletons
+from reshard.core.manifest import Skeleton
 from reshard.formats.deepspeed import dialects, neox
 from reshard.formats.deepspeed.write.pipeline import list_layers
 from reshard.formats.deepspeed.write.spec import RANDOM_STATES, select_extra_state
-from reshard.manifest import Skeleton
-from reshard.model_parallel.sizes import Sizes
+from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.training.state import WritableState
 
 _ARGS, _RANKS = "args", "model_parallel_size"

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.box import Box, Index, intersect, whole
+from reshard.core.box import Box, Index, intersect, whole
+from reshard.core.manifest import Entry, Key, Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO, Cuts
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write import autotp
 from reshard.formats.deepspeed.write.pipeline import Layer, list_layers, share_layers
-from reshard.manifest import Entry, Key, Skeleton
-from reshard.model_parallel import shards
-from reshard.model_parallel.moves import Move, apply_moves
-from reshard.model_parallel.rules import FORM
-from reshard.model_parallel.shards import Split
-from reshard.model_parallel.sizes import ONE, Sizes
+from reshard.layouts.model_parallel import shards
+from reshard.layouts.model_parallel.moves import Move, apply_moves
+from reshard.layouts.model_parallel.rules import FORM
+from reshard.layouts.model_parallel.shards import Split
+from reshard.layouts.model_parallel.sizes import ONE, Sizes
 from reshard.training.copied_files import TENSOR
 from reshard.training.state import (
     TrainedGroup,

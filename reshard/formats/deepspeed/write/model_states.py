@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from reshard.box import Index
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
+from reshard.core.box import Index
 from reshard.formats.deepspeed.expert_layout import parse_expert_name
 from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS, make_torch_size
 from reshard.formats.deepspeed.write.pipeline import Layer
 from reshard.formats.deepspeed.write.spec import OutputSpec, adapt_args
 from reshard.formats.deepspeed.write.stage0 import make_optimizer
 from reshard.formats.deepspeed.write.stage3 import make_fragment
-from reshard.pickles.values import Call
 from reshard.state_dict.own_values import find_scheduler
 
 

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.box import Index
+from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import Slot, build_number
+from reshard.core.box import Index
 from reshard.errors import UsageError, shown
-from reshard.pickles.values import Call, Global
 
 WRITTEN_AS = "0.19.8"  # the DeepSpeed version whose layout is written
 UNIVERSAL_VERSION = 0.4  # of its universal_checkpoint_info (``checkpoint/constants.py``)

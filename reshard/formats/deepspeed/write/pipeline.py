@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from reshard.core.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 from reshard.errors import UsageError
 from reshard.formats.deepspeed import dialects
 from reshard.formats.deepspeed.layers import TIED, parse_layer
-from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
-from reshard.model_parallel.sizes import Sizes
-from reshard.model_parallel.stages import assign_layers
+from reshard.layouts.model_parallel.sizes import Sizes
+from reshard.layouts.model_parallel.stages import assign_layers
 
 _RANK = re.compile(r"mp_rank_(\d+)_(?:model|optim)_states\.pt$")
 _GIVE_LAYERS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.dtypes import FLOAT16, FLOAT32
+from reshard.core.dtypes import FLOAT16, FLOAT32
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.train_state import is_older
 from reshard.formats.deepspeed.write.objects import is_deepspeed_optimizer

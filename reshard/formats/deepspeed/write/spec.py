@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.containers.pickles import objects
+from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.core.manifest import Entry, find_main_dtype
+from reshard.core.stamps import Stamp
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO
 from reshard.formats.deepspeed.expert_layout import locate_rank
 from reshard.formats.deepspeed.train_state import ENGINE_KEYS
 from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, make_initial_scaler
-from reshard.manifest import Entry, find_main_dtype
-from reshard.model_parallel.sizes import ONE, Sizes
-from reshard.pickles import objects
-from reshard.stamps import Stamp
+from reshard.layouts.model_parallel.sizes import ONE, Sizes
 from reshard.state_dict.hyper_parameters import build_tensors
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import is_plain

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.box import Index
+from reshard.containers.pickles.values import Call
+from reshard.core.box import Index
+from reshard.core.manifest import Entry, Skeleton
 from reshard.formats.deepspeed.write.grid import GridOptions, make_cuts
-from reshard.manifest import Entry, Skeleton
-from reshard.model_parallel import shards
-from reshard.model_parallel.vocabulary import take_first_rows
-from reshard.pickles.values import Call
+from reshard.layouts.model_parallel import shards
+from reshard.layouts.model_parallel.vocabulary import take_first_rows
 from reshard.training.state import WritableState, change_entries
 
 _SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"

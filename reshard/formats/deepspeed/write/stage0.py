@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.box import Index
 from reshard.containers.torch_writer import build_whole_tensor
-from reshard.dtypes import FLOAT32
+from reshard.core.box import Index
+from reshard.core.dtypes import FLOAT32
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
 from reshard.formats.deepspeed.order import find_shape_sorted_groups
 from reshard.formats.deepspeed.write.flat_tensors import (

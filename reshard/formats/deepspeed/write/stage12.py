@@ -16,6 +16,7 @@ from itertools import accumulate
 from math import gcd, prod
 from typing import Any
 
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Slot
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.write.flat_tensors import (
@@ -38,7 +39,6 @@ from reshard.formats.deepspeed.write.objects import (
     make_step_counter,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
-from reshard.pickles.values import Call
 from reshard.training.state import TrainedGroup, TrainedParameter
 
 ALIGNMENT = 2  # nccl_start_alignment_factor

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.containers.torch_writer import Slot, Storage
-from reshard.dtypes import DType
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry
 from reshard.formats.deepspeed.write.flat_tensors import (
     MemberRun,
     build_flat_tensor,
@@ -30,8 +31,7 @@ from reshard.formats.deepspeed.write.objects import (
     make_step_counter,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
-from reshard.layout.partition import compute_equal_piece
-from reshard.manifest import Entry
+from reshard.layouts.partition import compute_equal_piece
 from reshard.training.shared_scalars import copy_scalars
 from reshard.training.state import TrainedGroup, TrainedParameter
 

@@ -23,10 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.box import Index
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import Slot, Storage
-from reshard.dtypes import FLOAT32, DType
+from reshard.core.box import Index
+from reshard.core.dtypes import FLOAT32, DType
+from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UnsafeError
 from reshard.formats.deepspeed.write.flat_tensors import (
     build_run_parts,
@@ -42,7 +43,6 @@ from reshard.formats.deepspeed.write.objects import (
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.formats.deepspeed.write.split_metadata import SplitMetadata
-from reshard.manifest import Entry, Skeleton
 from reshard.state_dict.hyper_parameters import build_tensors
 from reshard.training import optimizers
 from reshard.training.state import TrainedParameter

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.dtypes import BFLOAT16, FLOAT16, DType
-from reshard.model_parallel.sizes import Sizes
+from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
+from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.state_dict.plain_values import is_plain
 
 PRECISION_AWARE = "use_precision_aware_optimizer"

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.containers.torch_writer import build_number
-from reshard.dtypes import BFLOAT16, FLOAT16, DType
+from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
+from reshard.core.manifest import Entry, find_main_dtype
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.megatron.arguments import Arguments, has_own_configs
 from reshard.formats.megatron.optimizer import CHAINED
@@ -17,12 +18,11 @@ from reshard.formats.megatron.write.groups import Groups
 from reshard.formats.megatron.write.ranks import HEAD, KnownWeight, WeightLocations, find_rules
 from reshard.formats.megatron.write.written_states import WrittenStates
 from reshard.formats.target_options import Adam, CkptFormat, TransformerImpl
-from reshard.manifest import Entry, find_main_dtype
-from reshard.model_parallel.architecture import Architecture
-from reshard.model_parallel.described import Described
-from reshard.model_parallel.rules import Table
-from reshard.model_parallel.sizes import Sizes
-from reshard.model_parallel.vocabulary import find_row_counts
+from reshard.layouts.model_parallel.architecture import Architecture
+from reshard.layouts.model_parallel.described import Described
+from reshard.layouts.model_parallel.rules import Table
+from reshard.layouts.model_parallel.sizes import Sizes
+from reshard.layouts.model_parallel.vocabulary import find_row_counts
 from reshard.state_dict.plain_values import is_plain
 from reshard.state_dict.torch_state_dict import refuse_lost_state
 from reshard.training import loss_scale, optimizers

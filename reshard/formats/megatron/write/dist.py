@@ -22,11 +22,14 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from reshard.box import Box, Index, intersect, row_major, whole
-from reshard.chunks import Chunk
 from reshard.containers import skeletons, torch_writer
+from reshard.containers.pickles.objects import NAMESPACE
+from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Slot
-from reshard.dtypes import FLOAT32, DType
+from reshard.core.box import Box, Index, intersect, row_major, whole
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import FLOAT32, DType
+from reshard.core.manifest import Entry, Key, Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.megatron.arguments import numbers_layers
@@ -38,10 +41,7 @@ from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup, find_common_count
 from reshard.formats.megatron.write.ranks import KnownWeight
 from reshard.formats.megatron.write.written_states import KIND
-from reshard.manifest import Entry, Key, Skeleton
-from reshard.model_parallel import moves
-from reshard.pickles.objects import NAMESPACE
-from reshard.pickles.values import Call
+from reshard.layouts.model_parallel import moves
 from reshard.state_dict.torch_state_dict import Value
 
 _LAYERS = re.compile(r"decoder\.layers\.\d+\.")

@@ -13,8 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
+from reshard.containers.pickles.objects import NAMESPACE
+from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import Part, Slot, Storage
-from reshard.dtypes import FLOAT32
+from reshard.core.dtypes import FLOAT32
+from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UnsupportedError
 from reshard.formats.megatron import arguments, order
 from reshard.formats.megatron import directory as directories
@@ -25,9 +28,6 @@ from reshard.formats.megatron.write.args import REDUCES_IN_FP32
 from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup
 from reshard.formats.megatron.write.ranks import LocalWeight, WriterRank, list_ranks
-from reshard.manifest import Entry, Skeleton
-from reshard.pickles.objects import NAMESPACE
-from reshard.pickles.values import Call, Global
 
 CHECKPOINT_VERSION = 3.0
 _STATEFUL = re.compile(

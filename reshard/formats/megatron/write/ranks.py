@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any
 
-from reshard.box import Box, Index, intersect, whole
 from reshard.containers.torch_writer import Part, Slot, Storage
-from reshard.dtypes import DType
+from reshard.core.box import Box, Index, intersect, whole
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import names, order
 from reshard.formats.megatron.share import ChunkShare, ParameterIndex, Spot, list_experts
-from reshard.manifest import Entry
-from reshard.model_parallel import shards, stages
-from reshard.model_parallel.patterns import Pattern
-from reshard.model_parallel.rules import RuleMatch, Table
-from reshard.model_parallel.shards import Split
-from reshard.model_parallel.sizes import Sizes
+from reshard.layouts.model_parallel import shards, stages
+from reshard.layouts.model_parallel.patterns import Pattern
+from reshard.layouts.model_parallel.rules import RuleMatch, Table
+from reshard.layouts.model_parallel.shards import Split
+from reshard.layouts.model_parallel.sizes import Sizes
 from reshard.training.state import Weight, WritableState
 
 HEAD = names.OUTPUT

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.containers import torch_writer
+from reshard.core.manifest import Entry, Manifest
 from reshard.errors import UnsupportedError
-from reshard.files import SourceFiles
 from reshard.formats.megatron import names, rank_states
 from reshard.formats.megatron.rank_states import RankKey, RankStates
 from reshard.formats.megatron.write.ranks import LocalWeight
-from reshard.manifest import Entry, Manifest
-from reshard.model_parallel.sizes import Sizes, parse_mesh
+from reshard.layouts.model_parallel.sizes import Sizes, parse_mesh
 from reshard.state_dict.tree import as_global
+from reshard.system.files import SourceFiles
 from reshard.training import rng
 from reshard.training.rng import RankRng
 

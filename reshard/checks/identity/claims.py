@@ -1,0 +1,126 @@
+"""Compare what the files of a checkpoint state about themselves. Reads no file.
+
+A file of ``torch.save`` keeps the name that it was saved under: the root of its zip archive is the
+stem of the path (torch 2.13 ``caffe2/serialize/inline_container.cc``, ``archive_name_``; it is
+``archive`` if the file was saved through a stream). A stamp (`reshard.core.stamps`) states the
+save, the step, the rank and the world size. Readers add the claims that their format makes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from reshard.core.manifest import Claim, SourceFile
+from reshard.core.stamps import FILE_NAME
+
+_DIGITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two claims about one file that cannot both be true."""
+
+    file: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a comparison of the claims of all files showed.
+
+    Args:
+        conflicts: the contradictions, in file order.
+        evidence: the kinds of claims that were compared, each with the number of files.
+    """
+
+    conflicts: list[Conflict]
+    evidence: list[str]
+
+
+def compare_claims(files: Mapping[str, SourceFile]) -> Comparison:
+    """Compare what the files state about themselves."""
+    siblings = _count_siblings(files)
+    conflicts = [*_find_misplaced(files, siblings), *_find_other_saves(files)]
+    return Comparison(conflicts, _list_evidence(files, siblings))
+
+
+def find_conflicts(files: Mapping[str, SourceFile]) -> list[Conflict]:
+    """Return the contradictions between the claims of the files, in file order."""
+    return compare_claims(files).conflicts
+
+
+def _list_evidence(files: Mapping[str, SourceFile], siblings: Mapping[str, int]) -> list[str]:
+    counts: Counter[str] = Counter()
+    for file in files.values():
+        for claim in file.claims:
+            if claim.about != FILE_NAME or _names_sibling(file, claim, siblings):
+                counts[f"{claim.about} agrees with {claim.evidence}"] += 1
+    return [f"{what} in {number} files" for what, number in counts.items() if number > 1]
+
+
+def mask_digits(name: str) -> str:
+    """Replace every number in a name, so that the files of all ranks get the same text.
+
+    >>> mask_digits("zero_pp_rank_12_mp_rank_00_optim_states")
+    'zero_pp_rank_#_mp_rank_#_optim_states'
+    """
+    return _DIGITS.sub("#", name)
+
+
+def _count_siblings(files: Mapping[str, SourceFile]) -> Counter[str]:
+    """Count the files whose names differ in their numbers alone."""
+    return Counter(mask_digits(PurePath(path).name) for path in files)
+
+
+def _names_sibling(file: SourceFile, claim: Claim, siblings: Mapping[str, int]) -> bool:
+    """Return whether a claimed name is the file's own name or that of another rank's file.
+
+    A file that has no siblings may have been renamed, and an archive that was saved through a
+    stream or a temporary file has another name altogether: neither says anything about ranks.
+    """
+    path = PurePath(file.path)
+    masked = mask_digits(path.stem)
+    has_siblings = masked != path.stem and siblings[mask_digits(path.name)] > 1
+    return has_siblings and mask_digits(claim.value) == masked
+
+
+def _find_misplaced(
+    files: Mapping[str, SourceFile], siblings: Mapping[str, int]
+) -> Iterator[Conflict]:
+    """Yield a conflict for each file that states another name, rank or step than its path."""
+    for file in files.values():
+        for claim in file.claims:
+            expected = claim.expected
+            if claim.about == FILE_NAME and _names_sibling(file, claim, siblings):
+                expected = PurePath(file.path).stem
+            if expected is not None and claim.value != expected:
+                yield Conflict(
+                    file.path,
+                    f"{claim.evidence} states that the {claim.about} is {claim.value}, but"
+                    f" {expected} is expected at this path: it is a file of another rank or save",
+                )
+                break  # one conflict of a file is enough
+
+
+def _find_other_saves(files: Mapping[str, SourceFile]) -> Iterator[Conflict]:
+    """Yield a conflict for each file that states another save, step or world size than most."""
+    stated: dict[str, list[tuple[SourceFile, Claim]]] = defaultdict(list)
+    for file in files.values():
+        for claim in file.claims:
+            if claim.expected is None and claim.about != FILE_NAME:
+                stated[claim.about].append((file, claim))
+    for about, claims in stated.items():
+        # Nothing says which save is the right one: the value of most files counts.
+        usual, _ = Counter(claim.value for _, claim in claims).most_common(1)[0]
+        witness = next(PurePath(file.path) for file, claim in claims if claim.value == usual)
+        for file, claim in claims:
+            if claim.value != usual:
+                yield Conflict(
+                    file.path,
+                    f"{claim.evidence} says {about} {claim.value}, but {witness.name} says"
+                    f" {about} {usual}: files of two saves are mixed",
+                )

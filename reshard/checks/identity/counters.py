@@ -1,0 +1,41 @@
+"""Compare the counters of a run with one another: a part that was saved at another step differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+
+from reshard.core.manifest import Manifest
+
+_NAMED_STEP = re.compile(r"(?:global_step|checkpoint-|iter_)(\d+)")
+
+
+def find_counter_conflicts(manifest: Manifest) -> list[str]:
+    """Return a sentence for each counter that does not fit the step of the run.
+
+    These are warnings, because a script can have its own way to count: it may skip updates, train a
+    part of the model later than the rest, or step its scheduler once an epoch.
+    """
+    train = manifest.train
+    expected = train.updates
+    if expected is None:
+        return []
+    problems = []
+    applied = set(train.optimizer_step.values())
+    if applied and max(applied) - expected not in train.updates_at_start:
+        problems.append(
+            f"the optimizer was updated {max(applied):g} times, but the run counts {expected}"
+            " updates"
+        )
+    named = _NAMED_STEP.fullmatch(PurePath(manifest.origin.path).name)
+    if named and int(named[1]) != train.step:
+        name = named[0]
+        problems.append(f"the directory is named {name}, but its files state step {train.step}")
+    scheduled = train.scheduler.get("last_epoch") if isinstance(train.scheduler, Mapping) else None
+    # HF Trainer steps its scheduler once with each update (transformers 5.23 trainer.py).
+    if train.trainer_state is not None and type(scheduled) is int and scheduled != expected:
+        problems.append(
+            f"the scheduler has made {scheduled} steps, but the run counts {expected} updates"
+        )
+    return problems

@@ -1,0 +1,273 @@
+"""Compare values that a checkpoint holds twice: 16-bit weights and their fp32 master weights.
+
+A run in mixed precision saves each weight in the dtype of training, usually from one rank, and its
+master weights from the ranks that own their partitions. The first is the cast of the second. A file
+of another rank, step or run breaks that, although its name, sizes and steps may be right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import sys
+import zlib
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from reshard.core.box import Box, Index, contiguous_cuts
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, round_to_bfloat16
+from reshard.core.manifest import MASTER, PARAM, Entry, Manifest
+from reshard.engine.move.fill import fill
+from reshard.engine.planning.copies import Copy, CopyPlanner
+from reshard.quantised.remainders import is_computed, round_ties_as_stored
+from reshard.system.files import SourceFiles
+from reshard.units import counted
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_SAMPLED = 128  # elements of each stored block
+_BATCH = 1 << 18  # elements that are read before they are compared together
+_FEW = 1 << 16  # elements that are compared without numpy
+_EVERY = 1 << 20  # elements of a box if all elements are compared
+
+
+@dataclass(frozen=True, slots=True)
+class UnequalMaster:
+    """A file of master weights that do not belong to the weights beside them."""
+
+    file: str
+    problem: str
+
+
+@dataclass(slots=True)
+class Compared:
+    """The result of a comparison."""
+
+    elements: int = 0
+    unequal: list[UnequalMaster] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One box of a weight that is inside of one block of its master weights."""
+
+    fqn: str
+    box: Box
+    master: Sequence[Copy]
+    weight: Sequence[Copy]
+    dtypes: tuple[DType, DType]
+
+
+def are_comparable(a: Entry, b: Entry) -> bool:
+    """Return whether the cast of one tensor can be compared with the other."""
+    floats = a.dtype.family == b.dtype.family == "float"
+    return a.shape == b.shape and (a.dtype == b.dtype or floats)
+
+
+def compare_masters(manifest: Manifest, *, every_element: bool) -> Compared:
+    """Compare the weights of the module with the cast of their master weights.
+
+    Args:
+        every_element: compare all elements, not a sample of each stored block.
+
+    Returns:
+        The number of elements that were compared, and the files whose values disagree.
+
+    Raises:
+        ReshardError: a file cannot be read.
+    """
+    result = Compared()
+    mismatches: Counter[tuple[str, str]] = Counter()  # (file of masters, file of weights)
+    totals: Counter[tuple[str, str]] = Counter()
+    examples: dict[tuple[str, str], str] = {}
+    with SourceFiles() as pool:
+        for batch in _group_into_batches(_choose_samples(manifest, every_element=every_element)):
+            result.elements += sum(sample.box.volume for sample in batch)
+            for sample, is_equal in zip(batch, _compare(pool, batch), strict=True):
+                pair = sample.master[0].file, sample.weight[0].file
+                totals[pair] += 1
+                if not is_equal:
+                    mismatches[pair] += 1
+                    examples.setdefault(pair, sample.fqn)
+    for pair, number in mismatches.most_common():
+        master, weight = pair
+        result.unequal.append(
+            UnequalMaster(
+                master,
+                f"its master weights do not belong to the weights in {PurePath(weight).name}:"
+                f" {number} of {counted(totals[pair], 'block')} that were compared differ, for"
+                f" example in {examples[pair]!r}; one of the two files is of another rank, step or"
+                " run",
+            )
+        )
+    return result
+
+
+def _choose_samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
+    """Yield the boxes to compare, of each weight of the module that has a master weight."""
+    for weight in manifest.of_kind(PARAM):
+        master = manifest.entries.get((MASTER, weight.fqn))
+        if master is None or is_computed(master) or not are_comparable(master, weight):
+            continue  # a master that is computed from its weight cannot disagree with it
+        blocks = CopyPlanner(weight)
+        for chunk in _list_distinct_blocks(master):
+            if not chunk.box.volume:
+                continue
+            own = CopyPlanner(replace(master, chunks=(chunk,)))
+            boxes = (
+                _cut_into_boxes(chunk.box) if every_element else (_choose_box(weight.fqn, chunk),)
+            )
+            for box in boxes:
+                yield _Sample(
+                    weight.fqn,
+                    box,
+                    own.plan_block(box, master.dtype).copies,
+                    blocks.plan_block(box, weight.dtype).copies,
+                    (master.dtype, weight.dtype),
+                )
+
+
+def _list_distinct_blocks(entry: Entry) -> Iterator[Chunk]:
+    """Yield each stored block of a tensor once, without its replicas."""
+    seen: set[Box] = set()
+    for chunk in entry.chunks:
+        if chunk.box not in seen:
+            seen.add(chunk.box)
+            yield chunk
+
+
+def _choose_box(fqn: str, chunk: Chunk) -> Box:
+    """Return a small box inside a chunk; the same one every time.
+
+    Its position depends on the name, so that weights of one shape are not all compared at the same
+    position, where a pattern of the data (a first row of zeros) could hide a difference.
+    """
+    seed = zlib.crc32(fqn.encode())
+    room, shape = _SAMPLED, []
+    for extent in reversed(chunk.box.shape):
+        shape.append(min(extent, room))
+        room = max(room // max(extent, 1), 1)
+    shape.reverse()
+    origin: list[int] = []
+    for start, extent, own in zip(chunk.box.origin, chunk.box.shape, shape, strict=True):
+        # Knuth's multiplicative hash; the quotient is the seed of the next dim.
+        seed, at = divmod(seed * 2654435761 % (1 << 61), extent - own + 1)
+        origin.append(start + at)
+    return Box(tuple(origin), tuple(shape))
+
+
+def _cut_into_boxes(box: Box) -> Iterator[Box]:
+    for cut in contiguous_cuts(box.shape, _EVERY):
+        yield Box(_add(box.origin, cut.origin), cut.shape)
+
+
+def _add(a: Index, b: Index) -> Index:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _group_into_batches(samples: Iterator[_Sample]) -> Iterator[list[_Sample]]:
+    batch: list[_Sample] = []
+    elements = 0
+    for sample in samples:
+        batch.append(sample)
+        elements += sample.box.volume
+        if elements >= _BATCH:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
+
+
+def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
+    """Return for each sample whether its weights are the cast of its master weights."""
+    pool.prefetch(
+        (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
+        for sample in batch
+        for copy in (*sample.master, *sample.weight)
+        if copy.is_run
+    )
+    groups: dict[tuple[DType, DType], list[int]] = defaultdict(list)
+    for number, sample in enumerate(batch):
+        groups[sample.dtypes].append(number)
+    equal = [True] * len(batch)
+    for (source, trained), numbers in groups.items():
+        masters = _read(pool, [batch[n].master for n in numbers], source)
+        weights = _read(pool, [batch[n].weight for n in numbers], trained)
+        different = _mark_unequal(masters, weights, source, trained)
+        stop = 0
+        for number in numbers:
+            start, stop = stop, stop + batch[number].box.volume
+            equal[number] = not any(different[start:stop])
+    return equal
+
+
+def _read(pool: SourceFiles, blocks: Sequence[Sequence[Copy]], dtype: DType) -> bytearray:
+    """Read blocks one after the other into one buffer."""
+    sizes = [sum(copy.numel for copy in copies) * dtype.itemsize for copies in blocks]
+    buffer = bytearray(sum(sizes))
+    view, at = memoryview(buffer), 0
+    for copies, nbytes in zip(blocks, sizes, strict=True):
+        fill(pool, copies, view[at : at + nbytes])
+        at += nbytes
+    return buffer
+
+
+def _mark_unequal(masters: bytearray, weights: bytearray, source: DType, trained: DType) -> bytes:
+    """Return a byte for each element: 1 if the weight is not the cast of its master, else 0.
+
+    A few elements that are all equal are compared without numpy, whose import takes longer than a
+    small merge.
+    """
+    numel = len(masters) // source.itemsize
+    if (
+        numel <= _FEW
+        and "numpy" not in sys.modules
+        and _cast(masters, source, trained) == bytes(weights)
+    ):
+        return bytes(numel)
+    return _mark_unequal_numbers(masters, weights, source, trained)
+
+
+def _cast(masters: bytearray, source: DType, trained: DType) -> bytes | None:
+    """Return the cast, rounded to nearest even as in `move.cast`; None if it needs numpy."""
+    if source == trained:
+        return bytes(masters)
+    if (source, trained) == (FLOAT32, BFLOAT16):
+        numbers = memoryview(masters).cast("I")  # a NaN can round to 17 bits
+        return array("H", (min(round_to_bfloat16(bits), 0xFFFF) for bits in numbers)).tobytes()
+    if (source, trained) == (FLOAT32, FLOAT16):
+        # `struct` refuses numbers that would round to infinity; they are compared with numpy.
+        with contextlib.suppress(OverflowError):
+            floats = memoryview(masters).cast("f")
+            return struct.pack(f"<{len(floats)}e", *floats)
+    return None
+
+
+def _mark_unequal_numbers(
+    masters: bytearray, weights: bytearray, source: DType, trained: DType
+) -> bytes:
+    import numpy as np
+
+    from reshard.engine.move import cast
+
+    expected: NDArray[Any] = np.frombuffer(masters, cast.get_numpy_dtype(source, casting=True))
+    stored: NDArray[Any] = np.frombuffer(weights, cast.get_numpy_dtype(trained, casting=True))
+    if source != trained:
+        filled = bytearray(len(weights))
+        rounded: NDArray[Any] = np.frombuffer(filled, stored.dtype)
+        cast.cast(expected, rounded, source, trained, clamp=False)
+        if (source, trained) == (FLOAT32, BFLOAT16):
+            round_ties_as_stored(masters, filled, weights)
+        expected = rounded
+    bits = f"u{trained.itemsize}"
+    different: NDArray[Any] = expected.view(bits) != stored.view(bits)
+    if different.any():  # a NaN has many bit patterns
+        numbers = [cast.as_numbers(each, trained) for each in (expected, stored)]
+        different &= ~(np.isnan(numbers[0]) & np.isnan(numbers[1]))
+    return different.tobytes()

@@ -1,0 +1,258 @@
+"""The stack machine of a pickle: stack, memo, marks and names. It calls nothing from the file.
+
+`Machine.run` handles the opcodes that make up 95% of a checkpoint's pickle; `opcodes` has the rest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reshard.containers.pickles import sharing, trust
+from reshard.containers.pickles.values import ENCODE, PYTHON2_NAMES, Builder, Call, Global, Located
+from reshard.errors import UnsafeError, shown
+
+_SIZED = (str, bytes, list, tuple, dict, set, frozenset)
+_MAX_COPIED = 1 << 20
+_BETWEEN = 64  # maximum bytes of opcodes between a text and the call that encodes it
+
+
+class _Mark:
+    """The stack's MARK; there is one instance, compared by identity."""
+
+
+_MARK = _Mark()
+_PYTHON3_NAMES = {old: name for name, old in PYTHON2_NAMES.items()}
+
+
+def _modernize_name(name: str) -> str:
+    """Return the name in Python 3 of a builtin that protocol 2 calls as Python 2 does."""
+    if not name.startswith("__builtin__."):
+        return name
+    return _PYTHON3_NAMES.get(name) or "builtins." + name[12:]
+
+
+class Machine:
+    """The state of the interpreter of one pickle.
+
+    Args:
+        data: bytes in which the pickle begins at ``data[start]``.
+        where: the file, for messages.
+        builders, persistent: see `unpickle.loads`.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        start: int,
+        where: object,
+        builders: Mapping[str, Builder],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self.data = data
+        self.where = where
+        self.position = start
+        self.builders = builders
+        self.persistent = persistent
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+        self.globals: set[str] = set()
+        self.stamp: Any = None  # the attribute `stamps.KEY` of a container
+        self.copied = 0  # number of container elements that calls have copied
+        self._letters: dict[bytes, int] = {}  # text of one letter -> an offset of it
+        self.shared = 0  # number of repeated references to containers
+
+    def run(self, handlers: Mapping[int, Handler]) -> Any:  # noqa: C901, PLR0912 - inlined for speed
+        """Interpret until STOP and return the top of the stack; ``handlers`` maps opcodes."""
+        data, stack, memo = self.data, self.stack, self.memo
+        at = self.position
+        while True:
+            # Past the end of the data this raises IndexError, which `loads` reports as damage.
+            op = data[at]
+            at += 1
+            if op == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif op == 0x71:  # BINPUT
+                memo[data[at]] = stack[-1]
+                at += 1
+            elif op == 0x68:  # BINGET
+                stack.append(memo[data[at]])
+                at += 1
+                if type(stack[-1]) in sharing.HOLDERS:
+                    self.count_reference(stack[-1])
+            elif op == 0x72:  # LONG_BINPUT
+                memo[int.from_bytes(data[at : at + 4], "little")] = stack[-1]
+                at += 4
+            elif op == 0x6A:  # LONG_BINGET
+                stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
+                if type(stack[-1]) in sharing.HOLDERS:
+                    self.count_reference(stack[-1])
+            elif op == 0x4B:  # BININT1
+                stack.append(data[at])
+                at += 1
+            elif op == 0x85:  # TUPLE1
+                stack[-1] = (require_value(stack[-1]),)
+            elif op == 0x28:  # MARK
+                stack.append(_MARK)
+            elif op == 0x4D:  # BININT2
+                stack.append(data[at] | data[at + 1] << 8)
+                at += 2
+            elif op == 0x58:  # BINUNICODE
+                size = int.from_bytes(data[at : at + 4], "little")
+                at += 4 + size
+                stack.append(_decode_text(data, at - size, at))
+            elif op == 0x86:  # TUPLE2
+                stack[-2:] = [tuple(map(require_value, peek(stack, 2)))]
+            elif op == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+            elif op == 0x7D:  # EMPTY_DICT
+                stack.append({})
+            elif op == 0x2E:  # STOP
+                self.position = at
+                return require_value(stack.pop())
+            else:
+                self.position = at
+                handlers[op](self)
+                at = self.position
+
+    def count_reference(self, value: Any) -> None:
+        """Count one more reference to a value."""
+        self.shared += sharing.may_grow(value)
+
+    def take(self, size: int) -> bytes:
+        """Return the next ``size`` bytes of the stream."""
+        stop = self.position + size
+        if size < 0 or stop > len(self.data):
+            raise ValueError(f"{size} bytes are declared, {len(self.data) - self.position} remain")
+        piece = self.data[self.position : stop]
+        self.position = stop
+        return piece
+
+    def take_number(self, layout: str) -> Any:
+        """Return the next fixed-width number; ``layout`` is a format of `struct`."""
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+
+    def take_raw_line(self) -> bytes:
+        """Return the rest of the text line (protocol 0 arguments)."""
+        stop = self.data.index(b"\n", self.position)
+        raw = self.data[self.position : stop]
+        self.position = stop + 1
+        return raw
+
+    def take_line(self) -> str:
+        """Return the rest of the text line, decoded."""
+        return self.take_raw_line().decode("utf-8")
+
+    def pop_to_mark(self) -> list[Any]:
+        """Remove the last MARK and everything above it; return the values above it."""
+        stack = self.stack
+        index = len(stack) - 1
+        while stack[index] is not _MARK:
+            index -= 1
+            if index < 0:
+                raise ValueError("no MARK on the stack")
+        above = stack[index + 1 :]
+        del stack[index:]
+        return above
+
+    def make_global(self, name: str) -> Global:
+        """Return a global that the stream names.
+
+        Raises:
+            UnsafeError: the name is of use only to an attack.
+        """
+        name = _modernize_name(name)
+        if name == "builtins.getattr":  # names a nested class; `call` checks which one
+            return Global(name)
+        if trust.runs_code(name):
+            raise UnsafeError(
+                self.where,
+                f"its pickle asks for {name!r}, which would run code",
+                "do not use this file; reshard has executed nothing of it",
+            )
+        self.globals.add(name)
+        return Global(name)
+
+    def make_nested_class(self, owner: Any = None, attribute: Any = None, *rest: Any) -> Global:
+        """Return the nested class ``getattr(owner, attribute)``, if it is one that torch saves so.
+
+        Raises:
+            UnsafeError: the attribute is anything else.
+        """
+        is_named = isinstance(owner, Global) and isinstance(attribute, str)
+        name = f"{owner.name}.{attribute}" if is_named else ""
+        if name not in trust.NESTED_CLASSES or rest:
+            raise UnsafeError(
+                self.where,
+                f"its pickle asks for an attribute ({shown(attribute)}) of an object, which would"
+                " run code",
+                "do not use this file; reshard has executed nothing of it",
+            )
+        return self.make_global(name)
+
+    def call(self, target: Any, args: Any) -> Any:
+        """Return the value of ``target(*args)``: our own builder's result, or a `Call`.
+
+        Raises:
+            UnsafeError: see `make_nested_class`.
+        """
+        if not isinstance(target, Global) or not isinstance(args, tuple):
+            raise TypeError("a call of something that is not a named global")
+        if target.name == "builtins.getattr":
+            return self.make_nested_class(*args)
+        builder = self.builders.get(target.name)
+        if builder is None:
+            return Call(target.name, args)
+        for arg in args:
+            if isinstance(arg, _SIZED):
+                self.copied += len(arg)
+        # A small pickle can pass one large value to thousands of calls, each of which copies it.
+        if self.copied > _MAX_COPIED + 8 * len(self.data):
+            raise ValueError("it copies the same value too many times")
+        value = builder(*args)
+        return self.locate(value) if target.name == ENCODE else value
+
+    def locate(self, data: bytes) -> bytes:
+        """Attach the offset of a text to the bytes that it encodes, if the text is the last one.
+
+        Equal texts encode equal bytes, so the offset is found by the content of the text.
+        """
+        text = data.decode("latin-1").encode()
+        at = self.data.rfind(text, max(self.position - len(text) - _BETWEEN, 0), self.position)
+        if at < 0 and len(data) == 1:  # CPython interns such texts: the stream stores each once
+            at = self._letters.setdefault(text, self.data.find(text, 0, self.position))
+        return Located.of(data, at, len(text)) if text and at >= 0 else data
+
+
+def _decode_text(data: bytes, start: int, stop: int) -> str:
+    if stop > len(data):
+        raise ValueError(f"a string of {stop - start} bytes is declared, {len(data) - start} left")
+    # Python pickles half of a surrogate pair as well, which UTF-8 proper does not have.
+    return data[start:stop].decode("utf-8", "surrogatepass")
+
+
+def require_value(item: Any) -> Any:
+    """Return a value of the stack, unchanged.
+
+    Raises:
+        ValueError: the item is a MARK.
+    """
+    if item is _MARK:
+        raise ValueError("a MARK in place of a value")
+    return item
+
+
+def peek(stack: list[Any], count: int) -> list[Any]:
+    """Return the last ``count`` values of the stack.
+
+    Raises:
+        ValueError: the stack has fewer.
+    """
+    if len(stack) < count:
+        raise ValueError("the stack is too short")
+    return stack[-count:]
+
+
+Handler = Callable[[Machine], None]

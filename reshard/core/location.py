@@ -1,0 +1,184 @@
+"""The location of a checkpoint: a directory, one file of it, or one directory for each node."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+from reshard.errors import CorruptError, ReshardError, UnrecognisedError, UsageError
+from reshard.system.paths import as_path, explain_tilde, is_remote
+
+_LISTED = 8
+_SUGGESTED = 3  # names
+# Endings of checkpoint files, which must be equal on all nodes; logs and configs may differ.
+_PARTS = (
+    *(".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar", ".distcp", ".metadata", ".safetensors"),
+    *(".swp", ".index.json", "latest", "latest_universal"),
+)
+_COMPARED = 1 << 20  # bytes at a time
+
+
+def get_directory(path: str | Path) -> Path:
+    """Return the directory that a path is, or that contains its file."""
+    path = as_path(path)
+    return path if path.is_dir() else path.parent
+
+
+class Location:
+    """The files of one directory by name, also if nodes stored them in several directories.
+
+    Args:
+        directories: more than one if each node kept its own files.
+        chosen: the name of the file that the user passed, if the user passed a file.
+        inner: whether the directories were found inside a directory that the user passed.
+    """
+
+    def __init__(
+        self, directories: Sequence[Path], chosen: str | None = None, *, inner: bool = False
+    ) -> None:
+        self.directories = tuple(directories)
+        self.chosen = chosen
+        self._inner = inner
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Path]) -> Location:
+        """Return the location that a user's paths stand for.
+
+        Raises:
+            UnrecognisedError: nothing is there.
+            UsageError: files and directories together, several files, or no path.
+        """
+        if not paths:
+            raise UsageError("source", "the list of paths is empty", "pass at least one")
+        for path in paths:
+            if not path.exists():
+                raise UnrecognisedError(path, "does not exist", _suggest_path(path))
+        files = [path for path in paths if not path.is_dir()]
+        for path in files:
+            if not path.is_file():  # opening a pipe would wait for its writer
+                raise UsageError(path, "is neither a directory nor a plain file")
+        if files and len(paths) > 1:
+            raise UsageError(
+                files[0],
+                "is a file; several sources must be directories, one for each node",
+                "pass the directory that contains it",
+            )
+        if files:
+            return cls([files[0].parent], files[0].name)
+        return cls(list(dict.fromkeys(paths)))
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def path(self) -> Path:
+        """The file that the user named, else the first directory."""
+        first = self.directories[0]
+        return first / self.chosen if self.chosen else first
+
+    @cached_property
+    def name(self) -> str:
+        """The directory's own name."""
+        return self.directories[0].resolve().name
+
+    def get_parent(self) -> Location:
+        """Return the parent directory."""
+        return Location([directory.parent for directory in self.directories])
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """The files by name, in order of names; equal names must have equal contents.
+
+        Raises:
+            CorruptError: two directories have files of one name with different contents.
+            ReshardError: a directory cannot be listed.
+        """
+        by_name: dict[str, Path] = {}
+        for child in self._children():
+            if child.is_file():
+                kept = by_name.setdefault(child.name, child)
+                if kept is not child and child.name.endswith(_PARTS):
+                    _refuse_different(kept, child)
+        return dict(sorted(by_name.items()))
+
+    @cached_property
+    def folders(self) -> dict[str, Location]:
+        """Every subdirectory by name, in order of names.
+
+        Raises:
+            ReshardError: a directory cannot be listed.
+        """
+        by_name: dict[str, list[Path]] = {}
+        for child in self._children():
+            if child.is_dir():
+                by_name.setdefault(child.name, []).append(child)
+        return {name: Location(by_name[name], inner=True) for name in sorted(by_name)}
+
+    def _children(self) -> Iterator[Path]:
+        """Yield the directories' content; an unreadable subdirectory (lost+found) is empty.
+
+        Raises:
+            ReshardError: the user's own directory cannot be read.
+        """
+        for directory in self.directories:
+            try:
+                yield from directory.iterdir()
+            except PermissionError as error:
+                if not self._inner:
+                    raise ReshardError(
+                        directory, "cannot be read", "request read permission, or copy it"
+                    ) from error
+
+    def find_first(self, names: Iterable[str]) -> Path | None:
+        """Return the file with the first of several names that exists, or None."""
+        return next((self.files[name] for name in names if name in self.files), None)
+
+    def find_nested(self, name: str) -> Path | None:
+        """Return the file at a relative path of several parts, or None."""
+        with contextlib.suppress(OSError):  # a name from a document can be too long for a file
+            return next((d / name for d in self.directories if (d / name).is_file()), None)
+        return None
+
+
+def _suggest_path(missing: Path) -> str:
+    """Return advice about a path that does not exist, from the names beside it."""
+    if is_remote(str(missing)):
+        return ""
+    if advice := explain_tilde(missing):
+        return advice
+    from difflib import get_close_matches  # only an error needs it
+
+    # The first part of the path that does not exist, and the directory that should contain it.
+    chain = [missing, *missing.parents]
+    wrong = next(each for each in chain if each.parent.exists())
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # the parent can be a file, or not readable
+        names = [child.name for child in wrong.parent.iterdir()]
+    if close := get_close_matches(wrong.name, names, _SUGGESTED):
+        return f"did you mean {', '.join(str(wrong.parent / name) for name in close)}?"
+    if missing.is_absolute():
+        return f"{wrong.parent} contains no {wrong.name}"
+    return f"the path is relative to {Path.cwd()}; pass an absolute path or change the directory"
+
+
+def list_missing_ranks(present: Container[int], world: int) -> list[int]:
+    """Return the first few ranks below ``world`` that are not present."""
+    return list(islice((rank for rank in range(world) if rank not in present), _LISTED))
+
+
+def _refuse_different(kept: Path, other: Path) -> None:
+    # Two directories can have one file by links: it need not be compared with itself.
+    same = kept.stat().st_size == other.stat().st_size
+    if same and not kept.samefile(other):
+        with kept.open("rb") as a, other.open("rb") as b:
+            while same and (block := a.read(_COMPARED)):
+                same = block == b.read(_COMPARED)
+    if not same:
+        raise CorruptError(
+            other,
+            f"differs from {kept}, which has the same name",
+            "pass only directories of one checkpoint",
+        )

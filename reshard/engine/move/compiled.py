@@ -1,0 +1,45 @@
+"""Casts of contiguous elements by the compiled module ``_cast``, if this installation has it.
+
+It is optional: `reshard.engine.move.cast` computes the same bits with numpy. This module needs no
+import of numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
+
+
+def _find_compiled() -> Callable[[str, str, Buffer, Buffer], tuple[int, int]] | None:
+    try:
+        from reshard.engine.move._cast import cast as found
+    except ImportError:  # there was no C compiler at the installation
+        return None
+    return found
+
+
+_cast = _find_compiled()
+
+
+def cast(
+    source: Buffer, target: Buffer, dtype: DType, target_dtype: DType, *, clamp: bool
+) -> tuple[int, int] | None:
+    """Fill ``target`` with the values of ``source``; see `reshard.engine.move.cast.cast`.
+
+    Returns:
+        The counts of `reshard.engine.move.cast.cast`, or None if numpy must do this cast: the
+        module does not exist, it has no loop for these dtypes, or values must be clamped.
+    """
+    pair = {dtype, target_dtype}
+    if _cast is None or len(pair) < 2 or not pair.issubset(_DTYPES):
+        return None
+    counts = _cast(dtype.name, target_dtype.name, source, target)
+    # The compiled loops do not clamp: numpy repeats a cast in which a value became infinite.
+    return None if clamp and counts[0] else counts

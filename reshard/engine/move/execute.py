@@ -1,0 +1,296 @@
+"""Execution of a plan on a disk: fill every window from its sources, write it, read it back.
+
+Workers take windows from one list. Contiguous runs pass through one block, which stays in a core's
+cache from the read to the check. Interleaved copies are first assembled in memory. Memory use is
+``workers * (window + buffer)``, whatever the size of the checkpoint, and the bytes written do not
+depend on the number of workers. Checksums stored in the source files are compared on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from reshard.core.dtypes import WIDEST
+from reshard.core.manifest import OutputFile, Skeleton, SourceFile, StoredChecksum
+from reshard.engine.move.fill import Filler
+from reshard.engine.move.options import MoveOptions
+from reshard.engine.move.outcome import Keep, Outcome, keep_in_memory
+from reshard.engine.move.records import check_record, compute_record_crc
+from reshard.engine.move.share import Batch, Share, interleave_files, merge_across_ranks
+from reshard.engine.move.spans import Spans
+from reshard.engine.output.files import BLOCK_BYTES, FileWriter, OutputFiles
+from reshard.engine.planning.copies import Window
+from reshard.engine.planning.planner import Plan
+from reshard.system.checksum import crc32
+from reshard.system.files import SourceFiles
+from reshard.system.ranks.team import select_share
+from reshard.system.threads import parallel_for
+
+
+def execute(
+    plan: Plan,
+    sources: Mapping[str, SourceFile],
+    directory: Path,
+    options: MoveOptions,
+    *,
+    done: Outcome | None = None,
+    keep: Keep = keep_in_memory,
+) -> Outcome:
+    """Create the files of a plan's target in ``directory`` and fill them.
+
+    Args:
+        plan: the windows to fill.
+        sources: the source files by path.
+        directory: where to create the files.
+        options: threads, verification, and the team that shares the work.
+        done: the outcome of an earlier run, whose windows are in the files already.
+        keep: called by each worker after each batch.
+
+    Raises:
+        CorruptError: a source record does not match its stored checksum, or a file is too short.
+        DifferentError: a file differs from what was written to it.
+        ResourceError: the disk is full.
+    """
+    before, target, team = done or Outcome(), plan.target, options.team
+    share = Share(team, target.nbytes - before.nbytes)
+    with SourceFiles() as pool, OutputFiles(directory) as files:
+        builder = OutputBuilder(pool, files, sources, target, options)
+        if team.first:
+            builder.create(target.files, is_new=done is None)
+        team.barrier()  # no rank may open a file that does not exist yet
+        batches = share.select_batches(_skip_done(plan, before, files) if done else plan.batches())
+        seen = builder.fill(interleave_files(batches, options.workers), keep)
+        # Batches enter the digest as they are drawn, so it is complete only now.
+        share.check()
+        outcome = merge_across_ranks(team, seen)
+        outcome.add(before)  # after the merge: all ranks have the same `before`
+        # Several ranks and earlier runs may have read parts of one
+        # record, so records are compared last.
+        check_records(outcome.reads, sources, pool, options)
+        builder.store_checksums(select_share(team, target.checksums), outcome)
+    # The first rank must not go on before the others have stored their checksums.
+    team.barrier()
+    return outcome
+
+
+def _skip_done(plan: Plan, done: Outcome, files: OutputFiles) -> Iterator[Batch]:
+    """Yield the plan's batches without the windows that an earlier run has filled."""
+    filled = _list_written(done, files)
+    for batch in plan.batches():
+        left = tuple(
+            window
+            for window in batch
+            if not filled.covers(files.path(window.file), window.byte_offset, window.nbytes)
+        )
+        if left:
+            yield left
+
+
+def _list_written(outcome: Outcome, files: OutputFiles) -> Spans:
+    return Spans(
+        (files.path(name), offset, nbytes, crc) for name, offset, nbytes, crc in outcome.windows
+    )
+
+
+class OutputBuilder:
+    """A builder of output files: creates them, fills their windows, and stores their checksums."""
+
+    def __init__(
+        self,
+        pool: SourceFiles,
+        files: OutputFiles,
+        sources: Mapping[str, SourceFile],
+        target: Skeleton,
+        options: MoveOptions,
+    ) -> None:
+        self._pool = pool
+        self._files = files
+        self._checksums = _FilesWithChecksums(sources, target)
+        self._options = options
+        self._writer = FileWriter(files, verify=options.verify)
+
+    def create(self, files: Iterable[OutputFile], *, is_new: bool = True) -> None:
+        """Create files of their full size and write their literals; see `OutputFiles.create`."""
+        for file in files:
+            self._files.create(file, is_new=is_new)
+            for offset, data in file.literals:
+                self._writer.write(file.name, offset, memoryview(data))
+
+    def fill(self, batches: Iterable[Batch], keep: Keep = keep_in_memory) -> Outcome:
+        """Fill windows of files that exist already.
+
+        Args:
+            batches: the windows.
+            keep: as in `execute`.
+
+        Raises:
+            CorruptError, DifferentError, ResourceError: as in `execute`.
+        """
+        options = self._options
+        workers: list[_Worker] = []
+        taken: list[Outcome] = []
+
+        def keep_copy(seen: Outcome) -> Outcome:
+            after = keep(seen)
+            if after is not seen:
+                # Only windows with checksums are needed again, by `store_checksums`.
+                summed = Spans(span for span in seen.windows if span[3] is not None)
+                taken.append(replace(seen, windows=summed))
+            return after
+
+        def make_worker() -> _Worker:
+            filler = Filler(
+                self._pool,
+                clamp=options.clamp,
+                read_bytes=options.read_bytes,
+                needs_checksum=self._checksums.has_source,
+            )
+            writer = FileWriter(self._files, verify=options.verify)
+            workers.append(_Worker(filler, writer, self._checksums, options.read_bytes, keep_copy))
+            return workers[-1]
+
+        def done(batch: Batch) -> None:
+            options.progress(sum(window.nbytes for window in batch))
+
+        parallel_for(batches, make_worker, options.workers, done)
+        outcome = Outcome()
+        for seen in (*taken, *(worker.seen for worker in workers)):
+            outcome.add(seen)
+        return outcome
+
+    def store_checksums(self, checksums: Iterable[StoredChecksum], seen: Outcome) -> None:
+        """Write the CRCs that the output format stores of its own records."""
+        files = self._files
+        written = _list_written(seen, files)
+        for stored in checksums:
+            path = files.path(stored.file)
+            crc = compute_record_crc(files, path, stored.byte_offset, stored.nbytes, written)
+            for location in stored.locations:
+                self._writer.write(stored.file, location, memoryview(crc.to_bytes(4, "little")))
+
+
+class _FilesWithChecksums:
+    """The source and output files that store checksums of their records."""
+
+    def __init__(self, sources: Mapping[str, SourceFile], target: Skeleton) -> None:
+        self._sources = {path for path, file in sources.items() if file.has_checksums}
+        self._targets = {stored.file for stored in target.checksums}
+
+    def has_source(self, path: str) -> bool:
+        """Return whether a source file has stored checksums to compare."""
+        return path in self._sources
+
+    def has_target(self, name: str) -> bool:
+        """Return whether an output file stores checksums of its records."""
+        return name in self._targets
+
+
+class _Worker:
+    """One thread's worker, which fills windows and writes them."""
+
+    def __init__(
+        self,
+        filler: Filler,
+        writer: FileWriter,
+        checksums: _FilesWithChecksums,
+        read_bytes: int,
+        keep: Keep,
+    ) -> None:
+        self.filler = filler
+        self.seen = Outcome()
+        self._record_in(self.seen)
+        self._keep = keep
+        self._crc: int | None = None  # of the window at hand, if its file stores checksums
+        self._writer = writer
+        self._checksums = checksums
+        # The block must hold one element, or `_stream` would never end.
+        self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), WIDEST)))
+        self._window = bytearray()
+
+    def __call__(self, batch: Batch) -> None:
+        self.filler.prefetch(batch)
+        # Only the bands of interleaved tensors are batches of several
+        # windows, which read the same bytes.
+        if len(batch) > 1:
+            self.filler.read_shared(copy for window in batch for copy in window.copies)
+        for window in batch:
+            self._fill(window)
+        self.filler.flush_checksum()
+        self._record_in(self._keep(self.seen))
+
+    def _record_in(self, seen: Outcome) -> None:
+        """Record everything from now on in `seen`."""
+        self.seen, filler = seen, self.filler
+        filler.reads, filler.overflowed, filler.flushed = seen.reads, seen.overflowed, seen.flushed
+
+    def _fill(self, window: Window) -> None:
+        filled = sum(copy.numel * copy.target_dtype.itemsize for copy in window.copies)
+        if filled != window.nbytes:  # the check of the coverage makes this impossible
+            raise AssertionError(f"only {filled} of {window.nbytes} bytes of a window are filled")
+        self._crc = 0 if self._checksums.has_target(window.file) else None
+        if all(copy.is_run for copy in window.copies):
+            self._stream(window)
+        else:
+            self._interleave(window)
+        self.seen.windows.put(window.file, window.byte_offset, window.nbytes, self._crc)
+        self.seen.nbytes += window.nbytes
+
+    def _stream(self, window: Window) -> None:
+        """Copy consecutive runs through one block and write each full block."""
+        block, used, offset = self._block, 0, window.byte_offset
+        for copy in window.copies:
+            size, numel, done = copy.target_dtype.itemsize, copy.numel, 0
+            while done < numel:
+                count = min((len(block) - used) // size, numel - done)
+                if not count:
+                    self._write(window.file, offset, block[:used])
+                    used, offset = 0, offset + used
+                    continue
+                self.filler.fill_run(copy, done, block[used : used + count * size])
+                used, done = used + count * size, done + count
+        if used:
+            self._write(window.file, offset, block[:used])
+
+    def _interleave(self, window: Window) -> None:
+        """Assemble copies with interleaved bytes in memory, then write the whole window."""
+        if len(self._window) < window.nbytes:
+            self._window = bytearray(window.nbytes)
+        # The buffer need not be cleared: `_fill` has checked that the copies fill every byte.
+        data = memoryview(self._window)[: window.nbytes]
+        for copy in window.copies:
+            self.filler.fill(copy, data)
+        self._write(window.file, window.byte_offset, data)
+
+    def _write(self, name: str, offset: int, data: memoryview) -> None:
+        self._writer.write(name, offset, data)
+        if self._crc is not None:
+            self._crc = crc32(data, self._crc)
+
+
+def check_records(
+    reads: Spans,
+    sources: Mapping[str, SourceFile],
+    pool: SourceFiles,
+    options: MoveOptions,
+) -> None:
+    """Compare the stored checksum of every record of which at least one byte was read.
+
+    The rest of such a record (padding, tensors that were left out) is read here.
+
+    Raises:
+        CorruptError: a record does not match its stored checksum.
+    """
+    touched = [
+        (file, record)
+        for file in sorted(reads.files)
+        for record in sources[file].records
+        if record.crc32 is not None
+        and reads.find_overlapping(file, record.byte_offset, record.nbytes)
+    ]
+    parallel_for(
+        select_share(options.team, touched),
+        lambda: lambda item: check_record(pool, *item, reads),
+        options.workers,
+    )

@@ -1,0 +1,139 @@
+"""Jobs: the description that identifies a conversion, and the checksummed lines of journals.
+
+A line is a JSON document after its CRC-32. A line that is cut off or damaged is ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from reshard.core.manifest import Skeleton, SourceFile
+from reshard.errors import CorruptError, UsageError
+from reshard.system.checksum import crc32
+from reshard.system.paths import as_path, is_remote
+from reshard.version import __version__
+
+if TYPE_CHECKING:
+    from reshard.system.remote.path import RemotePath
+
+_CRC = 8  # hexadecimal digits
+
+Job = Mapping[str, Any]
+
+
+def describe(
+    sources: Iterable[SourceFile], options: Mapping[str, object], skeleton: Skeleton
+) -> Job:
+    """Return everything that must be unchanged for a run to continue where another one stopped.
+
+    Args:
+        sources: the files of the source; files that are not kept (`lasting`) are left out.
+        options: the options that influence the output's bytes. An option that names a file also
+            contributes that file's size and modification time.
+        skeleton: the output, whose layout becomes a digest.
+    """
+    layout = hashlib.sha256()
+    for file in skeleton.files:
+        layout.update(repr((file.name, file.nbytes, len(file.literals))).encode())
+        for offset, data in file.literals:
+            layout.update(repr((offset, len(data))).encode() + data)
+    return {
+        "reshard": __version__,
+        "options": {name: _describe_option(value) for name, value in options.items()},
+        "output": layout.hexdigest(),
+        "sources": {
+            file.path: [file.nbytes, *_read_stamp(file.path)] for file in sources if file.lasting
+        },
+    }
+
+
+def check_sources(job: Job, sources: Iterable[SourceFile]) -> None:
+    """Check that no source file was changed while it was read.
+
+    The reader of an object store checks this itself. A file that was removed in the meantime was
+    either read completely before, or reading it failed.
+
+    Raises:
+        CorruptError: a file was changed, so the bytes read may mix two versions.
+    """
+    for file in sources:
+        if not file.lasting or is_remote(file.path):
+            continue
+        stamp = _read_stamp(file.path)
+        if stamp and [file.nbytes, *stamp] != job["sources"][file.path]:
+            raise CorruptError(
+                file.path,
+                "was modified or replaced while it was read",
+                "check whether a job is still saving to it, and run again after the job has ended",
+            )
+
+
+def _describe_option(value: object) -> str:
+    named = isinstance(value, (str, Path)) and str(value)
+    return repr((value, *_read_stamp(str(value)))) if named else repr(value)
+
+
+def _read_stamp(path: str) -> tuple[object, ...]:
+    """Return the size and modification time of a file (or its version), () if there is none."""
+    try:
+        where = as_path(path)
+        if is_remote(str(where)):
+            return cast("RemotePath", where).version
+        status = where.stat()
+    except (OSError, ValueError):
+        return ()
+    return status.st_size, status.st_mtime_ns
+
+
+def compute_digest(job: Job) -> str:
+    """Return 16 hexadecimal digits that identify the job."""
+    return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_same_job(destination: Path, before: Job, now: Job) -> None:
+    """Refuse to continue the unfinished output of another job.
+
+    Raises:
+        UsageError: the jobs differ; the message says in what.
+    """
+    if before != now:
+        raise UsageError(
+            destination,
+            f"the interrupted run cannot be resumed: {_describe_difference(before, now)}",
+            "repeat the interrupted command exactly, or leave out --resume to start again",
+        )
+
+
+def format_line(document: object) -> bytes:
+    """Return a document as one line with its checksum."""
+    text = json.dumps(document, separators=(",", ":")).encode()
+    return b"%08x %b\n" % (crc32(text), text)
+
+
+def iterate_valid_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines before the first one that is cut off or damaged."""
+    for each in lines:
+        text = each[_CRC + 1 : -1]
+        if each != b"%08x %b\n" % (crc32(text), text):
+            return
+        yield each
+
+
+def parse_line(line: bytes) -> Any:
+    """Return the document of a valid line."""
+    return json.loads(line[_CRC + 1 :])
+
+
+def _describe_difference(before: Job, now: Job) -> str:
+    """Return the first difference between two jobs as text for a message."""
+    if before["reshard"] != now["reshard"]:
+        return f"it used reshard {before['reshard']}, this is {now['reshard']}"
+    for what in ("sources", "options"):
+        for name in {**before[what], **now[what]}:
+            if before[what].get(name) != now[what].get(name):
+                return f"{name} has changed since"
+    return "its output had another layout"

@@ -1,0 +1,121 @@
+"""Memory of computations that work tile by tile: what a thread keeps between two reads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar, cast
+from weakref import proxy
+
+from reshard.core.box import Box
+from reshard.core.dtypes import DType
+from reshard.core.manifest import Entry
+from reshard.engine.move.fill import Filler
+from reshard.engine.planning.copies import Copy, CopyPlanner
+from reshard.system.derived import Reader
+from reshard.system.files import SourceFiles
+
+T = TypeVar("T")
+
+_PLANNERS = 8  # a tile is computed from a few tensors
+
+
+class Tiled(Protocol):
+    """A computation that computes whole tiles only.
+
+    A tile is computed in one way, whatever is read of it, so its bits depend neither on the window
+    that needs it nor on the number of workers.
+    """
+
+    @property
+    def tile_nbytes(self) -> int:
+        """The size of a tile in bytes; the last one may be smaller."""
+
+    def compute(self, number: int, reader: TileReader) -> memoryview:
+        """Return the bytes of a tile, valid until the next call."""
+
+
+class TileReader:
+    """The memory of one thread for computations, and its access to the tensors that they read.
+
+    Args:
+        pool: the open source files, which own this object.
+    """
+
+    def __init__(self, pool: Reader) -> None:
+        # Without a reference back, the memory of both is freed without the garbage collector.
+        files = cast("SourceFiles", proxy(pool))
+        self._filler = Filler(files, needs_checksum=lambda _file: False)
+        self._kept: dict[str, tuple[object, Any]] = {}
+        self._planners: deque[tuple[Entry, CopyPlanner]] = deque(maxlen=_PLANNERS)
+        self._last: tuple[Tiled, int, memoryview] | None = None
+
+    def read(self, entry: Entry, box: Box, dtype: DType, into: memoryview) -> None:
+        """Fill ``into`` with a box of a tensor, row-major, in ``dtype``.
+
+        Raises:
+            ReshardError: a file cannot be read, or the dtype cannot be cast.
+        """
+        self.fill(self._find_planner(entry).plan_block(box, dtype).copies, into)
+
+    def read_run(
+        self, planner: CopyPlanner, start: int, stop: int, dtype: DType, into: memoryview
+    ) -> None:
+        """Fill ``into`` with elements ``start`` to ``stop`` of a flattened tensor, in ``dtype``.
+
+        Raises:
+            ReshardError: a file cannot be read, or the dtype cannot be cast.
+        """
+        self.fill(planner.plan_run(start, stop, dtype, 0), into)
+
+    def fill(self, copies: Iterable[Copy], into: memoryview) -> None:
+        """Fill ``into`` with planned copies.
+
+        Raises:
+            ReshardError: a file cannot be read, or a dtype cannot be cast.
+        """
+        for copy in copies:
+            self._filler.fill(copy, into)
+
+    def _find_planner(self, entry: Entry) -> CopyPlanner:
+        """Return the planner of a tensor, which indexes all its chunks."""
+        for kept, planner in self._planners:
+            # Entries are compared by identity: equality would compare all of their chunks.
+            if kept is entry:
+                return planner
+        self._planners.appendleft((entry, CopyPlanner(entry)))
+        return self._planners[0][1]
+
+    def keep(self, slot: str, key: object, make: Callable[[], T]) -> T:
+        """Return the value kept in a slot; if it was kept for another key, make it anew."""
+        kept = self._kept.get(slot)
+        if kept is None or kept[0] != key:
+            self._kept.pop(slot, None)  # frees its memory before the new value needs some
+            kept = self._kept[slot] = key, make()
+        return cast("T", kept[1])
+
+    def read_tiles(self, tiled: Tiled, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with computed bytes from an offset on."""
+        done = 0
+        while done < len(into):
+            number, skipped = divmod(offset + done, tiled.tile_nbytes)
+            part = self._get_tile(tiled, number)[skipped:][: len(into) - done]
+            if not part:  # the check of the manifest's bounds makes this impossible
+                raise AssertionError(f"{tiled} has no byte {offset + done}")
+            into[done : done + len(part)] = part
+            done += len(part)
+
+    def _get_tile(self, tiled: Tiled, number: int) -> memoryview:
+        if self._last is None or self._last[0] is not tiled or self._last[1] != number:
+            # The next tile overwrites the memory of the last one,
+            # which counts no longer if this one fails.
+            self._last = None
+            self._last = tiled, number, tiled.compute(number, self)
+        return self._last[2]
+
+
+def find_reader(pool: Reader) -> TileReader:
+    """Return the reader of this thread for a pool of open files."""
+    if not hasattr(pool.kept, "reader"):
+        pool.kept.reader = TileReader(pool)
+    return cast("TileReader", pool.kept.reader)

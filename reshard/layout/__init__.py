@@ -1,1 +1,0 @@
-"""Layouts of tensors: partitions, equal runs, flat parameters, meshes, tensor-parallel plans."""

@@ -1,0 +1,142 @@
+"""Partition rules that several formats share: which elements of a tensor a rank stores."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from reshard.core.box import Box, Index, flat_span, row_major, run_boxes
+from reshard.core.chunks import Chunk
+from reshard.core.dtypes import DType
+
+
+def run_chunks(
+    file: str, byte_offset: int, dtype: DType, shape: Index, start: int, stop: int
+) -> Iterator[Chunk]:
+    """Yield the chunks of the run ``[start, stop)``, stored contiguously from ``byte_offset``."""
+    strides = row_major(shape, dtype.itemsize)
+    for box in run_boxes(shape, start, stop):
+        skipped = flat_span(box, shape)[0] - start
+        yield Chunk(box, file, byte_offset + skipped * dtype.itemsize, strides, dtype)
+
+
+def compute_equal_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return one rank's run of a tensor that is cut into ``ceil(numel / ranks)`` elements each.
+
+    The last ranks own less, or nothing.
+
+    >>> [compute_equal_piece(5, 4, rank) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    step = -(-numel // ranks)
+    return min(rank * step, numel), min((rank + 1) * step, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The position of a tensor in a flat tensor, in elements."""
+
+    fqn: str
+    shape: Index
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The flat element after the tensor's last one."""
+        return self.start + prod(self.shape)
+
+
+def build_flat_chunks(
+    members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]
+) -> dict[str, list[Chunk]]:
+    """Return the chunks of every member of a flat tensor that is stored in pieces.
+
+    Args:
+        members: in flat order, without overlap; the elements between them are padding.
+        pieces: pairs of the flat element at which a piece begins, and the piece, 1-d and
+            contiguous.
+    """
+    chunks: dict[str, list[Chunk]] = {member.fqn: [] for member in members}
+    reaches = list(accumulate((member.stop for member in members), max))
+    for low, piece in pieces:
+        high = low + piece.box.volume
+        for member in members[bisect_right(reaches, low) :]:
+            if member.start >= high:
+                break
+            start, stop = max(member.start, low), min(member.stop, high)
+            offset = piece.byte_offset + (start - low) * piece.dtype.itemsize
+            chunks[member.fqn] += run_chunks(
+                piece.file,
+                offset,
+                piece.dtype,
+                member.shape,
+                start - member.start,
+                stop - member.start,
+            )
+    return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor dim that a mesh axis cuts into pieces of ``ceil(extent / size)``.
+
+    ``split_factor`` above 1: later axes with that many ranks in total cut the dim before this axis
+    does (torch's ``_StridedShard``).
+    """
+
+    dim: int
+    split_factor: int = 1
+
+
+def compute_mesh_box(
+    shape: Sequence[int],
+    cuts: Sequence[Cut | None],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    order: dict[int, Sequence[int]] | None = None,
+) -> Box | None:
+    """Return the block of a tensor that one rank of a device mesh stores.
+
+    Args:
+        cuts: one per mesh axis; None if the axis replicates.
+        sizes: sizes of the mesh axes.
+        coordinate: position of the rank on every axis.
+        order: tensor dim -> mesh axes in the order in which they cut it, if that is not left to
+            right.
+
+    Returns:
+        None if no order of the axes has the given split factors.
+    """
+    origin, extent = [0] * len(shape), list(shape)
+    for dim in range(len(shape)):
+        axes = (order or {}).get(dim) or _find_cutting_order(dim, cuts, sizes)
+        if axes is None:
+            return None
+        for axis in axes:
+            start, stop = compute_equal_piece(extent[dim], sizes[axis], coordinate[axis])
+            origin[dim] += start
+            extent[dim] = stop - start
+    return Box(tuple(origin), tuple(extent))
+
+
+def _find_cutting_order(
+    dim: int, cuts: Sequence[Cut | None], sizes: Sequence[int]
+) -> list[int] | None:
+    """Return the mesh axes that cut a tensor dim, first cut first.
+
+    An axis follows those later axes whose sizes multiply to its split factor (torch 2.13
+    ``distributed/tensor/_dtensor_spec.py``, ``_maybe_convert_StridedShard_to_shard_order``).
+    """
+    order: list[int] = []
+    for axis in reversed(range(len(cuts))):
+        cut = cuts[axis]
+        if cut is None or cut.dim != dim:
+            continue
+        products = list(accumulate((sizes[a] for a in order), lambda a, b: a * b, initial=1))
+        if cut.split_factor not in products:
+            return None
+        order.insert(products.index(cut.split_factor), axis)
+    return order

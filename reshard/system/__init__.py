@@ -1,0 +1,15 @@
+"""Access to files, object stores, processes, threads and signals.
+
+paths       local paths, and URLs of object stores
+files       pools of open files, and reads of bounded size
+remote      object stores
+escaped     the decoded bytes of an escaped text in a file, read like a file
+derived     bytes that are computed when they are read, read like a file
+checksum    CRC-32 of parts and of their whole
+ranks       several processes that share one conversion
+threads     loops over several threads, which always end
+signals     signals that are raised between two blocks of work
+attributes  other libraries' attributes, replaced for a while
+
+Nothing here depends on the format of a checkpoint.
+"""

@@ -1,0 +1,329 @@
+"""Access to files: pools of descriptors, reads of bounded size, and detection of short reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.errors import DAMAGED, CorruptError, IncompleteError, ReshardError
+from reshard.system import escaped, signals
+from reshard.system.derived import Derived, Kept
+from reshard.system.paths import as_path, is_remote
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from reshard.system.remote.reading import (
+        RemoteFiles,  # imports fsspec, which is needed for URLs only
+    )
+
+MAX_DOCUMENT = 256 << 20  # bytes; the index of a million tensors has a third of that
+MAX_POINTER = 4096  # bytes; for a file that names a directory
+_LFS_POINTER = b"version https://"  # the first line goes on with git-lfs.github.com/spec/v1
+_MAX_OPEN = 512  # descriptors in a pool
+
+
+def _choose_pool_size() -> int:
+    """Return the size of a pool: at most half of the process's limit (256 on macOS)."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN if allowed == resource.RLIM_INFINITY else min(_MAX_OPEN, allowed // 2)
+
+
+class OpenFiles:
+    """A pool of descriptors that closes the least recently used first; safe for threads."""
+
+    def __init__(self, flags: int) -> None:
+        self._flags = flags | os.O_CLOEXEC
+        self._descriptors: OrderedDict[str, Descriptor] = OrderedDict()
+        self._most_open = _choose_pool_size()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every descriptor as soon as no read uses it."""
+        with self._lock:
+            self._descriptors.clear()
+
+    def open(self, path: str) -> Descriptor:
+        """Return a descriptor of the file, which stays open as long as the caller keeps it.
+
+        Raises:
+            IncompleteError: the file does not exist.
+            ReshardError: it cannot be opened.
+        """
+        with self._lock:
+            descriptor = self._descriptors.get(path)
+            if descriptor is None:
+                descriptor = self._descriptors[path] = Descriptor(path, self._flags)
+                if len(self._descriptors) > self._most_open:
+                    self._descriptors.popitem(last=False)
+            else:
+                self._descriptors.move_to_end(path)
+            return descriptor
+
+    def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError: the file ends before the target is full.
+            IncompleteError: the file does not exist.
+            ReshardError: it cannot be read.
+        """
+        self.open(path).read_into(byte_offset, target)
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Return the bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, IncompleteError, ReshardError: as in `read_into`.
+        """
+        # The reference keeps the descriptor open. Otherwise the system could give its number to a
+        # file that another thread opens.
+        descriptor = self.open(path)
+        with contextlib.suppress(OSError):  # `read_into` raises it again with an explanation
+            data = os.pread(descriptor.number, nbytes, byte_offset)
+            if len(data) == nbytes:
+                return data
+        buffer = bytearray(nbytes)
+        self.read_into(path, byte_offset, memoryview(buffer))
+        return bytes(buffer)
+
+
+class SourceFiles(OpenFiles):
+    """A read-only pool of the files of a checkpoint, which may be local or in an object store."""
+
+    def __init__(self) -> None:
+        super().__init__(os.O_RDONLY)
+        self.kept: Kept = threading.local()
+        self._remote_files: RemoteFiles | None = None
+        self._decoders: dict[str, escaped.Decoder] = {}
+
+    def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, IncompleteError, ReshardError: as in `OpenFiles.read_into`.
+        """
+        if isinstance(path, Derived):
+            path.computation.read_into(self, byte_offset, target)
+        elif escaped.is_escaped(path):
+            self._decoder(path).read_into(byte_offset, target)
+        elif is_remote(path):
+            self._remote().read_into(path, byte_offset, target)
+        else:
+            super().read_into(path, byte_offset, target)
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Return the bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, IncompleteError, ReshardError: as in `read_into`.
+        """
+        if not (isinstance(path, Derived) or is_remote(path) or escaped.is_escaped(path)):
+            return super().read(path, byte_offset, nbytes)
+        buffer = bytearray(nbytes)
+        self.read_into(path, byte_offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+        """Fetch ranges (file, byte offset, nbytes) in object stores now, with concurrent requests.
+
+        Ranges of local files are ignored, because reading them in advance saves no time.
+
+        Returns:
+            The ranges that are now kept in memory, until they are dropped or the pool is closed.
+        """
+        remote = [each for each in ranges if is_remote(each[0])]
+        return self._remote().prefetch(remote) if remote else []
+
+    def drop(self, kept: Iterable[tuple[str, int, int]]) -> None:
+        """Free ranges that `prefetch` has kept."""
+        if self._remote_files is not None:
+            self._remote_files.drop(kept)
+
+    def _decoder(self, path: str) -> escaped.Decoder:
+        """Return the decoder of an escaped text; if two threads create one, both are equal."""
+        decoder = self._decoders.get(path)
+        if decoder is None:
+            decoder = self._decoders[path] = escaped.Decoder(path, self.read)
+        return decoder
+
+    def _remote(self) -> RemoteFiles:
+        if self._remote_files is None:
+            from reshard.system.remote.reading import RemoteFiles
+
+            self._remote_files = RemoteFiles()
+        return self._remote_files
+
+
+def _pread(descriptor: int, target: memoryview, byte_offset: int) -> int:
+    """Read into ``target`` and return the number of bytes; without preadv (macOS), copy once."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [target], byte_offset)
+    data = os.pread(descriptor, len(target), byte_offset)
+    target[: len(data)] = data
+    return len(data)
+
+
+class Section:
+    """A byte range of a file, read as if it were a file of its own.
+
+    Both ends are fetched at the start, because archives store their structure there. A small
+    archive takes one read.
+    """
+
+    _WHOLE = 8 << 10  # bytes; a section up to this size is read as a whole
+    _END = 2 << 10  # bytes to read at each end of a larger section
+
+    def __init__(self, pool: SourceFiles, path: str, start: int, nbytes: int) -> None:
+        self.path = path
+        self.start = start
+        self.nbytes = nbytes
+        self._pool = pool
+        first = nbytes if nbytes <= self._WHOLE else self._END
+        self._head = pool.read(path, start, first)
+        self._tail_offset = max(first, nbytes - self._END)
+        self._tail = pool.read(path, start + self._tail_offset, nbytes - self._tail_offset)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return the bytes at an offset from the section's start.
+
+        Raises:
+            CorruptError: the bytes are not inside the section.
+        """
+        stop = offset + nbytes
+        if offset < 0 or stop > self.nbytes:
+            raise CorruptError(
+                self.path,
+                f"its structure refers to bytes {self.start + offset} to {self.start + stop}, but"
+                f" the data end at byte {self.start + self.nbytes}",
+                DAMAGED,
+            )
+        if stop <= len(self._head):
+            return self._head[offset:stop]
+        if offset >= self._tail_offset:
+            return self._tail[offset - self._tail_offset : stop - self._tail_offset]
+        return self._pool.read(self.path, self.start + offset, nbytes)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch ranges (offset, nbytes) from an object store; see `SourceFiles.prefetch`."""
+        if is_remote(self.path):
+            self._pool.prefetch(
+                (self.path, self.start + offset, nbytes)
+                for offset, nbytes in ranges
+                if len(self._head) < offset + nbytes and offset < self._tail_offset
+            )
+
+
+class Descriptor:
+    """A descriptor that is closed when neither the pool nor a reader or writer refers to it."""
+
+    def __init__(self, path: str, flags: int) -> None:
+        self.path = path
+        signals.check()
+        try:
+            self.number = os.open(path, flags)
+        except FileNotFoundError as error:
+            raise IncompleteError(path, "does not exist", "was the checkpoint moved?") from error
+        except OSError as error:
+            raise ReshardError(path, f"cannot be opened: {error.strerror}") from error
+
+    def read_into(self, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, ReshardError: as in `OpenFiles.read_into`.
+        """
+        done, nbytes = 0, len(target)
+        while done < nbytes:
+            try:
+                rest = target[done:] if done else target
+                count = _pread(self.number, rest, byte_offset + done)
+            except OSError as error:
+                raise ReshardError(self.path, f"cannot be read: {error.strerror}") from error
+            if count == 0:
+                raise CorruptError(
+                    self.path,
+                    f"expected {nbytes} bytes at offset {byte_offset}, but the file ends after"
+                    f" {done}",
+                    "the file became shorter while it was read: is a job still writing to it?",
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close the descriptor now, even if it is still referred to."""
+        # The system may give the number to another file at once: it must not be closed twice.
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __del__(self) -> None:
+        # The file may not have been opened: `__init__` then raised an error.
+        if hasattr(self, "number"):
+            self.close()
+
+
+def get_size(path: str | Path) -> int:
+    """Return the size of a file in bytes.
+
+    Raises:
+        IncompleteError: there is no such file.
+        ReshardError: its size cannot be read.
+    """
+    try:
+        return as_path(path).stat().st_size
+    except FileNotFoundError as error:
+        raise IncompleteError(path, "does not exist") from error
+    except OSError as error:
+        raise ReshardError(path, f"cannot be read: {error.strerror}") from error
+
+
+def refuse_lfs_pointer(path: str | Path, head: bytes) -> None:
+    """Refuse a file that `git clone` without Git LFS leaves in place of a large file.
+
+    Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md ("The Pointer").
+
+    Args:
+        head: the first 16 bytes of the file or more.
+
+    Raises:
+        IncompleteError: the file is such a pointer.
+    """
+    if head.startswith(_LFS_POINTER):
+        raise IncompleteError(
+            path,
+            "is a pointer of Git LFS, not the file itself",
+            "run `git lfs pull` in its repository, or download the file again",
+        )
+
+
+def read_small_file(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
+    """Return the content of a file that is read as a whole: a pointer, a document, a tokenizer.
+
+    Raises:
+        IncompleteError: there is no such file.
+        CorruptError: it is larger than `most` bytes.
+        ReshardError: it cannot be read.
+    """
+    nbytes = get_size(path)
+    if nbytes > most:
+        raise CorruptError(
+            path,
+            f"has {nbytes} bytes, but files of this kind have at most {most}",
+            "check that this is the right file and that it was not altered",
+        )
+    try:
+        return as_path(path).read_bytes()
+    except OSError as error:
+        raise ReshardError(path, f"cannot be read: {error.strerror}") from error

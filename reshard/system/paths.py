@@ -1,0 +1,73 @@
+"""Paths from text: local paths, and URLs of object stores; the rank that a file name states."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from reshard.errors import UsageError
+
+# pathlib collapses two slashes into one, so a URL that has been a Path has only one left.
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):(?://|/(?=[^/]))(.+)", re.DOTALL)
+# In DeepSpeed's names, mp_rank and expp_rank are the tensor-parallel and the expert-parallel rank,
+# whose files several ranks share. ``__0_1.distcp`` and ``shard-0-model-...`` are files of DCP.
+_RANK = re.compile(r"(?:(?<!mp_)(?<!expp_)(?<![a-z])rank[-_]?|(?:^|/)(?:__|shard-))(\d+)")
+
+
+def as_path(where: str | os.PathLike[str]) -> Path:
+    """Return the path for ``s3://bucket/key``, ``file:///dir`` or a local name.
+
+    Raises:
+        UsageError: the text is empty. pathlib would read it as the working directory, and a script
+            with an unset variable would convert whatever is there.
+    """
+    text = str(where)
+    if not text:
+        raise UsageError(
+            "''",
+            "the path is empty",
+            "set the variable that should contain it, or pass . for the working directory",
+        )
+    match = _URL.match(text)
+    if match is None:
+        return where if isinstance(where, Path) else Path(text)
+    scheme, rest = match.groups()
+    if scheme in ("file", "local"):
+        return Path("/" + rest.lstrip("/"))
+    from reshard.system.remote.path import RemotePath
+
+    return where if isinstance(where, RemotePath) else RemotePath(f"{scheme}:/{rest.strip('/')}")
+
+
+def is_remote(where: str) -> bool:
+    """Return whether the text of a path is a URL, as `as_path` produces it.
+
+    The name of an escaped text inside a remote file (`reshard.system.escaped`) is not a URL.
+    """
+    return "://" in where and "\0" not in where
+
+
+def explain_tilde(path: Path) -> str:
+    """Return advice about a path that begins with ``~``, which only a shell expands; else ""."""
+    here = Path.cwd()
+    given = path.relative_to(here) if path.is_relative_to(here) else path
+    try:
+        expanded = given.expanduser()
+    except RuntimeError:  # there is no such user
+        return ""
+    if expanded == given:
+        return ""
+    return f"pass {expanded}; a shell expands ~ only outside quotes, and Python does not"
+
+
+def find_rank(name: str) -> int | None:
+    """Return the rank that a file name states; None if it states none.
+
+    >>> find_rank("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), find_rank("__12_0.distcp")
+    (3, 12)
+    >>> find_rank("expp_rank_1_mp_rank_00_optim_states.pt") is None
+    True
+    """
+    match = _RANK.search(name)
+    return int(match[1]) if match else None

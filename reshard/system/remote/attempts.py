@@ -1,0 +1,120 @@
+"""Requests to a store: repeated where that may help, and turned into errors where it does not."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from reshard.errors import IncompleteError, ReshardError
+from reshard.system import signals
+
+T = TypeVar("T")
+
+ATTEMPTS = 6  # for one request
+FIRST_WAIT = 0.3  # seconds before the second attempt; each later wait is twice as long
+_LONGEST_WAIT = 10.0
+_STEP = 0.1  # seconds between two looks for an interrupt
+_FEW_ATTEMPTS = {
+    "gs": 2,
+    "gcs": 2,
+    "az": 2,
+    "abfs": 2,
+}  # their libraries repeat requests themselves
+_FINAL = (IsADirectoryError, NotADirectoryError)
+_REFUSED = (401, 403)
+# Errors are recognized by names, so that no store's library has to be imported or installed.
+_LIBRARIES = frozenset(
+    "adlfs aiobotocore aiohttp azure botocore fsspec gcsfs google requests s3fs urllib3".split()
+)
+_HOPELESS = frozenset(
+    "NoCredentialsError PartialCredentialsError DefaultCredentialsError"
+    " ParamValidationError".split()
+)
+CREDENTIALS = "provide credentials where the store's library finds them (environment, ~/.aws, ...)"
+
+
+def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached") -> T:
+    """Make a request, and repeat it where another attempt may succeed.
+
+    Args:
+        url: the object, for error messages.
+        request: makes the request once.
+        what: the problem to report if it fails.
+
+    Raises:
+        IncompleteError: the object does not exist.
+        ReshardError: the request was refused, or every attempt failed.
+    """
+    most = min(ATTEMPTS, _FEW_ATTEMPTS.get(url.partition("://")[0], ATTEMPTS))
+    for number in range(most):
+        signals.check()
+        try:
+            return request()
+        except Exception as error:
+            if _get_status(error) == 404:
+                raise IncompleteError(url, "does not exist") from error
+            if not _is_external(error):
+                raise
+            if _is_final(error):
+                problem = f"{what}: {_describe(error)}"
+                raise ReshardError(url, problem, _suggest(error)) from _as_os_error(error)
+            if number == most - 1:
+                raise ReshardError(
+                    url,
+                    f"{what} after {most} attempts: {_describe(error)}",
+                    "check the network and the store, then run the same command again",
+                ) from _as_os_error(error)
+            wait = min(FIRST_WAIT * 2**number, _LONGEST_WAIT)
+            _sleep(wait * random.uniform(0.5, 1))  # noqa: S311 - spread concurrent requests
+    raise AssertionError("unreachable")
+
+
+def _sleep(seconds: float) -> None:
+    """Wait in short steps, between which an interrupt is raised."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        signals.check()
+        time.sleep(min(left, _STEP))
+
+
+def _is_external(error: Exception) -> bool:
+    """Return whether the network or the server caused the error, rather than a bug in reshard."""
+    outside = isinstance(error, (OSError, EOFError))
+    return outside or type(error).__module__.split(".")[0] in _LIBRARIES
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """Return a library's error as an OSError, which `errors.has_external_cause` recognizes."""
+    if isinstance(error, OSError):
+        return error
+    outside = ConnectionError(_describe(error))
+    outside.__cause__ = error
+    return outside
+
+
+def _describe(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:300]
+
+
+def _get_status(error: Exception) -> int | None:
+    """Return the HTTP status of the server's answer if the library exposes it."""
+    if isinstance(error, FileNotFoundError):
+        return 404
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden:"):  # gcsfs
+        return 403
+    status = getattr(error, "status_code", None) or getattr(error, "code", None)  # azure; gcsfs
+    return int(str(status)) if str(status).isdigit() else None
+
+
+def _is_final(error: Exception) -> bool:
+    """Return whether another attempt would fail in the same way."""
+    hopeless = type(error).__name__ in _HOPELESS
+    return hopeless or isinstance(error, _FINAL) or _get_status(error) in _REFUSED
+
+
+def _suggest(error: Exception) -> str:
+    refused = _get_status(error) in _REFUSED
+    return CREDENTIALS if refused or "Credentials" in type(error).__name__ else ""

@@ -1,0 +1,232 @@
+"""Threads that process a list of items or run one task in the background; none outlives its block.
+
+A signal interrupts the wait for a result, never a start or the final join (`signals.checked`).
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from reshard.system import signals
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_STOP_SECONDS = 5.0  # to wait for a call that may hang, such as a request to a dead machine
+_CHECK_SECONDS = 0.1  # between two looks for a signal while the main thread waits
+
+
+class ThreadGroup:
+    """Threads that are joined when the `with` block ends, also after an error.
+
+    Before the block ends, the caller must release everything that the threads wait for.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[_Thread] = []
+        self._ended: SimpleQueue[tuple[str, BaseException | None]] = SimpleQueue()
+        self._signals = signals.checked()
+
+    def __enter__(self) -> Self:
+        self._signals.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for thread in self._threads:
+            thread.join()
+        self._signals.__exit__(kind, error, trace)
+
+    def start(self, act: Callable[[], object], name: str = "worker") -> None:
+        """Start a thread that calls `act`.
+
+        Raises:
+            MemoryError: the system gives no more threads, or no memory for one.
+        """
+        try:
+            thread = _Thread(lambda: self._run(act, name))
+        except RuntimeError as error:  # "can't start new thread", whatever the reason is
+            raise MemoryError(f"the system cannot start more threads: {error}") from error
+        self._threads.append(thread)
+
+    def wait(self) -> str:
+        """Wait until one more thread ends and return its name, or raise what it raised.
+
+        Raises:
+            MemoryError: a thread ended without a result, because it had no memory to run.
+        """
+        name, error = self._take_ended()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # break the reference cycle between the error and its traceback
+        return name
+
+    def _take_ended(self) -> tuple[str, BaseException | None]:
+        while True:
+            signals.check()
+            # Before the queue is read: a thread that has ended by now has put its result there.
+            all_ended = not any(thread.is_alive for thread in self._threads)
+            try:
+                return self._ended.get(timeout=0 if all_ended else _CHECK_SECONDS)
+            except Empty:
+                if all_ended:
+                    raise MemoryError("there was not enough memory to start a thread") from None
+
+    def _run(self, act: Callable[[], object], name: str) -> None:
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            self._ended.put((name, error))
+        else:
+            self._ended.put((name, None))
+
+
+class _Thread:
+    """A thread whose end is noticed even if it dies before it runs its first line of Python.
+
+    `threading.Thread.start` waits until the thread signals that it runs. A thread that gets no
+    memory for its first frame never signals it, and `start` never returns (CPython 3.11 to 3.14
+    ``Lib/threading.py``).
+
+    Raises:
+        RuntimeError: the system gives no more threads.
+    """
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        ended = threading.Lock()
+        ended.acquire()
+        token = _Token()
+        self._token, self._ended = weakref.ref(token), ended
+        _thread.start_new_thread(_run_and_release, (run, ended, token))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._token() is not None
+
+    def join(self) -> None:
+        """Wait until the thread ends."""
+        # A thread that dies before its first line of Python never releases the lock.
+        while self.is_alive and not self._ended.acquire(timeout=_CHECK_SECONDS):
+            pass
+
+
+class _Token:
+    """An object that only the thread refers to; it is gone once the thread has ended."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _run_and_release(run: Callable[[], object], ended: threading.Lock, _token: _Token) -> None:
+    try:
+        run()
+    finally:
+        ended.release()
+
+
+def parallel_for(
+    items: Iterable[T],
+    make: Callable[[], Callable[[T], Any]],
+    workers: int,
+    done: Callable[[T], None] = lambda _item: None,
+) -> None:
+    """Process every item in one of `workers` threads; one worker runs as a plain loop.
+
+    Args:
+        items: consumed one at a time, under a lock; none of them is None.
+        make: called once in each thread; returns the function that processes its items, so that
+            each thread can have buffers of its own.
+        workers: the number of threads.
+        done: called after each item, under the same lock.
+    """
+    if workers == 1:
+        run = make()
+        for item in items:
+            signals.check()
+            run(item)
+            done(item)
+        return
+    waiting = iter(items)
+    lock = threading.Lock()
+    stopped = False
+
+    def loop() -> None:
+        run = make()
+        while not stopped:
+            with lock:
+                item = next(waiting, None)
+            if item is None:
+                return
+            run(item)
+            with lock:
+                done(item)
+
+    with ThreadGroup() as threads:
+        try:
+            for _ in range(workers):
+                threads.start(loop)
+            for _ in range(workers):
+                threads.wait()
+        finally:  # after an error, the other threads end with the item at hand
+            stopped = True
+
+
+def parallel_map(items: Iterable[T], act: Callable[[T], R], most: int) -> list[R]:
+    """Return `act` of every item, in order, computed by at most `most` threads."""
+    waiting = list(items)
+    results: dict[int, R] = {}
+
+    def act_on(number: int) -> None:
+        results[number] = act(waiting[number])
+
+    parallel_for(range(len(waiting)), lambda: act_on, max(min(most, len(waiting)), 1))
+    return [results[number] for number in range(len(waiting))]
+
+
+def repeat(act: Callable[[], bool], seconds: float, name: str) -> Callable[[], None]:
+    """Call `act` every `seconds` in a background thread, until it returns False.
+
+    Returns:
+        A function that stops the thread, and waits a few seconds for a call at work.
+    """
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.wait(seconds) and act():
+            pass
+
+    def stop() -> None:
+        stopped.set()
+        thread.join(_STOP_SECONDS)
+
+    # As a daemon, a call that hangs does not keep the process from ending.
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return stop
+
+
+def count_cores(processes: int = 1) -> int:
+    """Return the number of cores for each of several processes on this machine, at least 1.
+
+    A process never gets more cores than it may use. A launcher may have bound each of them to cores
+    of its own, so the machine's cores are divided, not those that this process may use.
+    """
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return min(usable, max(cores // processes, 1))

@@ -1,0 +1,237 @@
+"""Reading of ``adapter_config.json``, and its comparison with the tensors of the adapter."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from reshard.containers.json_files import read_json_object
+from reshard.core.box import Index
+from reshard.core.schema import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    either,
+    expect,
+    fields,
+    mapping,
+    maybe,
+    sequence,
+)
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError, shown
+from reshard.model.adapter_names import (
+    DEFAULT,
+    EMBEDDINGS,
+    IN,
+    MAGNITUDE,
+    OUT,
+    SAVED_MODULE,
+    TOKENS,
+    AdapterPart,
+    add_root,
+    parse_part,
+    strip_root,
+)
+from reshard.units import counted, some
+
+FILE = "adapter_config.json"
+_NAMES = maybe(either(TEXT, sequence(TEXT)))
+_KIND = fields(
+    peft_type=TEXT,
+    r=COUNT,
+    lora_alpha=NUMBER,
+    rank_pattern=maybe(mapping(TEXT, COUNT)),
+    target_modules=_NAMES,
+    target_parameters=_NAMES,
+    modules_to_save=maybe(sequence(TEXT)),
+    bias=maybe(TEXT),
+)
+_DEEPEST = 100  # maximum components of a name
+_MOST_PROBLEMS = 3  # contradictions in one message
+_PLAIN = re.compile(r"[\w.-]+")  # a plain name; regular expressions of a file are not run
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """An adapter's configuration, and its path."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+
+def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig | None:
+    """Read the configuration in ``hf_dir``, else beside the checkpoint; None if there is none.
+
+    PEFT stores the configuration of an adapter with a name of its own in a folder of that name.
+
+    Raises:
+        UsageError: ``hf_dir`` was given and has no configuration.
+        UnsupportedError: the adapter is not LoRA.
+        CorruptError: the file is not JSON, or lacks a required value.
+    """
+    directories = [hf_dir] if hf_dir else list(near)
+    folders = [each / name for each in directories if name != DEFAULT] + directories
+    path = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
+    if path is None and hf_dir:
+        raise UsageError(hf_dir, f"has no {FILE}", "pass the directory that has it as --hf-dir")
+    return _read(path) if path else None
+
+
+def _read(path: Path) -> AdapterConfig:
+    values = read_json_object(path)
+    expect(path, values, _KIND)
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedError(path, f"has peft_type {kind!r}", "--adapter supports only LORA")
+    for key in ("r", "lora_alpha"):
+        if not values.get(key):
+            raise CorruptError(
+                path,
+                f"has {key} {values[key]}, which disables every adapter"
+                if key in values
+                else f"has no {key!r}, and the tensors do not reveal it",
+                "copy the file, set the value that the run used, and pass the directory as"
+                " --hf-dir",
+            )
+    return AdapterConfig(path, values)
+
+
+def build_missing_error(
+    where: object, parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
+) -> IncompleteError:
+    """Return the error for a missing configuration, with the values that the tensors reveal."""
+    ranks = _read_ranks(parts, shapes)
+    usual = Counter(ranks.values()).most_common(1)
+    text: dict[str, Any] = {"peft_type": "LORA", "r": usual[0][0] if usual else None}
+    others = {strip_root(layer): rank for layer, rank in ranks.items() if rank != text["r"]}
+    if others:
+        text["rank_pattern"] = others
+    text["target_modules"] = sorted({strip_root(layer).rpartition(".")[2] for layer in ranks})
+    if any(each.role == MAGNITUDE for each in parts):
+        text["use_dora"] = True
+    modules = {each.layer.rpartition(".")[2] for each in parts if each.role == SAVED_MODULE}
+    if modules:
+        text["modules_to_save"] = sorted(modules)
+    known = json.dumps(text)[:-1]
+    return IncompleteError(
+        where,
+        f"there is no {FILE} beside it, and the tensors do not reveal lora_alpha",
+        "write it in the training script: model.peft_config[NAME].save_pretrained(DIR); or create"
+        f' DIR/{FILE} by hand: {known}, "lora_alpha": ...}} (use_rslora, bias and task_type too'
+        " if the run set them); then add --hf-dir DIR",
+    )
+
+
+def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[str, Index]) -> None:
+    """Compare a configuration with the tensors of its adapter.
+
+    Args:
+        shapes: shapes of all weights, by fqn.
+
+    Raises:
+        IncompleteError: a layer has one of ``lora_A`` and ``lora_B`` without the other.
+        CorruptError: the configuration belongs to another adapter.
+    """
+    _refuse_halves(config, parts)
+    wrong = chain(
+        _find_wrong_ranks(config.values, _read_ranks(parts, shapes)),
+        _find_wrong_targets(config.values, parts),
+        _find_wrong_parts(config.values, parts),
+        _find_wrong_modules(config.values, parts, shapes),
+    )
+    problems = list(islice(wrong, _MOST_PROBLEMS))
+    if problems:
+        raise CorruptError(
+            config.path,
+            f"does not fit these tensors: {'; '.join(problems)}",
+            "pass the directory of the adapter's own configuration as --hf-dir",
+        )
+
+
+def _read_ranks(parts: Iterable[AdapterPart], shapes: Mapping[str, Index]) -> dict[str, int]:
+    """Return layer -> its LoRA rank, the first dim of ``lora_A``."""
+    return {
+        each.layer: shapes[each.fqn][0] for each in parts if each.role in IN and shapes[each.fqn]
+    }
+
+
+def _refuse_halves(config: AdapterConfig, parts: Sequence[AdapterPart]) -> None:
+    halves = [{each.layer for each in parts if each.role in roles} for roles in (IN, OUT)]
+    alone = sorted(halves[0] ^ halves[1])
+    if alone:
+        raise IncompleteError(
+            config.path.parent,
+            f"{counted(len(alone), 'adapted layer')} ({some(alone)}) without lora_A or lora_B",
+            "fetch the missing shard, or change --include or --exclude if they left the tensor out",
+        )
+
+
+def _find_wrong_ranks(values: Mapping[str, Any], ranks: Mapping[str, int]) -> Iterator[str]:
+    if values.get("target_parameters"):
+        return  # a rank there covers all experts together
+    patterns = values.get("rank_pattern") or {}
+    plain = all(map(_PLAIN.fullmatch, patterns))
+    for layer, rank in ranks.items():
+        own = [patterns[name] for name in _list_endings(layer) if name in patterns]
+        declared = (own or [values["r"]]) if plain else [values["r"], *patterns.values()]
+        if rank not in declared:
+            yield f"r is {declared[0]}, but {layer} has rank {rank}"
+
+
+def _find_wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
+    targets, others = values.get("target_modules"), values.get("target_parameters") or ()
+    if isinstance(targets, str) or isinstance(others, str):
+        return  # a regular expression, or all-linear
+    named = {*(targets or ()), *(each.rpartition(".")[0] for each in others)}
+    layers = dict.fromkeys(each.layer for each in parts if each.role in IN)
+    if values.get("ensure_weight_tying"):  # PEFT adapts the layers that are tied to a target, too
+        layers = {each: None for each in layers if each.rpartition(".")[2] not in EMBEDDINGS}
+    for layer in layers:
+        if named.isdisjoint(_list_endings(layer)):
+            yield f"target_modules do not name {layer}"
+
+
+def _find_wrong_parts(values: Mapping[str, Any], parts: Sequence[AdapterPart]) -> Iterator[str]:
+    """Yield the options whose tensors are missing, or present without the option."""
+    has = {
+        "use_dora": any(each.role == MAGNITUDE for each in parts),
+        "lora_bias": any(each.role in OUT and each.fqn.endswith(".bias") for each in parts),
+        "trainable_token_indices": any(each.role == TOKENS for each in parts),
+    }
+    for option, present in has.items():
+        if present != bool(values.get(option)):
+            tensors = "its tensors are present" if present else "its tensors are missing"
+            yield f"{option} is {shown(values.get(option))}, but {tensors}"
+
+
+def _find_wrong_modules(
+    values: Mapping[str, Any], parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
+) -> Iterator[str]:
+    named = set(values.get("modules_to_save") or ())
+    sizes = set(map(len, named))
+    for layer in dict.fromkeys(each.layer for each in parts if each.role == SAVED_MODULE):
+        if not any(layer[-size:] in named for size in sizes):  # PEFT compares the end of the name
+            yield f"modules_to_save do not name {layer}"
+    if not any(each.adapter for each in parts):
+        return  # in PEFT's own file a saved module has its original name
+    for fqn in shapes:
+        if parse_part(fqn) is None and not named.isdisjoint(
+            _list_endings(add_root(fqn).rpartition(".")[0])
+        ):
+            yield f"modules_to_save name {fqn}, which has no trained copy"
+
+
+def _list_endings(layer: str) -> list[str]:
+    """Return the names by which PEFT may refer to a layer: its last components, of any number.
+
+    >>> _list_endings("base_model.model.layers.0.q_proj")
+    ['layers.0.q_proj', '0.q_proj', 'q_proj']
+    """
+    path = strip_root(layer).split(".")
+    return [".".join(path[at:]) for at in range(max(0, len(path) - _DEEPEST), len(path))]

@@ -1,0 +1,121 @@
+"""The settings of an adapter that decide its merge; settings that are not known are refused.
+
+Source: PEFT 0.21 ``tuners/lora/config.py`` (LoraConfig) and ``tuners/lora/layer.py``
+(LoraLayer.update_layer). Later versions may have settings that change the sum, so every setting
+that is not listed here must be unset.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import UnsupportedError, shown
+from reshard.tensors.adapters.config import AdapterConfig
+
+# They choose what is trained, how it starts, or what is saved; the tensors show the result.
+_NEUTRAL = frozenset(
+    (
+        *("peft_type", "task_type", "auto_mapping", "peft_version", "inference_mode", "revision"),
+        *("base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
+        *("use_rslora", "use_dora", "lora_bias", "bias", "fan_in_fan_out", "lora_dropout"),
+        *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
+        *("layers_pattern", "modules_to_save", "trainable_token_indices", "ensure_weight_tying"),
+        *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("megatron_core", "qalora_group_size", "velora_config"),
+    )
+)
+_WHY = {
+    "layer_replication": "the adapter belongs to a model with repeated layers",
+    "alora_invocation_tokens": "the adapter is added only after certain tokens",
+    "arrow_config": "the adapter is one of several that a router chooses",
+    "use_qalora": "the adapter belongs to a GPTQ model",
+}
+# These start from a changed base: W - scale * B @ A. The base that is merged lacks the change.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Characters of a pattern that is safe to run: no group is repeated, and few characters are.
+_SAFE = re.compile(r"(?:[\w.|()^$-]|\\[.dw]|\[[\w-]+\])(?:[*+?]?)")
+_MOST_REPEATS = 4
+
+
+def check_settings(config: AdapterConfig) -> None:
+    """Check that plain LoRA arithmetic gives the merged weights.
+
+    Raises:
+        UnsupportedError: a setting changes the sum; the message names it.
+    """
+    for name, value in config.values.items():
+        if value and name not in _NEUTRAL:
+            why = _WHY.get(name, "reshard does not know its effect on the weights")
+            raise UnsupportedError(
+                config.path,
+                f"has {name} {shown(value)}: {why}",
+                "merge it with PEFT, if PEFT can",
+            )
+    start = config.values.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise UnsupportedError(
+            config.path,
+            f"has init_lora_weights {start!r}, which changed the base model when training began",
+            "save the adapter again with PEFT's"
+            " save_pretrained(..., path_initial_model_for_weight_conversion=...), which converts it"
+            " to an adapter of the unchanged base",
+        )
+
+
+def compute_scale(config: AdapterConfig, key: str, rank: int) -> float:
+    """Return the factor of a layer's product: alpha / rank, or alpha / sqrt(rank).
+
+    Args:
+        key: name of the layer in the base model; of a parameter, its full name.
+
+    Raises:
+        UnsupportedError: a pattern is not one that reshard runs.
+    """
+    values = config.values
+    alpha = _find_alpha(config, key)
+    return float(alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank)
+
+
+def _find_alpha(config: AdapterConfig, key: str) -> Any:
+    """Return the alpha of a layer: that of the first pattern, as PEFT's get_pattern_key does.
+
+    Raises:
+        UnsupportedError: a pattern is not one that reshard runs.
+    """
+    patterns: Mapping[str, Any] = config.values.get("alpha_pattern") or {}
+    for pattern, value in patterns.items():
+        if _compile(config, pattern).match(key):
+            return value
+    return config.values["lora_alpha"]
+
+
+def _compile(config: AdapterConfig, pattern: str) -> re.Pattern[str]:
+    repeats = sum(pattern.count(mark) for mark in "*+?")
+    safe = "".join(match[0] for match in _SAFE.finditer(pattern)) == pattern
+    if safe and repeats <= _MOST_REPEATS and not re.search(r"\)[*+?]", pattern):
+        try:
+            return re.compile(rf"(.*\.)?({pattern})$")
+        except re.error:
+            pass
+    raise UnsupportedError(
+        config.path,
+        f"has alpha_pattern {pattern!r}, a regular expression that reshard does not run",
+        "copy the file, write one pattern for each layer name, and pass its directory as --hf-dir",
+    )
+
+
+def list_trained_tokens(config: AdapterConfig, layer: str) -> list[int]:
+    """Return the rows of an embedding that ``trainable_token_indices`` name.
+
+    Args:
+        layer: name of the embedding in the base model.
+    """
+    indices = config.values.get("trainable_token_indices")
+    if isinstance(indices, Mapping):
+        own = (rows for name, rows in indices.items() if f".{layer}".endswith(f".{name}"))
+        indices = next(own, None)
+    rows = indices if isinstance(indices, list) else []
+    return [row for row in rows if isinstance(row, int)]

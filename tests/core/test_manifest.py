@@ -1,0 +1,263 @@
+"""The coverage proof: what is not exactly one tensor in whole files is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+
+import pytest
+
+from reshard.core import dtypes
+from reshard.core.box import Box, find_first_overlap, row_major, whole
+from reshard.core.chunks import Chunk, contiguous
+from reshard.core.dtypes import BFLOAT16, UINT8
+from reshard.core.manifest import (
+    Entry,
+    Manifest,
+    Origin,
+    Record,
+    SourceFile,
+    check,
+    find_most_common_dtype,
+    index_entries,
+)
+from reshard.errors import CorruptError
+from reshard.layouts.partition import run_chunks
+
+F32 = dtypes.FLOAT32
+
+
+def manifest(shape, chunks, *, nbytes=1 << 20):
+    entry = Entry("layer.weight", "param", F32, shape, tuple(chunks))
+    files = {chunk.file: SourceFile(chunk.file, nbytes) for chunk in chunks}
+    return Manifest(Origin("test", "/t"), index_entries([entry]), files, ordered=True)
+
+
+def rows(start, stop, *, file="a", width=4, byte_offset=0):
+    box = Box((start, 0), (stop - start, width))
+    return contiguous(file, byte_offset, F32, box)
+
+
+def test_rows_that_cover_are_accepted():
+    assert check(manifest((6, 4), [rows(0, 2), rows(2, 5, file="b"), rows(5, 6)])) is None
+
+
+@pytest.mark.parametrize("changed", [{"fqn": 7}, {"kind": ("exp_avg",)}])
+def test_a_name_that_is_no_text_is_refused(changed):
+    made = manifest((6, 4), [rows(0, 6)])
+    entries = index_entries([replace(entry, **changed) for entry in made.entries.values()])
+    with pytest.raises(CorruptError, match="is not a string"):
+        check(replace(made, entries=entries))
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_hole_is_refused(missing):
+    shards = [rows(0, 2), rows(2, 5, file="b"), rows(5, 6)]
+    del shards[missing]
+    with pytest.raises(CorruptError, match=r"layer\.weight.*of 24 elements"):
+        check(manifest((6, 4), shards))
+
+
+def test_no_chunk_at_all_is_refused_unless_the_tensor_is_empty():
+    with pytest.raises(CorruptError, match="0 of 24"):
+        check(manifest((6, 4), []))
+    assert check(manifest((6, 0), [])) is None
+
+
+def test_partial_overlap_is_refused():
+    with pytest.raises(CorruptError, match="overlap"):
+        check(manifest((6, 4), [rows(0, 4), rows(3, 6)]))
+
+
+def test_overlap_that_makes_up_for_a_hole_is_refused():
+    """Six rows of volume in a tensor of six rows: rows 2-4 twice, the last two never."""
+    with pytest.raises(CorruptError, match="overlap"):
+        check(manifest((6, 4), [rows(0, 4), rows(2, 4, file="b")]))
+
+
+def test_part_beside_the_whole_is_refused():
+    with pytest.raises(CorruptError, match="overlap"):
+        check(manifest((6, 4), [rows(0, 6), rows(2, 3, file="b")]))
+
+
+def test_replicas_are_accepted():
+    copies = [rows(0, 3), rows(3, 6), rows(0, 3, file="b"), rows(3, 6, file="b")]
+    assert check(manifest((6, 4), copies)) is None
+    assert check(manifest((6, 4), [rows(0, 6), rows(0, 6, file="b")])) is None
+
+
+def test_replicas_do_not_make_up_for_a_hole():
+    with pytest.raises(CorruptError, match="12 of 24"):
+        check(manifest((6, 4), [rows(0, 3), rows(0, 3, file="b")]))
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Box((0, 0), (7, 4)),
+        Box((1, 0), (6, 4)),
+        Box((-1, 0), (7, 4)),
+        Box((0, 0), (6, 5)),
+        Box((0,), (24,)),
+        Box((0, 0, 0), (6, 4, 1)),
+    ],
+)
+def test_out_of_bounds_box_is_refused(box):
+    chunk = Chunk(box, "a", 0, row_major(box.shape, 4), F32)
+    with pytest.raises(CorruptError, match="outside"):
+        check(manifest((6, 4), [chunk]))
+
+
+@pytest.mark.parametrize(("byte_offset", "fits"), [(0, True), (4, True), (5, False), (-1, False)])
+def test_span_past_the_file_is_refused(byte_offset, fits):
+    source = manifest((6, 4), [rows(0, 6, byte_offset=byte_offset)], nbytes=100)
+    if fits:
+        assert check(source) is None
+    else:
+        with pytest.raises(CorruptError, match="but the file has 100"):
+            check(source)
+
+
+def test_strided_span_past_the_file_is_refused():
+    chunk = Chunk(whole((3, 2)), "a", 0, (8, 40), F32)  # last element at 2 * 8 + 40
+    assert check(manifest((3, 2), [chunk], nbytes=60)) is None
+    with pytest.raises(CorruptError, match="0 to 60"):
+        check(manifest((3, 2), [chunk], nbytes=59))
+
+
+def test_negative_stride_is_refused():
+    chunk = Chunk(whole((3,)), "a", 8, (-4,), F32)
+    with pytest.raises(CorruptError):
+        check(manifest((3,), [chunk]))
+
+
+def test_a_stride_of_one_byte_backwards_is_refused():
+    chunk = Chunk(whole((3,)), "a", 8, (-1,), dtypes.UINT8)
+    with pytest.raises(CorruptError):
+        check(manifest((3,), [chunk]))
+
+
+def test_what_does_not_cover_is_said_of_the_first_file():
+    with pytest.raises(CorruptError) as hole:
+        check(manifest((6, 4), [rows(0, 2), rows(3, 6, file="b")]))
+    with pytest.raises(CorruptError) as overlap:
+        check(manifest((6, 4), [rows(0, 4), rows(3, 6, file="b")]))
+    with pytest.raises(CorruptError) as twice:
+        index_entries(
+            2 * list(manifest((6, 4), [rows(0, 3), rows(3, 6, file="b")]).entries.values())
+        )
+    assert [error.value.where for error in (hole, overlap, twice)] == ["a"] * 3
+
+
+def test_scalar_is_one_element_and_never_optional():
+    scalar = contiguous("a", 0, F32, whole(()))
+    assert check(manifest((), [scalar, replace(scalar, file="b")])) is None
+    with pytest.raises(CorruptError, match="0 of 1"):
+        check(manifest((), []))
+    with pytest.raises(CorruptError, match="the file has 3"):
+        check(manifest((), [scalar], nbytes=3))
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0, 2), (0, 5)])
+def test_empty_tensors_are_accepted(shape):
+    chunk = contiguous("a", 64, F32, whole(shape))
+    assert check(manifest(shape, [chunk, chunk], nbytes=64)) is None
+
+
+def test_empty_pieces_beside_full_ones_are_accepted():
+    assert check(manifest((6, 4), [rows(0, 6), rows(6, 6, file="b"), rows(0, 0)])) is None
+
+
+def test_random_flat_partitions_are_accepted_and_any_dropped_piece_is_refused():
+    chance = random.Random(1)
+    for _ in range(300):
+        shape = tuple(chance.choice((1, 2, 3, 5, 7)) for _ in range(chance.randint(1, 4)))
+        numel = prod(shape)
+        cuts = sorted(chance.randint(0, numel) for _ in range(chance.randint(0, 5)))
+        edges = [0, *cuts, numel]
+        chunks = [
+            chunk
+            for i, (a, b) in enumerate(pairwise(edges))
+            for chunk in run_chunks(f"rank{i}", 0, F32, shape, a, b)
+        ]
+        chance.shuffle(chunks)
+        assert check(manifest(shape, chunks)) is None
+        del chunks[chance.randrange(len(chunks))]
+        with pytest.raises(CorruptError):
+            check(manifest(shape, chunks))
+
+
+def test_any_set_of_boxes_is_accepted_exactly_when_it_paints_every_element_once():
+    chance = random.Random(2)
+    accepted = 0
+    for _ in range(2000):
+        shape = tuple(chance.choice((1, 2, 3)) for _ in range(chance.randint(1, 3)))
+        boxes = []
+        for _ in range(chance.randint(1, 3)):
+            origin = tuple(chance.choice((0, 0, n // 2)) for n in shape)
+            extent = tuple(chance.randint(1, n - o) for n, o in zip(shape, origin, strict=True))
+            boxes.append(Box(origin, extent))
+        distinct = list(dict.fromkeys(boxes))
+        volume = sum(box.volume for box in distinct)
+        right = volume == prod(shape) and find_first_overlap(distinct, shape) is None
+        chunks = [contiguous("a", 0, F32, box) for box in boxes]
+        try:
+            check(manifest(shape, chunks))
+        except CorruptError:
+            assert not right
+        else:
+            assert right
+            accepted += 1
+    assert accepted > 200
+
+
+def test_keyed_refuses_two_entries_of_one_kind_and_name():
+    entry = Entry("w", "param", F32, (2,), (contiguous("file", 0, F32, whole((2,))),))
+    with pytest.raises(CorruptError, match="'w'"):
+        index_entries([entry, replace(entry, shape=(3,))])
+    with pytest.raises(CorruptError, match="'w'"):
+        index_entries([replace(entry, chunks=()), replace(entry, chunks=())])
+    both = index_entries([entry, replace(entry, kind="master")])
+    assert list(both) == [("param", "w"), ("master", "w")]
+
+
+def test_with_entries_keeps_the_given_order():
+    made = [Entry(name, "param", F32, (0,), ()) for name in ("z", "a", "m")]
+    source = Manifest(Origin("test", "/t"), {}, {}, ordered=True).with_entries(made)
+    assert [fqn for _, fqn in source.entries] == ["z", "a", "m"]
+
+
+SHAPES = [([0, 0], 2), ([0, 0, 0, 3], 3), ([0, 3], 1), ([], 0)]
+
+
+@pytest.mark.parametrize(("shapes", "found"), SHAPES)
+def test_weights_without_elements_are_placeholders(shapes, found):
+    entries = [Entry(f"w{n}", "param", F32, (size,), ()) for n, size in enumerate(shapes)]
+    entries += [Entry("square", "param", F32, (0, 0), ()), Entry("b", "buffer", F32, (0,), ())]
+    held = Manifest(Origin("test", "/t"), index_entries(entries), {}, ordered=True)
+    assert held.placeholders == [f"w{n}" for n in range(found)]
+
+
+def test_a_tied_name_is_kept_under_another():
+    held = Manifest(Origin("test", "/t"), {}, {}, tied={"head": "embedding"}, ordered=True)
+    assert held.kept_name("head") == held.kept_name("embedding") == "embedding"
+
+
+def test_one_record_with_a_checksum_is_a_file_with_checksums():
+    without, sealed = Record(0, 4, None, "a"), Record(4, 4, 0, "b")
+    assert SourceFile("f", 8, (without, sealed)).has_checksums
+    assert SourceFile("f", 8, (without,)).has_checksums is False
+    assert SourceFile("f", 8).has_checksums is False
+
+
+def test_a_checkpoint_of_which_nothing_says_its_ranks_is_of_one():
+    assert Origin("test", "/t").world == 1
+    assert Origin("test", "/t", mesh={"world": 6, "dp": 3}).world == 6
+
+
+def test_the_dtype_of_most_tensors():
+    assert find_most_common_dtype([F32, UINT8, BFLOAT16, UINT8, UINT8, BFLOAT16]) == "bfloat16"
+    assert find_most_common_dtype([F32, BFLOAT16, BFLOAT16, F32]) == "float32"
+    assert find_most_common_dtype([UINT8]) == ""

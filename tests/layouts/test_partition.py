@@ -1,0 +1,142 @@
+"""Partition rules: every element is stored once, where the rule says."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from reshard.core import dtypes
+from reshard.core.box import Box, flat_span, whole
+from reshard.core.chunks import contiguous
+from reshard.core.dtypes import FLOAT32
+from reshard.layouts.partition import (
+    Cut,
+    Member,
+    build_flat_chunks,
+    compute_equal_piece,
+    compute_mesh_box,
+    run_chunks,
+)
+
+
+def test_run_chunks_point_at_the_run_stored_contiguously():
+    chance = random.Random(1)
+    for _ in range(1500):
+        shape = tuple(chance.choice((1, 2, 3, 5, 7)) for _ in range(chance.randint(0, 4)))
+        start, stop = sorted(chance.randint(0, prod(shape)) for _ in range(2))
+        lead = chance.randint(0, 9)
+        tensor = np.arange(prod(shape), dtype="<u2").reshape(shape)
+        stored = bytes(lead) + tensor.reshape(-1)[start:stop].tobytes()
+        rebuilt = np.full(shape, 0xFFFF, "<u2")
+        chunks = list(run_chunks("f", lead, dtypes.BFLOAT16, shape, start, stop))
+        for chunk in chunks:
+            low, high = chunk.byte_span
+            assert lead <= low < high <= len(stored)
+            view = np.ndarray(chunk.box.shape, "<u2", stored, chunk.byte_offset, chunk.byte_strides)
+            place = tuple(
+                slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
+            )
+            rebuilt[place] = view
+        flat = rebuilt.reshape(-1)
+        assert flat[start:stop].tolist() == list(range(start, stop))
+        assert (flat[:start] == 0xFFFF).all()
+        assert (flat[stop:] == 0xFFFF).all()
+
+
+def test_run_chunks_of_an_empty_run_are_none():
+    assert list(run_chunks("f", 0, dtypes.FLOAT32, (3, 4), 5, 5)) == []
+    assert list(run_chunks("f", 0, dtypes.FLOAT32, (3, 0, 2), 0, 0)) == []
+
+
+def test_run_chunks_follow_one_another_in_the_tensor_and_in_the_file():
+    shape = (5, 3, 4)
+    chunks = list(run_chunks("f", 100, dtypes.FLOAT32, shape, 7, 53))
+    at = 7
+    for chunk in chunks:
+        assert flat_span(chunk.box, shape)[0] == at
+        assert chunk.byte_offset == 100 + (at - 7) * 4
+        at += chunk.box.volume
+    assert at == 53
+
+
+def test_equal_pieces_cover_without_overlap():
+    for numel in range(40):
+        for ranks in range(1, 13):
+            pieces = [compute_equal_piece(numel, ranks, rank) for rank in range(ranks)]
+            covered = [i for start, stop in pieces for i in range(start, stop)]
+            assert covered == list(range(numel))
+            assert all(0 <= start <= stop <= numel for start, stop in pieces)
+
+
+def test_equal_pieces_are_those_of_torch_chunk():
+    import torch
+
+    for numel in range(1, 30):
+        for ranks in range(1, 9):
+            sizes = [len(piece) for piece in torch.arange(numel).chunk(ranks)]
+            ours = [
+                stop - start
+                for start, stop in (compute_equal_piece(numel, ranks, r) for r in range(ranks))
+            ]
+            assert ours == sizes + [0] * (ranks - len(sizes))
+
+
+def cases_on_meshes():
+    """Shapes, placements and meshes: plain, strided and replicated, uneven and empty."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    yield (7, 13), (2, 2), (Shard(0), Shard(1))
+    yield (7, 13), (2, 2), (Shard(0), Shard(0))
+    yield (10,), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))
+    yield (3, 5), (4,), (Shard(0),)
+    yield (3, 5), (2, 3), (Replicate(), Shard(1))
+    yield (16, 4), (2, 2, 2), (_StridedShard(0, split_factor=2), Replicate(), Shard(0))
+    yield (11, 4), (2, 3), (_StridedShard(0, split_factor=3), Shard(0))
+    yield (
+        (24,),
+        (4, 3, 2),
+        (
+            _StridedShard(0, split_factor=2),
+            _StridedShard(0, split_factor=2),
+            Shard(0),
+        ),
+    )
+
+
+def test_mesh_boxes_are_torchs():
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    for shape, sizes, placements in cases_on_meshes():
+        cuts = [
+            None if isinstance(p, Replicate) else Cut(p.dim, getattr(p, "split_factor", 1))
+            for p in placements
+        ]
+        for coordinate in product(*map(range, sizes)):
+            wanted = _compute_local_shape_and_global_offset(
+                shape, sizes, coordinate.__getitem__, placements
+            )
+            box = compute_mesh_box(shape, cuts, sizes, coordinate)
+            assert box.shape == wanted[0], (shape, sizes, placements, coordinate)
+            if box.volume:
+                assert box.origin == wanted[1], (shape, sizes, placements, coordinate)
+
+
+def test_split_factors_of_no_order_are_refused():
+    assert compute_mesh_box((12,), [Cut(0, 5), Cut(0)], (2, 2), (0, 0)) is None
+
+
+def test_flat_chunks_leave_padding_out():
+    members = [Member("a", (2, 3), 0), Member("b", (4,), 8), Member("c", (), 12)]
+    pieces = [(0, contiguous("f0", 100, FLOAT32, whole((7,))))]
+    pieces += [(7, contiguous("f1", 0, FLOAT32, whole((9,))))]
+    found = build_flat_chunks(members, pieces)
+    assert [(c.box, c.file, c.byte_offset) for c in found["b"]] == [
+        (Box((0,), (4,)), "f1", 4),
+    ]
+    assert [(c.box, c.byte_offset) for c in found["a"]] == [(whole((2, 3)), 100)]
+    assert [c.byte_offset for c in found["c"]] == [20]

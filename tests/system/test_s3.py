@@ -1,0 +1,213 @@
+"""Checkpoints in an object store: the bytes are those of a local run, whatever the network does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import reshard
+from reshard.engine.output import uploads
+from reshard.errors import ExistsError, IncompleteError, ReshardError, UsageError
+from reshard.system.remote import attempts
+from tests.support import object_stores
+from tests.support.directories import read_files
+from tests.support.object_stores import EXAMPLE, bucket, calm, contents, started  # noqa: F401
+from tests.support.programs import run_python
+
+
+def test_a_checkpoint_is_read_from_a_store(files, tmp_path):
+    reshard.merge("s3://bucket/run", tmp_path / "remote")
+    reshard.merge(EXAMPLE, tmp_path / "local")
+    assert read_files(tmp_path / "remote") == read_files(tmp_path / "local")
+    with reshard.open("s3://bucket/run") as there, reshard.open(EXAMPLE) as here:
+        assert there.keys() == here.keys()
+        name = "model.norm.weight"
+        assert torch.equal(there[name][...], here[name][...])
+
+
+def test_a_header_costs_few_requests(files, proxy):
+    proxy.seen.clear()
+    reshard.inspect("s3://bucket/run")
+    checkpoint = [path for _, path in proxy.seen if ".pt" in path]
+    assert len(list((EXAMPLE / "global_step4").glob("*.pt"))) == 8
+    assert len(checkpoint) <= 2 * 8  # rank files of some hundred records each
+    assert len(proxy.seen) <= 40
+
+
+def test_a_checkpoint_is_written_to_a_store(files, whole, monkeypatch):
+    order = []
+    copied = files.cp_file
+    monkeypatch.setattr(
+        files, "cp_file", lambda a, b, **more: (order.append(b), copied(a, b, **more))
+    )
+    report = reshard.split("s3://bucket/run", "s3://bucket/out/dcp", to="dcp")
+    assert contents(files, "bucket/out/dcp") == whole
+    assert order[-1].endswith(".metadata")  # without which nobody finds a checkpoint there
+    assert report.verified
+    assert files.find("bucket/out") == files.find("bucket/out/dcp")  # nothing else is left
+    assert reshard.diff("s3://bucket/out/dcp", EXAMPLE).exit_code == 0
+
+
+def test_one_file_is_written_to_a_store(files, tmp_path):
+    reshard.merge(EXAMPLE, "s3://bucket/one/model.safetensors")
+    reshard.merge(EXAMPLE, tmp_path / "model.safetensors")
+    wanted = (tmp_path / "model.safetensors").read_bytes()
+    assert contents(files, "bucket/one") == {"model.safetensors": wanted}
+
+
+def test_what_fails_once_is_asked_again(files, proxy, whole):
+    kinds, struck = [object_stores.DROP, 500, object_stores.CUT, 503, object_stores.SLOW], set()
+
+    def fault(method, _path, count):
+        kind = kinds[count // 4 % len(kinds)] if count % 4 == 0 else None
+        if kind == object_stores.CUT and method != "GET":
+            return None
+        struck.add((kind, method))
+        return kind
+
+    proxy.fault = fault
+    reshard.split("s3://bucket/run", "s3://bucket/faults/dcp", to="dcp")
+    proxy.reset()
+    assert {kind for kind, _ in struck} >= set(kinds)
+    assert {method for kind, method in struck if kind} >= {"GET", "PUT"}
+    assert contents(files, "bucket/faults/dcp") == whole
+    assert files.find("bucket/faults") == files.find("bucket/faults/dcp")
+
+
+def test_a_large_file_is_sent_in_parts_and_a_lost_part_again(files, proxy, tmp_path, monkeypatch):
+    monkeypatch.setattr(uploads, "_PART", 5 << 20)
+    source = tmp_path / "model.safetensors"
+    save_file({f"w{n}": torch.randn(1024, 1024) for n in range(4)}, source)  # 16 MiB
+    lost = []
+
+    def fault(method, path, _number):
+        if method == "PUT" and "partNumber=2" in path and not lost:
+            lost.append(path)
+            return object_stores.DROP
+        return None
+
+    proxy.fault = fault
+    reshard.merge(source, "s3://bucket/parts/model.safetensors", dtype="keep")
+    assert len(lost) == 1
+    assert len({path for method, path in proxy.seen if "partNumber=" in path}) == 4
+    reshard.merge(source, tmp_path / "local.safetensors", dtype="keep")
+    wanted = (tmp_path / "local.safetensors").read_bytes()
+    assert contents(files, "bucket/parts") == {"model.safetensors": wanted}
+
+
+def test_a_store_that_stays_away_is_an_error_that_names_the_url(proxy, monkeypatch):
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    proxy.fault = lambda _method, path, _number: 500 if "optim_states" in path else None
+    with pytest.raises(ReshardError, match=r"(?s)s3://bucket/run/.*optim_states.*2 attempts"):
+        reshard.merge("s3://bucket/run", "s3://bucket/never/model.safetensors")
+
+
+def test_what_may_not_be_read_is_said_at_once(files, proxy):
+    proxy.fault = lambda _method, path, _number: 403 if "optim_states" in path else None
+    with pytest.raises(ReshardError, match=r"s3://bucket/run/.*optim_states"):
+        reshard.merge("s3://bucket/run", "s3://bucket/never/model.safetensors")
+
+
+@pytest.mark.parametrize("stage", ["upload", "copy", "marker"])
+def test_a_write_that_fails_leaves_nothing(files, proxy, monkeypatch, stage):
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+
+    def fault(method, path, _number):
+        copying = method == "PUT" and ".partial/" not in path
+        wanted = {
+            "upload": method == "PUT" and "__2_0" in path,
+            "copy": copying and "__2_0" in path,
+            "marker": copying and ".metadata" in path,
+        }
+        return 500 if wanted[stage] else None
+
+    proxy.fault = fault
+    with pytest.raises(ReshardError, match="s3://bucket/failed/"):
+        reshard.split("s3://bucket/run", "s3://bucket/failed/dcp", to="dcp")
+    proxy.reset()
+    assert contents(files, "bucket/failed") == {}
+    assert files.list_multipart_uploads("bucket") == []
+
+
+def test_a_missing_object_is_said_by_its_url(files):
+    with pytest.raises(ReshardError, match="s3://bucket/nothing"):
+        reshard.inspect("s3://bucket/nothing")
+    files.put(f"{EXAMPLE}/", "bucket/torn/", recursive=True)
+    rank = "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    files.rm_file(f"bucket/torn/global_step4/{rank}")
+    with pytest.raises(IncompleteError, match="s3://bucket/torn/global_step4"):
+        reshard.inspect("s3://bucket/torn")
+
+
+def test_nothing_is_overwritten_unless_asked(files, tmp_path):
+    files.pipe_file("bucket/taken/model.safetensors", b"mine")
+    files.pipe_file("bucket/full/notes.doc", b"mine")
+    with pytest.raises(ExistsError, match=r"s3://bucket/taken/model\.safetensors"):
+        reshard.merge(EXAMPLE, "s3://bucket/taken/model.safetensors")
+    with pytest.raises(ExistsError, match=r"s3://bucket/full.*notes"):
+        reshard.merge(EXAMPLE, "s3://bucket/full")
+    with pytest.raises(ExistsError, match="would delete"):
+        reshard.merge(EXAMPLE, "s3://bucket/full", overwrite=True)
+    assert files.cat_file("bucket/taken/model.safetensors") == b"mine"
+    with pytest.raises(ExistsError, match="inside the source"):
+        reshard.merge("s3://bucket/run", "s3://bucket/run/model")
+    reshard.merge(EXAMPLE, "s3://bucket/taken/model.safetensors", overwrite=True)
+    reshard.merge(EXAMPLE, tmp_path / "model.safetensors")
+    wanted = (tmp_path / "model.safetensors").read_bytes()
+    assert files.cat_file("bucket/taken/model.safetensors") == wanted
+
+
+def test_an_export_is_replaced_when_asked(files):
+    reshard.merge(EXAMPLE, "s3://bucket/again", max_shard_bytes=20_000)
+    assert len(files.find("bucket/again")) > 3
+    reshard.merge(EXAMPLE, "s3://bucket/again", overwrite=True)
+    assert {name.rsplit("/", 1)[-1] for name in files.find("bucket/again")} == {
+        "config.json",
+        "model.safetensors",
+    }
+
+
+def test_what_cannot_be_put_in_place_of_the_old_is_kept(files, proxy, monkeypatch):
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    reshard.merge(EXAMPLE, "s3://bucket/lost/model")
+    wanted = contents(files, "bucket/lost/model")
+    proxy.fault = lambda method, path, _number: (
+        500 if method == "PUT" and path == "/bucket/lost/model/config.json" else None
+    )
+    with pytest.raises(
+        ReshardError, match=r"complete and checked output is at s3://bucket/lost/\.model\.partial/"
+    ):
+        reshard.merge(EXAMPLE, "s3://bucket/lost/model", overwrite=True)
+    proxy.reset()
+    place = next(name for name in files.find("bucket/lost") if "/output-" in name)
+    assert contents(files, place.rpartition("/")[0]) == wanted
+    reshard.merge(EXAMPLE, "s3://bucket/lost/model", overwrite=True, resume=True)
+    assert contents(files, "bucket/lost") == {f"model/{name}": wanted[name] for name in wanted}
+
+
+def test_there_must_be_a_bucket(files):
+    with pytest.raises(UsageError, match="no bucket s3://nowhere"):
+        reshard.merge(EXAMPLE, "s3://nowhere/model.safetensors")
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_checkpoint(files, tmp_path):
+    """What it may have of buffers is the same, and a file is sent in parts."""
+    peaks = []
+    for count in (2, 10):
+        source = tmp_path / f"{count}.safetensors"
+        save_file({f"w{n}": torch.zeros(2 << 20) for n in range(count)}, source)
+        files.put_file(str(source), f"bucket/big/{source.name}")
+        program = (
+            "import reshard, sys\n"
+            "from reshard.engine.output import uploads\n"
+            "uploads._PART = 5 << 20\n"
+            "reshard.merge(*sys.argv[1:], dtype='keep', verify=False, max_memory_bytes=16 << 20)\n"
+            "lines = open('/proc/self/status').read().splitlines()\n"
+            "print(next(line.split()[1] for line in lines if line.startswith('VmHWM')))\n"
+        )
+        words = f"s3://bucket/big/{source.name}", f"s3://bucket/big/out/{source.name}"
+        done = run_python("-c", program, *words, check=True)
+        peaks.append(int(done.stdout.split()[-1]) >> 10)
+    assert peaks[1] - peaks[0] < 40, peaks  # MiB, of 64 MiB more that were moved

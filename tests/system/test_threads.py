@@ -1,0 +1,56 @@
+"""Threads end with their block, in whatever way they end."""
+
+from __future__ import annotations
+
+import _thread
+import os
+
+import pytest
+
+from reshard.system.threads import ThreadGroup, count_cores, parallel_for
+
+start = _thread.start_new_thread
+
+
+def test_a_thread_without_memory_for_its_first_line_is_noticed(monkeypatch):
+    """CPython's own `threading.Thread.start` would wait for it without end."""
+    started = []
+
+    def start_every_other(run, arguments):
+        started.append(run)
+        return start(run if len(started) % 2 else lambda *_held: None, arguments)
+
+    monkeypatch.setattr(_thread, "start_new_thread", start_every_other)
+    seen = []
+    with pytest.raises(MemoryError, match="not enough memory to start"):
+        parallel_for(range(10), lambda: seen.append, 4)
+    assert sorted(seen) == list(range(10))
+
+
+def test_a_thread_that_cannot_say_that_it_ended_is_noticed(monkeypatch):
+    def run(*_arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(ThreadGroup, "_run", run)
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+    with pytest.raises(MemoryError, match="not enough memory to start"):
+        parallel_for(range(10), lambda: print, 4)
+
+
+def test_the_first_error_of_a_thread_is_raised():
+    def fail(item):
+        raise KeyError(item)
+
+    with pytest.raises(KeyError):
+        parallel_for(range(10), lambda: fail, 4)
+
+
+@pytest.mark.parametrize(
+    ("machine", "usable", "ranks", "each"),
+    [(64, 64, 8, 8), (64, 8, 8, 8), (64, 2, 1, 2), (4, 4, 8, 1)],
+)
+def test_ranks_share_the_cores_of_a_machine(machine, usable, ranks, each, monkeypatch):
+    """Also where a launcher has bound each rank to cores of its own."""
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)), raising=False)
+    assert count_cores(ranks) == each
