@@ -26,7 +26,8 @@ _FINAL = (IsADirectoryError, NotADirectoryError)
 _REFUSED = (401, 403)
 # Errors are recognized by names, so that no store's library has to be imported or installed.
 _LIBRARIES = frozenset(
-    "adlfs aiobotocore aiohttp azure botocore fsspec gcsfs google requests s3fs urllib3".split()
+    "adlfs aiobotocore aiohttp azure botocore fsspec gcsfs google hf_xet httpcore httpcore2"
+    " httpx httpx2 huggingface_hub requests s3fs urllib3".split()
 )
 _HOPELESS = frozenset(
     "NoCredentialsError PartialCredentialsError DefaultCredentialsError"
@@ -106,6 +107,8 @@ def _get_status(error: Exception) -> int | None:
     if isinstance(error, PermissionError) or str(error).startswith("Forbidden:"):  # gcsfs
         return 403
     status = getattr(error, "status_code", None) or getattr(error, "code", None)  # azure; gcsfs
+    if status is None:  # huggingface_hub
+        status = getattr(getattr(error, "response", None), "status_code", None)
     return int(str(status)) if str(status).isdigit() else None
 
 
