@@ -114,7 +114,12 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
 def _read_at(location: Location, name: str, hints: ReadHints) -> Manifest:
     """Read the checkpoint directly at a location, with notes on the files that are not read."""
     manifest = registry.read(location, name, hints)
-    notes = unclear.describe_unread(location)
+    notes = [
+        f"--{hint} was ignored: it does not apply to {name} checkpoints"
+        for hint in registry.get_format(name).ignored_hints
+        if getattr(hints, hint) is not None
+    ]
+    notes += unclear.describe_unread(location)
     # A checkpoint with an optimizer may itself be in a numbered folder (DeepSpeed, Megatron).
     below = (
         "" if manifest.has_optimizer else unclear.find_checkpoint_below(location, manifest.files)

@@ -277,6 +277,8 @@ class Format:
         is_generic: whether runs of other formats may contain files of this format; extensions
             are tried before such a format.
         yields_to_runs: whether the format is not looked for in a directory that another one claims.
+        ignored_hints: which of the user's options ``key`` and ``wrap`` the reader does not use;
+            reports say so.
         reads_tags: whether ``read`` resolves ``--tag`` itself, and lists the tags in its errors.
         suffixes: suffixes of files that are weights by themselves.
         requires: names of format packages that this one is built on.
@@ -291,6 +293,7 @@ class Format:
     claims: Callable[[Location], bool] | None = None
     is_generic: bool = False
     yields_to_runs: bool = False
+    ignored_hints: tuple[str, ...] = ()
     reads_tags: bool = False
     suffixes: tuple[str, ...] = ()
     requires: tuple[str, ...] = field(default=())

@@ -181,3 +181,11 @@ def example_of(name, tmp_path):
 @pytest.mark.parametrize("name", ["deepspeed", "nanotron", "meta", "torch", "huggingface"])
 def test_our_formats_pass_the_kit(name, tmp_path):
     check_format(FORMATS[name], [example_of(name, tmp_path)], tmp_path / "kit")
+
+
+@pytest.mark.parametrize("option", ["key", "wrap"])
+def test_an_option_that_a_reader_does_not_use_is_reported(option):
+    warnings = reshard.inspect(LLAMA, **{option: "none"}).warnings
+    assert [text for text in warnings if "ignored" in text] == [
+        f"--{option} was ignored: it does not apply to deepspeed checkpoints"
+    ]

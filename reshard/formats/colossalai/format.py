@@ -46,6 +46,7 @@ FORMAT = Format(
     name=NAME,
     detect=detect,
     read=_read,
+    ignored_hints=("key",),
     sources={NAME: Source(writer=NAME)},
     writers=(ColossalAI(),),
     requires=("huggingface",),

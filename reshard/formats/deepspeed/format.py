@@ -249,6 +249,7 @@ FORMAT = Format(
     name=NAME,
     detect=detect,
     read=_read,
+    ignored_hints=("key", "wrap"),
     sources={
         NAME: Source(writer=NAME, pointer="latest", names=_NAMES),
         UNIVERSAL: Source(writer=NAME, pointer="latest_universal", names=_NAMES),

@@ -19,6 +19,7 @@ FORMAT = Format(
     name=NAME,
     detect=detect,
     read=_read,
+    ignored_hints=("key", "wrap"),
     sources={NAME: _WEIGHTS, "safetensors": _WEIGHTS},
     is_generic=True,
     suffixes=(".safetensors",),

@@ -263,6 +263,7 @@ FORMAT = Format(
     name=NAME,
     detect=detect,
     read=_read,
+    ignored_hints=("key", "wrap"),
     sources={
         NAME: Source(
             writer=NAME,
