@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports these on first use
     from reshard.commands.verify.files import check_file as check_file
     from reshard.commands.verify.options import VerifyOptions as VerifyOptions
     from reshard.commands.verify.report import VerifyReport as VerifyReport
+    from reshard.core.keys import Edits as Edits
     from reshard.hooks import stamp as stamp
     from reshard.hooks import stamp_engine as stamp_engine
     from reshard.tensors.lazy import Checkpoint as Checkpoint
@@ -60,6 +61,7 @@ _HOMES = {
     "Checkpoint": "reshard.tensors.lazy",
     "DiffOptions": "reshard.commands.diff",
     "DiffReport": "reshard.commands.diff",
+    "Edits": "reshard.core.keys",
     "FilesOptions": "reshard.commands.unwritten_files",
     "InspectOptions": "reshard.commands.inspect",
     "Inspection": "reshard.commands.inspect",
@@ -95,6 +97,7 @@ __all__ = [
     "Checkpoint",
     "DiffOptions",
     "DiffReport",
+    "Edits",
     "FilesOptions",
     "InspectOptions",
     "Inspection",

@@ -127,7 +127,8 @@ def _explain_keyword(function: str, name: str, kind: Any) -> str:
 
 
 def _name_class(kind: Any, field: str) -> str:
-    return str(introspection.signature(kind).parameters[field].annotation)
+    """Return the name that the class of a nested dataclass has in `reshard`."""
+    return str(introspection.signature(kind).parameters[field].annotation).rpartition(".")[2]
 
 
 def _of_path(

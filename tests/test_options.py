@@ -195,7 +195,7 @@ def test_a_path_can_be_a_string():
     ("name", "advice"),
     [
         ("max_shard_size", "did you mean max_shard_bytes?"),
-        ("exclude", "did you mean edits=reshard.core.keys.Edits(exclude=...)?"),
+        ("exclude", "did you mean edits=reshard.Edits(exclude=...)?"),
         ("dtyp", "did you mean dtype?"),
         ("qqqqqqq", "help(reshard.merge) lists them"),
     ],

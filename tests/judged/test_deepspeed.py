@@ -171,7 +171,7 @@ def test_universal_directory_holds_the_same_state(case, made, tmp_path):
 
 @pytest.mark.parametrize("case", [n for n, c in CASES.items() if c.kind in REFUSED])
 def test_experts_without_enough_metadata_are_refused_by_name(case, made, tmp_path):
-    with pytest.raises(reshard.errors.UnsupportedError, match=r"shared by \[1, 2, 4\] ranks"):
+    with pytest.raises(reshard.errors.UnsupportedError, match="shared by 1 or 2 or 4 ranks"):
         reshard.merge(made / case / "run", tmp_path / "x.safetensors")
     assert list(tmp_path.iterdir()) == []
 

@@ -12,7 +12,7 @@ from tests.support.programs import LIMIT_S, run_python
 
 BEGIN = """
 import os, signal, sys, time, weakref
-from reshard import signals
+from reshard.system import signals
 
 class Finalized:
     def __del__(self):
@@ -72,10 +72,8 @@ def test_a_signal_that_was_ignored_stays_so():
 
 
 def test_other_exceptions_that_are_dropped_are_shown():
-    program = (
-        "from reshard import signals\nclass X:\n def __del__(self): raise ValueError('told')\n"
-    )
-    program += "with signals.raised(): X()"
+    program = "from reshard.system import signals\nclass X:\n"
+    program += " def __del__(self): raise ValueError('told')\nwith signals.raised(): X()"
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "ValueError: told" in ended.stderr
@@ -126,7 +124,7 @@ def test_an_interrupt_says_what_was_written():
 def test_handlers_of_a_program_that_uses_reshard_run_at_a_check_too():
     program = """
 import os, signal
-from reshard import signals
+from reshard.system import signals
 came = []
 signal.signal(signal.SIGTERM, lambda *call: came.append(call))
 with signals.checked():

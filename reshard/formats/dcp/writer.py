@@ -183,7 +183,7 @@ def _is_nest(value: Any) -> bool:
 def divide(value: Value, shards: int) -> list[tuple[int, Box]]:
     """Return (shard, block) of a tensor; of empty blocks at one origin, only the first.
 
-    >>> from reshard import dtypes
+    >>> from reshard.core import dtypes
     >>> [(r, b.origin, b.shape) for r, b in divide(Value(dtypes.UINT8, (3,), divided=True), 4)]
     [(0, (0,), (1,)), (1, (1,), (1,)), (2, (2,), (1,)), (3, (3,), (0,))]
     """
