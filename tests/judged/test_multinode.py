@@ -28,7 +28,7 @@ MISHAPS = """
 import os, signal, sys, time
 from reshard.engine.move import execute
 from reshard.engine.move import journal
-from reshard.system.ranks import torchrun
+from reshard.system.ranks import heartbeat, torchrun
 from reshard.cli import main
 from reshard.errors import CorruptError
 from reshard.engine.move import receipts
@@ -45,7 +45,7 @@ def die_late(kept, seen):
         die()
 
 def stall(*_, **__):
-    time.sleep(8)  # as a slow disk may; longer than `torchrun._REPORT_WAIT`
+    time.sleep(4)  # as a slow disk may; longer than `torchrun._REPORT_WAIT`
 
 def die_sent(kept, file, seen):
     keep(kept, file, seen)
@@ -54,7 +54,8 @@ def die_sent(kept, file, seen):
 receipts.MIN_BYTES = 1
 keep = receipts.Receipts.keep
 append = journal.Journal._append
-torchrun._PATIENCE = 8.0
+# All waits are shorter than those of users, and so are the pauses between heartbeats.
+heartbeat._BEAT, torchrun._PATIENCE, torchrun._REPORT_WAIT = 0.25, 4.0, 2.0
 mishap = sys.argv.pop(1)
 if mishap in ("die late", "die and stall"):
     journal.BATCH_BYTES = 1
@@ -230,7 +231,7 @@ def test_a_lost_machine_ends_the_run(launcher, tmp_path, mishaps):
     words = ("die", "convert", EXAMPLE, tmp_path / "out", "--to", "dcp")
     codes, _, err = ended(launcher.ranks(2, mishaps, *words))
     assert codes == [2, -9]
-    assert f"rank 1 ({socket.gethostname()}): sent no heartbeat for 8 s" in err, err
+    assert f"rank 1 ({socket.gethostname()}): sent no heartbeat for 4 s" in err, err
     assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
 
 
@@ -286,7 +287,7 @@ def test_a_killed_worker_leaves_nothing_in_a_store(launcher, mishaps, files):
     words = ("die sent", "convert", EXAMPLE, "s3://bucket/killed/out", "--to", "dcp")
     codes, _, err = ended(launcher.ranks(2, mishaps, *words))
     assert codes == [2, -9], err
-    assert f"rank 1 ({socket.gethostname()}): sent no heartbeat for 8 s" in err, err
+    assert f"rank 1 ({socket.gethostname()}): sent no heartbeat for 4 s" in err, err
     assert "nothing was written to s3://bucket/killed/out" in err, err
     files.invalidate_cache()
     assert files.find("bucket/killed") == []
