@@ -11,6 +11,7 @@ import pytest
 
 from reshard.core.box import (
     Box,
+    as_index,
     contiguous_cuts,
     find_first_overlap,
     flat_span,
@@ -187,3 +188,45 @@ def test_row_major_strides_are_numpys():
 )
 def test_a_box_that_leaves_its_tensor_does_not_fit(box, shape):
     assert not box.fits(shape)
+
+
+LARGEST = 2**63 - 1  # torch counts elements in 64 bits
+
+
+@pytest.mark.parametrize(
+    "index", [(), (0,), (3, 0, 5), (1,) * 64, (LARGEST,), (1 << 31, (1 << 32) - 1)]
+)
+def test_a_shape_that_torch_can_have_is_an_index(index):
+    assert as_index(list(index)) == index
+    assert as_index(index, len(index)) == index
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [-1],
+        [2, -3],
+        [True],
+        [2.0],
+        ["2", 3],
+        [1] * 65,
+        [LARGEST + 1],
+        [0, LARGEST + 1],
+        [1 << 31, 1 << 32],
+    ],
+)
+def test_numbers_that_no_shape_has_are_refused(numbers):
+    with pytest.raises(ValueError, match="is not a shape or index of a tensor"):
+        as_index(numbers)
+
+
+def test_another_number_of_dims_is_refused():
+    with pytest.raises(ValueError, match="is not a shape"):
+        as_index([1, 2], 3)
+
+
+def test_the_message_shows_integers_and_the_types_of_other_values():
+    with pytest.raises(ValueError, match=r"^\[2, 'str', 'float'\] is not"):
+        as_index([2, "a" * 99, 0.5])
+    with pytest.raises(ValueError, match=r"^.{60} is not"):  # a file can state a million dims
+        as_index([7] * 1000)

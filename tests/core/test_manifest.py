@@ -19,6 +19,7 @@ from reshard.core.manifest import (
     Origin,
     Record,
     SourceFile,
+    TrainState,
     check,
     find_most_common_dtype,
     index_entries,
@@ -261,3 +262,24 @@ def test_the_dtype_of_most_tensors():
     assert find_most_common_dtype([F32, UINT8, BFLOAT16, UINT8, UINT8, BFLOAT16]) == "bfloat16"
     assert find_most_common_dtype([F32, BFLOAT16, BFLOAT16, F32]) == "float32"
     assert find_most_common_dtype([UINT8]) == ""
+
+
+@pytest.mark.parametrize(
+    ("step", "skipped", "updates"), [(None, 3, None), (9, None, 9), (9, 0, 9), (9, 2, 7)]
+)
+def test_updates_are_the_steps_that_were_not_skipped(step, skipped, updates):
+    assert TrainState(step=step, skipped_steps=skipped).updates == updates
+
+
+def test_a_manifest_has_an_optimizer_if_an_entry_is_of_another_kind_than_weights():
+    weights = manifest((6, 4), [rows(0, 6)])
+    (weight,) = weights.entries.values()
+    slots = [replace(weight, kind="exp_avg")]
+    assert not weights.has_optimizer
+    assert replace(weights, entries=index_entries([weight, *slots])).has_optimizer
+    assert replace(weights, entries=index_entries(slots)).has_optimizer
+
+
+def test_an_origin_is_described_by_its_format_and_detail():
+    assert Origin("dcp", "/t").description == "dcp"
+    assert Origin("deepspeed", "/t", detail="ZeRO stage 2").description == "deepspeed ZeRO stage 2"
