@@ -55,7 +55,7 @@ class WholeMaster:
 
     @property
     def tile_nbytes(self) -> int:
-        """One element: any range of elements is computed by itself."""
+        """The size of one element: any range of elements is computed by itself."""
         return FLOAT32.itemsize
 
     @property
@@ -119,6 +119,7 @@ class WholeMaster:
 
 def _read_run(pool: Reader, planner: CopyPlanner, start: int, stop: int, dtype: DType) -> bytearray:
     """Return elements ``start`` to ``stop`` of a flattened tensor as they are stored."""
+    # The thread's `TileReader` may be reading these masters (for an average), and has one buffer.
     buffer = bytearray((stop - start) * dtype.itemsize)
     for copy in planner.plan_run(start, stop, dtype, 0):
         _fill(pool, copy, memoryview(buffer))
@@ -200,7 +201,7 @@ def complete_masters(manifest: Manifest, *, may_be_float: bool) -> Manifest:
     """Return a manifest with whole masters in place of remainders.
 
     Args:
-        may_be_float: whether float32 masters can be remainders too; a few values tell.
+        may_be_float: whether float32 masters can be remainders too, as a sample of values shows.
 
     Raises:
         CorruptError: remainders do not cover their tensor.

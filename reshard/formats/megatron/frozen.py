@@ -1,4 +1,4 @@
-"""Which parameters an optimizer has, if the run froze some: what their values show.
+"""Find which parameters the optimizer of a run with frozen parameters has, by their values.
 
 No file states which parameters are frozen. An optimizer lists its masters, or lays them into flat
 buffers, in the order of the parameters, and a 16-bit weight is the cast of its master. So a
@@ -64,7 +64,7 @@ def sample_block(
         block, piece: a block of the whole parameter, and where the rank's piece has it.
     """
     found: list[Element] = []
-    for at in _spread(block.volume):
+    for at in _list_positions(block.volume):
         index = index_of(at, block.shape)
         value = _read_element(chunks, _add(block.origin, index), files)
         if value is not None:
@@ -93,7 +93,7 @@ def _flatten(index: Sequence[int], shape: Sequence[int]) -> int:
     return flat
 
 
-def _spread(numel: int) -> list[int]:
+def _list_positions(numel: int) -> list[int]:
     """Return some positions of a flattened tensor, the first and the last among them."""
     last, steps = numel - 1, _SAMPLED - 1
     return sorted({last * step // steps for step in range(_SAMPLED)}) if numel else []
@@ -189,14 +189,15 @@ def choose_trained(params: Sequence[Param], masters: _Masters, sample: Sample) -
     for low, high in pairwise([-1, *trained, len(placed)]):
         for each in placed[low + 1 : high]:
             for neighbour in (low, high):
-                if 0 <= neighbour < len(placed) and _is_rival(
+                if 0 <= neighbour < len(placed) and _fits_master(
                     each.param, placed[neighbour], sample
                 ):
                     raise Ambiguous(f"{each.param.fqn} and {placed[neighbour].param.fqn}")
     return [each.param for each in placed if each.read]
 
 
-def _is_rival(param: Param, placed: _Assignment, sample: Sample) -> bool:
+def _fits_master(param: Param, placed: _Assignment, sample: Sample) -> bool:
+    """Return whether a parameter has the values of the master that another one was assigned."""
     same = prod(param.shape) == prod(placed.param.shape)
     return same and placed.read is not None and _has_values(param, placed.read, sample)
 

@@ -64,7 +64,7 @@ class Mean:
 
     @property
     def tile_nbytes(self) -> int:
-        """One element: any range of elements is computed by itself."""
+        """The size of one element: any range of elements is computed by itself."""
         return self.dtype.itemsize
 
     @property
