@@ -26,6 +26,22 @@ MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structu
 _MAX_NUMEL = 1 << 63
 _TORCH_DTYPE = re.compile(r"torch\.(float|complex|q?u?int|bits)\d\w*")
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+_FLOAT8, _TRAINING = "torchao.float8.fsdp_utils", "torchao.prototype.quantized_training"
+_GROUPED = "torchao.prototype.moe_training.tensor"
+_HELD = {
+    f"{_FLOAT8}.WeightWithDynamicFloat8CastTensor": "_tensor",
+    f"{_FLOAT8}.WeightWithDelayedFloat8CastTensor": "_tensor",
+    f"{_FLOAT8}.WeightWithStaticFloat8CastTensor": "_tensor",
+    f"{_GROUPED}.ScaledGroupedMMTensor": "_data",
+    f"{_GROUPED}.Float8TrainingWeightWrapperTensor": "_data",
+    f"{_GROUPED}.MXFP8TrainingWeightWrapperTensor": "_data",
+    f"{_TRAINING}.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
+    f"{_TRAINING}.bitnet.BitNetTrainingLinearWeight": "_data",
+}
+"""Classes of weights that are cast when a layer uses them -> the attribute with the weight itself.
+
+Source: torchao 0.9 to 0.18. Their other attributes are settings and scales of the next cast.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -293,8 +309,20 @@ def _rebuild_typed(function: Global, kind: Any, args: tuple[Any, ...], state: An
     builder = TORCH_BUILDERS.get(function.name)
     if builder:
         return builder(*args)
-    wrapper = function.name == _WRAPPER and isinstance(kind, Global)
-    return Call(kind.name if wrapper else function.name, args, state)
+    if function.name != _WRAPPER or not isinstance(kind, Global):
+        return Call(function.name, args, state)
+    call = Call(kind.name, args, state)
+    return _get_held(call, _HELD[kind.name]) if kind.name in _HELD else call
+
+
+def _get_held(call: Call, attribute: str) -> Tensor:
+    """Return the tensor that a wrapper holds, of which it has the dtype and the shape."""
+    held = call.get(attribute)
+    if not isinstance(held, Tensor):
+        raise TypeError(f"a {call.name} without a tensor {attribute}")
+    if call.args[1:3] != (Global(f"torch.{held.dtype}"), held.shape):
+        raise ValueError(f"a {call.name} of another dtype or shape than its {attribute}")
+    return held
 
 
 def is_wrapped(value: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import sys
+import types
 import zipfile
 from collections import OrderedDict
 
@@ -163,6 +165,36 @@ def test_a_weight_that_its_class_computes_is_refused_by_name(tmp_path):
     with pytest.raises(
         UnsupportedError, match=r"odd\.weight is a tests\.containers\.test_torch_reader\.Codes"
     ):
+        reshard.open(path)
+
+
+@pytest.fixture
+def cast_weight(monkeypatch):
+    """Give `Codes` the name of a class of torchao that holds a weight and casts it when used."""
+    name = "torchao.float8.fsdp_utils"
+    held = type("WeightWithDynamicFloat8CastTensor", (Codes,), {"__module__": name})
+    module = types.ModuleType(name)
+    module.WeightWithDynamicFloat8CastTensor = held
+    for parent in ("torchao", "torchao.float8"):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    monkeypatch.setitem(sys.modules, name, module)
+    return held
+
+
+def test_a_weight_that_is_cast_when_used_is_the_tensor_that_its_class_holds(cast_weight, tmp_path):
+    weight = cast_weight(torch.arange(3.0))
+    weight._tensor = torch.arange(3.0)
+    path = save({"model": {"a.weight": weight}}, tmp_path / "x.pt")
+    with reshard.open(path) as checkpoint:
+        assert torch.equal(checkpoint["a.weight"][...], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("held", [None, torch.ones(4), torch.ones(3, dtype=torch.float64)])
+def test_a_weight_that_is_cast_when_used_must_hold_its_tensor(cast_weight, held, tmp_path):
+    weight = cast_weight(torch.ones(3))
+    weight._tensor = held
+    path = save({"model": {"a.weight": weight}}, tmp_path / "x.pt")
+    with pytest.raises(CorruptError, match=r"WeightWithDynamicFloat8CastTensor"):
         reshard.open(path)
 
 

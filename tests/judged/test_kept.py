@@ -142,6 +142,20 @@ def test_targets_without_objects_refuse_torchaos_moments_too(library, stage, tmp
         assert not checkpoint.optimizer("exp_avg")["0.weight"][...].any()
 
 
+@pytest.mark.parametrize("form", ["ckpt", "ranks"])
+def test_weights_that_are_cast_in_training_are_read(form, tmp_path):
+    """The classes of torchao's float8, int8 and BitNet training hold the weights uncast."""
+    want = read_expected(DATA / "torchao_training")
+    reshard.split(DATA / "torchao_training" / form, tmp_path / "out", to="dcp", world_size=3)
+    for source in (DATA / "torchao_training" / form, tmp_path / "out"):
+        with reshard.open(source) as checkpoint:
+            assert checkpoint.keys() == want["model"].keys()
+            for name, state in want["state"].items():
+                assert torch.equal(checkpoint[name][...], want["model"][name])
+                for slot in ("exp_avg", "exp_avg_sq"):
+                    assert torch.equal(checkpoint.optimizer(slot)[name][...], state[slot])
+
+
 def test_verl_fsdp1_wrapping_follows_from_its_config(tmp_path):
     """By transformers' own blocks, as verl does by default: no --wrap, and the moments are read."""
     actor = DATA / "verl" / "verl_sample" / "ckpt" / "global_step_3" / "actor"
