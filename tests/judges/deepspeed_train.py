@@ -18,10 +18,12 @@ import torch
 import torch._dynamo  # before zero.Init: an import inside its patched constructors breaks
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch.utils._pytree import tree_map_only
 
 import reshard.deepspeed
 from tests.judges import deepspeed_models as models
 from tests.judges import deepspeed_truth as truth
+from tests.judges.device import DEVICE, IS_GPU
 from tests.judges.models import named, ties
 
 if TYPE_CHECKING:
@@ -67,7 +69,8 @@ def start_rank() -> None:
     DeepSpeed asks ``is_fp16_supported`` before it would train in float16, and CPUs usually deny;
     torch computes it all the same, and the files are those of a GPU run.
     """
-    type(get_accelerator()).is_fp16_supported = lambda _self: True
+    if not IS_GPU:
+        type(get_accelerator()).is_fp16_supported = lambda _self: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
@@ -215,8 +218,8 @@ def train_step(run: Run, step: int) -> float:
     for micro in range(accumulation):
         batch = models.global_batch(step, micro, accumulation)
         share = models.rank_share(batch, dist.get_rank(), dist.get_world_size())
-        loss = _loss(engine, share)
-        total += loss.detach().double() / accumulation
+        loss = _loss(engine, share.to(DEVICE))
+        total += loss.detach().double().cpu() / accumulation
         engine.backward(loss * 1e9 if step == run.case.overflow_at else loss)
         engine.step()
     dist.all_reduce(total)
@@ -375,8 +378,12 @@ def describe(
     return reference
 
 
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu()
+
+
 def write_reference(reference: dict[str, Any], out: Path) -> None:
     """Rank 0's word; every rank took part in gathering it."""
     if dist.get_rank() == 0:
-        torch.save(reference, out / "reference.pt")
+        torch.save(tree_map_only(torch.Tensor, _to_cpu, reference), out / "reference.pt")
     dist.barrier()

@@ -64,9 +64,14 @@ def live_params(model: nn.Module) -> Tensors:
     return {n: _live(p) for n, p in named(model)}
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU, where offloaded states are as well."""
+    return tensor.detach().clone().cpu()
+
+
 def _live(param: nn.Parameter) -> Tensor:
     with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-        return param.detach().clone()
+        return _copy(param)
 
 
 def frozen_params(model: nn.Module) -> Tensors:
@@ -77,7 +82,7 @@ def frozen_params(model: nn.Module) -> Tensors:
 def persistent_buffers(model: nn.Module) -> Tensors:
     """Return the buffers that a state dict contains."""
     names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
-    return {names[id(b)]: b.detach().clone() for b in model.buffers() if id(b) in names}
+    return {names[id(b)]: _copy(b) for b in model.buffers() if id(b) in names}
 
 
 def snapshot(
@@ -136,9 +141,9 @@ def _cross_check(engine: DeepSpeedEngine, found: Snapshot) -> None:
 
 def _by_api(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
     named = optimized(engine.module)
-    params = {n: safe_get_full_fp32_param(p).detach().clone() for n, p in named.items()}
+    params = {n: _copy(safe_get_full_fp32_param(p)) for n, p in named.items()}
     slots = {
-        slot: {n: safe_get_full_optimizer_state(p, slot).detach().clone() for n, p in named.items()}
+        slot: {n: _copy(safe_get_full_optimizer_state(p, slot)) for n, p in named.items()}
         for slot in slot_names
     }
     return Snapshot(params, slots, _steps(engine))
@@ -198,11 +203,8 @@ def _whole(
     slot_names: tuple[str, ...],
     steps: dict[str, float],
 ) -> Snapshot:
-    params = {n: p.detach().clone() for n, p in masters.items()}
-    slots = {
-        slot: {n: state[p][slot].detach().clone() for n, p in masters.items()}
-        for slot in slot_names
-    }
+    params = {n: _copy(p) for n, p in masters.items()}
+    slots = {slot: {n: _copy(state[p][slot]) for n, p in masters.items()} for slot in slot_names}
     return Snapshot(params, slots, steps)
 
 
@@ -226,7 +228,7 @@ def _gather(piece: Tensor, process_group: Any) -> Tensor:
     local = piece.detach().contiguous()
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group=process_group))]
     dist.all_gather(parts, local, group=process_group)
-    return torch.cat(parts)
+    return torch.cat(parts).cpu()
 
 
 def _numel(param: nn.Parameter) -> int:

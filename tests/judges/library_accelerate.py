@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from tests.judges import library_models as models
 from tests.judges import library_truth as truth
+from tests.judges.device import DEVICE, IS_GPU
 from tests.judges.library_cpu import pass_for_gpus
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
     project = None
     if case.how.get("automatic"):
         project = ProjectConfiguration(project_dir=str(ckpt), automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=plugin is None, fsdp_plugin=plugin, project_config=project)
+    on_cpu = plugin is None and not IS_GPU
+    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, project_config=project)
     if accelerator.num_processes != case.world:
         raise AssertionError(f"accelerate sees {accelerator.num_processes} processes")
     return _run(case, accelerator, ckpt)
@@ -102,8 +104,8 @@ def _run(case: Case, accelerator: Accelerator, ckpt: Path) -> truth.Truth:
         if step == 1 and case.how.get("automatic"):
             accelerator.save_state()
     if case.how.get("scaler"):
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        accelerator.scaler.scale(torch.ones(()))
+        accelerator.scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
+        accelerator.scaler.scale(torch.ones((), device=DEVICE))
     if case.how.get("automatic"):
         accelerator.save_state()
     else:

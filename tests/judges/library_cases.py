@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MODELS = "tests.judges.library_models"
@@ -456,6 +456,8 @@ CASES: dict[str, Case] = {
     )
     for case in rows
 }
+if os.environ.get("JUDGE_DEVICE") == "cuda":  # see tests.judges.device
+    CASES = {n: replace(case, world=1) if "fsdp2" in n else case for n, case in CASES.items()}
 
 SHARDED_ADAPTERS = [  # case, what a user gives, the adapter, and where PEFT saved it
     ("peft_zero3", "checkpoint-2", "default", "saved"),

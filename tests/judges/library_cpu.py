@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from tests.judges.device import IS_GPU
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -21,6 +23,9 @@ def pass_for_gpus() -> None:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
+    if IS_GPU:
+        PartialState()
+        return
     state = PartialState(cpu=True)
     if state.distributed_type is not DistributedType.MULTI_CPU:
         raise AssertionError(f"accelerate sees {state.distributed_type}")
@@ -52,6 +57,8 @@ def _in_place(
 
 def wrap_on_cpu() -> None:
     """FSDP 1 without a ``device_id`` looks for a GPU, and libraries do not pass a CPU's."""
+    if IS_GPU:
+        return
     original = FullyShardedDataParallel.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

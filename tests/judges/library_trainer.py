@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tests.judges import hf_trainer
 from tests.judges import library_models as models
 from tests.judges import library_truth as truth
+from tests.judges.device import IS_GPU
 from tests.judges.library_cpu import pass_for_gpus
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
 
 def train(case: Case, model: nn.Module, ckpt: Path) -> Trainer:
     """Return the Trainer after its run."""
-    settings: dict[str, Any] = {"use_cpu": True}
+    settings: dict[str, Any] = {"use_cpu": not IS_GPU}
     if "fsdp" in case.how:
         pass_for_gpus()
         settings = {

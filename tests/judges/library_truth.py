@@ -34,7 +34,7 @@ def whole(tensor: Tensor) -> Tensor:
     """Return a private copy of the full tensor; for a sharded one, every rank must call it."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return tensor.detach().clone()
+    return tensor.detach().clone().cpu()
 
 
 def facts(model: nn.Module) -> Truth:

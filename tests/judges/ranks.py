@@ -101,16 +101,20 @@ def join_group(job: Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.judges.device import DEVICE, IS_GPU
+
     os.environ |= {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": "0" if IS_GPU else str(rank),
         "WORLD_SIZE": str(job.world),
         "LOCAL_WORLD_SIZE": str(job.world),
     }
     torch.set_num_threads(1)
+    if IS_GPU:
+        torch.cuda.set_device(DEVICE)
     timeout = timedelta(seconds=job.limit_s)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if IS_GPU and job.world == 1 else "gloo",
         store=dist.PrefixStore(str(job.out), _open_store(timeout)),
         rank=rank,
         world_size=job.world,

@@ -219,14 +219,20 @@ def fork_python(module: str) -> list[str]:
 
 
 def _environment(home: str) -> dict[str, str]:
-    """Return a worker's variables: CPU, one thread a rank, nothing of a launcher or of a user.
+    """Return a worker's variables: one thread a rank, nothing of a launcher or of a user.
 
-    GPUs are hidden, because telling accelerate to use the CPU would make it forget DeepSpeed.
+    GPUs are hidden, because telling accelerate to use the CPU would make it forget DeepSpeed; with
+    ``JUDGE_DEVICE=cuda`` they are counted without CUDA, which does not work in a fork otherwise.
     """
+    if os.environ.get("JUDGE_DEVICE") == "cuda":
+        device = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda"}
+    else:
+        device = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     kept = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
-    return {k: v for k, v in kept.items() if not k.startswith(SETTINGS)} | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
+    kept = {k: v for k, v in kept.items() if not k.startswith(SETTINGS)}
+    return {
+        **kept,
+        **device,
         "PYTHONHASHSEED": "0",  # DeepSpeed puts groups of experts into the order of a set
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MODELS = "tests.judges.torch_models"
@@ -627,3 +628,9 @@ CASES = {
     )
     for case in cases
 }
+if os.environ.get("JUDGE_DEVICE") == "cuda":  # see tests.judges.device
+    CASES = {
+        name: replace(case, world=1) if case.engine == "fsdp2" else case
+        for name, case in CASES.items()
+        if case.engine != "fsdp2" or case.setup.get("grid", "flat") == "flat"
+    }

@@ -57,6 +57,7 @@ from torch.utils.serialization import config as serialization
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from tests.judges import ranks, torch_models
+from tests.judges.device import DEVICE, IS_GPU
 from tests.judges.models import ties
 from tests.judges.named_cuda import named_cuda
 from tests.judges.torch_cases import CASES, Case
@@ -101,7 +102,7 @@ def train(case: Case, rank: int) -> Live:
     """Three real steps, so that no state is zero; every rank begins with the same weights."""
     setup = Setup(**case.setup)
     torch.manual_seed(7)
-    plain = build(case)
+    plain = build(case).to(DEVICE)
     if setup.recompute:
         apply_activation_checkpointing(plain, check_fn=lambda m: isinstance(m, LlamaDecoderLayer))
     model = ENGINES[case.engine](plain, setup, case.world)
@@ -110,7 +111,7 @@ def train(case: Case, rank: int) -> Live:
     replica = {"tensor": rank // 2, "only_tensor": 0}.get(setup.grid, rank)
     chance = torch.Generator().manual_seed(100 + replica)  # one model's tensor ranks see the same
     for _ in range(STEPS):
-        tokens = torch.randint(0, torch_models.VOCABULARY, (2, 8), generator=chance)
+        tokens = torch.randint(0, torch_models.VOCABULARY, (2, 8), generator=chance).to(DEVICE)
         found = model(tokens)
         loss = found if isinstance(found, Tensor) else found.logits.square().mean()
         loss.backward()
@@ -130,9 +131,9 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
     shape = (world // 2, 2) if hybrid else (world,)
     where: State = {}
     if setup.mesh:
-        where["device_mesh"] = init_device_mesh("cpu", shape)
+        where["device_mesh"] = init_device_mesh(DEVICE.type, shape)
     elif hybrid:
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh(DEVICE.type, shape)
         where["process_group"] = (mesh.get_group(1), mesh.get_group(0))
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return FullyShardedDataParallel(
@@ -141,7 +142,7 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
         auto_wrap_policy=POLICIES[setup.policy],
         mixed_precision=bf16 if setup.mixed else None,
         use_orig_params=setup.orig,
-        device_id=torch.device("cpu"),
+        device_id=DEVICE,
         **where,
     )
 
@@ -149,15 +150,17 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
 def fsdp2(model: nn.Module, setup: Setup, world: int) -> nn.Module:
     match setup.grid:
         case "flat":
-            mesh = init_device_mesh("cpu", (world,))
+            mesh = init_device_mesh(DEVICE.type, (world,))
         case "hsdp":
-            mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replica", "shard"))
+            mesh = init_device_mesh(
+                DEVICE.type, (world // 2, 2), mesh_dim_names=("replica", "shard")
+            )
         case "tensor":
-            grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+            grid = init_device_mesh(DEVICE.type, (world // 2, 2), mesh_dim_names=("dp", "tp"))
             cut_tensors(model, grid["tp"])
             mesh = grid["dp"]
         case "only_tensor":
-            cut_tensors(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)))
+            cut_tensors(model, init_device_mesh(DEVICE.type, (world,), mesh_dim_names=("tp",)))
             return model
     columns = functools.partial(_by_columns, mesh.size())
     chosen: State = {"shard_placement_fn": columns} if setup.columns else {}
@@ -300,7 +303,11 @@ def optimizer_truth(state: State) -> State:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
+
+
+def _copy_all(state: State) -> State:
+    return {name: _copied(tensor) for name, tensor in state.items()}
 
 
 def check(told: State) -> None:
@@ -576,7 +583,7 @@ def several(live: Live, place: Path) -> State:
         "step": STEPS,
     }
     torch.save(state, place / "checkpoint.pt")
-    return {"keys": {second: other.model.state_dict()}}
+    return {"keys": {second: _copy_all(other.model.state_dict())}}
 
 
 def averaged(live: Live, place: Path) -> State:
@@ -594,7 +601,7 @@ def averaged(live: Live, place: Path) -> State:
         "optimizer": live.optimizer.state_dict(),
     }
     torch.save(state, place / "checkpoint.pt")
-    return {"keys": {"ema": average.module.state_dict()}}
+    return {"keys": {"ema": _copy_all(average.module.state_dict())}}
 
 
 def odd_tensors(live: Live, place: Path) -> State:
@@ -663,7 +670,8 @@ def work(job: ranks.Job, rank: int) -> None:
     ranks.join_group(job, rank)
     live = train(case, rank)
     told = truth(live)
-    with named_cuda(rank) if Setup(**case.setup).cuda else contextlib.nullcontext():
+    renamed = Setup(**case.setup).cuda and not IS_GPU
+    with named_cuda(rank) if renamed else contextlib.nullcontext():
         told |= FILES[case.files](live, ckpt) or {}
     if rank == 0:
         torch.save(told, job.out / "truth.pt")

@@ -23,7 +23,7 @@ TINY: dict[str, dict[str, Any]] = {
     "tiny-mixtral": {
         "model_type": "mixtral",
         "hidden_size": 64,
-        "intermediate_size": 92,
+        "intermediate_size": 88,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -40,7 +40,11 @@ TINY: dict[str, dict[str, Any]] = {
         "n_positions": 2048,
     },
 }
-"""Sizes are odd on purpose: 257 tokens and 172 columns do not divide by usual numbers of ranks."""
+"""Sizes are odd on purpose: 257 tokens and 172 columns do not divide by usual numbers of ranks.
+
+The experts' 88 columns are a multiple of 8, because torch's ``grouped_mm``, with which transformers
+computes experts, requires rows of a multiple of 16 bytes, in bfloat16 as well.
+"""
 
 
 def load_model_config(settings: Settings) -> Any:
