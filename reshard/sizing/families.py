@@ -230,8 +230,8 @@ def _describe_attention(config: Config, family: _DecoderFamily) -> Iterator[_Mod
             yield (tensor,), _mark_cut(_save_norm(width, wide=family.wide_norms))
     stored = queries if family.repeats_keys else keys
     values = queries + 2 * keys if family.fused_qkv else stored  # a view keeps the fused output
-    saved = Saved(hidden, 0, 2 * queries + stored + values, heads, family.score * heads)
-    yield (), saved
+    score, grouped = family.score * heads, heads if heads > groups and not family.score else 0
+    yield (), Saved(hidden, 0, 2 * queries + stored + values, heads, score, grouped)
 
 
 def _describe_latent_attention(config: Config, _family: _DecoderFamily) -> Iterator[_ModelPart]:

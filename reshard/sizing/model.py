@@ -39,6 +39,8 @@ class Saved:
         wide: elements that are always float32.
         narrow_cut, wide_cut: elements that tensor-parallel ranks divide among themselves.
         score: bytes per pair of tokens, of attention that is not memory-efficient; also divided.
+        grouped_heads: heads whose scores attention saves in float32, because several of them share
+            a key; also divided. torch's memory-efficient kernels group heads in 16 bits only.
     """
 
     narrow: float = 0
@@ -46,6 +48,7 @@ class Saved:
     narrow_cut: float = 0
     wide_cut: float = 0
     score: float = 0
+    grouped_heads: float = 0
 
     def __add__(self, other: Saved) -> Saved:
         return Saved(
@@ -54,12 +57,14 @@ class Saved:
             self.narrow_cut + other.narrow_cut,
             self.wide_cut + other.wide_cut,
             self.score + other.score,
+            self.grouped_heads + other.grouped_heads,
         )
 
     def count_bytes(self, itemsize: int, seq_len: int, tp: int) -> float:
         """Return the bytes per token on one tensor-parallel rank."""
         whole = itemsize * self.narrow + 4 * self.wide
-        cut = itemsize * self.narrow_cut + 4 * self.wide_cut + seq_len * self.score
+        score = self.score + 4 * self.grouped_heads * (itemsize == 4)
+        cut = itemsize * self.narrow_cut + 4 * self.wide_cut + seq_len * score
         return whole + cut / tp
 
 

@@ -331,3 +331,49 @@ def test_every_family_has_a_formula():
     assert {"llama", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2"} <= set(
         list_families()
     )
+
+
+LLAMA_1B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+GPT2_MEDIUM = {
+    "model_type": "gpt2",
+    "vocab_size": 50257,
+    "n_embd": 1024,
+    "n_layer": 24,
+    "n_head": 16,
+    "n_positions": 1024,
+}
+PEAKS = [  # of the backward pass on an H100, in GB: benchmarks/gpu_memory.py
+    (LLAMA_1B, "ddp", {"seq_len": 4096}, 24.1),
+    (LLAMA_1B, "fsdp", {"seq_len": 2048, "micro_batch": 4}, 28.2),
+    (LLAMA_1B, "ddp", {"seq_len": 2048, "precision": "fp32"}, 29.7),
+    (LLAMA_1B, "fsdp", {"seq_len": 2048, "precision": "fp32"}, 30.4),
+    (GPT2_MEDIUM, "ddp", {"seq_len": 1024, "micro_batch": 4}, 17.6),
+    (GPT2_MEDIUM, "fsdp", {"seq_len": 1024, "micro_batch": 4}, 14.2),
+]
+
+
+@pytest.mark.parametrize(("config", "strategy", "settings", "peak"), PEAKS)
+def test_the_forecast_is_near_the_peak_on_a_gpu(config, strategy, settings, peak):
+    row = rows_of(count_config(config, "config"), Cluster(1, 80 * GB), **settings)[strategy]
+    total = row.count_total(checkpointing=False) - row.margin
+    assert total / GB == pytest.approx(peak, rel=0.07)
+
+
+def test_grouped_heads_cost_scores_in_fp32_only():
+    alone = LLAMA_1B | {"num_key_value_heads": 32}
+    for precision, factor in (("bf16", 1), ("fp32", 2)):
+        grouped, each = (
+            take_share(
+                count_config(config, "config"), Training(seq_len=8192, precision=precision)
+            ).saved_bytes
+            for config in (LLAMA_1B, alone)
+        )
+        assert (grouped > factor * each) == (precision == "fp32")
