@@ -213,7 +213,6 @@ def test_only_the_commands_that_train_start_programs():
 
 
 WITH_NUMPY = (  # imported by functions only
-    "reshard.tensors.averages.sums",
     "reshard.filesystem",
     "reshard.live.safe_load",
     "reshard.live.unread",
@@ -357,6 +356,27 @@ def test_a_merge_of_plain_files_imports_only_what_it_uses(tmp_path):
         " 'containers.torch_writer', 'training.state')\n"
         "loaded = {'numpy', 'difflib', 'html', 'logging', 'tempfile'}\n"
         "loaded |= {f'reshard.{name}' for name in others}\n"
+        "loaded &= set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    run_python("-c", probe, check=True, cwd=ROOT)
+
+
+def test_an_average_in_float32_imports_only_what_it_uses(tmp_path):
+    pytest.importorskip("reshard.tensors.averages._sums", reason="numpy computes")
+    import torch
+    from safetensors.torch import save_file
+
+    sources = [str(tmp_path / name) for name in ("one", "other")]
+    for number, source in enumerate(map(Path, sources)):
+        source.mkdir()
+        save_file({"a.weight": torch.full((3, 2), float(number))}, source / "model.safetensors")
+    probe = (
+        "import sys\n"
+        "from reshard.cli import cli\n"
+        f"cli(['average', *{sources!r}, {str(tmp_path / 'o')!r}], standalone_mode=False)\n"
+        "others = ('commands.split.command', 'formats.engines', 'training.state')\n"
+        "loaded = {'numpy', 'importlib.metadata', *(f'reshard.{name}' for name in others)}\n"
         "loaded &= set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )

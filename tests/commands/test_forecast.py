@@ -10,7 +10,7 @@ import torch
 import reshard
 from reshard.commands import forecast as forecasts
 from reshard.core.manifest import SourceFile
-from reshard.tensors.averages.mean import WORKER_NBYTES
+from reshard.tensors.averages.mean import count_worker_nbytes
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_forecast_has_the_memory_in_which_means_are_computed(options, source, 
         reshard.average([source, other], tmp_path / "mean", workers=2, dry_run=True, **options)
     merged, mean = needed
     # The windows of the two layouts differ by some kilobytes.
-    assert mean == pytest.approx(merged + 2 * WORKER_NBYTES, rel=0.01)
+    assert mean == pytest.approx(merged + 2 * count_worker_nbytes(2), rel=0.01)
 
 
 def test_a_split_has_a_forecast(source, tmp_path):

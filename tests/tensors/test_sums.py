@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from reshard.core.dtypes import FLOAT32, FLOAT64
 from reshard.tensors.averages import sums
 from tests.support.compiled import build_module, find_compiler
 
@@ -26,42 +27,62 @@ def values(request):
     return np.nan_to_num(bits.view(np.float32), nan=-0.0, posinf=np.inf, neginf=-np.inf)
 
 
-def mean_bits(values, factor, divisor):
-    total, means = np.empty(values.shape[1], np.float64), np.empty(values.shape[1], np.float32)
+def average(values, factors, divisor):
+    """Return whether all means are finite, and the means."""
+    means = np.empty(values.shape[1], values.dtype)
+    dtype = FLOAT32 if values.itemsize == 4 else FLOAT64
+    rows, out = values.data.cast("B"), means.data.cast("B")
     with np.errstate(all="ignore"):
-        for number, each in enumerate(values):
-            sums.add(each, total, factor, begins=number == 0)
-        sum_bits = total.view(np.uint64).copy()
-        is_finite = sums.divide(total, divisor, means)
-    assert is_finite == np.isfinite(means).all()
-    unknown = np.isnan(means)
-    return np.where(unknown, 0, sum_bits), np.where(unknown, 0, means.view(np.uint32)), unknown
+        is_finite = sums.average(rows, factors, divisor, dtype, out)
+    return is_finite, means
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("divisor", [1, 3, 4])
+@pytest.mark.parametrize("divisor", [1, 3, 4, 2**-1070, 0.0])
 def test_both_give_the_same_bits(built, monkeypatch, values, factor, divisor):
     made = []
     for module in (built, None):
         monkeypatch.setattr(sums, "_compiled", module)
-        made.append(mean_bits(values, factor, divisor))
-    for ours, wanted in zip(*made, strict=True):
-        assert (ours == wanted).all()
+        is_finite, means = average(values, [factor, 1.0, -factor], divisor)
+        assert is_finite == np.isfinite(means).all()
+        made.append(np.where(np.isnan(means), 0x7FC00000, means.view(np.uint32)))
+    assert (made[0] == made[1]).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_mean_is_the_sum_in_the_order_of_the_rows(built, monkeypatch, is_compiled, count):
+    monkeypatch.setattr(sums, "_compiled", built if is_compiled else None)
+    values = np.random.default_rng(count).normal(size=(count, 3000)).astype(np.float32)
+    factors = np.random.default_rng(0).normal(size=count)
+    wanted = sum(
+        row.astype(np.float64) * factor for row, factor in zip(values, factors, strict=True)
+    )
+    is_finite, means = average(values, factors.tolist(), 7)
+    assert is_finite
+    assert (means == (wanted / 7).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_product_is_rounded_before_the_sum(built, monkeypatch, is_compiled):
     """A fused operation would give 2 ** -60, which is what the product loses."""
     monkeypatch.setattr(sums, "_compiled", built if is_compiled else None)
-    total, value, factor = np.empty(8), np.full(8, 1 + 2**-20, np.float32), 1 + 2.0**-40
-    sums.add(np.full(8, -1, np.float32), total, 1 + 2.0**-20 + 2.0**-40, begins=True)
-    sums.add(value, total, factor, begins=False)
-    assert (total == 0).all()
+    value, factor = 1 + 2**-20, 1 + 2.0**-40
+    values = np.repeat(np.float32([[-1], [value]]), 8, axis=1)
+    _, means = average(values, [1 + 2.0**-20 + 2.0**-40, factor], 1)
+    assert (means == 0).all()
 
 
-@pytest.mark.parametrize("size", [0, 1, 3])
-def test_buffers_of_other_sizes_are_refused(built, size):
+def test_float64_stays_float64():
+    values = np.float64([[1, 2], [1 + 2**-40, 4]])
+    _, means = average(values, [1.0, 1.0], 2)
+    assert means.tolist() == [1 + 2**-41, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "factors", "means"), [(1, 1, 2), (3, 2, 2), (4, 0, 2), (4, 1, 2), (0, 1, 1)]
+)
+def test_buffers_of_other_sizes_are_refused(built, values, factors, means):
+    buffers = np.zeros(values, np.float32), np.zeros(factors), np.zeros(means, np.float32)
     with pytest.raises(ValueError, match="as many elements"):
-        built.add(np.zeros(2, np.float32), np.zeros(size), 1.0, True)
-    with pytest.raises(ValueError, match="as many elements"):
-        built.divide(np.zeros(size), 1.0, np.zeros(2, np.float32))
+        built.average(buffers[0], buffers[1], 1.0, buffers[2])

@@ -37,7 +37,7 @@ from reshard.formats import run, unclear
 from reshard.system.files import SourceFiles
 from reshard.tensors.averages import matching
 from reshard.tensors.averages.coefficients import SourceStep, compute_ema, find_order, parse_weights
-from reshard.tensors.averages.mean import WORKER_NBYTES
+from reshard.tensors.averages.mean import count_worker_nbytes
 from reshard.tensors.weights import Weights
 from reshard.units import counted, some
 
@@ -326,7 +326,7 @@ def _average(
         last,
         manifest=replace(last.manifest, files=files),
         weights=_count_weights(last.weights, [merge.weights for merge in merges], averaged),
-        worker_nbytes=WORKER_NBYTES,
+        worker_nbytes=count_worker_nbytes(len(members)),
     )
     result.notes.warnings[:] = [*_join_warnings(members, merges), *averaged.notes]
     return _Means(result, averaged, merges)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from math import isfinite
 
 from reshard.core.box import row_major, whole
 from reshard.core.chunks import Chunk
@@ -26,15 +26,23 @@ from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.engine.planning.copies import CopyPlanner
 from reshard.errors import CorruptError
 from reshard.system.derived import Derived, Reader, list_files
+from reshard.tensors.averages import sums
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+_BLOCK_NBYTES = 1 << 20  # values of all checkpoints that a core's cache holds
+_LEAST = 1 << 14  # elements; with shorter blocks, calls dominate
 
-    Array = NDArray[Any]
 
-_BLOCK = 1 << 17  # elements; values and their float64 sum stay in a core's cache
-WORKER_NBYTES = _BLOCK * (2 * FLOAT64.itemsize + FLOAT64.itemsize)
-"""The memory that a thread needs for values, products (with numpy) and sums, in bytes."""
+def _count_block_elements(count: int) -> int:
+    """Return the number of elements that are averaged at a time."""
+    return max(_BLOCK_NBYTES // FLOAT32.itemsize // count // _LEAST, 1) * _LEAST
+
+
+def count_worker_nbytes(count: int) -> int:
+    """Return the memory that a thread needs for the means of a number of tensors, in bytes.
+
+    With numpy, there are also sums and products.
+    """
+    return _count_block_elements(count) * FLOAT64.itemsize * (count + 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,37 +100,32 @@ class Mean:
             CorruptError: a mean is infinite or not a number.
             ReshardError: a file cannot be read.
         """
-        import numpy as np
-
-        size = self.dtype.itemsize
+        size, step = self.dtype.itemsize, _count_block_elements(len(self.tensors))
         reader, first = find_reader(pool), byte_offset // size
-        out = np.frombuffer(target, f"<f{size}")
-        for start in range(0, len(out), _BLOCK):
-            block = out[start : start + _BLOCK]
+        for start in range(0, len(target) // size, step):
+            block = target[start * size : (start + step) * size]
             if not self._compute(reader, first + start, block):
                 self._refuse_block(first + start, block)
 
-    def _compute(self, reader: TileReader, first: int, out: Array) -> bool:
+    def _compute(self, reader: TileReader, first: int, out: memoryview) -> bool:
         """Write the means of the elements from ``first`` on, and return whether all are finite."""
-        import numpy as np
-
-        from reshard.tensors.averages import sums
-
-        total = reader.keep("mean", None, lambda: np.empty(_BLOCK, "<f8"))[: len(out)]
-        weights = self.weights or (1.0,) * len(self.tensors)
-        for number, (planner, weight) in enumerate(zip(self._planners, weights, strict=True)):
-            # `out` holds the values of one checkpoint after the other, and the mean at the end.
-            reader.read_run(planner, first, first + len(out), self.dtype, out.data.cast("B"))
-            sums.add(out, total, weight, begins=number == 0)
+        count, nbytes = len(self.tensors), len(out)
+        stop = first + nbytes // self.dtype.itemsize
+        most = _count_block_elements(count) * self.dtype.itemsize * count
+        values = memoryview(reader.keep("values of means", most, lambda: bytearray(most)))
+        rows = values[: nbytes * count]
+        for number, planner in enumerate(self._planners):
+            row = rows[number * nbytes : (number + 1) * nbytes]
+            reader.read_run(planner, first, stop, self.dtype, row)
         # The weights have the sum 1 already.
-        return sums.divide(total, 1 if self.weights else len(self.tensors), out)
+        factors = self.weights or (1.0,) * count
+        divisor = 1.0 if self.weights else count
+        return sums.average(rows, factors, divisor, self.dtype, out)
 
-    def _refuse_block(self, first: int, block: Array) -> None:
+    def _refuse_block(self, first: int, block: memoryview) -> None:
         """Raise the error of a block in which a mean is infinite or not a number."""
-        import numpy as np
-
-        # Of booleans, argmin is the position of the first False.
-        at = first + int(np.argmin(np.isfinite(block)))
+        means = block.cast("f" if self.dtype == FLOAT32 else "d")
+        at = first + next(number for number, mean in enumerate(means) if not isfinite(mean))
         raise CorruptError(
             self.tensors[0].fqn,
             f"the mean is infinite or NaN (first at element {at}): one of {', '.join(self.where)}"

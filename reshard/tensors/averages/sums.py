@@ -1,17 +1,16 @@
-"""Sums in float64: by the compiled module ``_sums``, if this installation has it, or with numpy.
+"""Means of rows of values: by the compiled module ``_sums``, if this installation has it, or numpy.
 
-Both give the same bits: a product and a sum are rounded one after the other.
+Both give the same bits: sums are in float64, and a product and a sum are rounded one after the
+other. The compiled module needs no import of numpy.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[Any]
+from reshard.core.dtypes import FLOAT32, DType
 
 
 def _find_compiled() -> ModuleType | None:
@@ -25,31 +24,30 @@ def _find_compiled() -> ModuleType | None:
 _compiled = _find_compiled()
 
 
-def add(values: Array, sums: Array, factor: float, *, begins: bool) -> None:
-    """Add the products of values and a factor to sums.
+def average(
+    values: memoryview, factors: Sequence[float], divisor: float, dtype: DType, means: memoryview
+) -> bool:
+    """Write the sums of the products of values and factors, divided by a number.
 
     Args:
-        values: float32 or float64, contiguous.
-        sums: float64, contiguous; undefined before the first values.
-        factor: the number by which each value is multiplied in float64.
-        begins: whether these are the first values.
-    """
-    if _compiled is not None and values.itemsize == np.float32().itemsize:
-        _compiled.add(values, sums, factor, begins)
-    elif begins:
-        np.multiply(values, factor, out=sums, dtype=np.float64)
-    else:
-        sums += np.multiply(values, factor, dtype=np.float64)
-
-
-def divide(sums: Array, divisor: float, means: Array) -> bool:
-    """Write sums divided by a number, rounded to the dtype of the means: float32 or float64.
+        values: the bytes of a row of values for each factor.
+        factors: the number by which each row is multiplied in float64.
+        divisor: the number by which the sums are divided in float64.
+        dtype: the dtype of values and means: float32 or float64.
+        means: the bytes to write, as many as a row has.
 
     Returns:
         Whether all means are finite.
     """
-    if _compiled is not None and means.itemsize == np.float32().itemsize:
-        return bool(_compiled.divide(sums, divisor, means))
+    if _compiled is not None and dtype == FLOAT32:
+        return bool(_compiled.average(values, array("d", factors), divisor, means))
+    import numpy as np
+
+    rows = np.frombuffer(values, f"<f{dtype.itemsize}").reshape(len(factors), -1)
+    out = np.frombuffer(means, rows.dtype)
     with np.errstate(over="ignore"):  # the caller learns of infinities
-        np.copyto(means, np.divide(sums, divisor, out=sums), casting="same_kind")
-    return bool(np.isfinite(means).all())
+        sums = np.multiply(rows[0], factors[0], dtype=np.float64)
+        for row, factor in zip(rows[1:], factors[1:], strict=True):
+            sums += np.multiply(row, factor, dtype=np.float64)
+        np.copyto(out, np.divide(sums, divisor, out=sums), casting="same_kind")
+    return bool(np.isfinite(out).all())
