@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import PurePath
 
 from reshard.core.manifest import Manifest
@@ -81,6 +80,8 @@ def _may_load(row: Defect, form: LoadedForm) -> bool:
         return False
     if not row.fixed:
         return True
+    from importlib import metadata  # it imports `email` and `socket`
+
     try:
         return _parse_version(metadata.version(row.engine)) < _parse_version(row.fixed)
     except metadata.PackageNotFoundError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.dtypes import FLOAT32, DType
 from reshard.core.manifest import ParamGroup
-from reshard.formats.target_options import FsdpVersion, StateDictType
+from reshard.formats.target_options import FsdpVersion, RngPolicy, StateDictType
 from reshard.layouts.model_parallel.sizes import ONE, Sizes
 
 if TYPE_CHECKING:  # each belongs to some writers only
@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # each belongs to some writers only
     from reshard.layouts.model_parallel.described import Described
     from reshard.layouts.tensor_parallel import TensorPlan
     from reshard.model import ModelShapes
-    from reshard.training.rng import Policy
     from reshard.training.trainer_run import TrainerRun
 
 
@@ -85,7 +84,7 @@ class Request:
     separate_masters: bool = False
     model: ModelShapes | None = None
     model_hint: str | None = None
-    rng: Policy | None = None
+    rng: RngPolicy | None = None
     device: str = "cuda"
     grid: MeshGrid | None = None
     tensor: TensorPlan | None = None

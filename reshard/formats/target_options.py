@@ -19,6 +19,7 @@ CkptFormat = Literal["torch", "torch_dist"]
 Adam = Literal["fused", "torch"]
 TransformerImpl = Literal["local", "transformer_engine"]
 ExtraState = Literal["keep", "drop"]
+RngPolicy = Literal["keep", "derive", "drop"]
 
 _AS_SOURCE = "same as the source"
 _grid = partial(option, group="Grid of ranks")

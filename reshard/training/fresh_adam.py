@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
@@ -13,8 +13,6 @@ from reshard.training.optimizers import AMSGRAD, MOMENTS, is_adam
 from reshard.training.param_groups import StateAndNotes
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight, WritableState
 from reshard.units import some
-
-InitOptimizer = Literal["none", "zeros"]
 
 _LISTED = 4
 

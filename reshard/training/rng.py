@@ -14,7 +14,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from reshard.containers import torch_reader
 from reshard.containers.pickles import trust
@@ -27,8 +27,6 @@ from reshard.core.manifest import SourceFile
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
-
-Policy = Literal["keep", "derive", "drop"]
 
 _WORDS = 624  # of 32 bits; Python stores a Mersenne Twister's position behind them
 _MAX_BYTES = 1 << 20  # of one generator's state; torch's on the CPU has 5056

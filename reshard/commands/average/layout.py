@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.commands.average.options import AverageOptions
+from reshard.commands.average.report import AverageReport
 from reshard.commands.merge import passes
 from reshard.commands.merge.passes import Merge
 from reshard.commands.output import Job
@@ -21,6 +22,15 @@ from reshard.formats import registry
 from reshard.system.paths import as_path
 
 _SHOWN = "the mean"  # stands for the temporary directory in messages
+
+
+@dataclass(kw_only=True, repr=False)
+class SplitAverage(AverageReport, SplitReport):
+    """The result of `average` that is written in a layout of `split`."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report as text."""
+        yield from self.add_average(SplitReport.lines(self))
 
 
 def plan_layout(

@@ -1,6 +1,7 @@
-"""The reports of an average: the checkpoints with their factors, and what was written of the mean.
+"""The report of an average: the checkpoints with their factors, and what was written of the mean.
 
-The mean is written as `merge` writes weights, or in a layout of `split`; each has its report.
+The mean is written as `merge` writes weights, or in a layout of `split`, whose report is in
+`reshard.commands.average.layout`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any, ClassVar
 from reshard.commands.lines import format_list, format_row
 from reshard.commands.merge.report import MergeReport
 from reshard.commands.output_report import OutputReport
-from reshard.commands.split.report import SplitReport
 from reshard.units import counted, some
 
 
@@ -37,7 +37,7 @@ class AverageReport(OutputReport):
     arithmetic: str = ""
     optimizer_tensors_left: int = 0
 
-    def _add_average(self, lines: Iterator[str]) -> Iterator[str]:
+    def add_average(self, lines: Iterator[str]) -> Iterator[str]:
         """Yield the lines of a report, with those of the average after the first one."""
         yield next(lines)
         shown = [
@@ -59,13 +59,4 @@ class MergedAverage(AverageReport, MergeReport):
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report as text."""
-        yield from self._add_average(MergeReport.lines(self))
-
-
-@dataclass(kw_only=True, repr=False)
-class SplitAverage(AverageReport, SplitReport):
-    """The result of `average` that is written in a layout of `split`."""
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the report as text."""
-        yield from self._add_average(SplitReport.lines(self))
+        yield from self.add_average(MergeReport.lines(self))

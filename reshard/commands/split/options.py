@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from reshard.commands.output_options import NamingOptions, OutputOptions
 from reshard.errors import UsageError
 from reshard.formats import registry
-from reshard.formats.target_options import TargetOptions
+from reshard.formats.target_options import RngPolicy, TargetOptions
 from reshard.options import Options, option
-from reshard.training.fresh_adam import InitOptimizer
-from reshard.training.rng import Policy
+
+InitOptimizer = Literal["none", "zeros"]
 
 # Sources: torchrun (torch 2.13 ``distributed/elastic/agent/server/local_elastic_agent.py``),
 # Slurm's srun, Open MPI's and MPICH's mpirun.
@@ -72,7 +73,7 @@ class LayoutOptions(NewOptimizerOptions, TargetOptions, NamingOptions):
         is_common=True,
     )
     weights_only: bool = option(False, "Write no optimizer state.", group="State", is_common=True)
-    rng: Policy | None = option(
+    rng: RngPolicy | None = option(
         None,
         "Random states of ranks: keep, create new ones or leave out.",
         group="State",
