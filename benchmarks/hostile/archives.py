@@ -21,7 +21,7 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 
 @dataclass(frozen=True)
 class Member:
-    """A member as it will be written; None in what the directory says means the truth."""
+    """A member to write; None as a value of the directory stands for the correct one."""
 
     name: bytes
     data: bytes

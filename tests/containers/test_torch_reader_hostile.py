@@ -131,7 +131,7 @@ def test_an_archive_that_python_packed_is_read(tmp_path, saved, zip64):
 
 
 def test_zip64_sizes_and_offsets_are_read(tmp_path, saved):
-    """The directory of an archive beyond 4 GiB: all ones, and the truth in the extra field."""
+    """The directory of an archive beyond 4 GiB has all ones, and values in the extra field."""
     data = saved["zip"]
     start = data.index(b"PK\x01\x02")
     made, count, at = bytearray(), 0, start

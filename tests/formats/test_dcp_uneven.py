@@ -23,21 +23,21 @@ def saved(tmp_path):
 
 
 def test_every_tensor_has_the_sum_of_the_live_shards(saved):
-    truth = json.loads((saved.parent / "truth.json").read_text())
+    expected = json.loads((saved.parent / "expected.json").read_text())
     with reshard.open(saved) as checkpoint:
         manifest = checkpoint.manifest
         names = {fqn for _, fqn in manifest.entries} - {"count"}
-        assert names == set(truth)
+        assert names == set(expected)
         assert max(len(entry.chunks) for entry in manifest.entries.values()) == 2
         for (kind, fqn), entry in manifest.entries.items():
             if fqn == "count":
                 continue
             total = LazyTensor(entry, checkpoint._pool)[...].double().sum().item()
-            assert total == pytest.approx(truth[fqn][kind], abs=1e-9), (kind, fqn)
-    steps = {name: held["step"] for name, held in truth.items()}
+            assert total == pytest.approx(expected[fqn][kind], abs=1e-9), (kind, fqn)
+    steps = {name: held["step"] for name, held in expected.items()}
     assert manifest.train.optimizer_step == steps
     (group,) = manifest.train.param_groups
-    assert (len(group.fqns), group.hyper["weight_decay"]) == (len(truth), 0.01)
+    assert (len(group.fqns), group.hyper["weight_decay"]) == (len(expected), 0.01)
 
 
 def test_weights_lose_the_wrapper_s_name(saved, tmp_path):

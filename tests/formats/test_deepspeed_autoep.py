@@ -36,12 +36,12 @@ def copied(saved, tmp_path):
 
 @pytest.mark.parametrize("run", ["stage2", "stage3", "universal"])
 def test_the_state_has_the_names_and_values_of_the_model_without_autoep(run, saved):
-    truth = torch.load(saved / f"truth_{'stage3' if run == 'stage3' else 'stage2'}.pt")
+    expected = torch.load(saved / f"expected_{'stage3' if run == 'stage3' else 'stage2'}.pt")
     with reshard.open(saved / run) as checkpoint:
-        assert checkpoint.keys() == truth["weight"].keys()
-        for fqn, value in truth.pop("weight").items():
+        assert checkpoint.keys() == expected["weight"].keys()
+        for fqn, value in expected.pop("weight").items():
             assert torch.equal(checkpoint[fqn][...], value), fqn
-        for slot, values in truth.items():
+        for slot, values in expected.items():
             held = checkpoint.optimizer(slot)
             assert all(torch.equal(held[fqn][...], value) for fqn, value in values.items())
         (group,) = checkpoint.manifest.train.param_groups
@@ -67,8 +67,8 @@ def test_merge_writes_what_transformers_loads_and_split_a_run_without_autoep(sav
             tmp_path / f"{run}_hf", output_loading_info=True, dtype=torch.float32
         )
         assert not any(info.values())
-        truth = torch.load(saved / f"truth_{run}.pt")["weight"]
-        assert all(torch.equal(value, truth[fqn]) for fqn, value in model.state_dict().items())
+        expected = torch.load(saved / f"expected_{run}.pt")["weight"]
+        assert all(torch.equal(value, expected[fqn]) for fqn, value in model.state_dict().items())
         out = tmp_path / f"{run}_3"
         config = str(saved / "config.json")
         reshard.split(saved / run, out, world_size=3, zero_stage=3, model=config)

@@ -142,35 +142,35 @@ def load(path):
 def example_of(name, tmp_path):
     """A checkpoint that the real framework wrote, with what the framework says of it."""
     if name == "deepspeed":
-        truth = load("deepspeed_0.8.3/z2_apexadam/truth.pt")
-        weights = truth["live"] | truth["params"]
-        weights = {name: value.float() for name, value in weights.items()} | truth["buffers"]
-        weights = {name: weights[name] for name in weights.keys() - truth["tied"].keys()}
+        expected = load("deepspeed_0.8.3/z2_apexadam/expected.pt")
+        weights = expected["live"] | expected["params"]
+        weights = {name: value.float() for name, value in weights.items()} | expected["buffers"]
+        weights = {name: weights[name] for name in weights.keys() - expected["tied"].keys()}
         return Example(
             path=DATA / "deepspeed_0.8.3" / "z2_apexadam" / "run",
             weights=weights,
-            slots=truth["slots"],
+            slots=expected["slots"],
             world_sizes=(3,),
             merge_options={"dtype": "fp32"},
         )
     if name == "nanotron":
         return Example(
             path=DATA / "nanotron/tp2dp2/ckpt",
-            weights=load("nanotron/tp2dp2/reference.pt")["model"],
+            weights=load("nanotron/tp2dp2/expected.pt")["model"],
         )
     if name == "meta":
         return Example(
             path=DATA / "meta/llama_mp2",
-            weights=load("meta/llama_mp2/reference.pt")["model"],
+            weights=load("meta/llama_mp2/expected.pt")["model"],
             merge_options={"names": "source"},
         )
     if name == "torch":
-        truth = load("olmo_core/truth.pt")
+        expected = load("olmo_core/expected.pt")
         slots = ("exp_avg", "exp_avg_sq")
         return Example(
             path=DATA / "olmo_core/ckpt",
-            weights=truth["model"],
-            slots={s: {n: state[s] for n, state in truth["state"].items()} for s in slots},
+            weights=expected["model"],
+            slots={s: {n: state[s] for n, state in expected["state"].items()} for s in slots},
             world_sizes=(2,),
         )
     weights = {"a.weight": torch.randn(4, 3), "b": torch.arange(5, dtype=torch.bfloat16)}

@@ -43,7 +43,7 @@ def read_args(run):
 
 
 def test_every_tensor_has_the_bytes_that_megatron_holds(run):
-    truth = json.loads((run.parent / "truth.json").read_text())
+    expected = json.loads((run.parent / "expected.json").read_text())
     found: dict[str, dict[str, str]] = {}
     with reshard.open(run) as checkpoint:
         manifest = checkpoint.manifest
@@ -51,7 +51,7 @@ def test_every_tensor_has_the_bytes_that_megatron_holds(run):
             tensor = LazyTensor(entry, checkpoint._pool)[...].contiguous()
             raw = tensor.view(torch.uint8).numpy().tobytes()
             found.setdefault(fqn, {})[kind] = hashlib.sha256(raw).hexdigest()[:16]
-    assert found == truth["tensors"]
+    assert found == expected["tensors"]
     assert (manifest.train.step, manifest.train.samples) == (3, 24)
     assert manifest.origin.mesh["tp"] == 2
 

@@ -103,7 +103,7 @@ def test_buckets_and_ranges_of_core_0_9_hold_the_same_bytes(old, form):
 
 
 def _check_bytes(place, layers):
-    truth = json.loads((place.parent / "truth.json").read_text())
+    expected = json.loads((place.parent / "expected.json").read_text())
     with reshard.open(place) as checkpoint:
         manifest = checkpoint.manifest
         found: dict[str, dict[str, str]] = {}
@@ -111,8 +111,8 @@ def _check_bytes(place, layers):
             tensor = LazyTensor(entry, checkpoint._pool)[...].contiguous()
             raw = tensor.view(torch.uint8).numpy().tobytes()
             found.setdefault(fqn, {})[kind] = hashlib.sha256(raw).hexdigest()[:16]
-    assert found == truth["tensors"]
-    assert set(manifest.train.optimizer_step.values()) == {truth["steps"]}
+    assert found == expected["tensors"]
+    assert set(manifest.train.optimizer_step.values()) == {expected["steps"]}
     assert manifest.train.step == 3
     assert manifest.train.config["num_layers"] == layers
 

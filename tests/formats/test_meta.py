@@ -30,7 +30,7 @@ def held(directory):
 
 def test_the_ranks_files_are_merged_as_meta_s_own_code_has_the_model(tmp_path):
     reshard.merge(SAMPLE, tmp_path / "m.safetensors")
-    found, wanted = load_file(tmp_path / "m.safetensors"), torch.load(SAMPLE / "reference.pt")
+    found, wanted = load_file(tmp_path / "m.safetensors"), torch.load(SAMPLE / "expected.pt")
     assert found.keys() == wanted["model"].keys()
     assert all(torch.equal(found[key], value) for key, value in wanted["model"].items())
 
@@ -82,7 +82,7 @@ def test_another_number_of_ranks_and_a_tied_head(tmp_path):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_embedding_is_gathered_along_the_dim_that_it_is_cut_along(sample, tmp_path, dim):
     """Llama 3 cuts it by words."""
-    whole = torch.load(SAMPLE / "reference.pt")["model"]["tok_embeddings.weight"]
+    whole = torch.load(SAMPLE / "expected.pt")["model"]["tok_embeddings.weight"]
     for rank, path in enumerate(sorted(sample.glob("consolidated.*.pth"))):
         state = torch.load(path)
         state["tok_embeddings.weight"] = whole.chunk(2, dim)[rank].contiguous()

@@ -70,14 +70,14 @@ def assert_same_state(found, wanted):
     assert train.scheduler == other.scheduler
 
 
-def assert_resumed_state(seen, truth, step):
+def assert_resumed_state(seen, expected, step):
     """Step, parameters and optimizer that a real Trainer reports, bitwise."""
     assert isinstance(seen, dict), seen
-    assert seen["step"] == truth["step"] == step
-    for fqn, value in truth["params"].items():
+    assert seen["step"] == expected["step"] == step
+    for fqn, value in expected["params"].items():
         assert same(seen["params"][fqn], value), fqn
-    assert seen["optimizer"].keys() == truth["optimizer"].keys()
-    for fqn, slots in truth["optimizer"].items():
+    assert seen["optimizer"].keys() == expected["optimizer"].keys()
+    for fqn, slots in expected["optimizer"].items():
         for slot, value in slots.items():
             assert same(seen["optimizer"][fqn][slot], value), f"{slot} of {fqn}"
 

@@ -49,7 +49,7 @@ def checkpoints(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def made(request, checkpoints) -> Path:
-    """Return a directory with a folder for each DeepSpeed case: ``run/`` and ``reference.pt``."""
+    """Return a directory with a folder for each DeepSpeed case: ``run/`` and ``expected.pt``."""
     nvme = request.config.getoption("--nvme")
     names = [name for name, case in deepspeed_judge.CASES.items() if nvme or not case.nvme]
     return checkpoints(deepspeed_judge.make_all, names, "")
@@ -67,7 +67,7 @@ def copied(made, tmp_path):
 
 @pytest.fixture(scope="session")
 def libraries(checkpoints) -> Path:
-    """Return a directory with a folder for each library case: ``ckpt/`` and ``truth.pt``."""
+    """Return a directory with a folder for each library case: ``ckpt/`` and ``expected.pt``."""
     names = [name for name, case in library_judge.CASES.items() if case.writable]
     return checkpoints(library_judge.make_all, names, "libraries")
 
@@ -88,7 +88,7 @@ def library_case(libraries):
 
 @pytest.fixture(scope="session")
 def torch_made(checkpoints) -> Path:
-    """Return a directory with a folder for each PyTorch case: ``ckpt/`` and ``truth.pt``."""
+    """Return a directory with a folder for each PyTorch case: ``ckpt/`` and ``expected.pt``."""
     names = [name for name, case in torch_judge.CASES.items() if torch_judge.writable(case)]
     return checkpoints(torch_judge.make_all, names, "torch")
 
@@ -101,7 +101,7 @@ def sequences_made(checkpoints) -> Path:
 
 @pytest.fixture(scope="session")
 def megatron_made(checkpoints) -> Path:
-    """Return a directory with a folder for each Megatron case: its forms, and ``truth.pt``."""
+    """Return a directory with a folder for each Megatron case: its forms, and ``expected.pt``."""
     return checkpoints(megatron_judge.make_all, list(megatron_judge.CASES), "megatron")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-NAMES = ("reference.pt", "truth.pt")  # of the judges of DeepSpeed, and of all others
+NAMES = ("expected.pt", "expected.pt")  # of the judges of DeepSpeed, and of all others
 
 
 def read_expected(folder: Path) -> Any:

@@ -27,15 +27,15 @@ def tag(sequences_made):
 
 
 @pytest.fixture
-def truth(sequences_made):
+def expected(sequences_made):
     """(run, step) -> the fp32 weights that the live engine held."""
     return lambda run, step: torch.load(sequences_made / run / "found.pt")[step]
 
 
 @pytest.fixture
-def mixed(tag, truth):
+def mixed(tag, expected):
     """Paths and weights of one step of every framework's run."""
-    return [tag(*each) for each in MIXED.items()], [truth(*each) for each in MIXED.items()]
+    return [tag(*each) for each in MIXED.items()], [expected(*each) for each in MIXED.items()]
 
 
 def mean_of(weights, name):
@@ -97,7 +97,7 @@ def test_weights_are_factors_in_float64(mixed, tmp_path, given):
     assert_equal(out, wanted)
 
 
-def test_ema_follows_the_steps_of_the_files(tag, truth, tmp_path):
+def test_ema_follows_the_steps_of_the_files(tag, expected, tmp_path):
     out = tmp_path / "ema.safetensors"
     steps = (4, 6, 2)
     report = reshard.average([tag("z1_bf16", s) for s in steps], out, dtype="fp32", ema=0.75)
@@ -106,7 +106,7 @@ def test_ema_follows_the_steps_of_the_files(tag, truth, tmp_path):
         (4, 0.1875),
         (6, 0.25),
     ]
-    weights = [truth("z1_bf16", step) for step in (2, 4, 6)]
+    weights = [expected("z1_bf16", step) for step in (2, 4, 6)]
     wanted = {}
     for name in weights[0]:
         average = weights[0][name].double()
@@ -125,10 +125,10 @@ def test_the_last_checkpoints_of_a_run(sequences_made, tag, tmp_path, run):
     assert report.optimizer_tensors_left == (0 if run == "hf" else report.optimizer_tensors_left)
 
 
-def test_tensors_of_unusual_dtypes_and_shapes_are_averaged(tag, truth, tmp_path):
+def test_tensors_of_unusual_dtypes_and_shapes_are_averaged(tag, expected, tmp_path):
     out = tmp_path / "mean.safetensors"
     report = reshard.average([tag("z2_menagerie", s) for s in (2, 6)], out, dtype="fp32")
-    weights, got = [truth("z2_menagerie", s) for s in (2, 6)], load_file(out)
+    weights, got = [expected("z2_menagerie", s) for s in (2, 6)], load_file(out)
     for name in weights[0]:
         assert same(got[name], mean_of(weights, name)), name
     assert got["extras.hollow.empty"].shape == (0, 5)
@@ -140,14 +140,14 @@ def test_tensors_of_unusual_dtypes_and_shapes_are_averaged(tag, truth, tmp_path)
     assert any("the counter extras.calls has the values" in text for text in report.warnings)
 
 
-def test_a_directory_loads_with_transformers_and_stays_tied(tag, truth, tmp_path):
+def test_a_directory_loads_with_transformers_and_stays_tied(tag, expected, tmp_path):
     paths = [tag("z3_tied", 4), tag("dcp_tied", 6), tag("hf_tied", 2)]
     report = reshard.average(paths, tmp_path / "model")
     assert report.dropped_aliases == {"lm_head.weight": "model.embed_tokens.weight"}
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     state = model.state_dict()
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
-    weights = [truth("z3_tied", 4), truth("dcp_tied", 6), truth("hf_tied", 2)]
+    weights = [expected("z3_tied", 4), expected("dcp_tied", 6), expected("hf_tied", 2)]
     for name in weights[0]:
         assert same(state[name], mean_of(weights, name)), name
 
@@ -168,7 +168,7 @@ def test_a_tied_head_that_one_file_stores_again_must_be_equal(tag, tmp_path):
         reshard.average(paths, tmp_path / "b.safetensors")
 
 
-def test_an_average_can_be_split_to_a_training_layout(tag, truth, tmp_path):
+def test_an_average_can_be_split_to_a_training_layout(tag, expected, tmp_path):
     """In two steps: the fp32 mean, which becomes the master weights of a new run in bf16."""
     reshard.average([tag("z1_bf16", s) for s in (2, 6)], tmp_path / "mean", dtype="fp32")
     groups = tmp_path / "groups.json"
@@ -183,7 +183,7 @@ def test_an_average_can_be_split_to_a_training_layout(tag, truth, tmp_path):
         init_optimizer="zeros",
         param_groups=groups,
     )
-    weights = [truth("z1_bf16", s) for s in (2, 6)]
+    weights = [expected("z1_bf16", s) for s in (2, 6)]
     with reshard.open(tmp_path / "run") as checkpoint:
         for name in weights[0]:
             assert same(checkpoint[name][...], mean_of(weights, name)), name

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UsageError
 from reshard.formats.registry import list_built_in_writers
-from tests.judged.test_average import MIXED, mean_of, tag, truth  # noqa: F401 - fixtures
+from tests.judged.test_average import MIXED, expected, mean_of, tag  # noqa: F401 - fixtures
 from tests.judges import begin_worker as worker
 from tests.judges import deepspeed_judge
 from tests.judges.ranks import run_in_turn
@@ -32,9 +32,9 @@ def mixed(tag):  # noqa: F811
 
 
 @pytest.fixture
-def mean(truth):  # noqa: F811
+def mean(expected):  # noqa: F811
     """Return the mean of these checkpoints, as torch computes it in the stated arithmetic."""
-    weights = [truth(*each) for each in MIXED.items()]
+    weights = [expected(*each) for each in MIXED.items()]
     return {name: mean_of(weights, name) for name in weights[0]}
 
 
@@ -112,10 +112,10 @@ def test_fsdp_2_loads_the_mean(mixed, mean, tag, tmp_path):  # noqa: F811
             assert np.array_equal(found[name][fqn], value.numpy()), (name, fqn)
 
 
-def test_transformers_loads_a_tied_mean(tag, truth, tmp_path):  # noqa: F811
+def test_transformers_loads_a_tied_mean(tag, expected, tmp_path):  # noqa: F811
     """From what HF Trainer resumes from, and as a plain state dict with both names."""
     cases = (("z3_tied", 4), ("dcp_tied", 6), ("hf_tied", 2))
-    paths, weights = [tag(*each) for each in cases], [truth(*each) for each in cases]
+    paths, weights = [tag(*each) for each in cases], [expected(*each) for each in cases]
     options = {"dtype": "fp32", "init_optimizer": "none"}
     reshard.average(paths, tmp_path / "model", to="hf-trainer", **options)
     reshard.average(paths, tmp_path / "model.pt", to="torch", **options)

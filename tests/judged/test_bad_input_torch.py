@@ -104,9 +104,9 @@ def right(folder, merge_all):
     """Assert that a merge gives what PyTorch reported of the case."""
 
     def check(case: str, sources, **options: Any):
-        truth = read_expected(folder(case))
+        expected = read_expected(folder(case))
         found, report = merge_all(sources, **options)
-        wanted = {**truth["params"], **truth["buffers"]}
+        wanted = {**expected["params"], **expected["buffers"]}
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             assert torch.equal(found[name], value), name
@@ -826,14 +826,14 @@ def named_rightly(torch_made):
     """Assert that no slot stands under another parameter's name."""
 
     def check(source: Path) -> int:
-        truth = read_expected(torch_made / "plain_pair")["optimizer"]
+        expected = read_expected(torch_made / "plain_pair")["optimizer"]
         with reshard.open(source) as checkpoint:
             try:
                 found = checkpoint.optimizer("exp_avg")
             except reshard.ReshardError:
                 return 0
             for fqn, value in found.items():
-                assert torch.equal(truth[fqn]["exp_avg"], value[...]), fqn
+                assert torch.equal(expected[fqn]["exp_avg"], value[...]), fqn
             return len(found)
 
     return check

@@ -33,17 +33,17 @@ def copied(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_moments_are_those_of_the_live_objects(case):
-    truth = read_expected(KEPT / case)
+    expected = read_expected(KEPT / case)
     with reshard.open(KEPT / case / "ckpt") as checkpoint:
-        assert set(checkpoint) == set(truth["weights"])
-        for fqn, held in truth["weights"].items():
+        assert set(checkpoint) == set(expected["weights"])
+        for fqn, held in expected["weights"].items():
             assert torch.equal(torch.as_tensor(checkpoint[fqn][...]), held), fqn
-        for fqn, slots in truth["state"].items():
+        for fqn, slots in expected["state"].items():
             for slot in ("exp_avg", "exp_avg_sq"):
                 found = torch.as_tensor(checkpoint.optimizer(slot)[fqn][...])
                 assert torch.equal(found, slots[slot]), (slot, fqn)
         train = checkpoint.manifest.train
-        assert [list(group.fqns) for group in train.param_groups] == truth["groups"]
+        assert [list(group.fqns) for group in train.param_groups] == expected["groups"]
         assert set(train.optimizer_step.values()) == {3.0}
 
 
@@ -75,10 +75,10 @@ def test_the_state_goes_to_other_layouts_and_stays_the_same(case, tmp_path):
 
 
 def test_weights_alone_are_a_hugging_face_directory(tmp_path):
-    truth = read_expected(KEPT / "plain")["weights"]
+    expected = read_expected(KEPT / "plain")["weights"]
     reshard.merge(KEPT / "plain" / "ckpt" / "modeling", tmp_path / "whole.pt")
     merged = torch.load(tmp_path / "whole.pt")
-    assert all(torch.equal(merged[fqn], held) for fqn, held in truth.items())
+    assert all(torch.equal(merged[fqn], held) for fqn, held in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -157,18 +157,18 @@ def _plain(held):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_state_of_the_live_objects(case, tmp_path):
-    truth = read_expected(KEPT / case)
+    expected = read_expected(KEPT / case)
     reshard.split(KEPT / case / "ckpt", tmp_path / "dcp", to="dcp", world_size=2)
     reshard.split(tmp_path / "dcp", tmp_path / "out", to="colossalai")
     (weights,) = (tmp_path / "out" / "modeling").glob("*.bin")
     held = torch.load(weights)
-    assert held.keys() == truth["weights"].keys()
-    assert all(torch.equal(held[fqn], value) for fqn, value in truth["weights"].items())
+    assert held.keys() == expected["weights"].keys()
+    assert all(torch.equal(held[fqn], value) for fqn, value in expected["weights"].items())
     (states,) = (tmp_path / "out" / "optimizer").glob("pytorch_optim-*.bin")
-    held, names = torch.load(states), [fqn for group in truth["groups"] for fqn in group]
+    held, names = torch.load(states), [fqn for group in expected["groups"] for fqn in group]
     assert list(held) == [*range(len(names))]
     for number, fqn in enumerate(names):
-        for slot, value in truth["state"][fqn].items():
+        for slot, value in expected["state"][fqn].items():
             assert torch.equal(held[number][slot], value), (fqn, slot)
 
 

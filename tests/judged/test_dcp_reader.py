@@ -46,8 +46,8 @@ def judged(made):
 
     def of(case):
         (pointer,) = (made / case / "run").rglob("latest")
-        reference = read_expected(made / case)
-        return pointer.parent, reference["train"]["step"], reference["next"]["losses"]
+        expected = read_expected(made / case)
+        return pointer.parent, expected["train"]["step"], expected["next"]["losses"]
 
     return of
 

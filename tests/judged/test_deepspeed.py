@@ -29,50 +29,50 @@ def assert_equal(got, want, name):
     assert torch.equal(got.to(want.dtype), want), name
 
 
-def assert_weights(merged, reference, *, without=()):
+def assert_weights(merged, expected, *, without=()):
     """Assert that every weight is there once, bitwise, and neither aliases nor other tensors."""
-    tied = reference["tied"]
-    wanted = {**reference["params"], **reference["frozen"], **reference["buffers"]}
+    tied = expected["tied"]
+    wanted = {**expected["params"], **expected["frozen"], **expected["buffers"]}
     wanted = {name: value for name, value in wanted.items() if name not in {*tied, *without}}
     assert merged.keys() == wanted.keys()
     for name, value in wanted.items():
         assert_equal(merged[name], value, name)
-    for name, value in reference["buffers"].items():
+    for name, value in expected["buffers"].items():
         assert merged[name].dtype == value.dtype, name
 
 
-def list_unsaved(case, reference):
+def list_unsaved(case, expected):
     """Return what DeepSpeed leaves out: frozen and empty parameters under exclude_frozen."""
     if not CASES[case].exclude_frozen:
         return set()
-    empty = {n for n, v in reference["params"].items() if v.numel() == 0}
-    return set(reference["frozen"]) | (empty if "z3" in case else set())
+    empty = {n for n, v in expected["params"].items() if v.numel() == 0}
+    return set(expected["frozen"]) | (empty if "z3" in case else set())
 
 
 @pytest.mark.parametrize("case", MERGED)
 def test_fp32_merge_is_what_deepspeed_reports(case, made, tmp_path):
-    reference = read_expected(made / case)
+    expected = read_expected(made / case)
     report = reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors", dtype="fp32")
     merged = load_file(tmp_path / "x.safetensors")
-    assert_weights(merged, reference, without=list_unsaved(case, reference))
+    assert_weights(merged, expected, without=list_unsaved(case, expected))
     assert report.verified
-    assert report.dropped_aliases == reference["tied"]
+    assert report.dropped_aliases == expected["tied"]
 
 
 @pytest.mark.parametrize("case", [name for name in MERGED if CASES[name].exclude_frozen])
 def test_the_base_model_supplies_weights_that_deepspeed_left_out(case, made, tmp_path):
-    reference = read_expected(made / case)
-    trained = {name: value.float() + 1 for name, value in reference["params"].items()}
-    aliases = {alias: trained[kept].clone() for alias, kept in reference["tied"].items()}
-    save_file({**trained, **reference["frozen"], **aliases}, tmp_path / "base.safetensors")
+    expected = read_expected(made / case)
+    trained = {name: value.float() + 1 for name, value in expected["params"].items()}
+    aliases = {alias: trained[kept].clone() for alias, kept in expected["tied"].items()}
+    save_file({**trained, **expected["frozen"], **aliases}, tmp_path / "base.safetensors")
     report = reshard.merge(
         find_checkpoint(case, made),
         tmp_path / "x.safetensors",
         dtype="fp32",
         fill_missing_from=tmp_path / "base.safetensors",
     )
-    assert set(report.filled) == list_unsaved(case, reference)
-    assert_weights(load_file(tmp_path / "x.safetensors"), reference)
+    assert set(report.filled) == list_unsaved(case, expected)
+    assert_weights(load_file(tmp_path / "x.safetensors"), expected)
 
 
 @pytest.mark.parametrize(("stage", "is_needed"), [(2, True), (3, False)])
@@ -84,20 +84,20 @@ def test_a_split_says_that_deepspeed_requires_left_out_weights(stage, is_needed,
 
 @pytest.mark.parametrize("case", MERGED)
 def test_default_merge_is_the_live_module(case, made, tmp_path):
-    reference = read_expected(made / case)
+    expected = read_expected(made / case)
     reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors")
     merged = load_file(tmp_path / "x.safetensors")
-    for name in merged.keys() & reference["live"].keys():
-        assert merged[name].dtype == reference["live"][name].dtype, name
-        assert torch.equal(merged[name], reference["live"][name]), name
+    for name in merged.keys() & expected["live"].keys():
+        assert merged[name].dtype == expected["live"][name].dtype, name
+        assert torch.equal(merged[name], expected["live"][name]), name
 
 
 @pytest.mark.parametrize("case", MERGED)
 def test_optimizer_slots_are_what_deepspeed_reports(case, made):
-    reference = read_expected(made / case)
-    assert set(reference["slots"]) == set(CASES[case].slots)
+    expected = read_expected(made / case)
+    assert set(expected["slots"]) == set(CASES[case].slots)
     with reshard.open(find_checkpoint(case, made)) as checkpoint:
-        for slot, tensors in reference["slots"].items():
+        for slot, tensors in expected["slots"].items():
             held = checkpoint.optimizer(slot)
             for name, value in tensors.items():
                 assert_equal(held[name][...], value, f"{slot} of {name}")
@@ -105,20 +105,20 @@ def test_optimizer_slots_are_what_deepspeed_reports(case, made):
 
 @pytest.mark.parametrize("case", MERGED)
 def test_train_state_is_the_engines(case, made):
-    reference = read_expected(made / case)["train"]
+    expected = read_expected(made / case)["train"]
     tied = read_expected(made / case)["tied"]
     with reshard.open(find_checkpoint(case, made)) as checkpoint:
         state = checkpoint.manifest.train
-    assert state.step == reference["step"]
-    assert state.skipped_steps == reference["skipped"]
-    assert state.samples == reference["samples"]
-    assert state.scheduler == reference["scheduler"]
-    for key, value in reference["client_state"].items():
+    assert state.step == expected["step"]
+    assert state.skipped_steps == expected["skipped"]
+    assert state.samples == expected["samples"]
+    assert state.scheduler == expected["scheduler"]
+    for key, value in expected["client_state"].items():
         assert state.client[key] == value
     if state.scaler is not None:
-        assert state.scaler["cur_scale"] == reference["loss_scale"]
-    assert len(state.param_groups) == len(reference["param_groups"])
-    for group, wanted in zip(state.param_groups, reference["param_groups"], strict=True):
+        assert state.scaler["cur_scale"] == expected["loss_scale"]
+    assert len(state.param_groups) == len(expected["param_groups"])
+    for group, wanted in zip(state.param_groups, expected["param_groups"], strict=True):
         assert set(group.fqns) == {tied.get(name, name) for name in wanted["fqns"]}
         if group.hyper:  # elastic_checkpoint stores none
             assert group.hyper["lr"] == wanted["lr"]
@@ -127,10 +127,10 @@ def test_train_state_is_the_engines(case, made):
 
 @pytest.mark.parametrize("case", MERGED)
 def test_optimizer_steps_by_name(case, made):
-    reference = read_expected(made / case)
+    expected = read_expected(made / case)
     with reshard.open(find_checkpoint(case, made)) as checkpoint:
         steps = checkpoint.manifest.train.optimizer_step
-    for name, step in reference["optimizer_steps"].items():
+    for name, step in expected["optimizer_steps"].items():
         if name in steps:
             assert steps[name] == step, name
 
@@ -140,7 +140,7 @@ def test_optimizer_steps_by_name(case, made):
 def test_transformers_computes_the_same_logits(case, max_shard_bytes, made, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    reference = read_expected(made / case)
+    expected = read_expected(made / case)
     source = find_checkpoint(case, made)
     reshard.merge(source, tmp_path / "m", dtype="fp32", max_shard_bytes=max_shard_bytes)
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -150,23 +150,23 @@ def test_transformers_computes_the_same_logits(case, max_shard_bytes, made, tmp_
     assert not info["unexpected_keys"]
     assert model.dtype == torch.float32
     with torch.no_grad():
-        logits = model.eval()(reference["input_ids"]).logits
-    assert torch.equal(logits, reference["logits"])
+        logits = model.eval()(expected["input_ids"]).logits
+    assert torch.equal(logits, expected["logits"])
 
 
 @pytest.mark.parametrize("case", UNIVERSAL)
 def test_universal_directory_holds_the_same_state(case, made, tmp_path):
-    reference = read_expected(made / case)
+    expected = read_expected(made / case)
     universal = made / case / "universal"
     reshard.merge(universal, tmp_path / "x.safetensors", dtype="fp32")
     merged = load_file(tmp_path / "x.safetensors")
-    assert_weights(merged, reference)
+    assert_weights(merged, expected)
     with reshard.open(universal) as checkpoint:
-        for slot, tensors in reference["slots"].items():
+        for slot, tensors in expected["slots"].items():
             held = checkpoint.optimizer(slot)
             for name, value in tensors.items():
                 assert_equal(held[name][...], value, f"{slot} of {name}")
-        assert checkpoint.manifest.train.step == reference["train"]["step"]
+        assert checkpoint.manifest.train.step == expected["train"]["step"]
 
 
 @pytest.mark.parametrize("case", [n for n, c in CASES.items() if c.kind in REFUSED])
@@ -180,11 +180,11 @@ def test_experts_without_enough_metadata_are_refused_by_name(case, made, tmp_pat
 def test_offload_to_disk(case, made, tmp_path, request):
     if not request.config.getoption("--nvme"):
         pytest.skip("needs DeepSpeed's aio op (libaio-dev, minutes of compiling): give --nvme")
-    reference = read_expected(made / case)
+    expected = read_expected(made / case)
     reshard.merge(find_checkpoint(case, made), tmp_path / "x.safetensors", dtype="fp32")
-    assert_weights(load_file(tmp_path / "x.safetensors"), reference)
+    assert_weights(load_file(tmp_path / "x.safetensors"), expected)
     with reshard.open(find_checkpoint(case, made)) as checkpoint:
-        for slot, tensors in reference["slots"].items():
+        for slot, tensors in expected["slots"].items():
             held = checkpoint.optimizer(slot)
             for name, value in tensors.items():
                 assert_equal(held[name][...], value, f"{slot} of {name}")

@@ -26,45 +26,45 @@ def case(request):
 
 
 @pytest.fixture
-def truth(case):
+def expected(case):
     return read_expected(KEPT / case)
 
 
-def assert_state(source, truth, *, hyper=True):
+def assert_state(source, expected, *, hyper=True):
     """Masters, slots, counters and groups are the engine's."""
-    tied = truth["tied"]
+    tied = expected["tied"]
     with reshard.open(source) as checkpoint:
-        for slot, tensors in truth["slots"].items():
+        for slot, tensors in expected["slots"].items():
             held = checkpoint.optimizer(slot)
             assert held.keys() == tensors.keys()
             assert all(torch.equal(held[name][...], tensors[name]) for name in tensors)
         train = checkpoint.manifest.train
-    assert (train.step, train.skipped_steps) == (truth["step"], truth["skipped"])
-    assert set(train.optimizer_step.values()) == set(truth["steps"].values())
-    assert train.optimizer_step.keys() == truth["params"].keys()
-    groups = [{tied.get(name, name) for name in names} for names in truth["members"]]
+    assert (train.step, train.skipped_steps) == (expected["step"], expected["skipped"])
+    assert set(train.optimizer_step.values()) == set(expected["steps"].values())
+    assert train.optimizer_step.keys() == expected["params"].keys()
+    groups = [{tied.get(name, name) for name in names} for names in expected["members"]]
     assert [set(group.fqns) for group in train.param_groups] == groups
-    for group, wanted in zip(train.param_groups, truth["hyper"], strict=True):
+    for group, wanted in zip(train.param_groups, expected["hyper"], strict=True):
         assert not hyper or group.hyper["lr"] == wanted["lr"]
         assert not hyper or group.hyper["weight_decay"] == wanted["weight_decay"]
 
 
-def test_weights_are_the_engines(case, truth, tmp_path):
+def test_weights_are_the_engines(case, expected, tmp_path):
     exclude = [WITHOUT_TIES[case]] if case in WITHOUT_TIES else []
     out = tmp_path / "m.safetensors"
     reshard.merge(KEPT / case / "run", out, dtype="fp32", edits=Edits(exclude=exclude))
     merged = load_file(out)
-    wanted = truth["live"] | truth["params"] | truth["buffers"]
-    assert merged.keys() == wanted.keys() - truth["tied"].keys()
+    wanted = expected["live"] | expected["params"] | expected["buffers"]
+    assert merged.keys() == wanted.keys() - expected["tied"].keys()
     for name, tensor in merged.items():
         assert torch.equal(tensor, wanted[name].to(tensor.dtype)), name
 
 
-def test_the_rest_of_the_state_is_the_engines(case, truth):
-    assert_state(KEPT / case / "run", truth, hyper=case not in WITHOUT_HYPER)
+def test_the_rest_of_the_state_is_the_engines(case, expected):
+    assert_state(KEPT / case / "run", expected, hyper=case not in WITHOUT_HYPER)
 
 
-def test_a_split_for_other_ranks_holds_the_same(case, truth, tmp_path):
+def test_a_split_for_other_ranks_holds_the_same(case, expected, tmp_path):
     if case in WITHOUT_TIES:
         with pytest.raises(reshard.errors.IncompleteError, match=r"lists 'head\.weight', but no"):
             reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
@@ -75,7 +75,7 @@ def test_a_split_for_other_ranks_holds_the_same(case, truth, tmp_path):
             reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
     else:
         reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
-        assert_state(tmp_path / "s", truth)
+        assert_state(tmp_path / "s", expected)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ def test_buffers_inside_random_ltd_are_found(tmp_path):
     run = shutil.copytree(case / "run", tmp_path / "run")
     for path in run.rglob("*model_states.pt"):
         edit_file(path, wrap_buffers)
-    truth = read_expected(case)
+    expected = read_expected(case)
     reshard.merge(run, tmp_path / "m.safetensors", dtype="bf16")
     merged = load_file(tmp_path / "m.safetensors")
-    for name, buffer in truth["buffers"].items():
+    for name, buffer in expected["buffers"].items():
         assert merged[name].dtype == buffer.dtype
         assert torch.equal(merged[name], buffer)
 

@@ -20,26 +20,15 @@ ALSO = [(name, path) for name in READ for path in CASES[name].also]
 HYPER = ("lr", "weight_decay", "betas", "eps")
 
 
-@pytest.fixture(scope="module")
-def folder(library_case):
-    """Case -> its folder."""
-    return library_case
+@pytest.fixture
+def expected(case, library_case):
+    return read_expected(library_case(case))
 
 
 @pytest.fixture(scope="module")
-def truth(folder):
-    """Case -> what the live objects held."""
-
-    def load(case):
-        return read_expected(folder(case))
-
-    return load
-
-
-@pytest.fixture(scope="module")
-def checkpoint(case, folder):
+def checkpoint(case, library_case):
     """Opened once for all tests of a case."""
-    with reshard.open(source(case, folder), **options(case)) as opened:
+    with reshard.open(source(case, library_case), **options(case)) as opened:
         yield opened
 
 
@@ -49,8 +38,8 @@ def options(case):
     return {option: value for option, value in told.items() if value is not None}
 
 
-def source(case, folder, path=None):
-    return folder(case) / "ckpt" / (path or CASES[case].source)
+def source(case, library_case, path=None):
+    return library_case(case) / "ckpt" / (path or CASES[case].source)
 
 
 def assert_same(got, want, name):
@@ -59,31 +48,29 @@ def assert_same(got, want, name):
     assert torch.equal(got, want), name
 
 
-def check_weights(checkpoint, truth):
-    wanted = truth["params"] | truth["buffers"]
-    assert set(checkpoint) - set(truth["tied"]) == set(wanted)
+def check_weights(checkpoint, expected):
+    wanted = expected["params"] | expected["buffers"]
+    assert set(checkpoint) - set(expected["tied"]) == set(wanted)
     for name, value in wanted.items():
         assert_same(checkpoint[name][...], value, name)
-    for alias, kept in truth["tied"].items():
+    for alias, kept in expected["tied"].items():
         assert_same(checkpoint[alias][...], wanted[kept], alias)
 
 
 @pytest.mark.parametrize("case", READ, scope="module")
-def test_weights_are_the_live_ones(case, checkpoint, truth):
-    reference = truth(case)
-    check_weights(checkpoint, reference)
+def test_weights_are_the_live_ones(case, checkpoint, expected):
+    check_weights(checkpoint, expected)
 
 
 @pytest.mark.parametrize(("case", "path"), ALSO)
-def test_every_path_of_a_checkpoint_reads_the_same(case, path, folder, truth):
-    reference = truth(case)
-    with reshard.open(source(case, folder, path), **options(case)) as checkpoint:
-        check_weights(checkpoint, reference)
+def test_every_path_of_a_checkpoint_reads_the_same(case, path, library_case, expected):
+    with reshard.open(source(case, library_case, path), **options(case)) as checkpoint:
+        check_weights(checkpoint, expected)
 
 
 @pytest.mark.parametrize("case", NAMED, scope="module")
-def test_slots_are_the_live_ones(case, checkpoint, truth):
-    wanted = truth(case)["optimizer"]
+def test_slots_are_the_live_ones(case, checkpoint, expected):
+    wanted = expected["optimizer"]
     for slot in {slot for slots in wanted.values() for slot in slots}:
         held = checkpoint.optimizer(slot)
         assert set(held) == {name for name, slots in wanted.items() if slot in slots}
@@ -92,8 +79,8 @@ def test_slots_are_the_live_ones(case, checkpoint, truth):
 
 
 @pytest.mark.parametrize("case", [name for name in READ if not CASES[name].slots], scope="module")
-def test_a_slot_without_a_certain_owner_is_not_assigned(case, checkpoint, truth):
-    wanted = truth(case)["optimizer"]
+def test_a_slot_without_a_certain_owner_is_not_assigned(case, checkpoint, expected):
+    wanted = expected["optimizer"]
     for slot in {slot for slots in wanted.values() for slot in slots}:
         try:
             held = checkpoint.optimizer(slot)
@@ -104,16 +91,15 @@ def test_a_slot_without_a_certain_owner_is_not_assigned(case, checkpoint, truth)
 
 
 @pytest.mark.parametrize("case", NAMED, scope="module")
-def test_train_state_is_the_live_one(case, checkpoint, truth):
-    reference = truth(case)
+def test_train_state_is_the_live_one(case, checkpoint, expected):
     state = checkpoint.manifest.train
-    assert dict(state.optimizer_step) == reference["steps"]
-    assert state.step == reference["step"]
-    if reference["scheduler"] is not None:
-        assert last_epochs(state.scheduler) == last_epochs(reference["scheduler"])
+    assert dict(state.optimizer_step) == expected["steps"]
+    assert state.step == expected["step"]
+    if expected["scheduler"] is not None:
+        assert last_epochs(state.scheduler) == last_epochs(expected["scheduler"])
         assert last_epochs(state.scheduler)
-    if reference.get("scaler") is not None:
-        assert state.scaler["scale"] == reference["scaler"]["scale"]
+    if expected.get("scaler") is not None:
+        assert state.scaler["scale"] == expected["scaler"]["scale"]
 
 
 def last_epochs(scheduler):
@@ -124,8 +110,8 @@ def last_epochs(scheduler):
 
 
 @pytest.mark.parametrize("case", NAMED, scope="module")
-def test_groups_are_the_live_ones(case, checkpoint, truth):
-    wanted = {frozenset(g["params"]): g for g in truth(case)["groups"] if g["params"]}
+def test_groups_are_the_live_ones(case, checkpoint, expected):
+    wanted = {frozenset(g["params"]): g for g in expected["groups"] if g["params"]}
     groups = checkpoint.manifest.train.param_groups
     found = {frozenset(group.fqns): group.hyper for group in groups if group.fqns}
     assert found.keys() == wanted.keys()
@@ -138,12 +124,11 @@ def test_groups_are_the_live_ones(case, checkpoint, truth):
 
 
 @pytest.mark.parametrize("case", READ, scope="module")
-def test_merge_keeps_every_byte(case, folder, truth, tmp_path):
-    reference = truth(case)
+def test_merge_keeps_every_byte(case, library_case, expected, tmp_path):
     out = tmp_path / "x.safetensors"
-    report = reshard.merge(source(case, folder), out, dtype="keep", **options(case))
+    report = reshard.merge(source(case, library_case), out, dtype="keep", **options(case))
     merged = load_file(out)
-    wanted, tied = reference["params"] | reference["buffers"], reference["tied"]
+    wanted, tied = expected["params"] | expected["buffers"], expected["tied"]
     assert merged.keys() - tied.keys() == wanted.keys()
     for name, value in merged.items():  # a tied copy that no file calls tied is kept
         assert_same(value, wanted[tied.get(name, name)], name)
@@ -153,18 +138,17 @@ def test_merge_keeps_every_byte(case, folder, truth, tmp_path):
 
 
 @pytest.mark.parametrize("case", [n for n, c in CASES.items() if c.expect == "refused"])
-def test_refused_checkpoints_leave_no_output(case, folder, truth, tmp_path):
-    truth(case)
+def test_refused_checkpoints_leave_no_output(case, library_case, tmp_path):
     with pytest.raises(reshard.ReshardError):
-        reshard.merge(source(case, folder), tmp_path / "x.safetensors", **options(case))
+        reshard.merge(source(case, library_case), tmp_path / "x.safetensors", **options(case))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "case", ["lit_fsdp_sharded", "lit_fsdp2_sharded", "lit_fabric_fsdp_sharded", "titan_sample"]
 )
-def test_a_split_keeps_the_keys_of_dcp_and_the_files_beside(case, folder, truth, tmp_path):
-    reference, place = truth(case), source(case, folder)
+def test_a_split_keeps_the_keys_of_dcp_and_the_files_beside(case, library_case, expected, tmp_path):
+    place = source(case, library_case)
     report = reshard.split(place, tmp_path / "out", world_size=3)
     assert not report.dropped
     keys = [FileSystemReader(at).read_metadata().planner_data for at in (place, tmp_path / "out")]
@@ -172,7 +156,7 @@ def test_a_split_keeps_the_keys_of_dcp_and_the_files_beside(case, folder, truth,
     if case.startswith("lit"):
         assert (tmp_path / "out/meta.pt").read_bytes() == (place / "meta.pt").read_bytes()
     with reshard.open(tmp_path / "out") as checkpoint:
-        check_weights(checkpoint, reference)
+        check_weights(checkpoint, expected)
         assert (
             checkpoint.manifest.train.scheduler == reshard.inspect(place).manifest.train.scheduler
         )

@@ -116,23 +116,23 @@ def sorted_values(tensors):
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_the_engine_holds_megatron_s_weights_and_moments(megatron_case, went_on, route):
     """Sorted values are equal bit by bit; logits and the next losses show that each is in place."""
-    truth, found = read_expected(megatron_case(route.case)), went_on[str(route)]
+    expected, found = read_expected(megatron_case(route.case)), went_on[str(route)]
     assert isinstance(found, dict), found
-    held, (params, slots) = found["held"], (truth["params"], truth["optimizer"])
+    held, (params, slots) = found["held"], (expected["params"], expected["optimizer"])
     assert torch.equal(sorted_values(held["params"].values()), sorted_values(params.values()))
     for slot in ("exp_avg", "exp_avg_sq"):
         mine = sorted_values(each[slot] for each in held["optimizer"].values())
         assert torch.equal(mine, sorted_values(each[slot] for each in slots.values())), slot
     assert set(held["steps"].values()) == {STEPS}
-    assert (found["logits"] - truth["logits"]).abs().max() < EXACT
+    assert (found["logits"] - expected["logits"]).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
 def test_the_engine_continues_like_megatron(megatron_case, went_on, route):
-    truth, found = read_expected(megatron_case(route.case)), went_on[str(route)]
+    expected, found = read_expected(megatron_case(route.case)), went_on[str(route)]
     assert isinstance(found, dict), found
-    assert found["losses"] == pytest.approx(truth["later"], abs=EXACT)
-    assert truth["later"][0] != pytest.approx(truth["later"][1], abs=100 * EXACT)
+    assert found["losses"] == pytest.approx(expected["later"], abs=EXACT)
+    assert expected["later"][0] != pytest.approx(expected["later"][1], abs=100 * EXACT)
     assert found.get("step", STEPS) == STEPS
     assert found.get("scheduler", STEPS) == STEPS
     assert found.get("samples", STEPS * SAMPLES) == STEPS * SAMPLES

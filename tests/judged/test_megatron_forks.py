@@ -1,6 +1,6 @@
 """Checkpoints that GPT-NeoX and bigscience's Megatron-DeepSpeed wrote: tests/data/README.md.
 
-``reference.pt`` has what the ranks held, gathered as their own ``partition_dim`` says, and what the
+``expected.pt`` has what the ranks held, gathered as their own ``partition_dim`` says, and what the
 model said of some tokens.
 """
 
@@ -33,14 +33,14 @@ def whole(name, value, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_of_the_ranks_is_read(case):
-    reference = read_expected(KEPT / case)
+    expected = read_expected(KEPT / case)
     with reshard.open(KEPT / case / "run") as checkpoint:
-        assert set(checkpoint) == set(reference["params"])
-        for name, value in reference["params"].items():
+        assert set(checkpoint) == set(expected["params"])
+        for name, value in expected["params"].items():
             assert torch.equal(checkpoint[name][...].float(), whole(name, value, case)), name
         for slot in SLOTS:
-            assert set(checkpoint.optimizer(slot)) == set(reference[slot])
-            for name, value in reference[slot].items():
+            assert set(checkpoint.optimizer(slot)) == set(expected[slot])
+            for name, value in expected[slot].items():
                 assert torch.equal(checkpoint.optimizer(slot)[name][...], value), (slot, name)
 
 
@@ -48,7 +48,7 @@ def test_the_state_of_the_ranks_is_read(case):
 def test_transformers_computes_the_logits_of_the_model(case, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    reference = read_expected(KEPT / case)
+    expected = read_expected(KEPT / case)
     reshard.merge(KEPT / case / "run", tmp_path / "hf", dtype="fp32")
     model, told = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32, output_loading_info=True
@@ -56,19 +56,19 @@ def test_transformers_computes_the_logits_of_the_model(case, tmp_path):
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
     with torch.no_grad():
-        found = model.eval()(reference["tokens"]).logits
-    noise = 2e-2 if reference["logits"].dtype == torch.bfloat16 or case != CASES[2] else 1e-5
-    wanted = reference["logits"].float()
+        found = model.eval()(expected["tokens"]).logits
+    noise = 2e-2 if expected["logits"].dtype == torch.bfloat16 or case != CASES[2] else 1e-5
+    wanted = expected["logits"].float()
     assert (found - wanted).abs().max() < noise * wanted.abs().max()
 
 
 def test_each_rank_gets_its_share_of_a_summed_bias(tmp_path):
     """At the same ranks the bytes are as before; on one rank stands the sum."""
-    run, reference = KEPT / "gpt_neox/tp2pp2/run", read_expected(KEPT / "gpt_neox/tp2pp2")
+    run, expected = KEPT / "gpt_neox/tp2pp2/run", read_expected(KEPT / "gpt_neox/tp2pp2")
     split(run, tmp_path / "same", SplitOptions(tp=2, pp=2, dp=1))
     split(run, tmp_path / "one", SplitOptions(tp=1, pp=2, dp=1))
     name, file = "2.attention.dense.bias", "global_step3/layer_02-model_0{}-model_states.pt"
-    held = reference["params"][name].to(torch.bfloat16)
+    held = expected["params"][name].to(torch.bfloat16)
     for place, shown in (("same", held), ("one", RANKS * held)):
         for rank in range(2 if place == "same" else 1):
             found = torch.load(next((tmp_path / place).rglob(file.format(rank)[13:])))
@@ -156,13 +156,13 @@ def test_deepspeed_loads_each_ranks_share_of_a_universal_checkpoint(ranks, tmp_p
     told = [text for text in report.notes if "load it at a tensor-parallel size" in text]
     assert told
     assert all(f"size of {ranks}" in text for text in told)
-    reference = read_expected(KEPT / case)
+    expected = read_expected(KEPT / case)
     (folder,) = tmp_path.glob(f"out/*/zero/{name}")
     for kind, factor in (("params", RANKS), *((slot, ranks) for slot in SLOTS)):
         added = sum(load_with_deepspeed(folder, rank, ranks)[kind] for rank in range(ranks))
-        assert torch.equal(added, factor * reference[kind][name]), kind
+        assert torch.equal(added, factor * expected[kind][name]), kind
     with reshard.open(tmp_path / "out") as checkpoint:
-        assert torch.equal(checkpoint[name][...], RANKS * reference["params"][name])
+        assert torch.equal(checkpoint[name][...], RANKS * expected["params"][name])
     assert reshard.diff(KEPT / case / "run", tmp_path / "out", **VALUES).same
 
 

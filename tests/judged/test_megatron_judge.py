@@ -29,7 +29,7 @@ ONE_RANK, OTHER_GRID = "one rank", "other grid"
 
 @pytest.fixture(scope="module")
 def went_on(megatron_case, tmp_path_factory):
-    """Own checkpoints loaded again: (case, form) -> truth, on the same grids and on two others."""
+    """Load own checkpoints again, on the same grids and on two others: (case, form) -> state."""
     out = tmp_path_factory.mktemp("went_on")
     cases = {
         f"{case} {form}": loading(case, megatron_case(case) / form, form) for case, form in OWN
@@ -43,25 +43,25 @@ def went_on(megatron_case, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_has_the_loss_of_all(megatron_case, case):
-    truth = read_expected(megatron_case(case))
-    difference = (truth["losses"] - truth["losses_alone"]).abs().max()
+    expected = read_expected(megatron_case(case))
+    difference = (expected["losses"] - expected["losses_alone"]).abs().max()
     assert difference < (EXACT if CASES[case].precision == "fp32" else HALF)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_truth_has_every_state_of_every_parameter(megatron_case, case):
-    truth = read_expected(megatron_case(case))
+def test_the_expected_state_is_complete(megatron_case, case):
+    expected = read_expected(megatron_case(case))
     main = {"fp32_param"} if CASES[case].precision != "fp32" or CASES[case].distributed else set()
-    trained = truth["params"].keys() - set(truth["frozen"])
-    assert trained == truth["optimizer"].keys() == truth["steps"].keys()
-    assert set(truth["steps"].values()) == {3.0}
-    grouped = [name for group in truth["groups"] for name in group["params"]]
+    trained = expected["params"].keys() - set(expected["frozen"])
+    assert trained == expected["optimizer"].keys() == expected["steps"].keys()
+    assert set(expected["steps"].values()) == {3.0}
+    grouped = [name for group in expected["groups"] for name in group["params"]]
     assert sorted(grouped) == sorted(trained)
-    for name, slots in truth["optimizer"].items():
+    for name, slots in expected["optimizer"].items():
         assert slots.keys() == {"exp_avg", "exp_avg_sq"} | main
-        assert all(slot.shape == truth["params"][name].shape for slot in slots.values())
+        assert all(slot.shape == expected["params"][name].shape for slot in slots.values())
         if main:
-            held = truth["params"][name]
+            held = expected["params"][name]
             assert torch.equal(slots["fp32_param"].to(held.dtype), held)
 
 

@@ -31,12 +31,12 @@ def separate(tensors):
 @pytest.mark.parametrize(("case", "form"), FORMS)
 def test_every_tensor_is_megatron_s_own(megatron_case, case, form):
     folder = megatron_case(case)
-    truth = read_expected(folder)
+    expected = read_expected(folder)
     with reshard.open(folder / form) as checkpoint:
         manifest = checkpoint.manifest
-        weights = separate(truth["params"])
+        weights = separate(expected["params"])
         slots = {}
-        for name, held in truth["optimizer"].items():
+        for name, held in expected["optimizer"].items():
             for slot, value in held.items():
                 if slot != "step":
                     slots.setdefault("master" if slot == "fp32_param" else slot, {})[name] = value
@@ -48,11 +48,11 @@ def test_every_tensor_is_megatron_s_own(megatron_case, case, form):
             found = stored(checkpoint, kind, name)
             assert found.dtype == tensor.dtype, name
             assert torch.equal(found, tensor), (kind, name)
-        assert manifest.train.step == truth["step"]
-        assert manifest.frozen == set(truth["frozen"])
+        assert manifest.train.step == expected["step"]
+        assert manifest.frozen == set(expected["frozen"])
         grouped = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
         assert grouped == set(weights) - manifest.frozen
-        assert set(manifest.train.optimizer_step.values()) == set(truth["steps"].values())
+        assert set(manifest.train.optimizer_step.values()) == set(expected["steps"].values())
 
 
 def stored(checkpoint, kind, name):

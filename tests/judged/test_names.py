@@ -39,7 +39,7 @@ CASES = {  # -> transformers' class, and the form that is read
 }
 
 
-def compute_logits(directory, truth):
+def compute_logits(directory, expected):
     """Return the class of a model and its float32 logits, loaded as a user loads it."""
     model, loading = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -47,26 +47,26 @@ def compute_logits(directory, truth):
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
     with torch.no_grad():
-        return type(model).__name__, model(truth["tokens"][:, :-1]).logits
+        return type(model).__name__, model(expected["tokens"][:, :-1]).logits
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_merged_model_has_megatron_s_logits(megatron_case, case, tmp_path):
     place, (kind, form) = megatron_case(case), CASES[case]
-    truth = read_expected(place)
-    words = truth["vocabulary"]
+    expected = read_expected(place)
+    words = expected["vocabulary"]
     report = reshard.merge(place / form, tmp_path / "hf", vocab_size=words, dtype="fp32")
-    found, ours = compute_logits(tmp_path / "hf", truth)
+    found, ours = compute_logits(tmp_path / "hf", expected)
     assert found == kind
-    wanted = truth["logits"][..., :words]
+    wanted = expected["logits"][..., :words]
     assert ours.shape == wanted.shape
-    exact = truth["params"]["decoder.final_layernorm.weight"].dtype == torch.float32
+    exact = expected["params"]["decoder.final_layernorm.weight"].dtype == torch.float32
     if exact:
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
     else:  # Megatron computed in 16 bits
         assert (ours - wanted).abs().mean() < 0.01
         assert wanted.abs().mean() > 0.3
-    rows = truth["params"]["embedding.word_embeddings.weight"].shape[0]
+    rows = expected["params"]["embedding.word_embeddings.weight"].shape[0]
     taken = [text for text in report.changes if "removed padding rows" in text]
     assert bool(taken) == (rows > words)
     assert all(f"padding rows {words} to {rows - 1}" in text for text in taken)
@@ -76,16 +76,16 @@ def test_a_merged_model_has_megatron_s_logits(megatron_case, case, tmp_path):
 def test_yarn_is_the_same_in_transformers_and_megatron(family, tmp_path):
     case = Case("run", family, Grid(), "fp32", adam="torch", forms=("torch",))
     load_all(tmp_path, {"run": case})
-    truth = read_expected(tmp_path / "run")
+    expected = read_expected(tmp_path / "run")
     reshard.merge(tmp_path / "run" / "torch", tmp_path / "hf", dtype="fp32")
-    _, ours = compute_logits(tmp_path / "hf", truth)
-    torch.testing.assert_close(ours, truth["logits"], rtol=1e-5, atol=1e-5)
+    _, ours = compute_logits(tmp_path / "hf", expected)
+    torch.testing.assert_close(ours, expected["logits"], rtol=1e-5, atol=1e-5)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     config["rope_scaling"] = None
     plain = tmp_path / "plain"
     shutil.copytree(tmp_path / "hf", plain)
     (plain / "config.json").write_text(json.dumps(config))
-    assert (compute_logits(plain, truth)[1] - ours).abs().max() > 1e-2
+    assert (compute_logits(plain, expected)[1] - ours).abs().max() > 1e-2
     options = {"weights_only": True, "transformer_impl": "local", "tp": 1}
     reshard.split(tmp_path / "hf", tmp_path / "back", to="megatron", **options)
     args = open_args(next((tmp_path / "back").rglob("*.pt"))).values
@@ -104,11 +104,11 @@ def compute_concentration(args):
 
 def test_padding_is_kept_where_that_is_asked_for(megatron_case, tmp_path):
     place = megatron_case("llama_odd_tp2")
-    truth = read_expected(place)
+    expected = read_expected(place)
     reshard.merge(place / "torch", tmp_path / "hf", keep_padding=True, dtype="fp32")
-    _, ours = compute_logits(tmp_path / "hf", truth)
-    assert ours.shape == truth["logits"].shape
-    assert (ours - truth["logits"]).abs().mean() < 0.01
+    _, ours = compute_logits(tmp_path / "hf", expected)
+    assert ours.shape == expected["logits"].shape
+    assert (ours - expected["logits"]).abs().mean() < 0.01
 
 
 def test_one_file_keeps_the_source_s_names_unless_others_are_asked_for(megatron_case, tmp_path):
@@ -205,7 +205,7 @@ def test_a_model_goes_to_megatron_and_back(megatron_case, case, tmp_path):
 
 def test_the_optimizer_goes_through_hugging_face_s_names(megatron_case, tmp_path):
     source = megatron_case("llama_tp2pp2") / "torch"
-    truth = read_expected(source.parent)
+    expected = read_expected(source.parent)
     reshard.merge(source, tmp_path / "hf")
     config = str(tmp_path / "hf")
     reshard.split(source, tmp_path / "torch", to="torch", names="hf", model=config)
@@ -220,10 +220,10 @@ def test_the_optimizer_goes_through_hugging_face_s_names(megatron_case, tmp_path
     assert not found.unequal
     assert not found.only_a
     assert not found.only_b
-    assert found.equal == 3 * len(truth["params"])
+    assert found.equal == 3 * len(expected["params"])
     with reshard.open(tmp_path / "back") as back:
-        assert back.manifest.train.step == truth["step"]
-        assert set(back.manifest.train.optimizer_step.values()) == set(truth["steps"].values())
+        assert back.manifest.train.step == expected["step"]
+        assert set(back.manifest.train.optimizer_step.values()) == set(expected["steps"].values())
 
 
 def test_a_model_that_megatron_lacks_is_refused(tmp_path):
@@ -248,7 +248,7 @@ OLD = {  # Megatron-DeepSpeed's words -> megatron-core's
 
 
 def test_a_pipeline_of_megatron_deepspeed_is_a_gpt2(tmp_path):
-    """Its names begin with numbers of layers; the reference is DeepSpeed's own universal form."""
+    """Its names begin with numbers of layers; compare with DeepSpeed's own universal form."""
     case = Path(__file__).parents[1] / "data" / "megatron_deepspeed" / "tp2pp2dp2"
     reshard.merge(case / "run", tmp_path / "hf", dtype="fp32")
     held = {}
@@ -261,10 +261,10 @@ def test_a_pipeline_of_megatron_deepspeed_is_a_gpt2(tmp_path):
         for old, new in OLD.items():
             own = own.replace(old, new)
         held[own] = tensor.float()
-    truth = {"tokens": torch.arange(18).reshape(2, 9) * 5}
-    kind, ours = compute_logits(tmp_path / "hf", truth)
+    expected = {"tokens": torch.arange(18).reshape(2, 9) * 5}
+    kind, ours = compute_logits(tmp_path / "hf", expected)
     judge = Gpt(4, 4, rms=False, gated=False, positions="learned")
-    wanted = judge.logits(held, truth["tokens"][:, :-1])
+    wanted = judge.logits(held, expected["tokens"][:, :-1])
     assert (kind, ours.shape[-1]) == ("GPT2LMHeadModel", 122)  # as DeepSpeed says there, too
     torch.testing.assert_close(ours, wanted[..., :122], rtol=1e-4, atol=1e-4)
 
@@ -272,7 +272,7 @@ def test_a_pipeline_of_megatron_deepspeed_is_a_gpt2(tmp_path):
 def test_deepspeeds_optimizer_gets_megatrons_groups_and_scheduler(made, tmp_path):
     """DeepSpeed decays all of one group; Megatron has norms and biases apart, and a schedule."""
     source, out = made / "hf_z2" / "run", tmp_path / "megatron"
-    truth = read_expected(made / "hf_z2")
+    expected = read_expected(made / "hf_z2")
     report = reshard.split(source, out, to="megatron", tp=2, pp=1, dp=1)
     assert any("weight decay follows Megatron's rule" in note for note in report.notes)
     assert any("created at 36 samples" in note for note in report.notes)
@@ -289,7 +289,7 @@ def test_deepspeeds_optimizer_gets_megatrons_groups_and_scheduler(made, tmp_path
         ):
             for slot in ("exp_avg", "exp_avg_sq"):
                 held = torch.as_tensor(checkpoint.optimizer(slot)[f"{own}.weight"][...])
-                assert torch.equal(held, truth["slots"][slot][f"{theirs}.weight"]), (slot, own)
+                assert torch.equal(held, expected["slots"][slot][f"{theirs}.weight"]), (slot, own)
     for path in out.rglob("model_optim_rng.pt"):
         scheduler = torch.load(path, weights_only=False)["opt_param_scheduler"]
         assert (scheduler["num_steps"], scheduler["max_lr"]) == (36, 0.001)

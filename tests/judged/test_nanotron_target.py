@@ -79,15 +79,15 @@ def test_at_the_source_s_grid_every_file_is_nanotron_s_own(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("tp", "dp", "zero"), [(1, 1, 0), (1, 2, 1), (2, 5, 1), (2, 1, 0)])
 def test_on_other_ranks_it_is_the_state_of_the_whole_model(case, tp, dp, zero, tmp_path):
-    truth = read_expected(KEPT / case)
+    expected = read_expected(KEPT / case)
     reshard.split(KEPT / case / "ckpt", tmp_path / "out", tp=tp, dp=dp, zero_stage=zero)
     reshard.merge(tmp_path / "out", tmp_path / "whole.pt")
     merged = torch.load(tmp_path / "whole.pt")
-    assert all(torch.equal(merged[fqn], held) for fqn, held in truth["weights"].items())
+    assert all(torch.equal(merged[fqn], held) for fqn, held in expected["weights"].items())
     with reshard.open(tmp_path / "out") as checkpoint:
-        for kind in (*SLOTS, *(["masters"] if truth["masters"] else [])):
+        for kind in (*SLOTS, *(["masters"] if expected["masters"] else [])):
             slot = checkpoint.optimizer(kind.removesuffix("s"))
-            for fqn, wanted in truth[kind].items():
+            for fqn, wanted in expected[kind].items():
                 assert torch.equal(torch.as_tensor(slot[fqn][...]), wanted), (kind, fqn)
         mesh = checkpoint.manifest.origin.mesh
         assert (mesh.get("tp", 1), mesh.get("dp", 1)) == (tp, dp)
@@ -157,14 +157,14 @@ def test_parts_that_are_fused_along_the_last_dim_are_cut_row_by_row(copied, zero
 
 def test_weights_alone_and_another_dtype(tmp_path):
     case = KEPT / "fp32_tp2pp2"
-    truth = read_expected(case)["masters"]
+    expected = read_expected(case)["masters"]
     reshard.split(case / "ckpt", tmp_path / "out", tp=1, weights_only=True, dtype="fp32")
     assert {name.split("/")[1] for name in list_files(tmp_path / "out") if "/" in name} == {
         "model",
         "checkpoint_metadata.json",
     }
     with reshard.open(tmp_path / "out") as checkpoint:
-        assert all(torch.equal(torch.as_tensor(checkpoint[n][...]), t) for n, t in truth.items())
+        assert all(torch.equal(torch.as_tensor(checkpoint[n][...]), t) for n, t in expected.items())
 
 
 @pytest.mark.parametrize(

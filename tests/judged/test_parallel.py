@@ -29,15 +29,15 @@ WORDS = 29  # of `parallel_models`, which pads them to 32
 
 @pytest.fixture(scope="session")
 def made(checkpoints):
-    """Return a directory with a folder for each case: ``run/`` and ``reference.pt``."""
+    """Return a directory with a folder for each case: ``run/`` and ``expected.pt``."""
     from tests.judges import parallel_judge
 
     return checkpoints(parallel_judge.make_all, list(CASES), "parallel")
 
 
-def assert_all_values(checkpoint, reference):
+def assert_all_values(checkpoint, expected):
     """Assert that all values of the ranks are in the output, bitwise, and nothing else."""
-    full = {**reference["live"], **reference["buffers"], **reference["params"]}
+    full = {**expected["live"], **expected["buffers"], **expected["params"]}
     assert set(checkpoint) - checkpoint.manifest.tied.keys() == set(full)
     for name, value in full.items():
         got = checkpoint[name][...]
@@ -45,24 +45,24 @@ def assert_all_values(checkpoint, reference):
         assert torch.equal(got.to(value.dtype), value), name
     for slot in SLOTS:
         held = checkpoint.optimizer(slot)
-        assert set(held) == set(reference[slot]), slot
-        for name, value in reference[slot].items():
+        assert set(held) == set(expected[slot]), slot
+        for name, value in expected[slot].items():
             assert torch.equal(held[name][...], value), f"{slot} of {name}"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_state_of_the_ranks_is_read(case, made):
-    reference = read_expected(made / case)
+    expected = read_expected(made / case)
     with reshard.open(made / case / "run") as checkpoint:
-        assert_all_values(checkpoint, reference)
+        assert_all_values(checkpoint, expected)
         state, mesh = checkpoint.manifest.train, checkpoint.manifest.origin.mesh
     row = CASES[case]
     assert (mesh["tp"], mesh["pp"], mesh["dp"]) == (row.tp, row.pp, row.dp)
-    assert state.step == len(reference["losses"])
+    assert state.step == len(expected["losses"])
     assert set(state.optimizer_step.values()) == {float(state.step)}
     trained = [fqn for group in state.param_groups for fqn in group.fqns]
-    assert sorted(trained) == sorted(reference["params"])
-    for group, wanted in zip(state.param_groups, reference["groups"], strict=True):
+    assert sorted(trained) == sorted(expected["params"])
+    for group, wanted in zip(state.param_groups, expected["groups"], strict=True):
         assert group.hyper["weight_decay"] == wanted["weight_decay"]
 
 
@@ -70,13 +70,13 @@ def test_megatron_deepspeeds_own_checkpoint_is_read():
     """A tied GPT of Megatron-DeepSpeed, which ds_to_universal made whole; the vocabulary's padding
     is cut off there."""
     place = KEPT / "megatron_deepspeed" / "tp2pp2dp2"
-    reference = read_expected(place)
+    expected = read_expected(place)
     with reshard.open(place / "run") as checkpoint:
-        assert set(checkpoint) == set(reference["params"])
-        for name, value in reference["params"].items():
+        assert set(checkpoint) == set(expected["params"])
+        for name, value in expected["params"].items():
             assert torch.equal(checkpoint[name][: len(value)], value), name
         for slot in SLOTS:
-            for name, value in reference[slot].items():
+            for name, value in expected[slot].items():
                 assert torch.equal(checkpoint.optimizer(slot)[name][: len(value)], value), name
         manifest = checkpoint.manifest
     assert manifest.origin.mesh == {"world": 8, "dp": 2, "tp": 2, "pp": 2}
@@ -105,11 +105,11 @@ def test_dcp_loads_what_autotp_ranks_held(made, tmp_path):
     place = made / "autotp4_headless"
     reshard.split(place / "run", tmp_path / "out", to="dcp", world_size=3)
     dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
-    loaded, reference = torch.load(tmp_path / "out.pt"), read_expected(place)
-    for name, value in reference["params"].items():
+    loaded, expected = torch.load(tmp_path / "out.pt"), read_expected(place)
+    for name, value in expected["params"].items():
         assert torch.equal(loaded["model"][name], value), name
         for slot in SLOTS:
-            assert torch.equal(loaded["optim"]["state"][name][slot], reference[slot][name]), name
+            assert torch.equal(loaded["optim"]["state"][name][slot], expected[slot][name]), name
 
 
 RULES = """
@@ -177,11 +177,11 @@ def test_copies_that_ds_to_universal_joined_are_detected(tmp_path):
     run = shutil.copytree(MEGATRON_DEEPSPEED / "run", tmp_path / "run")
     untied(run)
     wrong = converted(run, strict=False)
-    reference = read_expected(MEGATRON_DEEPSPEED)["params"][POSITIONS]
+    expected = read_expected(MEGATRON_DEEPSPEED)["params"][POSITIONS]
     held = torch.load(wrong / "zero" / UNTIED / "fp32.pt", weights_only=False)
-    assert held["param"].shape == (2 * len(reference), reference.shape[1])
+    assert held["param"].shape == (2 * len(expected), expected.shape[1])
     with reshard.open(wrong) as checkpoint:
-        assert torch.equal(checkpoint[UNTIED][...], reference)
+        assert torch.equal(checkpoint[UNTIED][...], expected)
         (told,) = [text for text in checkpoint.manifest.warnings if "stored 2 times" in text]
     assert UNTIED in told
     held["param"].data[-1] += 1
@@ -223,11 +223,11 @@ def continued(made, tmp_path_factory):
 @pytest.mark.parametrize("number", range(len(GOES_ON)))
 def test_deepspeed_continues_on_another_grid(number, made, continued):
     case, _, _, noise = GOES_ON[number]
-    reference, found = read_expected(made / case), continued[number]
+    expected, found = read_expected(made / case), continued[number]
     for kind in ("params", *SLOTS):
-        for name, value in reference[kind].items():
+        for name, value in expected[kind].items():
             assert torch.equal(found["loaded"][kind][name], value), f"{kind} of {name}"
-    for loss, wanted in zip(found["losses"], reference["next"]["losses"], strict=True):
+    for loss, wanted in zip(found["losses"], expected["next"]["losses"], strict=True):
         assert loss == pytest.approx(wanted, abs=noise)
 
 
@@ -334,9 +334,9 @@ def count_words(name):
 @pytest.mark.parametrize("case", UNIVERSAL)
 def test_the_universal_form_is_read_back(case, made, tmp_path):
     split(made / case / "run", tmp_path / "out", SplitOptions(to="ds-universal"))
-    reference = read_expected(made / case)
+    expected = read_expected(made / case)
     with reshard.open(tmp_path / "out") as checkpoint:
-        full = {**reference["live"], **reference["buffers"], **reference["params"]}
+        full = {**expected["live"], **expected["buffers"], **expected["params"]}
         assert set(checkpoint) == set(full)
         for name, value in full.items():
             assert torch.equal(checkpoint[name][...].to(value.dtype), value[: count_words(name)]), (
@@ -373,12 +373,12 @@ def continued_universally(made, tmp_path_factory):
 @pytest.mark.parametrize("number", range(len(ANY_GRID)))
 def test_deepspeed_loads_the_universal_form_at_any_grid(number, made, continued_universally):
     case, _, noise = ANY_GRID[number]
-    reference, found = read_expected(made / case), continued_universally[number]
+    expected, found = read_expected(made / case), continued_universally[number]
     for kind in ("params", *SLOTS):
-        for name, value in reference[kind].items():
+        for name, value in expected[kind].items():
             held = slice(count_words(name))
             assert torch.equal(found["loaded"][kind][name][held], value[held]), f"{kind} of {name}"
-    for loss, wanted in zip(found["losses"], reference["next"]["losses"], strict=True):
+    for loss, wanted in zip(found["losses"], expected["next"]["losses"], strict=True):
         assert loss == pytest.approx(wanted, abs=noise)
 
 

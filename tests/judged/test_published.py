@@ -49,10 +49,10 @@ def test_a_published_model_goes_into_live_ranks(made, tmp_path):
         groups = tmp_path / "groups.json"
         reshard.split(published, dcp, to="dcp", init_optimizer="zeros", param_groups=groups)
         with reshard.open(dcp) as checkpoint:
-            truth = read_expected(made / name)["exp_avg"]
+            expected = read_expected(made / name)["exp_avg"]
             zeros = checkpoint.optimizer("exp_avg")
             assert {fqn: tuple(zeros[fqn].shape) for fqn in zeros} == {
-                fqn: tuple(slot.shape) for fqn, slot in truth.items()
+                fqn: tuple(slot.shape) for fqn, slot in expected.items()
             }
         for source in (published, dcp):
             job = published_worker.load, name, made / name, source

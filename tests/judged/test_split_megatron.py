@@ -179,12 +179,12 @@ def test_a_state_with_hugging_face_names_continues_in_megatron(megatron_case, tm
     reshard.split(tmp_path / "named", tmp_path / "made", to="megatron", tp=2, pp=2, dp=1, **options)
     grid = Grid(tp=2, pp=2)
     load_all(tmp_path / "loaded", {"run": loading("llama", tmp_path / "made", grid=grid)})
-    truth, found = read_expected(source), read_expected(tmp_path / "loaded" / "run")
-    for name, value in truth["params"].items():
+    expected, found = read_expected(source), read_expected(tmp_path / "loaded" / "run")
+    for name, value in expected["params"].items():
         assert torch.equal(found["params"][name], value), name
-        for slot, held in truth["optimizer"][name].items():
+        for slot, held in expected["optimizer"][name].items():
             assert torch.equal(found["optimizer"][name][slot], held), (name, slot)
-    assert found["later"] == pytest.approx(truth["later"], abs=EXACT)
+    assert found["later"] == pytest.approx(expected["later"], abs=EXACT)
 
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
@@ -254,15 +254,15 @@ def test_experts_numbered_by_rules_are_distributed_over_ranks(tmp_path):
         grid = Grid(dp=2, ep=ep)
         made[name] = replace(case, name=name, grid=grid, start=str(out), forms=())
     load_all(tmp_path, {name: made[name] for name in ("apart", "back")})
-    truth = read_expected(tmp_path / "bank")
-    assert any(".bank.3." in name for name in truth["params"])
+    expected = read_expected(tmp_path / "bank")
+    assert any(".bank.3." in name for name in expected["params"])
     for run in ("apart", "back"):
         found = read_expected(tmp_path / run)
-        for name, value in truth["params"].items():
+        for name, value in expected["params"].items():
             assert torch.equal(found["params"][name], value), (run, name)
-            for slot, held in truth["optimizer"][name].items():
+            for slot, held in expected["optimizer"][name].items():
                 assert torch.equal(found["optimizer"][name][slot], held), (run, name, slot)
-        assert found["later"] == pytest.approx(truth["later"], abs=EXACT)
+        assert found["later"] == pytest.approx(expected["later"], abs=EXACT)
 
 
 LATENT = {  # name -> the family and the grid of a run with latent attention (MLA)
@@ -330,8 +330,8 @@ def in_own_modules(held):
 def test_latent_attention_goes_to_other_ranks_and_layers(latent, route):
     """Every value and slot, bit by bit; and the same losses in Megatron-core."""
     source, _, _, _, grid = LATENT_ROUTES[route]
-    truth, found = read_expected(latent / source), read_expected(latent / route)
-    params, slots = in_own_modules(truth["params"]), in_own_modules(truth["optimizer"])
+    expected, found = read_expected(latent / source), read_expected(latent / route)
+    params, slots = in_own_modules(expected["params"]), in_own_modules(expected["optimizer"])
     loaded, held = in_own_modules(found["params"]), in_own_modules(found["optimizer"])
     assert "decoder.layers.0.self_attention.kv_layernorm.weight" in params
     assert loaded.keys() == params.keys()
@@ -339,9 +339,9 @@ def test_latent_attention_goes_to_other_ranks_and_layers(latent, route):
         assert torch.equal(loaded[name], value), name
         for slot, own in slots[name].items():
             assert torch.equal(held[name][slot], own), (name, slot)
-    torch.testing.assert_close(found["losses"], truth["losses"], rtol=0, atol=EXACT)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=0, atol=EXACT)
     if grid == LATENT[source][1] and route.endswith("same"):
-        assert found["later"] == truth["later"]
+        assert found["later"] == expected["later"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

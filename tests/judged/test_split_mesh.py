@@ -92,15 +92,15 @@ def loaded(trained, plan, made, tmp_path_factory):
     case = made / "z3_zero_init_tied_ws4"
     model = "tests.judges.deepspeed_models:menagerie_tied"
     told = split(case / "run", out / "zero3", TENSOR, model=model)
-    reference = read_expected(case)
-    jobs.append(("zero3", worker.from_deepspeed, TENSOR, out / "zero3", reference))
+    expected = read_expected(case)
+    jobs.append(("zero3", worker.from_deepspeed, TENSOR, out / "zero3", expected))
     config = made / "hf_z1_fp32_tied" / "run" / "config.json"
     jobs.append(("specs", worker.specs_of, TENSOR, config))
     found = {name: [] for name, *_ in jobs}
     for rank in worlds.run(4, run_in_turn, jobs):
         for name, result in rank.items():
             found[name].append(result)
-    return found, told, reference["next"]["losses"]
+    return found, told, expected["next"]["losses"]
 
 
 def test_pytorch_loads_every_bit_of_every_block(loaded):

@@ -165,8 +165,8 @@ TOLD = {"model": f"tests.judges.torch_models:{ONE}", "wrap": "LlamaDecoderLayer"
 def deepspeed(made):
     """Return a DeepSpeed checkpoint with its config.json, its step, and DeepSpeed's next losses."""
     (pointer,) = (made / "hf_z1_fp32_tied" / "run").rglob("latest")
-    reference = read_expected(made / "hf_z1_fp32_tied")
-    return pointer.parent, reference["train"]["step"], reference["next"]["losses"]
+    expected = read_expected(made / "hf_z1_fp32_tied")
+    return pointer.parent, expected["train"]["step"], expected["next"]["losses"]
 
 
 @pytest.fixture(scope="module")
@@ -478,9 +478,9 @@ def test_numbers_follow_the_model_even_if_units_have_another_order(torch_made, t
         **said,
     )
     state = torch.load(made / "checkpoint.pt")
-    truth = read_expected(torch_made / "fsdp1_local_flat")
+    expected = read_expected(torch_made / "fsdp1_local_flat")
     for number, fqn in enumerate(model.parameters):
-        wanted = truth["optimizer"][fqn]
+        wanted = expected["optimizer"][fqn]
         assert all(same(state["optimizer"]["state"][number][k], v) for k, v in wanted.items()), fqn
 
 

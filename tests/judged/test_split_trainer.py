@@ -128,22 +128,22 @@ def test_the_trainer_resumes_from_what_is_nowhere(name, live, resumed, saved):
 
 def test_the_param_groups_of_the_trainer_need_no_file(live, saved):
     """One group becomes two, which keep the source's hyperparameters."""
-    seen, truth = live[OTHER_GROUPS], saved["deepspeed"][1]
-    assert_resumed(seen, truth)
+    seen, expected = live[OTHER_GROUPS], saved["deepspeed"][1]
+    assert_resumed(seen, expected)
     assert [group["weight_decay"] for group in seen["groups"]] == [0.1, 0.1]
-    assert seen["losses"][0] == pytest.approx(truth["losses"][0], rel=1e-6)
+    assert seen["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-6)
 
 
-def assert_resumed(seen, truth):
-    assert_resumed_state(seen, truth, worker.SAVED)
-    assert set(seen["steps"].values()) == set(truth["steps"].values()) == {3.0}
-    if "groups" in seen and "groups" in truth:
-        for group, wanted in zip(seen["groups"], truth["groups"], strict=True):
+def assert_resumed(seen, expected):
+    assert_resumed_state(seen, expected, worker.SAVED)
+    assert set(seen["steps"].values()) == set(expected["steps"].values()) == {3.0}
+    if "groups" in seen and "groups" in expected:
+        for group, wanted in zip(seen["groups"], expected["groups"], strict=True):
             assert sorted(group["params"]) == sorted(wanted["params"])
             for key in ("lr", "weight_decay", "eps"):
                 assert group[key] == wanted[key], key
             assert tuple(group["betas"]) == tuple(wanted["betas"])
-        assert seen["scheduler"]["last_epoch"] == truth["scheduler"]["last_epoch"]
+        assert seen["scheduler"]["last_epoch"] == expected["scheduler"]["last_epoch"]
 
 
 @pytest.mark.parametrize("name", SAME_GENERATORS)

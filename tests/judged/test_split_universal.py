@@ -229,7 +229,7 @@ FSDP = [
 
 @pytest.fixture(scope="module")
 def fsdp(made, tmp_path_factory):
-    """Save a real FSDP 2 run of two ranks with DCP; return its truth and its next losses."""
+    """Save a real FSDP 2 run of two ranks with DCP; return its state and its next losses."""
     place = tmp_path_factory.mktemp("fsdp")
     arguments = (place, run_of("hf_z1_fp32_tied", made), 3, 2)
     jobs = [("fsdp", split_worker.save_llama, *arguments)]
@@ -295,7 +295,7 @@ def test_fsdp_continues_under_zero(run, loaded, fsdp):
     place, losses = fsdp
     got = loaded[run.name]
     assert isinstance(got, dict), got
-    wanted = torch.load(place / split_worker.TRUTH)
+    wanted = torch.load(place / split_worker.EXPECTED)
     for name, value in got["loaded"]["params"].items():
         assert torch.equal(value, wanted["model"][name]), name
         for slot in ("exp_avg", "exp_avg_sq"):
@@ -325,12 +325,12 @@ def test_deepspeed_scatters_it_where_parameters_go_round(loaded, made, tmp_path)
 
 def test_wrong_output_of_ds_to_universal_causes_a_warning(loaded):
     """It says nothing itself; from the run itself everything is right."""
-    truth = loaded[ROUND.name]
+    expected = loaded[ROUND.name]
     wrong = []
     for name in ("run", "universal"):
-        source = truth["out"] / name
+        source = expected["out"] / name
         with reshard.open(source) as checkpoint:
-            equal = [torch.equal(checkpoint[n][...], v) for n, v in truth["params"].items()]
+            equal = [torch.equal(checkpoint[n][...], v) for n, v in expected["params"].items()]
             warned = any("round_robin" in text for text in checkpoint.manifest.warnings)
         wrong.append((equal.count(False) > 0, warned))
     assert wrong == [(False, False), (True, True)]

@@ -28,7 +28,7 @@ def place(case, torch_made):
 
 
 @pytest.fixture(scope="module")
-def truth(case, torch_made):
+def expected(case, torch_made):
     return read_expected(torch_made / case)
 
 
@@ -53,33 +53,33 @@ def assert_same(got, want, name):
 
 
 @pytest.mark.parametrize("case", READ, scope="module")
-def test_weights_are_what_pytorch_reports(case, checkpoint, truth):
-    weights = {**truth["params"], **truth["buffers"]}
-    assert set(checkpoint) - set(truth["tied"]) == set(weights)
+def test_weights_are_what_pytorch_reports(case, checkpoint, expected):
+    weights = {**expected["params"], **expected["buffers"]}
+    assert set(checkpoint) - set(expected["tied"]) == set(weights)
     for name, value in weights.items():
         assert_same(checkpoint[name][...], value, name)
-    for alias, kept in truth["tied"].items():
+    for alias, kept in expected["tied"].items():
         assert_same(checkpoint[alias][...], weights[kept], alias)
 
 
 @pytest.mark.parametrize("case", READ, scope="module")
-def test_merge_keeps_every_bit(case, place, truth, tmp_path):
+def test_merge_keeps_every_bit(case, place, expected, tmp_path):
     out = tmp_path / "out.safetensors"
     report = reshard.merge(place, out, dtype="keep", **list_options(case))
     merged = load_file(out)
-    weights = {**truth["params"], **truth["buffers"]}
+    weights = {**expected["params"], **expected["buffers"]}
     assert merged.keys() == weights.keys()
     for name, value in weights.items():
         assert_same(merged[name], value, name)
     assert report.verified
-    assert report.dropped_aliases == truth["tied"]
+    assert report.dropped_aliases == expected["tied"]
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS, scope="module")
-def test_optimizer_slots_are_what_pytorch_reports(case, checkpoint, truth):
-    slots = {slot for held in truth["optimizer"].values() for slot in held}
+def test_optimizer_slots_are_what_pytorch_reports(case, checkpoint, expected):
+    slots = {slot for held in expected["optimizer"].values() for slot in held}
     for slot in slots:
-        wanted = {n: held[slot] for n, held in truth["optimizer"].items() if slot in held}
+        wanted = {n: held[slot] for n, held in expected["optimizer"].items() if slot in held}
         found = checkpoint.optimizer(slot)
         assert found.keys() == wanted.keys(), slot
         for name, value in wanted.items():
@@ -87,15 +87,15 @@ def test_optimizer_slots_are_what_pytorch_reports(case, checkpoint, truth):
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS, scope="module")
-def test_steps_are_what_pytorch_reports(case, checkpoint, truth):
-    assert dict(checkpoint.manifest.train.optimizer_step) == truth["steps"]
+def test_steps_are_what_pytorch_reports(case, checkpoint, expected):
+    assert dict(checkpoint.manifest.train.optimizer_step) == expected["steps"]
 
 
 @pytest.mark.parametrize("case", GROUPED, scope="module")
-def test_parameter_groups_are_what_pytorch_reports(case, checkpoint, truth):
+def test_parameter_groups_are_what_pytorch_reports(case, checkpoint, expected):
     groups = checkpoint.manifest.train.param_groups
-    assert len(groups) == len(truth["groups"])
-    for group, wanted in zip(groups, truth["groups"], strict=True):
+    assert len(groups) == len(expected["groups"])
+    for group, wanted in zip(groups, expected["groups"], strict=True):
         if CASES[case].moments == "rekeyed":  # ids are sorted: the model's order, not FSDP's
             assert sorted(group.fqns) == sorted(wanted["params"])
         else:
@@ -105,14 +105,14 @@ def test_parameter_groups_are_what_pytorch_reports(case, checkpoint, truth):
 
 
 @pytest.mark.parametrize("case", REGROUPED, scope="module")
-def test_flattened_optimizer_keeps_what_holds_for_each_parameter(case, checkpoint, truth):
+def test_flattened_optimizer_keeps_what_holds_for_each_parameter(case, checkpoint, expected):
     """Which parameters were grouped is lost there; their settings are not."""
     groups = checkpoint.manifest.train.param_groups
     found = [(name, dict(group.hyper)) for group in groups for name in group.fqns]
-    hypers = [{k: v for k, v in g.items() if k != "params"} for g in truth["groups"]]
+    hypers = [{k: v for k, v in g.items() if k != "params"} for g in expected["groups"]]
     wanted = [
         (name, hyper)
-        for group, hyper in zip(truth["groups"], hypers, strict=True)
+        for group, hyper in zip(expected["groups"], hypers, strict=True)
         for name in group["params"]
     ]
     assert len(found) == len(wanted)
@@ -120,8 +120,8 @@ def test_flattened_optimizer_keeps_what_holds_for_each_parameter(case, checkpoin
 
 
 @pytest.mark.parametrize("case", SEVERAL, scope="module")
-def test_other_models_of_the_file_are_found_by_key(case, place, truth):
-    for key, weights in truth["keys"].items():
+def test_other_models_of_the_file_are_found_by_key(case, place, expected):
+    for key, weights in expected["keys"].items():
         with reshard.open(place, key=key) as checkpoint:
             assert set(checkpoint) == set(weights)
             for name, value in weights.items():
@@ -134,9 +134,9 @@ def test_ranks_are_counted_by_shards_if_no_file_states_them(stem, torch_made, tm
     for path in source.glob("*_rank*.pt"):
         kind, rank = path.stem.split("_rank")
         shutil.copy(path, tmp_path / stem.format(kind, rank))
-    truth = read_expected(source.parent)
+    expected = read_expected(source.parent)
     with reshard.open(tmp_path) as checkpoint:
-        for name, value in truth["params"].items():
+        for name, value in expected["params"].items():
             assert_same(checkpoint[name][...], value, name)
         assert checkpoint.manifest.has_optimizer
 

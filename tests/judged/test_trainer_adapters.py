@@ -100,25 +100,25 @@ def resumed(saved, tmp_path_factory):
 @pytest.mark.parametrize("name", RESUMED)
 def test_an_adapter_is_resumed_with_every_bit_and_the_losses_of_split(name, saved, resumed):
     run, ranks, _ = RESUMED[name]
-    live, truth = resumed[f"{name} live"], saved[run][1]
-    assert_resumed(live, truth)
+    live, expected = resumed[f"{name} live"], saved[run][1]
+    assert_resumed(live, expected)
     assert live["losses"] == resumed[name]["losses"]
     if ranks == 2 and RUNS[run]["kind"] != "fsdp2":
-        assert live["losses"] == truth["losses"]
+        assert live["losses"] == expected["losses"]
 
 
 def test_the_base_model_tells_the_order_of_an_adapter(saved, tmp_path):
     """Pass it, or let ``adapter_config.json`` name its directory."""
-    source, truth = saved["ddp"]
+    source, expected = saved["ddp"]
     copy = Path(shutil.copytree(source, tmp_path / "checkpoint-3"))
     base = save_base(tmp_path / "base")
     with pytest.raises(IncompleteError, match="no file states which parameters"):
         reshard.split(copy, tmp_path / "out", to="hf-trainer", zero_stage=2)
-    assert_named(copy, truth, model=str(base))
+    assert_named(copy, expected, model=str(base))
     config = copy / "adapter_config.json"
     values = json.loads(config.read_text()) | {"base_model_name_or_path": str(base)}
     config.write_text(json.dumps(values))
-    assert_named(copy, truth)
+    assert_named(copy, expected)
     with pytest.raises(UnsupportedError, match="pass the checkpoint itself"):
         reshard.split(copy, tmp_path / "out", to="hf-trainer", state_dict_type="unsharded")
 
@@ -129,19 +129,19 @@ def save_base(place):
     return place
 
 
-def assert_named(source, truth, **how):
+def assert_named(source, expected, **how):
     with reshard.open(source, **how) as checkpoint:
-        assert set(checkpoint) == truth["optimizer"].keys()
-        for fqn, slots in truth["optimizer"].items():
+        assert set(checkpoint) == expected["optimizer"].keys()
+        for fqn, slots in expected["optimizer"].items():
             for slot in ("exp_avg", "exp_avg_sq"):
                 assert same(checkpoint.optimizer(slot)[fqn][...], slots[slot]), f"{slot} of {fqn}"
 
 
 @pytest.mark.parametrize("name", AS_FSDP2)
 def test_fsdp_2_loads_a_written_adapter_with_every_bit(name, saved, resumed):
-    truth = saved[AS_FSDP2[name][0]][1]
-    assert_resumed(resumed[name], truth)
-    assert resumed[name]["losses"] == pytest.approx(truth["losses"], rel=1e-2)
+    expected = saved[AS_FSDP2[name][0]][1]
+    assert_resumed(resumed[name], expected)
+    assert resumed[name]["losses"] == pytest.approx(expected["losses"], rel=1e-2)
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -151,7 +151,7 @@ def test_other_strategies_load_their_own_files_at_other_ranks(name, saved, resum
     assert "pass the checkpoint itself to trainer.train" in resumed[f"{name} live"]
 
 
-def assert_resumed(seen, truth):
-    adapter = {fqn: value for fqn, value in truth["params"].items() if NAMED.search(fqn)}
+def assert_resumed(seen, expected):
+    adapter = {fqn: value for fqn, value in expected["params"].items() if NAMED.search(fqn)}
     assert len(adapter) >= 8
-    assert_resumed_state(seen, {**truth, "params": adapter}, SAVED)
+    assert_resumed_state(seen, {**expected, "params": adapter}, SAVED)

@@ -51,19 +51,19 @@ def resumed(saved, tmp_path_factory):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_rule_of_the_trainer_names_the_parameters(name, world, saved, resumed):
-    seen, truth = resumed[name, world], saved[name][1]
-    assert_resumed_state(seen, truth, SAVED)
-    for group, wanted in zip(seen["groups"], truth["groups"], strict=True):
+    seen, expected = resumed[name, world], saved[name][1]
+    assert_resumed_state(seen, expected, SAVED)
+    for group, wanted in zip(seen["groups"], expected["groups"], strict=True):
         assert group["params"] == wanted["params"]
         assert group["weight_decay"] == wanted["weight_decay"]
     if world == 2:
-        assert seen["losses"] == truth["losses"]
+        assert seen["losses"] == expected["losses"]
 
 
 def test_stage_0_of_deepspeed_numbers_them_as_well(saved, tmp_path):
-    source, truth = saved["zero 0"]
+    source, expected = saved["zero 0"]
     with reshard.open(source) as checkpoint:
-        for fqn, slots in truth["optimizer"].items():
+        for fqn, slots in expected["optimizer"].items():
             assert same(checkpoint.optimizer("exp_avg")[fqn][...], slots["exp_avg"]), fqn
     copy = tmp_path / "global_step3"  # without the Trainer's files, nothing says who made it
     copy.mkdir()

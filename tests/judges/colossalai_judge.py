@@ -64,7 +64,7 @@ def trained(*, groups, steps=STEPS):
     return model, optimizer, scheduler
 
 
-def truth(model, optimizer):
+def read_state(model, optimizer):
     """Return weights and optimizer state by name, from the live objects."""
     names = {id(p): n for n, p in model.named_parameters()}
     state = {names[id(p)]: held for p, held in optimizer.state.items()}
@@ -95,7 +95,7 @@ def _plain(out, begun, *, use_safetensors):
     saver.save_lr_scheduler(scheduler, str(out / "ckpt" / "lr_scheduler"))
     running = '{"epoch": 1, "step": 3, "sample_start_index": 12}'
     (out / "ckpt" / "running_states.json").write_text(running)
-    torch.save(truth(model, optimizer), out / "truth.pt")
+    torch.save(read_state(model, optimizer), out / "expected.pt")
 
 
 def _pipeline(out, begun):
@@ -137,7 +137,7 @@ def _pipeline(out, begun):
             optimizer.param_groups[0] |= {**updated.optim.param_groups[0], "params": every}
             updated.param_groups = optimizer.param_groups
         saver.save_sharded_optimizer(updated, str(out / "ckpt"), size_per_shard=MEGABYTES)
-    torch.save(truth(model, optimizer), out / "truth.pt")
+    torch.save(read_state(model, optimizer), out / "expected.pt")
 
 
 def _part(optimizer, own):

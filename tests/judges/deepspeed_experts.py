@@ -16,8 +16,8 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.utils import groups as topology
 
 from tests.judges import deepspeed_models as models
+from tests.judges import deepspeed_state
 from tests.judges import deepspeed_train as train
-from tests.judges import deepspeed_truth as truth
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 
 def make_moe(case: Case, out: Path) -> None:
-    """Train, save ``out/run``, write ``out/reference.pt``."""
+    """Train, save ``out/run``, write ``out/expected.pt``."""
     run = start(case, out)
     losses = [train.train_step(run, step) for step in range(case.steps - 1)]
-    before, hypers = truth.snapshot_once(run.engine, case.slots), run.hypers()
+    before, hypers = deepspeed_state.snapshot_once(run.engine, case.slots), run.hypers()
     losses.append(train.train_step(run, case.steps - 1))
-    now = truth.snapshot(run.engine, case.slots)
-    truth.check_last_step(before, now, run.fqns(), hypers)
+    now = deepspeed_state.snapshot(run.engine, case.slots)
+    deepspeed_state.check_last_step(before, now, run.fqns(), hypers)
     train.save(run, out / "run")
-    reference = gathered(run, train.describe(run, now)) | {"losses": losses}
+    expected = gathered(run, train.describe(run, now)) | {"losses": losses}
     further = [train.train_step(run, case.steps + extra) for extra in range(train.NEXT_STEPS)]
-    later = truth.snapshot_once(run.engine, ())
-    reference["next"] = {"losses": further, "params": joined(run, later.params)}
-    train.write_reference(reference, out)
+    later = deepspeed_state.snapshot_once(run.engine, ())
+    expected["next"] = {"losses": further, "params": joined(run, later.params)}
+    train.write_expected(expected, out)
 
 
 def load(case: Case, run_dir: Path, steps: int, out: Path, **how: Any) -> None:
@@ -50,7 +50,7 @@ def load(case: Case, run_dir: Path, steps: int, out: Path, **how: Any) -> None:
     found = train.resumed(run, run_dir, steps, **how)
     found["loaded"] = gathered(run, found["loaded"])
     found["params"] = joined(run, found["params"])
-    train.write_reference(found, out)
+    train.write_expected(found, out)
 
 
 def start(case: Case, out: Path, seed: int = 7) -> train.Run:
@@ -70,18 +70,18 @@ def start(case: Case, out: Path, seed: int = 7) -> train.Run:
     return train.Run(case, engine, members)
 
 
-def gathered(run: train.Run, reference: dict[str, Any]) -> dict[str, Any]:
+def gathered(run: train.Run, expected: dict[str, Any]) -> dict[str, Any]:
     """Join the references of all ranks."""
     sections = ("params", "frozen", "buffers", "live")
-    whole = {key: joined(run, reference[key]) for key in sections}
-    slots = {slot: joined(run, held) for slot, held in reference["slots"].items()}
+    whole = {key: joined(run, expected[key]) for key in sections}
+    slots = {slot: joined(run, held) for slot, held in expected["slots"].items()}
     calls = global_names(run)
-    listed = reference["train"]["param_groups"]
+    listed = expected["train"]["param_groups"]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, [[calls.get(n, n) for n in group["fqns"]] for group in listed])
     for number, group in enumerate(listed):
         group["fqns"] = list(dict.fromkeys(n for held in ranks for n in held[number]))
-    return reference | whole | {"slots": slots}
+    return expected | whole | {"slots": slots}
 
 
 def joined(run: train.Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,4 +121,4 @@ def make_refused(case: Case, out: Path) -> None:
     run = start(case, out)
     losses = [train.train_step(run, step) for step in range(case.steps)]
     train.save(run, out / "run")
-    train.write_reference({"losses": losses, "refused": case.kind}, out)
+    train.write_expected({"losses": losses, "refused": case.kind}, out)

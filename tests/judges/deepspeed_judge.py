@@ -2,9 +2,9 @@
 
 ``make_all(out)`` gives a directory per case::
 
-    out/<case>/run/            what DeepSpeed saved (``latest`` and the tag directory)
-    out/<case>/universal/      for some: DeepSpeed's own universal conversion of it
-    out/<case>/reference.pt    what the live engine held, see ``deepspeed_train.describe``
+    out/<case>/run/         what DeepSpeed saved (``latest`` and the tag directory)
+    out/<case>/universal/   for some: DeepSpeed's own universal conversion of it
+    out/<case>/expected.pt  what the live engine held, see ``deepspeed_train.describe``
 
 or ``python -m tests.judges.deepspeed_judge OUT [case ...]``.
 """
@@ -24,7 +24,7 @@ __all__ = ["CASES", "CaseResult", "JudgeError", "make_all"]
 
 COMPILE_LIMIT_S = 1200.0
 JUDGE = server.Judge(
-    server.DEEPSPEED, "DeepSpeed", CASES, like=server.DEEPSPEED, result=server.REFERENCE
+    server.DEEPSPEED, "DeepSpeed", CASES, like=server.DEEPSPEED, result=server.EXPECTED
 )
 
 

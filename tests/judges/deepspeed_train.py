@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 import reshard.deepspeed
 from tests.judges import deepspeed_models as models
-from tests.judges import deepspeed_truth as truth
+from tests.judges import deepspeed_state
 from tests.judges.device import DEVICE, IS_GPU
 from tests.judges.models import named, ties
 
@@ -51,7 +51,7 @@ class Run:
 
     def fqns(self) -> list[list[str]]:
         """Return names of each user group."""
-        return truth.group_fqns(self.engine, self.groups)
+        return deepspeed_state.group_fqns(self.engine, self.groups)
 
 
 def leave_out_shared_memory() -> None:
@@ -233,19 +233,19 @@ def _loss(engine: Any, share: torch.Tensor) -> Any:
 
 
 def make(case: Case, out: Path) -> None:
-    """Train, save ``out/run``, write ``out/reference.pt``; train on, for the resume tests."""
+    """Train, save ``out/run``, write ``out/expected.pt``; train on, for the resume tests."""
     run = start(case, dist.get_world_size(), out)
     losses = [train_step(run, step) for step in range(case.steps - 1)]
-    before, hypers = truth.snapshot_once(run.engine, case.slots), run.hypers()
+    before, hypers = deepspeed_state.snapshot_once(run.engine, case.slots), run.hypers()
     losses.append(train_step(run, case.steps - 1))
-    now = truth.snapshot(run.engine, case.slots)
-    truth.check_last_step(before, now, run.fqns(), hypers)
+    now = deepspeed_state.snapshot(run.engine, case.slots)
+    deepspeed_state.check_last_step(before, now, run.fqns(), hypers)
     save(run, out / "run")
-    reference = describe(run, now) | {"losses": losses}
+    expected = describe(run, now) | {"losses": losses}
     further = [train_step(run, case.steps + extra) for extra in range(NEXT_STEPS)]
-    later = truth.snapshot_once(run.engine, ())
-    reference["next"] = {"losses": further, "params": later.params}
-    write_reference(reference, out)
+    later = deepspeed_state.snapshot_once(run.engine, ())
+    expected["next"] = {"losses": further, "params": later.params}
+    write_expected(expected, out)
     if case.universal and dist.get_rank() == 0:
         convert_universal(out / "run", out / "universal")
 
@@ -282,10 +282,10 @@ def give_untrained(model: nn.Module, run_dir: Path) -> None:
 def begin(case: Case, weights: Path, steps: int, out: Path) -> None:
     """Train a fresh engine from a model's weights."""
     run = start(case, dist.get_world_size(), out, seed=8, weights=weights)
-    loaded = describe(run, truth.snapshot(run.engine, ()))
+    loaded = describe(run, deepspeed_state.snapshot(run.engine, ()))
     losses = [train_step(run, step) for step in range(steps)]
-    params = truth.snapshot_once(run.engine, ()).params
-    write_reference({"loaded": loaded, "losses": losses, "params": params}, out)
+    params = deepspeed_state.snapshot_once(run.engine, ()).params
+    write_expected({"loaded": loaded, "losses": losses, "params": params}, out)
 
 
 def load(
@@ -297,7 +297,7 @@ def load(
     """
     directory = run_dir if universal else None
     run = start(case, dist.get_world_size(), out, seed=8, universal=directory)
-    write_reference(resumed(run, run_dir, steps, universal=universal, **how), out)
+    write_expected(resumed(run, run_dir, steps, universal=universal, **how), out)
 
 
 def resumed(
@@ -317,10 +317,10 @@ def resumed(
     kept = {key: client_state[key] for key in case.client_state}
     without = how.get("load_module_only") or not how.get("load_optimizer_states", True)
     slots = () if without else case.slots
-    loaded = describe(run, truth.snapshot(run.engine, slots), kept)
+    loaded = describe(run, deepspeed_state.snapshot(run.engine, slots), kept)
     first = run.engine.global_steps
     losses = [train_step(run, first + step) for step in range(steps)]
-    params = truth.snapshot_once(run.engine, ()).params
+    params = deepspeed_state.snapshot_once(run.engine, ()).params
     return {"loaded": loaded, "losses": losses, "params": params}
 
 
@@ -346,19 +346,19 @@ def save(run: Run, directory: Path) -> None:
 
 
 def describe(
-    run: Run, now: truth.Snapshot, client_state: dict[str, Any] | None = None
+    run: Run, now: deepspeed_state.Snapshot, client_state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return everything a reader of the checkpoint should find, from the live engine."""
     engine, module = run.engine, run.engine.module
     groups = [h | {"fqns": n} for h, n in zip(run.hypers(), run.fqns(), strict=True)]
     scheduler = engine.lr_scheduler
-    reference: dict[str, Any] = {
-        "params": now.params | truth.empty_params(module),
+    expected: dict[str, Any] = {
+        "params": now.params | deepspeed_state.empty_params(module),
         "slots": now.slots,
         "optimizer_steps": now.steps,
-        "frozen": truth.frozen_params(module),
-        "buffers": truth.persistent_buffers(module),
-        "live": truth.live_params(module),
+        "frozen": deepspeed_state.frozen_params(module),
+        "buffers": deepspeed_state.persistent_buffers(module),
+        "live": deepspeed_state.live_params(module),
         "tied": ties(module),
         "never_stepped": [n for n in now.params if n == models.NEVER_STEPPED],
         "train": {
@@ -374,16 +374,16 @@ def describe(
     }
     if models.is_llama(module):
         tied = bool(module.config.tie_word_embeddings)
-        reference |= models.llama_logits(reference["params"], tied=tied)
-    return reference
+        expected |= models.llama_logits(expected["params"], tied=tied)
+    return expected
 
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu()
 
 
-def write_reference(reference: dict[str, Any], out: Path) -> None:
+def write_expected(expected: dict[str, Any], out: Path) -> None:
     """Rank 0's word; every rank took part in gathering it."""
     if dist.get_rank() == 0:
-        torch.save(tree_map_only(torch.Tensor, _to_cpu, reference), out / "reference.pt")
+        torch.save(tree_map_only(torch.Tensor, _to_cpu, expected), out / "expected.pt")
     dist.barrier()

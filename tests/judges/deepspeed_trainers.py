@@ -2,7 +2,7 @@
 
 The Trainer's lie in ``run/checkpoint-N/global_stepN``, accelerate's in ``run/pytorch_model``; both
 with further files (trainer_state.json, random states) that a reader of the DeepSpeed part must
-pass over. The engine inside is the real one, so the reference is gathered as everywhere else.
+pass over. The engine inside is the real one, so its state is gathered as everywhere else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tests.judges import deepspeed_models as models
+from tests.judges import deepspeed_state, hf_trainer
 from tests.judges import deepspeed_train as train
-from tests.judges import deepspeed_truth as truth
-from tests.judges import hf_trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +83,7 @@ def make_accelerate(case: Case, out: Path) -> None:
 def _finish(case: Case, engine: Any, losses: list[float], out: Path) -> None:
     trainable = [p for p in engine.module.parameters() if p.requires_grad]
     run = train.Run(case, engine, [trainable])
-    reference = train.describe(run, truth.snapshot(engine, case.slots))
+    expected = train.describe(run, deepspeed_state.snapshot(engine, case.slots))
     if dist.get_rank() == 0:
         engine.module.config.save_pretrained(out / "run")
-    train.write_reference(reference | {"losses": losses}, out)
+    train.write_expected(expected | {"losses": losses}, out)

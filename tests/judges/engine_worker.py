@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.judges import library_truth, ranks
+from tests.judges import library_state, ranks
 from tests.judges.megatron_cases import LATER, SEQUENCE, STEPS
 from tests.judges.megatron_data import EVALUATED, MICRO, SAMPLES, batch
 
@@ -118,8 +118,8 @@ def _report(held: dict[str, Any], logits: Tensor, losses: list[float], **counts:
 
 
 def _held(told: dict[str, Any], model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    truth = library_truth.of(_build(told), model, optimizer)
-    return {name: truth[name] for name in ("params", "optimizer", "steps")}
+    expected = library_state.read_state(_build(told), model, optimizer)
+    return {name: expected[name] for name in ("params", "optimizer", "steps")}
 
 
 # Engines
@@ -186,7 +186,7 @@ def go_on_deepspeed(told: dict[str, Any]) -> Any:
     import deepspeed
 
     from tests.judges import parallel_autotp, parallel_models
-    from tests.judges.deepspeed_truth import snapshot
+    from tests.judges.deepspeed_state import snapshot
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = _build(told)

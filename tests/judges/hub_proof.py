@@ -31,7 +31,7 @@ SAME = "ok"
 SEED, OTHER_SEED = 7, 8
 RANK_SECONDS = 90
 MOMENTS = ("exp_avg", "exp_avg_sq")
-TRUTH = "truth.pt"  # what the ranks trained, as the framework itself gathers it
+EXPECTED = "expected.pt"  # what the ranks trained, as the framework itself gathers it
 TRAINED = "trained"  # a file that says that all ranks came to their end
 AS_TRANSFORMERS = "the same with what transformers saved itself"
 FRAMEWORKS = {"fsdp2": "FSDP 2", "zero3": "ZeRO-3"}
@@ -210,7 +210,7 @@ def _train_fsdp2(model: nn.Module, inputs: Any, run: Path) -> None:
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     if torch.distributed.get_rank() == 0:
-        torch.save(whole, run / TRUTH)
+        torch.save(whole, run / EXPECTED)
 
 
 def _train_zero3(model: nn.Module, inputs: Any, run: Path) -> None:
@@ -241,7 +241,7 @@ def _train_zero3(model: nn.Module, inputs: Any, run: Path) -> None:
         with deepspeed.zero.GatheredParameters([value] if hasattr(value, "ds_id") else []):
             whole[name] = value.detach().clone()
     if torch.distributed.get_rank() == 0:
-        torch.save(whole, run / TRUTH)
+        torch.save(whole, run / EXPECTED)
 
 
 def _merge(model: Any, run: Path) -> None:
@@ -252,7 +252,7 @@ def _merge(model: Any, run: Path) -> None:
     """
     for name in ("oracle", "merged"):
         shutil.rmtree(run / name, ignore_errors=True)
-    model.load_state_dict(torch.load(run / TRUTH, weights_only=False))
+    model.load_state_dict(torch.load(run / EXPECTED, weights_only=False))
     model.save_pretrained(run / "oracle")
     model.config.save_pretrained(run / "ckpt")
     reshard.merge(run / "ckpt", run / "merged")

@@ -16,7 +16,7 @@ from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from torch.utils.data import DataLoader
 
 from tests.judges import library_models as models
-from tests.judges import library_truth as truth
+from tests.judges import library_state
 from tests.judges.device import DEVICE, IS_GPU
 from tests.judges.library_cpu import pass_for_gpus
 
@@ -56,7 +56,7 @@ def make_plugin(case: Case) -> FullyShardedDataParallelPlugin:
     )
 
 
-def make(case: Case, ckpt: Path) -> truth.Truth:
+def make(case: Case, ckpt: Path) -> library_state.State:
     """Train a little, ``save_state``, and tell what was live."""
     plugin = None
     if case.how["kind"] == "fsdp":
@@ -76,11 +76,11 @@ def _optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     """Return an optimizer: two groups if the file names their parameters, one if it counts them."""
     trained = [p for p in model.parameters() if p.requires_grad]
     flat = case.how["kind"] != "fsdp" or not case.how["orig"]
-    groups = [{"params": trained}] if flat else truth.decay_groups(model.named_parameters())
+    groups = [{"params": trained}] if flat else library_state.decay_groups(model.named_parameters())
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def _run(case: Case, accelerator: Accelerator, ckpt: Path) -> truth.Truth:
+def _run(case: Case, accelerator: Accelerator, ckpt: Path) -> library_state.State:
     model = models.build(case.factory)
     if case.how["kind"] == "fsdp" and case.how["version"] == 1:
         model = accelerator.prepare(model)
@@ -113,7 +113,9 @@ def _run(case: Case, accelerator: Accelerator, ckpt: Path) -> truth.Truth:
     if case.how.get("dcp") is False:
         _as_rank_files(accelerator, model, optimizer, ckpt)
     live = scheduler.scheduler
-    found = truth.of(models.build(case.factory), model, optimizer.optimizer, live, accelerator.step)
+    found = library_state.read_state(
+        models.build(case.factory), model, optimizer.optimizer, live, accelerator.step
+    )
     scaler = accelerator.scaler
     return {**found, "scaler": scaler.state_dict() if scaler is not None else None}
 

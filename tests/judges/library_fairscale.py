@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.judges import library_models as models
-from tests.judges import library_truth as truth
+from tests.judges import library_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ def _pass_for_cuda() -> None:
     dist._reduce_scatter_base = lambda output, rows, **kw: scatter(output, rows.flatten(), **kw)
 
 
-def make(case: Case, ckpt: Path) -> truth.Truth:
+def make(case: Case, ckpt: Path) -> library_state.State:
     """``shard_R.pt`` of each rank, or one file of the consolidated state."""
     if case.how["kind"] == "oss":
         return _oss(case, ckpt)
@@ -93,7 +93,7 @@ def _train(model: nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-def _tell(case: Case, model: FullyShardedDataParallel, optimizer: Any) -> truth.Truth:
+def _tell(case: Case, model: FullyShardedDataParallel, optimizer: Any) -> library_state.State:
     """fairscale's own consolidation, of the weights and, the same way, of each slot."""
     held = {value.data_ptr(): key for key, value in model.local_state_dict().items()}
     state = {held[p.data_ptr()]: slots for p, slots in optimizer.state.items()}
@@ -117,27 +117,27 @@ def _tell(case: Case, model: FullyShardedDataParallel, optimizer: Any) -> truth.
         shards = [{key: held[slot] for key, held in rank["state"].items()} for rank in ranks]
         for name, value in whole(shards, buffers=False).items():
             slots[name] |= {slot: value, "step": STEPS}
-    return _truth(fresh, every, slots, optimizer, list(slots))
+    return _by_name(fresh, every, slots, optimizer, list(slots))
 
 
-def _truth(
+def _by_name(
     fresh: nn.Module, every: dict[str, Tensor], slots: Slots, optimizer: Any, names: list[str]
-) -> truth.Truth:
-    known = truth.facts(fresh)
+) -> library_state.State:
+    known = library_state.facts(fresh)
     (group,) = optimizer.param_groups
     return {
         "params": {name: every[name] for name, _ in fresh.named_parameters()},
         "buffers": {name: every[name] for name in known["saved_buffers"]},
         "tied": known["tied"],
         "frozen": known["frozen"],
-        **truth.by_slots(slots),
+        **library_state.by_slots(slots),
         "groups": [{**{k: v for k, v in group.items() if k != "params"}, "params": names}],
         "scheduler": None,
         "step": None,
     }
 
 
-def _oss(case: Case, ckpt: Path) -> truth.Truth:
+def _oss(case: Case, ckpt: Path) -> library_state.State:
     """Save the model, and the optimizer's shards as rank 0 consolidates them."""
     model = models.build(case.factory)
     optimizer = OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-2)
@@ -152,5 +152,5 @@ def _oss(case: Case, ckpt: Path) -> truth.Truth:
         ranks, {names[id(p)]: slots for p, slots in optimizer.optim.state.items()}
     )
     slots: Slots = {name: held for rank in ranks for name, held in rank.items()}
-    every = {name: truth.whole(value) for name, value in model.state_dict().items()}
-    return _truth(models.build(case.factory), every, slots, optimizer, list(names.values()))
+    every = {name: library_state.whole(value) for name, value in model.state_dict().items()}
+    return _by_name(models.build(case.factory), every, slots, optimizer, list(names.values()))

@@ -2,9 +2,9 @@
 
 ``make_all(out)`` gives a directory per case::
 
-    out/<case>/ckpt/       what the library wrote; a user gives ``ckpt/<case.source>``
-    out/<case>/truth.pt    what the live objects held: see ``library_truth.of``
-    out/not_made.json      case -> the import that failed, where a library is not here
+    out/<case>/ckpt/        what the library wrote; a user gives ``ckpt/<case.source>``
+    out/<case>/expected.pt  what the live objects held, see ``library_state.read_state``
+    out/not_made.json       case -> the import that failed, where a library is not here
 
 or ``python -m tests.judges.library_judge OUT [case ...]``.
 """

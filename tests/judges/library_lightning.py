@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.judges import library_models as models
-from tests.judges import library_truth as truth
+from tests.judges import library_state
 from tests.judges.library_cpu import wrap_on_cpu
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ def module() -> Module:
 
 
 class Save(Callback):
-    """Saves at the end of training, while all is still in place, and keeps the truth."""
+    """Save and record the state at the end of training, before Lightning takes anything down."""
 
     def __init__(self, path: Path | None, fresh: Module) -> None:
         self.path = path
         self.fresh = fresh
-        self.truth: truth.Truth = {}
+        self.expected: library_state.State = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the state before Lightning takes the strategy down."""
@@ -78,9 +78,9 @@ class Save(Callback):
             trainer.save_checkpoint(self.path)
         (schedule,) = trainer.lr_scheduler_configs
         if hasattr(trainer.strategy, "deepspeed_engine"):
-            self.truth = _tell_deepspeed(trainer, self.fresh)
+            self.expected = _tell_deepspeed(trainer, self.fresh)
             return
-        self.truth = truth.of(
+        self.expected = library_state.read_state(
             self.fresh,
             trainer.strategy.model,
             trainer.optimizers[0],
@@ -141,7 +141,7 @@ def _deepspeed(case: Case) -> Any:
     return CpuDeepSpeed(config=config, process_group_backend="gloo")
 
 
-def _tell_deepspeed(trainer: Trainer, fresh: Module) -> truth.Truth:
+def _tell_deepspeed(trainer: Trainer, fresh: Module) -> library_state.State:
     """DeepSpeed's own report of an fp32 run in stage 1 or 2, where parameters are whole.
 
     DeepSpeed knows no scheduler; Lightning's is in the client state.
@@ -149,7 +149,7 @@ def _tell_deepspeed(trainer: Trainer, fresh: Module) -> truth.Truth:
     from deepspeed.utils import safe_get_full_optimizer_state
 
     engine: Any = trainer.strategy.deepspeed_engine
-    known = truth.facts(fresh)
+    known = library_state.facts(fresh)
     live = dict(engine.module.named_parameters())
     slots = {
         name: {slot: safe_get_full_optimizer_state(p, slot) for slot in ("exp_avg", "exp_avg_sq")}
@@ -160,13 +160,13 @@ def _tell_deepspeed(trainer: Trainer, fresh: Module) -> truth.Truth:
     (group,) = engine.optimizer.param_groups
     hyper = {key: value for key, value in group.items() if key != "params"}
     return {
-        "params": truth.whole_params(engine.module),
-        "buffers": {name: truth.whole(buffers[name]) for name in known["saved_buffers"]},
+        "params": library_state.whole_params(engine.module),
+        "buffers": {name: library_state.whole(buffers[name]) for name in known["saved_buffers"]},
         "tied": known["tied"],
         "frozen": known["frozen"],
-        **truth.by_slots(
+        **library_state.by_slots(
             {
-                n: {k: truth.whole(v) for k, v in s.items()} | {"step": STEPS}
+                n: {k: library_state.whole(v) for k, v in s.items()} | {"step": STEPS}
                 for n, s in slots.items()
             }
         ),
@@ -176,7 +176,7 @@ def _tell_deepspeed(trainer: Trainer, fresh: Module) -> truth.Truth:
     }
 
 
-def _fabric(case: Case, ckpt: Path) -> truth.Truth:
+def _fabric(case: Case, ckpt: Path) -> library_state.State:
     """``Fabric.save`` of the state that the user composed."""
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import FSDPStrategy as FabricFsdp
@@ -204,10 +204,12 @@ def _fabric(case: Case, ckpt: Path) -> truth.Truth:
     state = {"model": model, "optimizer": optimizer, "iteration": STEPS, "hparams": {"lr": 1e-2}}
     fabric.save(ckpt / case.source, state)
     inner = model._forward_module
-    return truth.of(models.build(case.factory), inner, optimizer.optimizer, None, STEPS)
+    return library_state.read_state(
+        models.build(case.factory), inner, optimizer.optimizer, None, STEPS
+    )
 
 
-def make(case: Case, ckpt: Path) -> truth.Truth:
+def make(case: Case, ckpt: Path) -> library_state.State:
     """Three steps; the file name is the user's, or ModelCheckpoint's."""
     if "fabric" in case.how:
         return _fabric(case, ckpt)
@@ -234,4 +236,4 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
         default_root_dir=ckpt,
     )
     trainer.fit(model, DataLoader(models.tokens(64), batch_size=models.BATCH // case.world))
-    return save.truth
+    return save.expected

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
-from tests.judges import hf_trainer, library_trainer
+from tests.judges import hf_trainer, library_state, library_trainer
 from tests.judges import library_models as models
-from tests.judges import library_truth as truth
 from tests.judges.library_cpu import pass_for_gpus
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ CONFIGS = {
 """Kind of run -> name of an adapter -> its configuration."""
 
 
-def make(case: Case, ckpt: Path) -> truth.Truth:
+def make(case: Case, ckpt: Path) -> library_state.State:
     """Train two steps or four, and tell what was live."""
     return {"single": _single, "zero3": _zero3, "fsdp2": _fsdp2}[case.how["kind"]](case, ckpt)
 
@@ -68,7 +67,7 @@ def _adapted(case: Case, ckpt: Path, model: nn.Module) -> PeftModel:
     return adapted
 
 
-def _single(case: Case, ckpt: Path) -> truth.Truth:
+def _single(case: Case, ckpt: Path) -> library_state.State:
     """Return the adapters under PEFT's names in files; live names contain ``.default``."""
     model = _adapted(case, ckpt, models.build(case.factory))
     trainer = library_trainer.train(case, model, ckpt)
@@ -80,7 +79,7 @@ def _single(case: Case, ckpt: Path) -> truth.Truth:
     groups = [{**g, "params": [short[name] for name in g["params"]]} for g in found["groups"]]
     return {
         **found,
-        "params": {name: truth.whole(value) for name, value in adapters.items()},
+        "params": {name: library_state.whole(value) for name, value in adapters.items()},
         "buffers": {},
         "tied": {},
         "frozen": [],
@@ -90,7 +89,7 @@ def _single(case: Case, ckpt: Path) -> truth.Truth:
     }
 
 
-def _zero3(case: Case, ckpt: Path) -> truth.Truth:
+def _zero3(case: Case, ckpt: Path) -> library_state.State:
     """Return the Trainer over ZeRO 3, which cuts every parameter.
 
     ``hollow`` is what a script makes that calls ``save_pretrained`` itself, on the partitions.
@@ -126,11 +125,11 @@ def _zero3(case: Case, ckpt: Path) -> truth.Truth:
     adapted.save_pretrained(ckpt / "hollow", is_main_process=dist.get_rank() == 0)
     logits = _logits(trainer.model_wrapped)
     with deepspeed.zero.GatheredParameters(list(adapted.parameters())):
-        state = {name: truth.whole(value) for name, value in adapted.state_dict().items()}
+        state = {name: library_state.whole(value) for name, value in adapted.state_dict().items()}
     return _saved(adapted, state, ckpt, {"default": logits})
 
 
-def _fsdp2(case: Case, ckpt: Path) -> truth.Truth:
+def _fsdp2(case: Case, ckpt: Path) -> library_state.State:
     """Accelerate's ``save_state`` of two adapters, and of the active one alone as Trainer does."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import save_fsdp_model
@@ -166,7 +165,7 @@ def _fsdp2(case: Case, ckpt: Path) -> truth.Truth:
         model.set_adapter(name)
         logits[name] = _logits(model)
     save_fsdp_model(plugin, accelerator, model, str(ckpt / "alone"), adapter_only=True)
-    state = {name: truth.whole(value) for name, value in model.state_dict().items()}
+    state = {name: library_state.whole(value) for name, value in model.state_dict().items()}
     return _saved(model, state, ckpt, logits)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.judges import library_models as models
-from tests.judges import library_truth as truth
+from tests.judges import library_state
 from tests.judges.library_stubs import stand_in
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Adapter:
         return state
 
 
-def make(case: Case, ckpt: Path) -> truth.Truth:
+def make(case: Case, ckpt: Path) -> library_state.State:
     """``checkpoint/step-2`` is whole, ``checkpoint/step-3`` as the case asks; a sample is alone."""
     model: Any = models.build(case.factory)
     mesh = init_device_mesh("cpu", (case.world,), mesh_dim_names=("fsdp",))
@@ -87,12 +87,14 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
         optimizers.zero_grad()
         manager.save(step, last_step=step == STEPS)
     (optimizer,) = optimizers.optimizers
-    found = truth.of(models.build(case.factory), model, optimizer, schedulers, STEPS)
+    found = library_state.read_state(
+        models.build(case.factory), model, optimizer, schedulers, STEPS
+    )
     manager.close()
     if last["last_save_model_only"]:
         dtype = getattr(torch, case.how.get("export", {}).get("export_dtype", "float32"))
         params = {name: value.to(dtype) for name, value in found["params"].items()}
-        empty: truth.Truth = {"optimizer": {}, "steps": {}, "groups": []}
+        empty: library_state.State = {"optimizer": {}, "steps": {}, "groups": []}
         step = None if last["last_save_in_hf"] else STEPS  # else the directory's name says it
         found |= {"params": params, "scheduler": None, "step": step, **empty}
         floats = {

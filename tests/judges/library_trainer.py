@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.judges import hf_trainer
+from tests.judges import hf_trainer, library_state
 from tests.judges import library_models as models
-from tests.judges import library_truth as truth
 from tests.judges.device import IS_GPU
 from tests.judges.library_cpu import pass_for_gpus
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 STEPS = 4
 
 
-def make(case: Case, ckpt: Path) -> truth.Truth:
+def make(case: Case, ckpt: Path) -> library_state.State:
     """Train four steps, which leaves two checkpoints, the last of which is told."""
     trainer = train(case, models.build(case.factory), ckpt)
     model = trainer.model_wrapped if case.world > 1 else trainer.model
@@ -58,7 +57,9 @@ def train(case: Case, model: nn.Module, ckpt: Path) -> Trainer:
     return hf_trainer.train(model, arguments, models.tokens(STEPS * models.BATCH))
 
 
-def tell(trainer: Trainer, fresh: nn.Module, model: nn.Module) -> truth.Truth:
+def tell(trainer: Trainer, fresh: nn.Module, model: nn.Module) -> library_state.State:
     """Return the state of the Trainer's objects."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    return truth.of(fresh, model, optimizer, trainer.lr_scheduler, trainer.state.global_step)
+    return library_state.read_state(
+        fresh, model, optimizer, trainer.lr_scheduler, trainer.state.global_step
+    )

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.judges import library_models as models
-from tests.judges import library_truth as truth
+from tests.judges import library_state
 from tests.judges.library_cpu import wrap_on_cpu
 from tests.judges.library_stubs import stand_in
 
@@ -62,7 +62,7 @@ def shard(model: nn.Module, case: Case) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def make(case: Case, ckpt: Path) -> truth.Truth:
+def make(case: Case, ckpt: Path) -> library_state.State:
     """``global_step_3/actor``, and the trainer's pointer to it."""
     bare: Any = models.build(case.factory)
     bare.config.architectures = [type(bare).__name__]  # as from_pretrained would have it
@@ -80,4 +80,4 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
     manager.save_checkpoint(str(ckpt / f"global_step_{STEPS}" / "actor"), global_step=STEPS)
     if dist.get_rank() == 0:
         (ckpt / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
-    return truth.of(models.build(case.factory), model, optimizer, scheduler, STEPS)
+    return library_state.read_state(models.build(case.factory), model, optimizer, scheduler, STEPS)

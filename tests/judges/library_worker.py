@@ -29,9 +29,9 @@ def work(job: ranks.Job, rank: int) -> None:
     if case.group:
         ranks.join_group(job, rank)
     maker = importlib.import_module(f"tests.judges.library_{case.library}")
-    truth = maker.make(case, ckpt)
+    expected = maker.make(case, ckpt)
     if rank == 0:
-        torch.save(truth, job.out / "truth.pt")
+        torch.save(expected, job.out / "expected.pt")
     if dist.is_initialized():
         dist.barrier()
 

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
 import reshard.lightning
-from tests.judges import library_lightning, ranks
+from tests.judges import library_lightning, library_state, ranks
 from tests.judges import library_models as models
-from tests.judges import library_truth as truth
 from tests.judges.accelerate_worker import BATCH, SAVED, STEPS, TOTAL, WARMUP
 
 if TYPE_CHECKING:
@@ -116,9 +115,11 @@ def look(trainer: Trainer, scheduler: Any) -> dict[str, Any]:
         held = of_engine(strategy.deepspeed_engine)
         held["buffers"] = {name: value.clone() for name, value in fresh.named_buffers()}
         live = dict(strategy.deepspeed_engine.module.named_buffers())
-        held["buffers"] = {name: live[name].clone() for name in truth.facts(fresh)["saved_buffers"]}
+        held["buffers"] = {
+            name: live[name].clone() for name in library_state.facts(fresh)["saved_buffers"]
+        }
     else:
-        held = truth.of(fresh, strategy.model, trainer.optimizers[0])
+        held = library_state.read_state(fresh, strategy.model, trainer.optimizers[0])
     counters = {"last_epoch": scheduler.last_epoch, "lr": scheduler.optimizer.param_groups[0]["lr"]}
     return {**held, **counters, "step": trainer.global_step, "epoch": trainer.current_epoch}
 

@@ -2,12 +2,12 @@
 
 ``make_all(out)`` trains every case and gives a directory a case::
 
-    out/<case>/<form>/     what Megatron-core saved, in the forms of ``megatron_cases``
-    out/<case>/truth.pt    what it holds when it loads that on one rank: see ``megatron_worker``
-    out/not_made.json      case -> the import that failed, where Megatron-core is not installed
+    out/<case>/<form>/      what Megatron-core saved, in the forms of ``megatron_cases``
+    out/<case>/expected.pt  what it holds when it loads that on one rank: see ``megatron_worker``
+    out/not_made.json       case -> the import that failed, where Megatron-core is not installed
 
 ``load_all(out, {name: loading(...)})`` has it load checkpoints and go on from them: the same
-``truth.pt``, and a ``rank<r>.pt`` of what each rank holds once it has loaded.
+``expected.pt``, and a ``rank<r>.pt`` of what each rank holds once it has loaded.
 
 Or ``python -m tests.judges.megatron_judge OUT [case ...]``.
 """

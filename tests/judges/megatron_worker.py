@@ -20,7 +20,7 @@ PRELOADED = (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
     "tests.judges.megatron_files",
-    "tests.judges.megatron_truth",
+    "tests.judges.megatron_state",
     "torch._dynamo",  # half a second in each rank
 )
 
@@ -39,7 +39,7 @@ def _work(job: ranks.Job, rank: int) -> None:
     import torch.distributed as dist
 
     from tests.judges import megatron_files as files
-    from tests.judges import megatron_truth as truths
+    from tests.judges import megatron_state
 
     case = job.told["table"][job.case]
     ranks.join_group(job, rank)
@@ -49,18 +49,18 @@ def _work(job: ranks.Job, rank: int) -> None:
     else:
         trained, forms = [], ()
         files.load(run, Path(case.start), case.form)
-        held = truths.local(run) | {"rng": files.random_states()}
+        held = megatron_state.local(run) | {"rng": files.random_states()}
         torch.save(held, job.out / f"rank{rank}.pt")
     for form in dict.fromkeys((*forms, case.canonical)):
         plain = form == case.canonical and case.bucketed
-        files.save(truths.in_one_bucket(run) if plain else run, job.out / form, form)
+        files.save(megatron_state.in_one_bucket(run) if plain else run, job.out / form, form)
     told = {"losses": run.evaluate(), "trained": trained, "case": dataclasses.asdict(case)}
     told["later"] = run.train(LATER)
     told["losses_later"] = run.evaluate()
     dist.barrier()
     _leave()
     if rank == 0:
-        torch.save(told | _on_one_rank(job, case), job.out / "truth.pt")
+        torch.save(told | _on_one_rank(job, case), job.out / "expected.pt")
 
 
 def _begin(case: Case) -> Run:
@@ -85,7 +85,7 @@ def _on_one_rank(job: ranks.Job, case: Case) -> dict[str, Any]:
     import torch.distributed as dist
 
     from tests.judges import megatron_files as files
-    from tests.judges import megatron_truth as truths
+    from tests.judges import megatron_state
 
     dist.init_process_group(
         "gloo", init_method=f"file://{job.out / '.alone'}", rank=0, world_size=1
@@ -101,7 +101,7 @@ def _on_one_rank(job: ranks.Job, case: Case) -> dict[str, Any]:
     )
     run = _begin(alone)
     files.load(run, job.out / case.canonical, case.canonical)
-    return truths.whole(run) | {"losses_alone": run.evaluate()}
+    return megatron_state.whole(run) | {"losses_alone": run.evaluate()}
 
 
 def preload(jobs: list[ranks.Job]) -> dict[str, str]:

@@ -29,9 +29,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from tests.judges import deepspeed_models, split_worker, torch_models
 from tests.judges.ranks import mean_over_ranks
 from tests.judges.split_worker import (
+    EXPECTED,
     LOADS,
     STEPS,
-    TRUTH,
     differing,
     rank_files,
     state_of,
@@ -116,7 +116,7 @@ def train(ranks, mesh, model, optimizer, first, steps):
 
 
 def save(ranks, text, place, steps):
-    """Train, save a file a rank and in DCP; keep the truth and train on where steps are asked."""
+    """Train; save a file per rank, in DCP, and the expected state; train on for further steps."""
     mesh = make_mesh(text)
     model, optimizer = live(mesh, 7)
     train(ranks, mesh, model, optimizer, 0, STEPS)
@@ -128,18 +128,18 @@ def save(ranks, text, place, steps):
     dcp.save(state, checkpoint_id=place / "dcp")
     if not steps:
         return []
-    truth = state_of(model, optimizer)
+    expected = state_of(model, optimizer)
     if ranks.rank == 0:
-        torch.save(truth, place / TRUTH)
+        torch.save(expected, place / EXPECTED)
     return train(ranks, mesh, model, optimizer, STEPS, steps)
 
 
 def resumed(ranks, text, form, place, source):
-    """Load into a model with other values, compare with the truth, train on."""
+    """Load into a model with other values, compare with the expected state, train on."""
     mesh = make_mesh(text)
     model, optimizer = live(mesh, 99)
     LOADS[form](ranks, Path(place), model, optimizer)
-    wrong = differing(state_of(model, optimizer), torch.load(source / TRUTH))
+    wrong = differing(state_of(model, optimizer), torch.load(source / EXPECTED))
     wrong += misplaced(ranks, place, form, model, optimizer)
     return {"differing": wrong, "losses": train(ranks, mesh, model, optimizer, STEPS, 2)}
 
@@ -166,7 +166,7 @@ def place_of(tensor):
     return tensor.device_mesh, tensor.placements, tensor.to_local().shape
 
 
-def from_deepspeed(ranks, text, place, reference):
+def from_deepspeed(ranks, text, place, expected):
     """DeepSpeed's menagerie, its Llama by transformers' own plan, from where ZeRO-3 stopped."""
     mesh = make_mesh(text)
     torch.manual_seed(99)
@@ -178,9 +178,9 @@ def from_deepspeed(ranks, text, place, reference):
     optimizer = torch.optim.AdamW(trained, lr=0.5, weight_decay=0.7, eps=0.1)
     LOADS["pair"](ranks, place, model, optimizer)
     wrong = misplaced(ranks, place, "pair", model, optimizer)
-    wrong += untrue(model, optimizer, reference)
-    losses, first = [], reference["train"]["step"]
-    for step in range(first, first + len(reference["next"]["losses"])):
+    wrong += untrue(model, optimizer, expected)
+    losses, first = [], expected["train"]["step"]
+    for step in range(first, first + len(expected["next"]["losses"])):
         loss = model(share_of(mesh, deepspeed_models.global_batch(step, 0, 1), ranks))
         optimizer.zero_grad()
         loss.backward()
@@ -200,16 +200,16 @@ def by_transformers(model, mesh):
     model.tie_weights()
 
 
-def untrue(model, optimizer, reference):
+def untrue(model, optimizer, expected):
     """Return names of what DeepSpeed itself held otherwise."""
-    told = {**reference["params"], **reference["frozen"], **reference["buffers"]}
+    told = {**expected["params"], **expected["frozen"], **expected["buffers"]}
     live_ones = model.state_dict(keep_vars=True)
     names = {id(p): name for name, p in model.named_parameters()}
     wrong = [n for n, value in told.items() if not same(whole(live_ones[n]), value)]
     states = {names[id(p)]: slots for p, slots in optimizer.state.items()}
     return wrong + [
         f"{slot} of {name}"
-        for slot, values in reference["slots"].items()
+        for slot, values in expected["slots"].items()
         for name, value in values.items()
         if value.numel() and not same(whole(states[name][slot]), value)
     ]

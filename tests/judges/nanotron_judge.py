@@ -2,7 +2,7 @@
 
     RESHARD_NANOTRON=nanotron/src python -m tests.judges.nanotron_judge OUT [case ...]
 
-A case is ``OUT/<case>/ckpt/3/`` with ``latest.txt`` above it, and ``truth.pt``: ``weights``,
+A case is ``OUT/<case>/ckpt/3/`` with ``latest.txt`` above it, and ``expected.pt``: ``weights``,
 ``exp_avg``, ``exp_avg_sq`` and ``masters`` by name, from one AdamW over whole tensors in fp32. What
 nanotron imports beside (datasets, flash_attn ...) need not be there: none of it is called.
 """
@@ -95,7 +95,7 @@ def settings(case):
     return [(large, {"weight_decay": _DECAY}), (small, {"weight_decay": 0.0})]
 
 
-def truth(case):
+def train_whole(case):
     """Return the state of one process with whole tensors."""
     dtype = torch.bfloat16 if case.fp32 else torch.float32
     whole = {n: nn.Parameter(initial(n).to(dtype).float()) for n in PARAMETERS}
@@ -272,7 +272,7 @@ class _Run:
         parts = (self.model, self.optimizer, self.scheduler)
         save(out / "ckpt", self.parallel, *parts, zero=self.case.zero)
         if dist.get_rank() == 0:
-            torch.save(truth(self.case), out / "truth.pt")
+            torch.save(train_whole(self.case), out / "expected.pt")
 
 
 @torch.no_grad()

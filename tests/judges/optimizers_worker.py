@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from tests.judges import deepspeed_models, deepspeed_train, deepspeed_truth, optimizers, ranks
+from tests.judges import deepspeed_models, deepspeed_state, deepspeed_train, optimizers, ranks
 from tests.judges.deepspeed_cases import Case
 from tests.judges.deepspeed_worker import PRELOADED
 from tests.judges.optimizers import Kind
@@ -50,7 +50,7 @@ def work(job: ranks.Job, rank: int) -> None:
     first = engine.global_steps
     told["next"] = [deepspeed_train.train_step(run, first + step) for step in range(NEXT_STEPS)]
     told["after"] = held(engine)
-    deepspeed_train.write_reference(told, job.out)
+    deepspeed_train.write_expected(told, job.out)
 
 
 def start(kind: Kind, world: int, out: Path, seed: int, universal: Path | None) -> tuple[Any, Case]:
@@ -74,7 +74,7 @@ Held = dict[str, dict[str, Any]]
 
 def held(engine: Any) -> Held:
     """Return name of a value -> fqn -> value, from all ranks; ``weight`` is the master."""
-    names = {id(p): n for n, p in deepspeed_truth.optimized(engine.module).items()}
+    names = {id(p): n for n, p in deepspeed_state.optimized(engine.module).items()}
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         own = _of_stage_3(optimizer, names)
@@ -84,7 +84,7 @@ def held(engine: Any) -> Held:
         return _whole(engine, names)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
-    return _joined(every, deepspeed_truth.optimized(engine.module))
+    return _joined(every, deepspeed_state.optimized(engine.module))
 
 
 def _of_flat_groups(optimizer: Any, names: dict[int, str]) -> list[tuple[str, str, int, Any]]:

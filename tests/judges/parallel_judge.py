@@ -1,6 +1,6 @@
 """Make model-parallel checkpoints with real DeepSpeed, and resume from them with it.
 
-``make_all(out)`` gives a directory a case: ``run/``, and ``reference.pt``, which the ranks gathered
+``make_all(out)`` gives a directory a case: ``run/``, and ``expected.pt``, which the ranks gathered
 from one another in training; or ``python -m tests.judges.parallel_judge OUT [case ...]``.
 """
 
@@ -19,7 +19,7 @@ from tests.judges.server import CaseResult, JudgeError
 JUDGE = server.Judge(
     *("tests.judges.parallel_worker", "DeepSpeed", CASES),
     like=server.DEEPSPEED,
-    result=server.REFERENCE,
+    result=server.EXPECTED,
 )
 
 
@@ -38,7 +38,7 @@ def load_all(
         how: options of ``load_checkpoint``.
 
     Returns:
-        of each ``loaded``, a reference as of right after loading, ``losses`` and ``params``.
+        of each ``loaded`` (the state right after loading), ``losses`` and ``params``.
     """
     jobs = {}
     for number, (run, name, other) in enumerate(runs):

@@ -11,8 +11,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from tests.judges import deepspeed_state, ranks
 from tests.judges import deepspeed_train as train
-from tests.judges import deepspeed_truth, ranks
 from tests.judges import parallel_autotp as autotp
 from tests.judges import parallel_models as models
 from tests.judges.deepspeed_worker import PRELOADED
@@ -47,25 +47,25 @@ def work(job: ranks.Job, rank: int) -> None:
     engine = start(case)
     how = job.told["how"]
     engine.load_checkpoint(str(job.told["load"]), **how)
-    loaded = truth(engine, () if how.get("load_module_only") else SLOTS)
+    loaded = read_state(engine, () if how.get("load_module_only") else SLOTS)
     first = engine.global_steps
     losses = [step(engine, case, first + n) for n in range(job.told["steps"])]
-    _write({"loaded": loaded, "losses": losses, "params": truth(engine)["params"]}, job.out)
+    _write({"loaded": loaded, "losses": losses, "params": read_state(engine)["params"]}, job.out)
 
 
 def make(case: Case, out: Path) -> None:
-    """Train, save ``out/run``, write ``out/reference.pt``, and train on."""
+    """Train, save ``out/run``, write ``out/expected.pt``, and train on."""
     engine = start(case)
     losses = [step(engine, case, n) for n in range(STEPS)]
-    reference = truth(engine) | {"losses": losses, "groups": _groups(engine)}
+    expected = read_state(engine) | {"losses": losses, "groups": _groups(engine)}
     if case.kind == "autotp":
-        reference["consolidated"] = autotp.consolidated(engine)
+        expected["consolidated"] = autotp.consolidated(engine)
     blocks = range(1, 1 + BLOCKS)
     says = case.patterns and case.kind != "autotp"  # DeepSpeed says it there
     client = {INFO: models.patterns(tied=case.tied, blocks=blocks)} if says else {}
     engine.save_checkpoint(str(out / "run"), client_state={**client, "note": [1, 2]})
     further = [step(engine, case, STEPS + n) for n in range(NEXT_STEPS)]
-    _write(reference | {"next": {"losses": further, "params": truth(engine)["params"]}}, out)
+    _write(expected | {"next": {"losses": further, "params": read_state(engine)["params"]}}, out)
 
 
 def start(case: Case) -> Any:
@@ -144,22 +144,22 @@ def _update(engine: Any, loss: Tensor) -> float:
     return ranks.mean_over_ranks(loss, dist.get_world_size())
 
 
-def truth(engine: Any, slots: tuple[str, ...] = SLOTS) -> dict[str, Any]:
+def read_state(engine: Any, slots: tuple[str, ...] = SLOTS) -> dict[str, Any]:
     """Return whole tensors by the optimizer's names, gathered by the ranks that hold them."""
     first = getattr(engine, "is_first_stage", lambda: True)()
     unused = frozenset() if first else frozenset({POSITIONS})
-    now = deepspeed_truth.snapshot(engine, slots, unused)
-    nothing = deepspeed_truth.empty_params(engine.module)  # of a rank without a head
+    now = deepspeed_state.snapshot(engine, slots, unused)
+    nothing = deepspeed_state.empty_params(engine.module)  # of a rank without a head
     mine = {
         name: {**held, **nothing} for name, held in (("params", now.params), *now.slots.items())
     }
-    mine["live"] = deepspeed_truth.live_params(engine.module)
+    mine["live"] = deepspeed_state.live_params(engine.module)
     gather = _gatherer(engine)
     held = {
         kind: {name: gather(name, tensors[name]) for name in sorted(tensors)}
         for kind, tensors in mine.items()
     }
-    held["buffers"] = deepspeed_truth.persistent_buffers(engine.module)
+    held["buffers"] = deepspeed_state.persistent_buffers(engine.module)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, held)
     found: dict[str, Any] = {kind: {} for kind in held}
@@ -181,9 +181,9 @@ def _groups(engine: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 
-def _write(reference: dict[str, Any], out: Path) -> None:
+def _write(expected: dict[str, Any], out: Path) -> None:
     if dist.get_rank() == 0:
-        torch.save(reference, out / "reference.pt")
+        torch.save(expected, out / "expected.pt")
 
 
 if __name__ == "__main__":

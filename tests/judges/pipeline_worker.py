@@ -96,7 +96,7 @@ def train(mesh, model, optimizer):
         optimizer.zero_grad()
 
 
-def truth(ranks, mesh, model, optimizer):
+def read_state(ranks, mesh, model, optimizer):
     """Return whole tensors of all stages, as torch gathers each stage's."""
     weights = get_model_state_dict(model, options=WHOLE)
     state = get_optimizer_state_dict(model, optimizer, options=WHOLE)
@@ -117,12 +117,12 @@ def truth(ranks, mesh, model, optimizer):
 
 
 def save(ranks, sizes, place, groups):
-    """Train, save in every form, and the truth beside."""
+    """Train, then save in every form, with the expected state beside."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
     model, optimizer = live(mesh, groups=groups)
     train(mesh, model, optimizer)
-    told = truth(ranks, mesh, model, optimizer)
+    told = read_state(ranks, mesh, model, optimizer)
     for form in FORMS:
         (place / form).mkdir(exist_ok=True)
     dist.barrier()
@@ -137,4 +137,4 @@ def save(ranks, sizes, place, groups):
     flat = get_optimizer_state_dict(model, optimizer, options=FLATTENED)
     dcp.save({"model": weights, "optimizer": flat}, checkpoint_id=place / "dcp")
     if rank == 0:
-        torch.save(told, place / "truth.pt")
+        torch.save(told, place / "expected.pt")

@@ -57,7 +57,7 @@ def train(ranks, name, place):
         whole.save_pretrained(place / "published")
         whole.config.save_pretrained(place / "run")
         slots = {fqn: slot["exp_avg"] for fqn, slot in moments["state"].items()}
-        torch.save({"weights": whole.state_dict(), "exp_avg": slots}, place / "truth.pt")
+        torch.save({"weights": whole.state_dict(), "exp_avg": slots}, place / "expected.pt")
 
 
 def load(ranks, name, place, source):
@@ -76,5 +76,5 @@ def load(ranks, name, place, source):
     else:
         dcp.load(state, storage_reader=reshard.dcp.StorageReader(source))
     loaded = get_model_state_dict(model, options=FULL)
-    truth = torch.load(Path(place) / "truth.pt")["weights"]
-    return [fqn for fqn, value in loaded.items() if not torch.equal(value, truth[fqn])]
+    expected = torch.load(Path(place) / "expected.pt")["weights"]
+    return [fqn for fqn, value in loaded.items() if not torch.equal(value, expected[fqn])]

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 import reshard.transformers
-from tests.judges import hf_trainer, ranks
-from tests.judges import library_truth as truth
+from tests.judges import hf_trainer, library_state, ranks
 from tests.judges.library_cpu import pass_for_gpus
 from tests.judges.models import llama_config
 
@@ -85,14 +84,14 @@ class Tell(TrainerCallback):
             return
         fresh = model(self.family)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        self.held = truth.of(
+        self.held = library_state.read_state(
             fresh, trainer.model_wrapped, optimizer, trainer.lr_scheduler, trainer.state.global_step
         )
 
 
-def of_engine(engine: Any) -> truth.Truth:
+def of_engine(engine: Any) -> library_state.State:
     """Return masters and moments of a DeepSpeed engine, and its step."""
-    from tests.judges.deepspeed_truth import snapshot
+    from tests.judges.deepspeed_state import snapshot
 
     found = snapshot(engine, ("exp_avg", "exp_avg_sq"))
     names = list(found.params)

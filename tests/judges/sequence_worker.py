@@ -23,8 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.judges import deepspeed_models as models
-from tests.judges import deepspeed_train, ranks
-from tests.judges import deepspeed_truth as truth
+from tests.judges import deepspeed_state, deepspeed_train, ranks
 from tests.judges.deepspeed_worker import PRELOADED
 
 Weights = dict[str, torch.Tensor]
@@ -40,10 +39,10 @@ def train_deepspeed(job: ranks.Job) -> dict[int, Weights]:
     for step in range(max(saves)):
         deepspeed_train.train_step(run, step)
         if step + 1 in saves:
-            now = truth.snapshot(run.engine, case.slots)
+            now = deepspeed_state.snapshot(run.engine, case.slots)
             found[step + 1] = now.params | {
                 name: value.float()
-                for name, value in truth.frozen_params(run.engine.module).items()
+                for name, value in deepspeed_state.frozen_params(run.engine.module).items()
             }
             deepspeed_train.save(run, job.out / "run")
     return found

@@ -41,7 +41,7 @@ from tests.support.sample_tensors import same
 STEPS = 3
 ROWS = 12  # of the global batch: divides by every number of ranks here
 WHOLE = StateDictOptions(full_state_dict=True)
-TRUTH = "truth.pt"
+EXPECTED = "expected.pt"
 OWN = "trust"  # of a parameter's state
 
 
@@ -122,10 +122,10 @@ def differing(found, wanted):
     """Return names of what is not bitwise the same."""
     wrong = [n for n, t in wanted["model"].items() if not same(found["model"][n], t)]
     wrong += [n for n in found["model"] if n not in wanted["model"]]
-    states, truths = found["optim"]["state"], wanted["optim"]["state"]
-    wrong += list(states.keys() ^ truths.keys())
-    for fqn in states.keys() & truths.keys():
-        for slot, value in truths[fqn].items():
+    states, expected = found["optim"]["state"], wanted["optim"]["state"]
+    wrong += list(states.keys() ^ expected.keys())
+    for fqn in states.keys() & expected.keys():
+        for slot, value in expected[fqn].items():
             if not alike(states[fqn].get(slot), value):
                 wrong.append(f"{slot} of {fqn}")
     if groups(found) != groups(wanted):
@@ -146,7 +146,7 @@ def groups(state):
 
 
 def save(ranks, kind, build, place):
-    """Train, save in every form of torch's own, keep the truth, and train on.
+    """Train, save in each of torch's forms and the expected state, and train on.
 
     Under FSDP 1 the optimizer keeps a plain number of each parameter too, which torch lets it.
     """
@@ -165,22 +165,22 @@ def save(ranks, kind, build, place):
     else:
         with Fsdp1.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
             rank_files(ranks, place, model.state_dict(), optimizer.state_dict())
-    truth = state_of(model, optimizer)
+    expected = state_of(model, optimizer)
     if ranks.rank == 0:
-        torch.save(truth, place / TRUTH)
+        torch.save(expected, place / EXPECTED)
     return train(ranks, model, optimizer, STEPS, 2)
 
 
 def save_sharded_and_whole(ranks, kind, build, place):
-    """Train, save as tutorials do (shards with DCP, one file), keep the truth, and train on."""
+    """Train, save as tutorials do (shards with DCP, one file), and train on."""
     model, optimizer = live(ranks, kind, build)
     train(ranks, model, optimizer, 0)
     sharded, whole = STATES[kind.split()[0]](model, optimizer)
     dcp.save(sharded, checkpoint_id=place / "dcp")
-    truth = state_of(model, optimizer)
+    expected = state_of(model, optimizer)
     if ranks.rank == 0:
         torch.save(whole, place / "full.pt")
-        torch.save(truth, place / TRUTH)
+        torch.save(expected, place / EXPECTED)
     return train(ranks, model, optimizer, STEPS, 2)
 
 
@@ -335,10 +335,10 @@ LOADS = {
 
 
 def resumed(ranks, kind, build, form, place, source):
-    """Load into a model with other values, compare with the truth, train on."""
+    """Load into a model with other values, compare with the expected state, train on."""
     model, optimizer = live(ranks, kind, build, seed=99)
     LOADS[form](ranks, Path(place), model, optimizer)
-    wrong = differing(state_of(model, optimizer), torch.load(source / TRUTH))
+    wrong = differing(state_of(model, optimizer), torch.load(source / EXPECTED))
     if form == "dcp":  # it loads what a fresh optimizer has
         wrong = [name for name in wrong if not name.startswith(OWN)]
     return {"differing": wrong, "losses": train(ranks, model, optimizer, STEPS, 2)}
@@ -361,10 +361,10 @@ def from_deepspeed(ranks, place, source, first, steps, kind="fsdp2", form="dcp")
 
 
 def accelerate_loads(ranks, place, case, source):
-    """Return what of a run's truth differs after Accelerate's own ``load_state``."""
+    """Return names of what differs after Accelerate's own ``load_state``."""
     from accelerate import Accelerator
 
-    from tests.judges import library_accelerate, library_models, library_truth
+    from tests.judges import library_accelerate, library_models, library_state
     from tests.judges.library_cpu import pass_for_gpus
 
     os.environ |= {"LOCAL_RANK": str(ranks.rank), "ACCELERATE_USE_CPU": "true"}
@@ -384,12 +384,12 @@ def accelerate_loads(ranks, place, case, source):
     accelerator.register_for_checkpointing(counter)
     accelerator.load_state(str(place))
     assert counter.seen == library_accelerate.STEPS
-    wanted = torch.load(source / TRUTH, weights_only=False)
+    wanted = torch.load(source / EXPECTED, weights_only=False)
     steps = library_accelerate.STEPS * ranks.world  # of the scheduler: one for each process
     wanted["scheduler"] |= {"last_epoch": steps, "_step_count": steps + 1}
     plain = library_models.build(case.factory)
     live = scheduler.scheduler, accelerator.step
-    found = library_truth.of(plain, model, optimizer.optimizer, *live)
+    found = library_state.of(plain, model, optimizer.optimizer, *live)
     return {
         "differing": [key for key, value in found.items() if not alike(value, wanted[key])],
         "step": found["step"],
@@ -416,9 +416,9 @@ def save_llama(ranks, place, source, steps, further):
         "optim": get_optimizer_state_dict(model, optimizer),
     }
     dcp.save(state, checkpoint_id=place / "dcp")
-    truth = state_of(model, optimizer)
+    expected = state_of(model, optimizer)
     if ranks.rank == 0:
-        torch.save(truth, place / TRUTH)
+        torch.save(expected, place / EXPECTED)
     return reader.train(ranks, "fsdp2", model, optimizer, steps, further)
 
 
@@ -427,5 +427,5 @@ def as_one_file(_ranks, place, source):
     out = Path(f"{place}.pt")
     dcp_to_torch_save(place, out)
     read = torch.load(out, weights_only=False)
-    wanted = torch.load(source / TRUTH)
+    wanted = torch.load(source / EXPECTED)
     return {"differing": differing(read, wanted), "rest": sorted(read.keys() - wanted.keys())}

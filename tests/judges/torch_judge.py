@@ -2,8 +2,8 @@
 
 ``make_all(out)`` gives a directory per case::
 
-    out/<case>/ckpt/       what PyTorch wrote; a user gives ``ckpt/<case.source>``
-    out/<case>/truth.pt    what PyTorch itself reports of the same state, see ``torch_worker.truth``
+    out/<case>/ckpt/        what PyTorch wrote; a user gives ``ckpt/<case.source>``
+    out/<case>/expected.pt  the same state as PyTorch reports it, see ``torch_worker.read_state``
 
 or ``python -m tests.judges.torch_judge OUT [case ...]``.
 """

@@ -1,6 +1,6 @@
 """The worker process of ``torch_judge``: the same ranks make every case of a world size.
 
-A case: train three steps, ask PyTorch for the whole truth, save.
+A case: train three steps, ask PyTorch for the whole state, save.
 """
 
 from __future__ import annotations
@@ -263,10 +263,10 @@ GROUPS = {
 }
 
 
-# The truth
+# The expected state
 
 
-def truth(live: Live) -> State:
+def read_state(live: Live) -> State:
     """Collect what PyTorch's own full state dicts report; every rank must call it."""
     plain = build(live.case)
     tied = ties(plain)
@@ -281,12 +281,12 @@ def truth(live: Live) -> State:
         "groups": [],
     }
     if live.case.moments:
-        told |= optimizer_truth(_gets(WHOLE, live))
+        told |= read_optimizer_state(_gets(WHOLE, live))
     check(told)
     return told
 
 
-def optimizer_truth(state: State) -> State:
+def read_optimizer_state(state: State) -> State:
     """Return the optimizer state by fqn, as get_optimizer_state_dict reports it."""
     moments = {
         fqn: {slot: _copied(value) for slot, value in slots.items() if slot != "step"}
@@ -605,7 +605,7 @@ def averaged(live: Live, place: Path) -> State:
 
 
 def odd_tensors(live: Live, place: Path) -> State:
-    """Save every form of a tensor, sharded or not, with DCP; its own reader is the truth."""
+    """Save every form of a tensor, sharded or not, with DCP, whose reader tells what to expect."""
     forms = sample_tensors()
     forms["channels_last"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     forms["float8"] = torch.randn(6, 4).to(torch.float8_e4m3fn)
@@ -664,17 +664,17 @@ FILES = {
 
 
 def work(job: ranks.Job, rank: int) -> None:
-    """Train, ask PyTorch for the truth, save; in a process group of its own."""
+    """Train, ask PyTorch for the whole state, save; in a process group of its own."""
     case, ckpt = CASES[job.case], job.out / "ckpt"
     ckpt.mkdir(exist_ok=True)
     ranks.join_group(job, rank)
     live = train(case, rank)
-    told = truth(live)
+    told = read_state(live)
     renamed = Setup(**case.setup).cuda and not IS_GPU
     with named_cuda(rank) if renamed else contextlib.nullcontext():
         told |= FILES[case.files](live, ckpt) or {}
     if rank == 0:
-        torch.save(told, job.out / "truth.pt")
+        torch.save(told, job.out / "expected.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.judges import library_models as models
-from tests.judges import library_truth as truth
-from tests.judges import ranks
+from tests.judges import library_state, ranks
 from tests.judges.accelerate_worker import BATCH, SAVED, STEPS, TOTAL, WARMUP
 from tests.judges.library_cases import EXTRA_PATHS
 
@@ -93,7 +92,7 @@ class Run:
     def look(self) -> dict[str, Any]:
         """Return what the live objects hold."""
         (optimizer,) = self.optimizers.optimizers
-        held = truth.of(models.build("net"), self.model, optimizer)
+        held = library_state.read_state(models.build("net"), self.model, optimizer)
         return {**held, "step": self.state.step, **self.schedulers.state_dict()}
 
 

@@ -268,7 +268,7 @@ def test_the_values_of_the_flat_parameters_lie_there(wrap, orig):
         with ranks(count, rank):
             model = wrapped(net(), wrap, use_orig_params=orig)
             shards.append([handle.flat_param.detach() for handle in handles(model)])
-    truth = dict(net().named_parameters())
+    expected = dict(net().named_parameters())
     for unit, pieces in zip(shapes.units, zip(*shards, strict=True), strict=True):
         members = [(fqn, shapes.parameters[fqn]) for fqn in unit.members]
         starts, total = place_members(members, aligned_to=4 if orig else 1, ranks=count)
@@ -277,9 +277,9 @@ def test_the_values_of_the_flat_parameters_lie_there(wrap, orig):
             rank * pieces[0].numel() for rank in range(count)
         ]
         for fqn, shape in members:
-            values = whole[starts[fqn] : starts[fqn] + truth[fqn].numel()]
-            assert torch.equal(values.view(shape), truth.pop(fqn))
-    assert truth == {}
+            values = whole[starts[fqn] : starts[fqn] + expected[fqn].numel()]
+            assert torch.equal(values.view(shape), expected.pop(fqn))
+    assert expected == {}
 
 
 def handles(model):
@@ -470,9 +470,9 @@ def test_a_transformers_config(tmp_path, tied):
     place = write_config(tmp_path, llama(tied=tied))
     shapes = describe(str(place / "config.json"), "LlamaDecoderLayer")
     assert shapes.source.endswith("config.json (LlamaForCausalLM)")
-    truth = build("tied" if tied else "untied")
-    assert shapes.parameters == {n: tuple(p.shape) for n, p in truth.named_parameters()}
-    assert list(shapes.parameters) == [name for name, _ in truth.named_parameters()]
+    expected = build("tied" if tied else "untied")
+    assert shapes.parameters == {n: tuple(p.shape) for n, p in expected.named_parameters()}
+    assert list(shapes.parameters) == [name for name, _ in expected.named_parameters()]
     assert shapes.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     assert shapes.buffers == {}  # inv_freq is not saved
     assert [u.prefix for u in shapes.units] == ["", "model.layers.0", "model.layers.1"]

@@ -59,9 +59,9 @@ def test_whatever_is_named_is_right():
     chance = random.Random(7)
     right = 0
     for _ in range(2000):
-        truth = [f"p{i}" for i in range(chance.randint(1, 7))]
-        shapes = {fqn: (chance.randint(1, 4),) * chance.randint(1, 2) for fqn in truth}
-        held = [fqn for fqn in truth if chance.random() < 0.8] or truth
+        expected = [f"p{i}" for i in range(chance.randint(1, 7))]
+        shapes = {fqn: (chance.randint(1, 4),) * chance.randint(1, 2) for fqn in expected}
+        held = [fqn for fqn in expected if chance.random() < 0.8] or expected
         split = chance.random() < 0.4
         groups = [[f for f in held if len(shapes[f]) == n] for n in (1, 2)] if split else [held]
         signs = [[shapes[f] if chance.random() < 0.9 else None for f in group] for group in groups]

@@ -292,12 +292,12 @@ def test_a_lazy_tensor_is_taken_by_numpy_and_by_torch(zoo):
     import numpy as np
 
     tensor = zoo["prime.2d"]
-    truth = sample_tensors()["prime.2d"]
+    expected = sample_tensors()["prime.2d"]
     assert (len(tensor), tensor.ndim, tensor.numel) == (11, 2, 187)
-    assert tensor.nbytes == truth.nbytes
-    assert same(tensor.torch(), truth)
-    assert same(torch.from_dlpack(tensor), truth)
-    assert np.array_equal(np.asarray(tensor), truth.numpy())
+    assert tensor.nbytes == expected.nbytes
+    assert same(tensor.torch(), expected)
+    assert same(torch.from_dlpack(tensor), expected)
+    assert np.array_equal(np.asarray(tensor), expected.numpy())
     assert np.asarray(tensor, dtype="float64").dtype == np.float64
     with pytest.raises(TypeError, match="BFloat16"):
         zoo["bfloat16"].numpy()

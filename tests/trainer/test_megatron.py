@@ -130,14 +130,14 @@ def test_real_files_are_what_megatron_lm_itself_makes_of_them():
     whole = megatron_rules.derive_sizes(config, padded_vocab=128, tp=1, ep=1)
     rules = list(megatron_rules.list_rules(whole, range(4), first=True, last=True))
     found = dict(saved.iterate_tensors({name for rule in rules for name in rule.names}))
-    truth = json.loads((REAL / "truth.json").read_text())
-    assert {rule.keys[0] for rule in rules} == set(truth)
+    expected = json.loads((REAL / "expected.json").read_text())
+    assert {rule.keys[0] for rule in rules} == set(expected)
     for rule in rules:
         (key,) = rule.keys
         for kind in ("param", "exp_avg", "exp_avg_sq"):
             (tensor,) = rule.cut([found[name][kind] for name in rule.names], 0, 0)
             digest = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
-            assert digest == truth[key][kind], (key, kind)
+            assert digest == expected[key][kind], (key, kind)
 
 
 def test_the_files_have_the_form_of_real_ones(runs, place):

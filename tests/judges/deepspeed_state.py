@@ -1,6 +1,6 @@
 """Read the state of a live DeepSpeed engine: fp32 masters, slots, frozen tensors, buffers.
 
-Every reference the judge hands out passes through here, so nothing is taken on trust:
+Every expected value of a DeepSpeed judge comes from here, and is checked:
 
 * the fp32 master of a parameter, cast to the training dtype, must be the live parameter, bit for
   bit, on every rank;

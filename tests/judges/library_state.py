@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-Truth = dict[str, Any]
+State = dict[str, Any]
 
 
 def clean(name: str) -> str:
@@ -37,7 +37,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().cpu()
 
 
-def facts(model: nn.Module) -> Truth:
+def facts(model: nn.Module) -> State:
     """Return what the architecture states: ties, frozen names, and the saved buffers."""
     saved = set(model.state_dict())
     return {
@@ -53,8 +53,8 @@ def of(
     optimizer: Any,
     scheduler: Any = None,
     step: int | None = None,
-) -> Truth:
-    """Return the truth of a plain, DDP, FSDP 1 or FSDP 2 model; every rank must call it.
+) -> State:
+    """Return the state of a plain, DDP, FSDP 1 or FSDP 2 run; every rank must call it.
 
     ``fresh`` is the same model unwrapped, whatever its values are.
     """
@@ -75,7 +75,7 @@ def of(
     }
 
 
-def by_slots(state: dict[str, dict[str, Any]]) -> Truth:
+def by_slots(state: dict[str, dict[str, Any]]) -> State:
     """Split ``step`` from the tensors, which must be as many as the parameter's elements."""
     return {
         "optimizer": {
@@ -97,7 +97,7 @@ def flat_params(model: nn.Module) -> dict[str, Tensor]:
         return whole_params(model)
 
 
-def named_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], list[Truth]]:
+def named_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], list[State]]:
     """Return state and groups by name, found by the identity of each parameter."""
     names = {id(p): clean(name) for name, p in model.named_parameters()}
     state = {names[id(p)]: _values(optimizer.state[p]) for p in optimizer.state}
@@ -108,7 +108,7 @@ def named_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], l
     return state, groups
 
 
-def flat_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], list[Truth]]:
+def flat_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], list[State]]:
     """As FSDP 1 itself reports it. Nothing is offloaded: on a CPU that would alias the slots."""
     with FullyShardedDataParallel.state_dict_type(
         model,
@@ -126,7 +126,7 @@ def _values(slots: dict[str, Any]) -> dict[str, Any]:
     return {k: whole(v) if isinstance(v, Tensor) else v for k, v in slots.items()}
 
 
-def _hyper(group: dict[str, Any]) -> Truth:
+def _hyper(group: dict[str, Any]) -> State:
     return {
         key: float(value) if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in group.items()

@@ -21,7 +21,7 @@ SLOTS = ("fp32_param", *MOMENTS)
 
 
 def whole(run: Run) -> dict[str, Any]:
-    """Return the model of one rank, in the shape of the other judges' ``truth.pt``."""
+    """Return the model of one rank, in the shape of the other judges' ``expected.pt``."""
     (model,) = run.models()
     names = {param: name for name, param in model.named_parameters()}
     held = {names[param]: slots for param, slots in _slots(run).items()}
