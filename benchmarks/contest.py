@@ -105,7 +105,7 @@ Compare = Callable[[Path, Path], None]
 def compete(
     field_of: Sequence[Contender], out: Path, rounds: int, compare: Compare | None = None
 ) -> None:
-    """One round that is not counted, then the others, in turns.
+    """Run all contenders in turns, after one round that is not counted.
 
     Args:
         compare: given what another made and what the first contender made, in the round that is

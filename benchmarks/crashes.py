@@ -128,7 +128,7 @@ class Bench:
         return json.loads(self.server.stdout.readline())
 
     def run(self, command: list[str], at: int = -1, after: float = 0) -> tuple[int, float]:
-        """Exit code and seconds."""
+        """Run a command; return its exit code and seconds."""
         counter = self.out / "counter"
         counter.unlink(missing_ok=True)
         trial = {"command": command, "at": at, "after": after}
@@ -141,11 +141,11 @@ class Bench:
 
     @property
     def calls(self) -> int:
-        """How many the last run made that change files."""
+        """Return how many calls of the last run changed files."""
         return int.from_bytes((self.out / "counter").read_bytes(), sys.byteorder)
 
     def must(self, command: list[str]) -> float:
-        """Seconds of a run that must succeed."""
+        """Run a command that must succeed; return its seconds."""
         code, seconds = self.run(command)
         if code:
             raise SystemExit(f"{command} ended with {code}:\n{(self.out / 'said').read_text()}")
@@ -158,7 +158,7 @@ def contents(directory: Path, pattern: str = "*") -> dict[str, bytes]:
 
 
 def kills(bench: Bench, command: list[str], number: int, coin: random.Random) -> list[dict]:
-    """Where to strike: measured on runs that nothing stops (the first warms up)."""
+    """Return where to kill: calls and times of uninterrupted runs, of which the first warms up."""
     place = Path(command[command.index("--save") + 1] if "--save" in command else command[3])
     for _ in range(2):
         shutil.rmtree(place, ignore_errors=True)
@@ -171,7 +171,7 @@ def kills(bench: Bench, command: list[str], number: int, coin: random.Random) ->
 
 
 def convert(bench: Bench, name: str, command: list[str], number: int, seed: int) -> bool:
-    """Kill a conversion, look, go on, compare."""
+    """Kill a conversion again and again; check what is left, resume, and compare."""
     print(f"{name}", flush=True)
     out = Path(command[3])
     bench.must(command)
@@ -196,7 +196,7 @@ def convert(bench: Bench, name: str, command: list[str], number: int, seed: int)
 
 
 def train(bench: Bench, strategy: str, number: int, seed: int) -> bool:
-    """Kill a run that saves, look at what ``latest`` names, go on, compare the weights."""
+    """Kill a run that saves; check what ``latest`` names, continue, and compare the weights."""
     print(f"trainer {strategy}", flush=True)
     run = bench.out / "run"
     command = ["trainer", "--strategy", strategy, "--save", str(run), *TRAIN]

@@ -73,7 +73,7 @@ NORMS = {  # what a layer of Megatron-core's own calls them, by what its torch_d
 
 
 def _by_layer(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """One tensor, or one a layer: Megatron's torch_dist has those of all layers as one."""
+    """Yield one tensor, or one per layer: Megatron's torch_dist has those of all layers as one."""
     before, layers, own = name.partition("decoder.layers.")
     if not layers or own[0].isdigit():
         yield name, tensor

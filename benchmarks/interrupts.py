@@ -39,7 +39,7 @@ READING = {
 
 
 def strike(lab: Lab, name: str, most: int, coin: random.Random) -> bool:
-    """Interrupt one command again and again; whether all was well."""
+    """Interrupt one command again and again; return whether all checks passed."""
     command = WRITING.get(name) or READING[name]
     found = interrupts.points(lab, command, FILES, coin)
     bad = 0

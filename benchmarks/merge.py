@@ -15,7 +15,7 @@ DCP_TO_TORCH = [PYTHON, "-m", "torch.distributed.checkpoint.format_utils", "dcp_
 
 
 def needed_spans(run: Path, *, masters: bool) -> list[tuple[str, int, int]]:
-    """Where the weights' bytes lie, in the order of the output."""
+    """Return where the weights' bytes are in the source, in the order of the output."""
     with reshard.open(run) as checkpoint:
         manifest = checkpoint.manifest
     wanted = {entry.fqn: entry for entry in manifest.of_kind(PARAM)}

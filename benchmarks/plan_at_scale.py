@@ -78,7 +78,7 @@ class Case:
 def state(
     name: str, shapes: Shapes, kinds: dict[str, DType], config: Any, hyper: dict[str, Any]
 ) -> Manifest:
-    """Every tensor whole, one after the other, in a file that there is not."""
+    """Return a manifest of whole tensors, one after the other in a file that does not exist."""
     entries, at = [], 0
     for kind, dtype in kinds.items():
         for fqn, shape in shapes.items():
@@ -248,7 +248,7 @@ def simulate(case: Case, ranks: int) -> Manifest:
 
 
 def measure(case: Case, ranks: int, directory: Path | None) -> dict[str, Any]:
-    """CPU seconds of each part, numbers of files and copies, and the peak RSS in MB.
+    """Measure CPU seconds of each part, numbers of files and copies, and the peak RSS in MB.
 
     Args:
         case: the model and its layouts.

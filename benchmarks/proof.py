@@ -10,7 +10,7 @@ RESHARD = [PYTHON, "-m", "reshard"]
 
 
 def reading(run: Path, same: Path) -> list[Contender]:
-    """Of a checkpoint, and of the same training state in another layout."""
+    """Read a checkpoint, and compare it with the same training state in another layout."""
     files = [str(path) for path in sorted(run.rglob("*")) if path.is_file()]
     tensors = [name for name in files if name.endswith(".pt")]
     load = f"import torch\nfor name in {tensors!r}: torch.load(name, weights_only=False)"

@@ -23,7 +23,7 @@ class Shape:
 
     @property
     def flags(self) -> list[str]:
-        """As the scripts that make checkpoints take it."""
+        """Return the options of the scripts that make checkpoints."""
         return [f"--{name}={value}" for name, value in vars(self).items()]
 
 
@@ -52,13 +52,13 @@ class Sources:
         return run
 
     def fsdp(self, form: str) -> Path:
-        """Weights that FSDP 2 sharded: ``dcp``, ``hf`` or ``verl``."""
+        """Return weights that FSDP 2 sharded: ``dcp``, ``hf`` or ``verl``."""
         place = self.place / f"fsdp-{form}"
         self._torchrun(place, "make_dcp.py", str(place), "--forms", form)
         return place / {"dcp": "accelerate/pytorch_model_fsdp_0"}.get(form, form)
 
     def megatron(self, form: str) -> Path:
-        """Weights over tensor and pipeline parallel ranks: ``torch`` or ``torch_dist``."""
+        """Return weights of tensor and pipeline parallel ranks: ``torch`` or ``torch_dist``."""
         place = self.place / "megatron"
         self._torchrun(place, "make_megatron.py", str(place))
         return place / form

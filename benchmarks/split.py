@@ -16,7 +16,7 @@ from reshard.training.state import build_writable_state
 
 
 def copied_spans(run: Path, ranks: int, stage: int) -> list[tuple[str, int, int]]:
-    """(file, byte offset, nbytes) of every run that the plan of a split copies."""
+    """Return (file, byte offset, nbytes) of every run that the plan of a split copies."""
     manifest = keys.edit(formats.read([run]), keys.Edits()).manifest
     request = Request(world_size=ranks, zero_stage=stage)
     skeleton = (
@@ -35,7 +35,7 @@ def split(name: str, run: Path, *options: str) -> Contender:
 
 
 def to_ranks(run: Path, ranks: int, stage: int, spans: Path) -> list[Contender]:
-    """Of a run of DeepSpeed's at ``stage``, or to another stage."""
+    """Split a run of DeepSpeed to other ranks, at ``stage``."""
     spans.write_text(json.dumps(copied_spans(run, ranks, stage)))
     to = ("--world-size", str(ranks), "--zero-stage", str(stage))
     return [
@@ -72,7 +72,7 @@ def dcp_shards(source: Path, config: Path, ranks: int) -> list[Contender]:
 
 
 def to_megatron(model: Path, tp: int) -> list[Contender]:
-    """Half of a model's matrices are cut along their rows' inner dim."""
+    """Split a model with tensor parallelism, which cuts half of its matrices along columns."""
     options = ("--to", "megatron", "--init-optimizer", "none", "--world-size", str(tp))
     return [
         split(f"reshard --tp {tp}", model, *options, "--tp", str(tp)),

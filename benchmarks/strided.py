@@ -77,7 +77,7 @@ CASES = (
 
 
 def seconds(source: Cut, target: Cut, place: Path) -> float:
-    """CPU seconds of one conversion."""
+    """Return the CPU seconds of one conversion."""
     files = source.files(f"{place}/source")
     entries = {entry.key: entry for entry in source.entries(f"{place}/source")}
     for name, nbytes in files.items():

@@ -64,7 +64,7 @@ def _chosen(asked: argparse.Namespace) -> list[Seed]:
 
 
 def contents(seeds: list[Seed]) -> dict[str, bytes]:
-    """Every seed's files: sources are only ever read."""
+    """Return the contents of every seed's files, to check that sources are only read."""
     return {
         f"{seed.name}/{file}": (seed.place / file).read_bytes()
         for seed in seeds

@@ -164,7 +164,7 @@ def _told(chance: Random, members: list[Member]) -> None:
 
 
 def _named_apart(chance: Random, members: list[Member]) -> None:
-    """Give the directory another name than the local header."""
+    """Give a member another name in the directory than in its local header."""
     at = chance.randrange(len(members))
     members[at] = replace(members[at], told_name=chance.choice(members).name)
 
@@ -180,7 +180,7 @@ def _described(chance: Random, members: list[Member]) -> None:
 
 
 def _overlapping(chance: Random, members: list[Member]) -> None:
-    """Two entries of the directory for one place in the file."""
+    """Let two entries of the directory name one place in the file."""
     at = chance.randrange(len(members))
     members[at] = replace(members[at], told_offset=chance.choice((0, 64, 128, 2**31)))
 

@@ -53,7 +53,7 @@ def run(names: Sequence[str], seconds: int, scratch: Path, fuzz: Fuzz) -> int:
 
 
 def _forked(act: Callable[[], object], log: Path, limit: float) -> int:
-    """Act in a process of its own, which has all modules already, and is ended after a time."""
+    """Act in a fork, which has all modules imported and is killed after a time limit."""
     child = os.fork()
     if child == 0:
         with log.open("wb") as file:

@@ -159,7 +159,7 @@ def _bad_error(error: BaseException | None, code: int) -> str:
 
 
 def _bad_text(words: list[str], said: str, complained: str, code: int) -> str:
-    """Nothing that a terminal obeys; one JSON document; a message where it failed."""
+    """Return what is wrong with the output: control characters, invalid JSON, a missing message."""
     odd = {c for c in said + complained if not c.isprintable() and c != "\n"}
     if odd:
         return f"prints {sorted(odd)[:5]!r}"
@@ -173,7 +173,7 @@ def _bad_text(words: list[str], said: str, complained: str, code: int) -> str:
 
 
 def _bad_output(words: list[str], out: Path, code: int, error: BaseException | None) -> str:
-    """Whole or nothing; and a whole file is one to the library that owns the format."""
+    """Return what is wrong with the files: partial output, or one that its library cannot open."""
     left = sorted(os.listdir(out))  # noqa: PTH208
     writes = words[0] in ("merge", "split") and "--dry-run" not in words
     if (code or error or not writes) and left:
@@ -191,7 +191,7 @@ def _bad_output(words: list[str], out: Path, code: int, error: BaseException | N
 
 
 def frames(error: BaseException | None) -> str:
-    """Where in reshard it was raised, to tell findings apart."""
+    """Return where in reshard an error was raised, to tell findings apart."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
     ours = [f for f in frames if f.filename.startswith(str(ROOT / "reshard"))]
     return " < ".join(

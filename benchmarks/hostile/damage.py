@@ -32,7 +32,7 @@ class Tree:
         return (self.seed.place / self.origin[name]).read_bytes()
 
     def lay_out(self, place: Path) -> Path:
-        """Put it into an empty directory; the path that a user gives."""
+        """Write the checkpoint into an empty directory; return the path that a user passes."""
         for name in self.names:
             path = os.path.join(place, name)  # noqa: PTH118 - a name need not be text
             os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
@@ -87,10 +87,10 @@ def _of_some_file(chance: Random, tree: Tree) -> None:
 
 
 def of_file(chance: Random, tree: Tree, name: str, *, inside: bool) -> None:
-    """Hurt one file.
+    """Damage one file.
 
     Args:
-        inside: only what it says, so that it is mostly a file of its format still.
+        inside: damage only its content, so that it usually remains a file of its format.
     """
     data = tree.content(name)
     change = of_content(name, data) if inside or chance.random() < 0.9 else values.raw
@@ -101,7 +101,7 @@ def of_file(chance: Random, tree: Tree, name: str, *, inside: bool) -> None:
 
 
 def of_directory(chance: Random, tree: Tree) -> None:
-    """Lose, empty, exchange or rename a file, or put in its place what is none."""
+    """Remove, empty, exchange or rename a file, or put something else in its place."""
     if not tree.names:
         return
     at = chance.randrange(len(tree.names))
@@ -120,7 +120,7 @@ def _emptied(_chance: Random, tree: Tree, at: int, _other: str) -> None:
 
 
 def _exchanged(_chance: Random, tree: Tree, at: int, other: str) -> None:
-    """One file has the content of another."""
+    """Give one file the content of another."""
     name = tree.names[at]
     if name not in tree.odd and other not in tree.odd:
         tree.altered[name] = tree.content(other)
@@ -137,7 +137,7 @@ def _renumbered(chance: Random, tree: Tree, at: int, _other: str) -> None:
 
 
 def _renamed(chance: Random, tree: Tree, at: int, _other: str) -> None:
-    """Another case, control characters, a name that is no text."""
+    """Change the case of a name, add control characters, or make it invalid text."""
     name = tree.names[at]
     folder, slash, base = name.rpartition("/")
     odd = chance.choice(
@@ -147,7 +147,7 @@ def _renamed(chance: Random, tree: Tree, at: int, _other: str) -> None:
 
 
 def _made_odd(chance: Random, tree: Tree, at: int, other: str) -> None:
-    """No plain file: a link in a circle, to nowhere, to a device or out; a folder, a pipe."""
+    """Replace a file by a link in a circle, to nowhere, to a device or out; by a folder or pipe."""
     target = chance.choice(
         (
             tree.names[at].rsplit("/", 1)[-1],

@@ -160,7 +160,7 @@ def _read(read: Read, data: bytes, place: Path) -> Verdict:
 
 
 def _fuzz(fuzzed: _Fuzzed, corpus: Path, seconds: int, findings: Path) -> None:
-    """Until the time is over; libFuzzer then ends the process."""
+    """Fuzz for some seconds; libFuzzer then ends the process."""
     for number, data in enumerate(fuzzed.inputs):
         (corpus / f"seed{number}").write_bytes(data)
     seen: set[tuple[str, str]] = set()

@@ -72,7 +72,7 @@ def _structure(chance: Random, ops: list[bytes], levels: Levels) -> bytes:
 
 
 def _values(ops: list[bytes]) -> Levels:
-    """Depth -> the runs of opcodes that make one value each: items of dicts, lists and tuples."""
+    """Return depth -> runs of opcodes that make one value each: items of dicts, lists, tuples."""
     found: Levels = {}
     stack: list[int] = []  # the opcode at which each item begins
     marks: list[int] = []  # how many items were below
@@ -150,7 +150,7 @@ def _other_global(chance: Random) -> bytes:
 
 
 def _swap_alike(chance: Random, ops: list[bytes], at: int) -> None:
-    """Two arguments of one kind change places: the words of the file itself, in wrong places."""
+    """Exchange two arguments of the same kind."""
     alike = [i for i, op in enumerate(ops) if op[:1] == ops[at][:1]]
     other = chance.choice(alike)
     ops[at], ops[other] = ops[other], ops[at]

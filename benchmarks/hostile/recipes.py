@@ -23,7 +23,7 @@ _OF_DIRECTORY = 12  # of 256 steps; of the others every second hurts all files o
 
 
 def made(chance: Random, steps: int = 1) -> bytes:
-    """Any recipe."""
+    """Return a random recipe."""
     return _joined(_number(chance), [_step(chance) for _ in range(steps)])
 
 

@@ -42,7 +42,7 @@ class Result:
 
     @property
     def cases(self) -> int:
-        """How many were run."""
+        """Return how many cases were run."""
         return sum(self.codes.values())
 
 

@@ -38,13 +38,13 @@ class Seed:
 
 
 def kept() -> list[Seed]:
-    """Those in the repository."""
+    """Return the checkpoints in the repository."""
     found = [place for pattern in _KEPT for place in sorted(ROOT.glob(pattern))]
     return [seed for place in found for seed in _seeds(place, str(place.relative_to(ROOT)))]
 
 
 def made(checkpoints: Path) -> list[Seed]:
-    """Those that judges made below a directory (``--checkpoints`` of the tests)."""
+    """Return the checkpoints that judges made below a directory (the tests' ``--checkpoints``)."""
     found = [place for name in _MADE for place in sorted(checkpoints.glob(f"**/{name}"))]
     return [s for place in found for s in _seeds(place, str(place.relative_to(checkpoints)))]
 

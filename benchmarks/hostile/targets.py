@@ -97,7 +97,7 @@ TARGETS = (*ALONE, *_DEEPSPEED, *_TORCH, *_MEGATRON, *_OTHERS)
 
 
 def seeds(checkpoints: Path | None) -> list[Seed]:
-    """Those kept here, and those of judges."""
+    """Return the checkpoints in the repository, and those that judges made."""
     return [*kept(), *(made(checkpoints) if checkpoints else [])]
 
 
@@ -108,6 +108,6 @@ def seed_of(target: Target, found: Sequence[Seed]) -> Seed | None:
 
 
 def inputs(target: Target, found: Sequence[Seed], most: int = 60) -> list[bytes]:
-    """Files that a target of single files begins with; the smaller ones."""
+    """Return the smallest files, with which a target of single files begins."""
     paths = {seed.place / file for seed in found for file in target.files(seed)}
     return [path.read_bytes() for path in sorted(paths, key=lambda p: (p.stat().st_size, p))[:most]]

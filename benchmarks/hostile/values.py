@@ -111,7 +111,7 @@ def number(chance: Random) -> int:
 
 
 def value(chance: Random) -> Any:
-    """Any plain value."""
+    """Return a random plain value."""
     kind = chance.randrange(3)
     if kind == 0:
         return number(chance)
@@ -136,7 +136,7 @@ def bent(chance: Random, text: str) -> str:
 
 
 def raw(chance: Random, data: bytes) -> bytes:
-    """Damage that knows nothing of a format."""
+    """Damage bytes without regard to a format."""
     made = bytearray(data)
     for _ in range(chance.choice((1, 1, 1, 2, 4, 8))):
         at = chance.randrange(len(made)) if made else 0
@@ -224,7 +224,7 @@ def settings(chance: Random, data: bytes) -> bytes:
 
 
 def _bomb(chance: Random, keys: list[Any]) -> str:
-    """Aliases of aliases: lines that stand for a billion values, under a key that is read."""
+    """Write aliases of aliases, which stand for a billion values, under a key that is read."""
     steps = chance.randint(3, 14)
     merged = chance.random() < 0.5
     first, each = ("{k: 1}", "{{<<: [{}]}}") if merged else ("[x]", "[{}]")
@@ -234,7 +234,7 @@ def _bomb(chance: Random, keys: list[Any]) -> str:
 
 
 def altered(chance: Random, tree: Any) -> Any:  # noqa: C901, PLR0912 - one branch a change
-    """One node somewhere in a tree of dicts and lists replaced, removed, renamed or doubled."""
+    """Replace, remove, rename or double one node in a tree of dicts and lists."""
     spots: list[tuple[Any, Any]] = []
     waiting = [tree] if isinstance(tree, (dict, list)) else []
     while waiting and len(spots) < 20_000:

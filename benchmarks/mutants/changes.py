@@ -65,7 +65,7 @@ class Mutant:
 
 
 def mutants(source: str) -> Iterator[Mutant]:
-    """Every mutant of a source, in the order of its lines."""
+    """Yield every mutant of a source, in the order of its lines."""
     tree = ast.parse(source)
     for name, home in _homes(tree, ""):
         for statement in _statements(home):
@@ -78,7 +78,7 @@ def mutants(source: str) -> Iterator[Mutant]:
 
 
 def _homes(tree: ast.Module | ast.ClassDef, within: str) -> Iterator[tuple[str, ast.stmt]]:
-    """Functions, methods and the module's constants, each with its name."""
+    """Yield functions, methods and the module's constants, each with its name."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from _homes(node, f"{within}{node.name}.")
@@ -106,7 +106,7 @@ def _head(statement: ast.stmt) -> str:
 
 
 def _changes(statement: ast.stmt) -> Iterator[Change]:
-    """Those of a statement and of its own expressions."""
+    """Yield the changes of a statement and of its own expressions."""
     yield from _of(statement)
     for field, value in ast.iter_fields(statement):
         if field in ("annotation", "target", "targets", "body", "orelse"):
@@ -127,7 +127,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 @singledispatch
 def _of(_: ast.AST) -> Iterator[Change]:
-    """Return the possible replacements of a node."""
+    """Yield the possible replacements of a node."""
     yield from ()
 
 

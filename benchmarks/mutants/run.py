@@ -124,7 +124,7 @@ def _calls(items: list[pytest.Item]) -> dict[Place, list[pytest.Item]]:
 
 
 def _noticed(module: ModuleType, mutant: Mutant, items: list[pytest.Item]) -> int:
-    """1 if a test fails on the mutant, and 0 if none does. Runs in a process of its own."""
+    """Return 1 if a test fails on the mutant, else 0; call it in a forked process."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -182,7 +182,7 @@ def _place(module: ModuleType, mutant: Mutant) -> Place:
 
 
 def equivalents() -> dict[str, str]:
-    """Mutants that are no fault, as they are printed, and why."""
+    """Return mutants that are equivalent to the source, as they are printed, with the reason."""
     table = {}
     for line in (HERE / "equivalent.txt").read_text().splitlines():
         if line and not line.startswith("#"):
@@ -192,7 +192,7 @@ def equivalents() -> dict[str, str]:
 
 
 def main() -> int:
-    """Try the mutants and say which live."""
+    """Try the mutants and print the survivors."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", default=MODULES)
     parser.add_argument("--workers", type=int, default=os.cpu_count())

@@ -51,7 +51,7 @@ def test_a_word_that_is_no_level_of_trust_is_refused(tmp_path):
 
 
 def claiming(manifest, **claims):
-    """The manifest, with claims of its files in their order."""
+    """Return the manifest with claims of its files, in their order."""
     files = dict(manifest.files)
     for number, path in enumerate(files):
         own = tuple(Claim(about, values[number], "a test") for about, values in claims.items())

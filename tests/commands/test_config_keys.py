@@ -592,7 +592,7 @@ def test_a_factor_that_megatron_s_script_ignores_is_told(factor, is_told, tmp_pa
 
 
 def test_a_config_that_holds_an_infinity_is_read(tmp_path):
-    """transformers writes it as {"__float__": "Infinity"}."""
+    """A config of transformers has it as {"__float__": "Infinity"}."""
     transformers.Mamba2Config().save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     with pytest.raises(

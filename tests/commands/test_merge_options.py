@@ -29,7 +29,7 @@ CONFIG = {"model_type": "llama", "torch_dtype": "float32", "vocab_size": 99, "hi
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Float weights, an integer and a bool, in an order that is not the alphabet's."""
+    """Return float weights, an integer and a bool, in an order that is not the alphabet's."""
     torch.manual_seed(0)
     return {
         "z.weight": torch.randn(33, 17),
@@ -94,7 +94,7 @@ def names_in(directory: Path) -> set[str]:
 
 
 def same(found, wanted) -> bool:
-    """Equal names, shapes, dtypes and bits."""
+    """Return whether names, shapes, dtypes and bits are equal."""
     return found.keys() == wanted.keys() and all(
         found[k].dtype == wanted[k].dtype
         and found[k].shape == wanted[k].shape

@@ -21,7 +21,7 @@ from reshard.state_dict.plain_values import to_plain
 
 
 def again(value: object) -> object:
-    """What Python reads of a value that was kept and written again."""
+    """Write a value that was kept, and return what Python reads."""
     pickler = Pickler("test")
     pickler.write(value)
     return pickle.loads(pickler.finish())

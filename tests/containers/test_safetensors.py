@@ -45,7 +45,7 @@ def entries(tensors):
 
 
 def laid_out(tensors, metadata):
-    """The whole file as we would write it, its data painted by hand."""
+    """Return the whole file as we would write it, with data filled in by hand."""
     header, placed, size = safetensors.lay_out("x", entries(tensors), metadata)
     content = bytearray(size)
     content[: len(header)] = header

@@ -34,7 +34,7 @@ def save(value, path, form="zip"):
 
 
 def bits(file, tensor):
-    """A tensor's bits through the planner and the executor; its coverage is proved on the way."""
+    """Return a tensor's bits through the planner and the executor, which proves its coverage."""
     entry = Entry("x", "param", tensor.dtype, tensor.shape, (tensor.chunk,))
     check(
         Manifest(Origin("test", ""), {entry.key: entry}, {file.path: file.source()}, ordered=True)
@@ -133,7 +133,7 @@ def test_every_storage_has_the_archives_checksum(tmp_path):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("lazy", ["conj", "neg"])
 def test_a_lazily_conjugated_or_negated_tensor_has_its_right_values(tmp_path, form, lazy):
-    """torch stores the plain bits and a flag; reading the bits alone would flip signs."""
+    """PyTorch stores the plain bits and a flag; reading the bits alone would flip signs."""
     base = torch.complex(torch.arange(1.0, 4.0), torch.arange(5.0, 8.0)).conj()
     tensor = base if lazy == "conj" else base.imag
     assert tensor.is_conj() or tensor.is_neg()

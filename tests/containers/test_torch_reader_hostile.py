@@ -21,7 +21,7 @@ STATE = {"w": torch.arange(300.0).view(10, 30), "b": torch.ones(7, dtype=torch.f
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The bytes of one state dict in both formats."""
+    """Return the bytes of one state dict in both formats."""
     place = tmp_path_factory.mktemp("saved")
     torch.save(STATE, place / "zip.pt")
     torch.save(STATE, place / "legacy.pt", _use_new_zipfile_serialization=False)
@@ -108,7 +108,7 @@ def members(data, tmp_path):
 
 
 def repacked(path, parts, *, zip64=False):
-    """The archive written again by Python."""
+    """Return the archive as Python writes it again."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in parts.items() if isinstance(parts, dict) else parts:
             with archive.open(zipfile.ZipInfo(name), "w", force_zip64=zip64) as member:
@@ -219,7 +219,7 @@ def test_overlapping_members_are_refused(tmp_path, saved):
 
 
 def crafted(path, body):
-    """An archive whose data.pkl is ``body`` and whose storage 0 has eight float32."""
+    """Write an archive with ``body`` as data.pkl and eight float32 in storage 0."""
     return repacked(
         path, {"a/data.pkl": body, "a/version": b"3\n", "a/data/0": raw(torch.arange(8.0))}
     )

@@ -96,7 +96,7 @@ def written(source, root, tmp_path):
 
 
 def saved_by_torch(value, ours: Path) -> Path:
-    """torch's file of that name, which is the name of the archive's root, in another directory."""
+    """Save a file of that name, which is the name of the archive's root, in another directory."""
     theirs = ours.parent / "theirs" / ours.name
     theirs.parent.mkdir(exist_ok=True)
     torch.save(value, theirs)
@@ -104,7 +104,7 @@ def saved_by_torch(value, ours: Path) -> Path:
 
 
 def unidentified(path: Path) -> bytes:
-    """The file with zeros for its serialization id and that id's two CRCs."""
+    """Return the file with zeros for its serialization id and that id's two CRCs."""
     data = bytearray(path.read_bytes())
     with SourceFiles() as files:
         archive = Section(files, str(path), 0, len(data))
@@ -120,7 +120,7 @@ def unidentified(path: Path) -> bytes:
 
 
 def records_of(path: Path) -> dict[str, bytes]:
-    """The content of each record, by its name in the archive's root; without the id."""
+    """Return the content of each record but the id, by its name in the archive's root."""
     with zipfile.ZipFile(path) as archive:
         found = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     del found[".data/serialization_id"]
@@ -128,7 +128,7 @@ def records_of(path: Path) -> dict[str, bytes]:
 
 
 def assert_same_file(ours: Path, theirs: Path) -> None:
-    """Both files are equal but for their ids; of torch 2.6, all records that it writes."""
+    """Compare files but for their ids; with torch 2.6, only the records that it writes."""
     if not TORCH_2_6:
         assert unidentified(ours) == unidentified(theirs)
         return
@@ -139,7 +139,7 @@ def assert_same_file(ours: Path, theirs: Path) -> None:
 
 
 def assert_as_torch(source, value, tmp_path, root=None):
-    """Ours is torch's file of ``value``; ``root`` is how it is told to us."""
+    """Compare our file with torch's of ``value``; ``root`` is the value as it is given to us."""
     ours = written(source, value if root is None else root, tmp_path)
     assert_same_file(ours, saved_by_torch(value, ours))
     with zipfile.ZipFile(ours) as archive:
@@ -609,7 +609,7 @@ def tensors_of(sizes):
 
 
 def laid_out_by_torch(sizes, directory):
-    """torch's file with holes for data: names, headers, sizes and directory, but CRCs of 0."""
+    """Return PyTorch's names, headers, sizes and directory, with holes for data and CRCs of 0."""
     hole = directory / "hole"
     with hole.open("wb") as out:
         out.truncate(max(sizes.values()))
@@ -621,7 +621,7 @@ def laid_out_by_torch(sizes, directory):
 
 
 def laid_out_by_us(sizes, directory):
-    """The literals of our file, in a sparse file of its size."""
+    """Write the literals of our file into a sparse file of its size."""
     skeleton = lay_out("ours.pt", tensors_of(sizes))
     (file,) = skeleton.files
     with (directory / "ours.pt").open("wb") as out:
@@ -634,7 +634,7 @@ def laid_out_by_us(sizes, directory):
 
 
 def assert_same_structure(sizes, directory):
-    """Ours is laid out as torch lays it out, and the installed torch finds every tensor in it."""
+    """Check that torch lays a file out alike, and finds every tensor in ours."""
     directory.mkdir(exist_ok=True)
     ours = laid_out_by_us(sizes, directory)
     if not TORCH_2_6:
@@ -646,7 +646,7 @@ def assert_same_structure(sizes, directory):
 
 
 def without_crcs(path):
-    """Everything outside the data but CRCs and the id, each run with its offset."""
+    """Return everything outside the data but CRCs and the id, each run with its offset."""
     size = path.stat().st_size
     with SourceFiles() as files:
         archive = Section(files, str(path), 0, size)
@@ -706,7 +706,7 @@ def test_more_members_than_16_bits_count(source, tmp_path):
 
 
 def copied(path, tmp_path, builders=AS_WRITTEN):
-    """What reshard read from a file, laid out and filled again."""
+    """Lay out what reshard read from a file, and fill it again."""
     file = torch_reader.read(path, builders=builders)
     data = Path(path).read_bytes()
     source = Source(tmp_path / "copied from")
@@ -725,7 +725,7 @@ def copied(path, tmp_path, builders=AS_WRITTEN):
 
 
 def plain(value, path):
-    """Comparable: calls and tensors as tuples of what they hold."""
+    """Return a comparable value: calls and tensors become tuples of their contents."""
     if isinstance(value, torch_objects.Tensor):
         stored = value.storage
         with SourceFiles() as files:

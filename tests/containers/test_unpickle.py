@@ -25,7 +25,7 @@ def read(data, **options):
 
 
 def plain(value):
-    """The value with the container types that we return in place of Python's special ones."""
+    """Return the value with our container types in place of Python's special ones."""
     if isinstance(value, dict):
         return {plain(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, collections.deque)):

@@ -26,7 +26,7 @@ def read(data, **options):
 
 
 def text(value):
-    """SHORT_BINUNICODE, BINUNICODE beyond 255 bytes."""
+    """Return SHORT_BINUNICODE, or BINUNICODE beyond 255 bytes."""
     raw = value.encode()
     size = len(raw)
     return (b"\x8c" + bytes([size]) if size < 256 else b"X" + size.to_bytes(4, "little")) + raw
@@ -108,7 +108,7 @@ MEASURED = "COVERAGE_PROCESS_START" in os.environ  # which takes its time
 
 
 def limited(data, *, seconds=30 if MEASURED else 10, megabytes=3000):
-    """Interpret in a process of its own: 'ok' or the error's name, and its peak memory in MB."""
+    """Interpret in a process of its own; return 'ok' or the error's name, and its peak in MB."""
     probe = (
         "import resource, sys\n"
         f"resource.setrlimit(resource.RLIMIT_AS, ({megabytes} << 20,) * 2)\n"
@@ -224,7 +224,7 @@ def test_a_bomb_costs_little_time_and_memory(bomb):
 
 @pytest.fixture(scope="module")
 def torch_pickle(tmp_path_factory):
-    """The data.pkl of a real file with nested state, a parameter and shared storages."""
+    """Return the data.pkl of a real file with nested state, a parameter and shared storages."""
     import torch
 
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
@@ -244,7 +244,7 @@ def torch_pickle(tmp_path_factory):
 
 
 def mutated(chance, data):
-    """A few random flips, cuts, insertions or repetitions."""
+    """Return data after a few random flips, cuts, insertions or repetitions."""
     made = bytearray(data)
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         at = chance.randrange(len(made)) if made else 0
@@ -299,7 +299,7 @@ def test_random_opcodes_raise_only_our_errors():
 
 
 def shared(levels, twice):
-    """A value of two of the same, of two of the same, ..."""
+    """Return a value that contains one value twice, which contains one value twice, ..."""
     return b"\x80\x02N" + twice * levels + b"."
 
 

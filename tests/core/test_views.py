@@ -17,7 +17,7 @@ INTS = np.arange(10_000)
 
 
 def store(shape, pieces):
-    """Chunks of a tensor whose element i is at byte i, cut into random blocks."""
+    """Return chunks of a tensor whose element i is at byte i, cut into random blocks."""
     boxes = [whole(shape)]
     for _ in range(pieces):
         box = boxes.pop(0)

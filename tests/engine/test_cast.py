@@ -85,7 +85,7 @@ def test_every_16_bit_pattern_is_cast_as_torch_does(dtype, target_dtype):
 
 
 def boundaries(dtype):
-    """float32 patterns at, one below and one above every value and every tie of a 16-bit dtype."""
+    """Return float32 patterns at, one below and one above every value and tie of a 16-bit dtype."""
     with np.errstate(invalid="ignore", over="ignore"):
         values = numbers(ALL_16, dtype)
         values = np.unique(values[np.isfinite(values)])

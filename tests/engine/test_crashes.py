@@ -132,7 +132,7 @@ def lab(shared):
 
 
 def count(lab, command) -> int:
-    """How many calls a whole run makes."""
+    """Return how many calls a whole run makes."""
     assert lab.run(command) == 0, lab.said
     number = len(lab.calls)
     lab.clean()
@@ -322,7 +322,7 @@ def test_short_reads_and_writes_are_gone_on_with(lab, name):
 
 
 def interrupted(lab, command=MERGE) -> Path:
-    """What is left of a run that wrote some lines of its journal."""
+    """Leave what a run leaves that wrote some lines of its journal."""
     assert lab.run(command, kind="kill", at=14, within="/journal") == -signal.SIGKILL
     return lab.directory / ".out.partial"
 

@@ -28,7 +28,7 @@ FILES = [*OURS, "/threading.py", "/contextlib.py", "/weakref.py", "/_weakrefset.
 
 
 def points(lab: Lab, command: list[str], files: list[str], coin: random.Random) -> list[Point]:
-    """Each at its first time and at one of its others, in a random order."""
+    """Return each point at its first time and at one of its others, in random order."""
     assert lab.run(command, files=files) in (0, 1), lab.said
     found = []
     for *where, count in lab.calls:
@@ -38,7 +38,7 @@ def points(lab: Lab, command: list[str], files: list[str], coin: random.Random) 
 
 
 def struck(lab: Lab, command: list[str], at: Point, number: int) -> tuple[int, str]:
-    """The exit code and what was said; both must make sense."""
+    """Return the exit code and the message, after checking that both make sense."""
     code = lab.run(command, files=[at[0]], strike=at, signal=number)
     said = lab.said.strip()
     if code == 130:

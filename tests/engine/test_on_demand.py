@@ -215,7 +215,7 @@ class Tabled:
 
 
 def computed(names, made, limit):
-    """A plan of one file for each name, whose parts of ``limit`` bytes are all computed."""
+    """Return a plan of one file per name, whose parts of ``limit`` bytes are all computed."""
     box, strides = whole((Tabled.nbytes,)), (1,)
     source, target = [], []
     for name in names:

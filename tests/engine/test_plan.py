@@ -31,7 +31,7 @@ def targets(made, seed):
 
 
 def painted(window):
-    """How often each byte of a window is filled."""
+    """Return how often each byte of a window is filled."""
     count = np.zeros(window.nbytes, int)
     for copy in window.copies:
         size = copy.target_dtype.itemsize
@@ -80,7 +80,7 @@ def test_copies_paint_every_byte_of_their_window_once(tmp_path, window_bytes):
 
 
 def values(content, offset, shape, strides, size):
-    """Elements that lie in a file with byte strides, as a view of it."""
+    """Return elements that a file holds with byte strides, as a view of it."""
     return np.ndarray(shape, f"V{size}", content, offset, strides)
 
 
@@ -123,7 +123,7 @@ def test_copies_hold_to_the_limit_of_the_wider_side():
 
 
 def halves(name, shape=(4, 4), dtype=dtypes.FLOAT32):
-    """A tensor whose columns lie in two files."""
+    """Return a tensor whose columns are in two files."""
     rows, columns = shape
     boxes = [Box((0, at), (rows, columns // 2)) for at in (0, columns // 2)]
     chunks = tuple(contiguous(f"{name}{n}", 0, dtype, b) for n, b in enumerate(boxes))

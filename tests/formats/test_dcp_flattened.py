@@ -19,7 +19,7 @@ CUTS = (0, 1, 5, 6)  # of the 6 elements of a part
 
 
 def stored(cuts=CUTS, parts=PARTS, numel=6):
-    """Chunks that lie one after the other in a file, part by part."""
+    """Return chunks that follow one another in a file, part by part."""
     chunks, at = [], 0
     for number in np.ndindex(*parts):
         for start, stop in pairwise(cuts):

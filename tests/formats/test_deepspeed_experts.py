@@ -29,7 +29,7 @@ GATES = [f"{layer}gate.wg.weight" for layer in LAYERS]
 
 
 def names(*numbers, layers=LAYERS):
-    """The parameters of each layer's experts, in the model's order."""
+    """Return the parameters of each layer's experts, in the model's order."""
     return [
         f"{layer}experts.deepspeed_experts.{number}.{rest}"
         for layer in layers
@@ -43,7 +43,7 @@ def of_experts(fqns, ranks, **hyper):
 
 
 def state(*groups, count=4, tied=None):
-    """A run of two layers of ``count`` experts, whose weights have 4 elements and biases 2."""
+    """Return a run of two layers of ``count`` experts; weights have 4 elements and biases 2."""
     held = [*GATES, *names(*range(count))]
     entries = [
         Entry(fqn, kind, FLOAT32, (2,) if fqn.endswith("bias") else (2, 2), ())

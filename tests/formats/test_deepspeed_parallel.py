@@ -23,7 +23,7 @@ BLOCK = "2.self_attention.query_key_value.weight"
 
 @pytest.fixture(scope="module")
 def held():
-    """Every tensor of the sample, by kind and name."""
+    """Return every tensor of the sample, by kind and name."""
     return list_tensors(SAMPLE / "run")
 
 

@@ -16,7 +16,7 @@ _UNIT = 1024  # every swap file is padded to a multiple of it
 
 
 def save(run, numels, ranks):
-    """Two param groups with one offloaded sub-group each; ids rise with the model's order."""
+    """Save two param groups with one offloaded sub-group each; ids rise in the model's order."""
     empty = Tensor(StoredBuffer("f", "0", FLOAT32, 0), 0, (0,), (1,), FLOAT32)
     root = {
         "fp32_flat_groups": [empty, empty],

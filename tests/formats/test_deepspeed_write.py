@@ -51,7 +51,7 @@ def entry(fqn, kind, shape, dtype=FLOAT32):
 
 
 def manifest(groups, others=(), *, config=None, slots=("exp_avg", "exp_avg_sq"), **train):
-    """A checkpoint of groups of (fqn, shape) pairs, each with a master and slots."""
+    """Return a checkpoint of groups of (fqn, shape) pairs, each with a master and slots."""
     entries = [
         entry(fqn, kind, shape)
         for group in groups
@@ -136,7 +136,7 @@ def test_pieces_are_equal_and_padded_as_deepspeed_pads():
 
 
 def check_addresses(choice, number, mappings):
-    """Every parameter's fragments, rank by rank, are all of it; named in the user's order."""
+    """Check that every parameter's fragments cover it, and are named in the user's order."""
     names = [member.fqn for member in choice.groups[number].members]
     sizes = {m.fqn: prod(m.weight.shape) for m in choice.groups[number].members}
     found = dict.fromkeys(names, 0)

@@ -140,7 +140,7 @@ def load(path):
 
 
 def example_of(name, tmp_path):
-    """A checkpoint that the real framework wrote, with what the framework says of it."""
+    """Return a checkpoint that the real framework wrote, with the framework's own values."""
     if name == "deepspeed":
         expected = load("deepspeed_0.8.3/z2_apexadam/expected.pt")
         weights = expected["live"] | expected["params"]

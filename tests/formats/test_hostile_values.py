@@ -32,7 +32,7 @@ DATA = ROOT / "tests" / "data"
 
 
 def replaced(path, **values):
-    """A DeepSpeed file saved again with other values at its root, or in its optimizer."""
+    """Save a DeepSpeed file again with other values at its root, or in its optimizer."""
     root = torch.load(path, weights_only=False)
     (root.get("optimizer_state_dict") or root).update(values)
     torch.save(root, path)
@@ -40,7 +40,7 @@ def replaced(path, **values):
 
 @pytest.fixture
 def zero(tmp_path):
-    """A real ZeRO-3 run."""
+    """Return a real ZeRO-3 run."""
     return Path(shutil.copytree(ROOT / "examples" / "llama-zero3-4ranks", tmp_path / "run"))
 
 

@@ -36,7 +36,7 @@ GRIDS = st.fixed_dictionaries(
 
 
 def same(a, b):
-    """Whether weights and optimizer are equal bit by bit, and the step."""
+    """Return whether weights and optimizer are equal bit by bit, and the step."""
     report = reshard.diff(a, b, kinds=["weight", "optimizer"])
     return not report.unequal and not report.only_a and not report.only_b and report.equal > 0
 

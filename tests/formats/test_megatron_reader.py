@@ -70,7 +70,7 @@ STEP = "iter_0000003"
 
 @pytest.fixture
 def ranks(tmp_path):
-    """A copy that may be damaged."""
+    """Return a copy that may be damaged."""
     return shutil.copytree(RANKS, tmp_path / "run")
 
 
@@ -81,7 +81,7 @@ def dist(tmp_path):
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
-    """Two forms of a run of core 0.9.0."""
+    """Return two forms of a run of core 0.9.0."""
     folder = tmp_path_factory.mktemp("old")
     with tarfile.open(PACKED) as packed:
         packed.extractall(folder, filter="data")
@@ -577,7 +577,7 @@ def test_nemo_s_keys_and_counters(monkeypatch):
 
 
 def test_a_config_states_the_model_of_a_run_without_arguments(tmp_path, monkeypatch):
-    """verl saves neither ``args`` nor an iteration, and a config in ``huggingface``."""
+    """A run of verl has neither ``args`` nor an iteration, but a config in ``huggingface``."""
     reshard.merge(DIST, tmp_path / "wanted")
     of_file = dist_format.tree.convert_file
 

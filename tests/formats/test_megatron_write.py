@@ -261,7 +261,7 @@ def test_the_arguments_state_the_layers_of_each_stage(tmp_path, grid, counts):
 
 @pytest.fixture(scope="module")
 def heterogeneous(tmp_path_factory):
-    """A run whose layers differ: linear layers, or nothing, for attention and MLP."""
+    """Return a run whose layers have linear layers, or nothing, for attention and MLP."""
     folder = tmp_path_factory.mktemp("heterogeneous")
     with tarfile.open(HETEROGENEOUS) as packed:
         packed.extractall(folder, filter="data")

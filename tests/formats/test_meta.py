@@ -19,12 +19,12 @@ SAMPLE = Path(__file__).parents[1] / "data" / "meta" / "llama_mp2"
 
 @pytest.fixture
 def sample(tmp_path):
-    """A writable copy."""
+    """Return a writable copy."""
     return Path(shutil.copytree(SAMPLE, tmp_path / "meta"))
 
 
 def held(directory):
-    """Every file's tensors, as torch loads them."""
+    """Return every file's tensors, as torch loads them."""
     return [torch.load(path) for path in sorted(directory.glob("consolidated.*.pth"))]
 
 

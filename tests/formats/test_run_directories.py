@@ -33,7 +33,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def state(step):
-    """A model of the step, and its optimizer, as Composer nests them."""
+    """Return a model of the step and its optimizer, as Composer nests them."""
     weight = torch.full((2, 3), float(step))
     adam = {"step": torch.tensor(float(step)), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
     groups = [{"lr": step / 100, "params": ["weight"]}]
@@ -206,7 +206,7 @@ def test_torchtune_names_a_whole_model_like_a_shard(tmp_path):
 
 
 def test_a_data_loader_of_torch_is_no_unknown_class(tmp_path):
-    """litgpt saves its data loader whole unless that has a state dict."""
+    """LitGPT saves its data loader whole unless that has a state dict."""
     loader = torch.utils.data.DataLoader([1, 2])
     path = tmp_path / "lit_model.pth"
     torch.save({"model": {"weight": torch.ones(2)}, "train_dataloader": loader}, path)

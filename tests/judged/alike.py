@@ -49,7 +49,7 @@ def assert_same_mesh(ours, theirs):
 
 
 def assert_same_state(found, wanted):
-    """Bitwise: weights in their master's precision, slots; and steps, and groups."""
+    """Compare weights in their master's precision, slots, steps and groups bit by bit."""
     assert set(found) == set(wanted)
     for name in wanted:
         assert same(found[name][...], wanted[name][...]), name

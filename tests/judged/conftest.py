@@ -23,7 +23,6 @@ def checkpoints(request, tmp_path_factory):
 
     What an earlier run has kept is used, and what it lacked is tried again.
     """
-
     kept = request.config.getoption("--checkpoints")
 
     def find(make_all, names, folder) -> Path:
@@ -74,7 +73,7 @@ def libraries(checkpoints) -> Path:
 
 @pytest.fixture(scope="session")
 def library_case(libraries):
-    """Case -> its folder: made here, or the copy that is kept of a library that is not here."""
+    """Return case -> its folder: made here, or the kept copy of a library that is not installed."""
 
     def find(case: str) -> Path:
         for place in (libraries, KEPT / library_judge.CASES[case].library):
@@ -107,7 +106,7 @@ def megatron_made(checkpoints) -> Path:
 
 @pytest.fixture(scope="session")
 def megatron_case(megatron_made):
-    """Case -> its folder."""
+    """Return case -> its folder."""
 
     def find(case: str) -> Path:
         if (megatron_made / case).is_dir():

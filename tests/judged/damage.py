@@ -114,7 +114,7 @@ def put(kind: str, value: float) -> Callable[[Source], None]:
 
 
 def clear(kind: str) -> Callable[[Source], None]:
-    """Zeros for a whole tensor."""
+    """Write zeros over a whole tensor."""
 
     def damage(source: Source) -> None:
         entry = largest(source.manifest(), kind)

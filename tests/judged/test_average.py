@@ -22,19 +22,19 @@ FOLDERS = {"z": "global_step", "d": "step-", "h": "checkpoint-"}
 
 @pytest.fixture
 def tag(sequences_made):
-    """(run, step) -> its directory."""
+    """Return (run, step) -> its directory."""
     return lambda run, step: sequences_made / run / "run" / f"{FOLDERS[run[0]]}{step}"
 
 
 @pytest.fixture
 def expected(sequences_made):
-    """(run, step) -> the fp32 weights that the live engine held."""
+    """Return (run, step) -> the fp32 weights that the live engine held."""
     return lambda run, step: torch.load(sequences_made / run / "found.pt")[step]
 
 
 @pytest.fixture
 def mixed(tag, expected):
-    """Paths and weights of one step of every framework's run."""
+    """Return paths and weights of one step of every framework's run."""
     return [tag(*each) for each in MIXED.items()], [expected(*each) for each in MIXED.items()]
 
 

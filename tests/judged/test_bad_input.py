@@ -123,9 +123,10 @@ def test_flipped_byte_in_a_pickle(copied, refused):
 
 
 def largest_member(path: Path, part: str) -> tuple[int, int]:
-    """(data offset, size) of the largest member with ``part`` in its name; of equals the last.
+    """Return (data offset, size) of the largest member with ``part`` in its name.
 
-    In optimizer states the moments stand first and the fp32 weights, which a merge reads, last.
+    Of equals it is the last: in optimizer states, the moments come before the fp32 weights, which a
+    merge reads.
     """
     with zipfile.ZipFile(path) as archive:
         named = [m for m in reversed(archive.infolist()) if part in m.filename]
@@ -243,7 +244,7 @@ def test_weights_of_size_0_are_reported_with_their_real_files(copied, refused):
 
 @pytest.fixture
 def without_shared_params(copied):
-    """Stage 3 as DeepSpeed before 0.9 wrote it: nothing says that two names are one weight."""
+    """Save as DeepSpeed before 0.9 at stage 3, without a record of two names of one weight."""
     run = copied("hf_z3_tied")
     for path in tag_of(run).glob("*_model_states.pt"):
         state = torch.load(path, weights_only=False)

@@ -45,7 +45,7 @@ KEPT = Path(__file__).parents[1] / "data"
 
 @pytest.fixture
 def folder(torch_made, libraries):
-    """Case -> its folder: made here, or a copy that is kept for libraries that are not."""
+    """Return case -> its folder: made here, or the copy that is kept for other libraries."""
 
     def find(case: str) -> Path:
         places = (torch_made, libraries, *KEPT.iterdir())

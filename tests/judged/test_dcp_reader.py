@@ -42,7 +42,7 @@ def pretrained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judged(made):
-    """Case -> the directory with its checkpoint and config.json, and what DeepSpeed said next."""
+    """Return case -> the directory with checkpoint and config.json, and DeepSpeed's next losses."""
 
     def of(case):
         (pointer,) = (made / case / "run").rglob("latest")

@@ -31,7 +31,7 @@ def expected(case):
 
 
 def assert_state(source, expected, *, hyper=True):
-    """Masters, slots, counters and groups are the engine's."""
+    """Compare masters, slots, counters and groups with the engine's."""
     tied = expected["tied"]
     with reshard.open(source) as checkpoint:
         for slot, tensors in expected["slots"].items():

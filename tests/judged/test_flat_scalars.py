@@ -26,7 +26,7 @@ LOCAL = {"to": "fsdp", "state_dict_type": "local"}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Runs of either optimizer under FSDP 1 and 2, and the losses of their next two steps."""
+    """Train either optimizer under FSDP 1 and 2; return the losses of the next two steps."""
     place = tmp_path_factory.mktemp("scalars")
     jobs = []
     for optimizer in SCALARS:
@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(trained, tmp_path_factory):
-    """(optimizer, form, number of ranks) -> what real FSDP 1 found when it loaded that."""
+    """Return (optimizer, form, number of ranks) -> what real FSDP 1 found when it loaded that."""
     place, out = trained[0], tmp_path_factory.mktemp("written")
     found = {}
     for world, forms in AT.items():

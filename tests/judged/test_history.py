@@ -80,7 +80,7 @@ def write(path, offset, data):
 
 
 def transplant(source, target, parts, only=lambda _fqn, _file: True):
-    """Overwrite tensors of a checkpoint by those of another one; nothing else in it changes."""
+    """Overwrite some tensors of a checkpoint by those of another."""
     before, now = read_manifest(source), read_manifest(target)
     count = 0
     with SourceFiles() as pool:

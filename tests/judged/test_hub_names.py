@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Case -> what each step of the proof found."""
+    """Return case -> what each step of the proof found."""
     out = tmp_path_factory.mktemp("hub")
     subprocess.run(
         [*server.fork_python(server.DEEPSPEED), "-m", hub_names.__name__, out, "--only", *FAMILIES],

@@ -27,7 +27,7 @@ def expected(case, library_case):
 
 @pytest.fixture(scope="module")
 def checkpoint(case, library_case):
-    """Opened once for all tests of a case."""
+    """Open a case once for all tests of it."""
     with reshard.open(source(case, library_case), **options(case)) as opened:
         yield opened
 
@@ -103,7 +103,7 @@ def test_train_state_is_the_live_one(case, checkpoint, expected):
 
 
 def last_epochs(scheduler):
-    """Wherever a library keeps it: in the state, or in a list of states."""
+    """Return the epochs in a state, or in a list of states, as libraries keep them."""
     if isinstance(scheduler, dict):
         return [scheduler["last_epoch"]] if "last_epoch" in scheduler else []
     return [epoch for each in scheduler for epoch in last_epochs(each)]

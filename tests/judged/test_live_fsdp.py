@@ -52,7 +52,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Runs of every kind and number of ranks, each saved in shards and in one file."""
+    """Save runs of every kind and number of ranks, in shards and in one file."""
     saved = Saved(tmp_path_factory.mktemp("saved"), {})
     for n in SIZES:
         jobs = []
@@ -69,7 +69,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory):
-    """A ZeRO 3 run of three ranks, and DeepSpeed's step and next losses."""
+    """Return a ZeRO 3 run of three ranks, and DeepSpeed's step and next losses."""
     place = tmp_path_factory.mktemp("zero3")
     found = deepspeed_judge.JUDGE.run(place, {"zero3": (ZERO3.world, {"case": ZERO3})})["zero3"]
     assert isinstance(found, dict), found
@@ -78,7 +78,7 @@ def zero3(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(saved, zero3, tmp_path_factory):
-    """(kind, source, number of ranks) -> what each rank found, live and after a split."""
+    """Return (kind, source, ranks) -> what each rank found, live and after a split."""
     place, found = tmp_path_factory.mktemp("split"), {}
     for m in SIZES:
         jobs = [*_list_fsdp_jobs(saved, m, place), *_list_zero3_jobs(zero3, m, place)]

@@ -26,7 +26,7 @@ def describe_job(stage, ranks, **told):
 
 @pytest.fixture(scope="module")
 def saved(made, tmp_path_factory):
-    """(stage, number of ranks) -> the directory of a run; those of two ranks are judged cases."""
+    """Return (stage, number of ranks) -> the directory of a run; two ranks are judged cases."""
     place = tmp_path_factory.mktemp("saved")
     others = {(stage, n): f"{stage}-{n}" for stage in STAGES for n in SIZES if n != 2}
     found = JUDGE.run(place, {name: describe_job(*run) for run, name in others.items()})

@@ -73,7 +73,7 @@ ROUTES = [route for route in ROUTES if route.kind in CHOSEN]
 
 @pytest.fixture(scope="module")
 def went_on(megatron_case, tmp_path_factory):
-    """Route -> what its engine held when it had loaded, and how it went on, or why it failed."""
+    """Return route -> what its engine loaded and how it continued, or why it failed."""
     out, jobs = tmp_path_factory.mktemp("engines"), {}
     for route in ROUTES:
         source = megatron_case(route.case)

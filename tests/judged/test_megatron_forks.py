@@ -27,7 +27,7 @@ PADDED_TO = 16  # rows of a vocabulary, a multiple: make_vocab_size_divisible_by
 
 
 def whole(name, value, case):
-    """GPT-NeoX's parallel residual adds the biases of all ranks, which hold the same."""
+    """Return the sums of biases of all ranks, as GPT-NeoX's parallel residual adds equal ones."""
     return value * RANKS if case.startswith("gpt_neox") and SUMMED.fullmatch(name) else value
 
 

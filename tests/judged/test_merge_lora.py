@@ -110,7 +110,7 @@ def adapt(model, form):
 
 @pytest.fixture
 def made(tmp_path):
-    """(model, form) -> base, adapter, and the live adapted model."""
+    """Return (model, form) -> base, adapter, and the live adapted model."""
 
     def make(model, form, **how):
         base = tmp_path / "base"
@@ -129,9 +129,9 @@ def merged(source, base, out, **options):
 
 
 def assert_close(got, adapted):
-    """Equal to ``merge_and_unload`` of PEFT, each within the stated rounding of the exact sum.
+    """Compare with PEFT's ``merge_and_unload``; both must be within rounding of the exact sum.
 
-    The bound: (rank + 3) roundings of fp32, relative to the sum of absolute values.
+    The bound is (rank + 3) roundings of fp32, relative to the sum of absolute values.
     """
     bounds = {}
     for name, module in adapted.named_modules():

@@ -67,7 +67,7 @@ def merged(tmp_path):
 
 @pytest.fixture
 def mounted(place):
-    """Source and options -> the process of the command once the files are there."""
+    """Return (source, options) -> the process of the command once the files are there."""
     with contextlib.ExitStack() as stack:
 
         def start(source, *words, **options):

@@ -76,7 +76,7 @@ def published(tmp_path_factory):
 
 
 def states_of(path):
-    """Parameter -> its state in an optimizer's file."""
+    """Return parameter -> its state in an optimizer's file."""
     held = load_file(path)
     return {name: held["state"][number] for number, name in held["names"].items()}
 

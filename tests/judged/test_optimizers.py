@@ -183,7 +183,7 @@ def runs(place):
 
 @pytest.fixture(scope="module")
 def resumed(runs, place):
-    """Cell -> what its engine held; one process for all."""
+    """Return cell -> what its engine held; one process does all."""
     assert all(not isinstance(held, str) for held in runs.values()), runs
     return resumed_of(COVERING, place / "runs", place / "resumed")
 

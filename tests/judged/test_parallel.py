@@ -67,8 +67,10 @@ def test_the_state_of_the_ranks_is_read(case, made):
 
 
 def test_megatron_deepspeeds_own_checkpoint_is_read():
-    """A tied GPT of Megatron-DeepSpeed, which ds_to_universal made whole; the vocabulary's padding
-    is cut off there."""
+    """Compare a tied GPT of Megatron-DeepSpeed with what ds_to_universal made of it.
+
+    The padding of the vocabulary is cut off there.
+    """
     place = KEPT / "megatron_deepspeed" / "tp2pp2dp2"
     expected = read_expected(place)
     with reshard.open(place / "run") as checkpoint:

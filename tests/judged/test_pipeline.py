@@ -69,7 +69,7 @@ def test_the_report_says_that_a_group_was_cut_short(trained):
 
 
 def test_groups_that_dcp_cut_short_are_refused_where_there_are_several(trained, tmp_path):
-    """torch 2.13 saves the list of each group under one key for all stages: the last one stays."""
+    """PyTorch 2.13 saves each group's list under one key for all stages: the last one stays."""
     with pytest.raises(IncompleteError, match="which is in no parameter group"):
         reshard.split(trained / "two_groups" / "dcp_by_group", tmp_path / "out", world_size=2)
 

@@ -77,7 +77,7 @@ def test_every_formula_gives_the_names_and_shapes_of_transformers(family):
 
 @pytest.fixture(scope="module")
 def measured(checkpoints):
-    """Bytes of the tensors of each rank, by case."""
+    """Return bytes of the tensors of each rank, by case."""
     made = checkpoints(JUDGE.make, list(CASES), "memory")
     return {name: json.loads((made / name / "found.json").read_text()) for name in CASES}
 

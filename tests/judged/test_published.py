@@ -22,7 +22,7 @@ GROUPS = [{"lr": 1e-4}]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Checkpoints of two ranks of FSDP 2, after two steps of training."""
+    """Train two steps on two ranks of FSDP 2, and save."""
     place = tmp_path_factory.mktemp("fsdp2")
     for name in NAMES:
         (place / name).mkdir()

@@ -35,7 +35,7 @@ def launch():
 
 @pytest.fixture(scope="module")
 def trained(launch, tmp_path_factory):
-    """Script -> the directory where it saved after four steps, and the log of all eight."""
+    """Return script -> the directory where it saved after four steps, and the log of all eight."""
 
     def train(name, *words):
         place = tmp_path_factory.mktemp(name)
@@ -58,7 +58,7 @@ def trained(launch, tmp_path_factory):
 
 
 def levels(report):
-    """Target -> the levels that it reached, bitwise only where nothing adds in another order."""
+    """Return target -> the levels that it reached; bitwise only where no sum changes its order."""
     found = {}
     for target in report.to_json()["targets"]:
         reached = {level for level, is_reached in target["reached"].items() if is_reached}

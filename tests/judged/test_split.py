@@ -56,7 +56,7 @@ def state_of(path, **told):
 
 
 def check_same(before, after):
-    """Values are equal bit by bit; only wider dtypes may have been cut, and none here is."""
+    """Compare values bit by bit; only wider dtypes may have been cut, and none here is."""
     for held, found in zip(before[:2], after[:2], strict=True):
         missing = [key for key in held if key not in found and held[key].numel()]
         assert missing == []

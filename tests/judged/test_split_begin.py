@@ -34,7 +34,7 @@ DECAY = [  # deepspeed_models.param_groups(model, "decay")
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> dict[bool, Path]:
-    """Tied or not -> a Hugging Face directory of a bf16 model."""
+    """Return tied or not -> a Hugging Face directory of a bf16 model."""
     place = tmp_path_factory.mktemp("weights")
     for tied in (False, True):
         torch.manual_seed(3)
@@ -57,7 +57,7 @@ def groups_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def engines(weights, made, tmp_path_factory):
-    """All that DeepSpeed is asked, in one process: imports take long."""
+    """Run all jobs of DeepSpeed in one process, because its imports take long."""
     place = tmp_path_factory.mktemp("engines")
     one, decay = place / "one.json", place / "decay.json"
     one.write_text(json.dumps([OF_CASES]))

@@ -105,7 +105,7 @@ def has_same_steps(route):
 
 @pytest.fixture(scope="module")
 def went_on(megatron_case, tmp_path_factory):
-    """Route -> what Megatron-core held when it had loaded it, and how it went on."""
+    """Return route -> what Megatron-core held when it had loaded it, and how it continued."""
     out = tmp_path_factory.mktemp("megatron")
     cases = {}
     for route in ROUTES:

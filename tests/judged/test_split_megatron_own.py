@@ -22,7 +22,7 @@ ROUTES |= {"unstacked": ("torch_dist", "torch")}
 
 @pytest.fixture(scope="module")
 def went_on(megatron_case, tmp_path_factory):
-    """Route -> (the split's report, what each rank held when real Megatron-core had loaded it)."""
+    """Return route -> (the split's report, what each rank of real Megatron-core had loaded)."""
     out = tmp_path_factory.mktemp("megatron")
     cases, reports = {}, {}
     for name, (source, form) in ROUTES.items():

@@ -171,7 +171,7 @@ def deepspeed(made):
 
 @pytest.fixture(scope="module")
 def loaded(trained, deepspeed, tmp_path_factory):
-    """(number of ranks, form) -> what real PyTorch found when it loaded that."""
+    """Return (number of ranks, form) -> what real PyTorch found when it loaded that."""
     place, _ = trained
     out = tmp_path_factory.mktemp("split")
     found = {}

@@ -209,7 +209,7 @@ def read_random_states():
 
 @pytest.fixture
 def loaded():
-    """Has Accelerate itself load a rank's random states; this process keeps its own."""
+    """Load a rank's random states with Accelerate; restore those of this process."""
     from accelerate import PartialState
     from accelerate.checkpointing import load_accelerator_state
 

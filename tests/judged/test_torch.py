@@ -34,7 +34,7 @@ def expected(case, torch_made):
 
 @pytest.fixture(scope="module")
 def checkpoint(case, place):
-    """Opened once for all tests of a case."""
+    """Open a case once for all tests of it."""
     with reshard.open(place, **list_options(case)) as opened:
         yield opened
 

@@ -68,7 +68,7 @@ WORLDS = (1, 2, 3, 4)
 
 
 def targets():
-    """Source, strategy, number of ranks: each source has a ZeRO and an FSDP at two sizes."""
+    """Return source, strategy, number of ranks: two sizes of a ZeRO and an FSDP for each source."""
     for number, name in enumerate(SOURCES):
         for turn, strategies in enumerate((ZERO, FSDP)):
             yield name, strategies[number % len(strategies)], WORLDS[(number + turn) % 4]
@@ -90,7 +90,7 @@ def sources(made, libraries, megatron_case):
 
 @pytest.fixture(scope="module")
 def resumed(sources, tmp_path_factory):
-    """Target -> what each rank has (as it is, after a split)."""
+    """Return target -> what each rank has (as it is, after a split)."""
     place = tmp_path_factory.mktemp("resumed")
     (place / "text").write_text(TEXT)
     (place / "groups.json").write_text(json.dumps(GROUPS))

@@ -27,7 +27,7 @@ GROUPS = [  # as a file of groups says it
 
 
 def optimizer_of(model, groups):
-    """Return AdamW with those groups; what they do not say is torch's own."""
+    """Return an AdamW of those groups, with torch's defaults for what they lack."""
     named = dict(model.named_parameters())
     norms = [name for name in named if "norm" in name]
     members = [norms, [name for name in named if name not in norms]]
@@ -42,7 +42,7 @@ def optimizer_of(model, groups):
 
 
 def fresh(ranks, weights, steps):
-    """Return losses of a run that begins from a Hugging Face directory."""
+    """Return the losses of a run that begins from a Hugging Face directory."""
     model = LlamaForCausalLM.from_pretrained(
         weights, dtype=torch.float32, attn_implementation="eager"
     )
@@ -52,7 +52,7 @@ def fresh(ranks, weights, steps):
 
 
 def from_dcp(ranks, weights, place, steps):
-    """Return those of a model with other values and hyper-parameters that has loaded a DCP."""
+    """Return the losses of a model that loaded a DCP directory in place of other values."""
     model = reader.sharded("fsdp2", ranks, reader.llama(weights))
     made = optimizer_of(model, [{"lr": 0.3, "weight_decay": 0.7, "eps": 0.1}] * 2)
     state = {
@@ -66,7 +66,7 @@ def from_dcp(ranks, weights, place, steps):
 
 
 def from_ranks(ranks, weights, place, steps):
-    """Return the same, of rank files."""
+    """Return the losses of a model that loaded a file per rank in place of other values."""
     model = reader.sharded("fsdp2", ranks, reader.llama(weights))
     made = optimizer_of(model, [{"lr": 0.3, "weight_decay": 0.7, "eps": 0.1}] * 2)
     model.load_state_dict(torch.load(Path(place) / f"model_rank{ranks.rank}.pt"))
@@ -75,7 +75,7 @@ def from_ranks(ranks, weights, place, steps):
 
 
 def weights_of_dcp(ranks, weights, place):
-    """Return the weights of a model with other values, once it has loaded a DCP of weights."""
+    """Return the weights of a model that loaded a DCP directory of weights."""
     model = reader.sharded("fsdp2", ranks, reader.llama(weights))
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=place)
@@ -84,7 +84,7 @@ def weights_of_dcp(ranks, weights, place):
 
 
 def weights_of_ranks(ranks, weights, place):
-    """Return the same, of rank files."""
+    """Return the weights of a model that loaded a file per rank."""
     model = reader.sharded("fsdp2", ranks, reader.llama(weights))
     model.load_state_dict(torch.load(Path(place) / f"model_rank{ranks.rank}.pt"))
     return _gather(model)

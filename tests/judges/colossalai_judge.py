@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def trained(*, groups, steps=STEPS):
-    """Train a model for some steps; return it with its Adam and its scheduler."""
+    """Train a model for `steps`; return it with its Adam and its scheduler."""
     model = Net()
     every = dict(model.named_parameters())
     small = [name for name in every if name.endswith("bias")] if groups > 1 else []
@@ -76,7 +76,7 @@ def read_state(model, optimizer):
 
 
 def _plain(out, begun, *, use_safetensors):
-    """``GeneralCheckpointIO``, as DDP's plugin has it."""
+    """Save or load with ``GeneralCheckpointIO``, which DDP's plugin uses."""
     model, optimizer, scheduler = trained(groups=2, steps=0 if begun else STEPS)
     io = importlib.import_module("colossalai.checkpoint_io.general_checkpoint_io")
     saver = object.__new__(io.GeneralCheckpointIO)
@@ -99,7 +99,7 @@ def _plain(out, begun, *, use_safetensors):
 
 
 def _pipeline(out, begun):
-    """``HybridParallelCheckpointIO`` of two stages, the second first: the first one joins all."""
+    """Save two stages with ``HybridParallelCheckpointIO``; the first joins all, and saves last."""
     hybrid = importlib.import_module("colossalai.checkpoint_io.hybrid_parallel_checkpoint_io")
     interface = importlib.import_module("colossalai.interface")
     model, optimizer, _ = trained(groups=1, steps=0 if begun else STEPS)

@@ -132,7 +132,7 @@ def load(state, source, **options):
 
 
 def train(ranks, kind, model, optimizer, first, steps):
-    """Return mean losses of the judge's next steps."""
+    """Train further steps as the judge does; return the mean losses."""
     losses = []
     for step in range(first, first + steps):
         share = models.rank_share(models.global_batch(step, 0, 1), ranks.rank, ranks.world)
@@ -149,7 +149,7 @@ def train(ranks, kind, model, optimizer, first, steps):
 
 
 def differing(model, optimizer, source, dtype=None):
-    """Return names of live values, gathered on every rank, that `reshard.open` has otherwise."""
+    """Return names of live values, gathered on every rank, that differ from `reshard.open`'s."""
     weights = {name: whole(value) for name, value in get_model_state_dict(model).items()}
     found = []
     with reshard.open(source) as checkpoint:
@@ -241,7 +241,7 @@ def weights_only(ranks, kind, source, form="top", dtype=torch.float32):
 
 
 def two_dims(ranks, source):
-    """DTensors cut in both dims: FSDP with tensor parallelism."""
+    """Load into DTensors that FSDP and tensor parallelism cut in both dims."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with reshard.open(source) as checkpoint:
         want = {name: checkpoint[name][...] for name in checkpoint if len(checkpoint[name].shape)}
@@ -311,7 +311,7 @@ def partly(ranks, source):
 
 
 def scalars(_ranks, source, **more):
-    """Steps and hyper-parameters into a target of other types than torch's own optimizers have."""
+    """Load steps and hyper-parameters into a target of other types than torch's optimizers use."""
     with reshard.open(source) as checkpoint:
         (group,) = checkpoint.manifest.train.param_groups
     rate = torch.tensor(0.5)
@@ -328,7 +328,7 @@ def scalars(_ranks, source, **more):
 
 
 def unfinished(ranks, source):
-    """Request a number that the checkpoint's groups do not have."""
+    """Request a hyper-parameter that the checkpoint's groups lack."""
     return scalars(ranks, source, momentum=0.5)
 
 

@@ -189,10 +189,11 @@ def _stage_3() -> list[Case]:
 
 
 def _nvme() -> list[Case]:
-    """The swap folder is filled in by the worker. Skipped, loudly, without DeepSpeed's aio op.
+    """Return the cases that offload to disk.
 
-    DeepSpeed swaps only sub-groups of 1 MiB and more (MIN_AIO_BYTES), which needs a wider model; in
-    the small one everything stays in memory, whatever the config says.
+    The worker fills in the swap folder, or reports the cases as missing without DeepSpeed's aio op.
+    DeepSpeed swaps only sub-groups of 1 MiB and more (MIN_AIO_BYTES), which needs a wider model;
+    with the small one, everything stays in memory.
     """
     optimizer = {"offload_optimizer": {"device": "nvme"}, "sub_group_size": 300_000}
     both = {**optimizer, "offload_param": {"device": "nvme"}}
@@ -210,7 +211,7 @@ def _nvme() -> list[Case]:
 
 
 def _train_state() -> list[Case]:
-    """Schedulers, accumulation, scalers, client state, other optimizers, other serializations."""
+    """Return cases of schedulers, accumulation, scalers, client state and other optimizers."""
     full = {"scheduler": WARMUP, "gradient_accumulation_steps": 2}
     sgd = {
         "optimizer": None,
@@ -276,7 +277,7 @@ def _train_state() -> list[Case]:
 
 
 def _hugging_face() -> list[Case]:
-    """Pure transformers models: the merged directory must load there with equal logits."""
+    """Return the cases of pure transformers models: transformers must load the merged directory."""
     return [
         Case("hf_z2_tied", 2, ds_config(2, "bf16"), model="llama_tied"),
         Case("hf_z2", 2, ds_config(2, "bf16"), model="llama"),
@@ -288,7 +289,7 @@ def _hugging_face() -> list[Case]:
 
 
 def _user_configs() -> list[Case]:
-    """Configs as found in the field. ``auto`` values are filled in by the Trainer, accelerate."""
+    """Return cases of users' configs; Trainer and accelerate fill in their ``auto`` values."""
     zero2_bf16 = {
         "bf16": {"enabled": True},
         "zero_optimization": {
@@ -376,9 +377,9 @@ def _user_configs() -> list[Case]:
 
 
 def _experts() -> list[Case]:
-    """Experts in files of their own, over expert-parallel ranks, whose sizes may differ by layer.
+    """Return the cases of experts in files of their own, whose numbers may differ by layer.
 
-    Without ZeRO that is refused: no file says which layers have which size.
+    Without ZeRO reshard refuses such a run: no file states how many experts each layer has.
     """
     data_first = {"use_data_before_expert_parallelism": True}
     accumulate_fp32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -399,7 +400,7 @@ def _experts() -> list[Case]:
 
 
 def _checkpointed() -> list[Case]:
-    """Names that ``state_dict`` and ``named_parameters`` do not share."""
+    """Return the case whose names differ in ``state_dict`` and ``named_parameters``."""
     return [
         Case(f"z{stage}_checkpointed", 2, ds_config(stage, "bf16"), model="menagerie_checkpointed")
         for stage in (2, 3)
@@ -407,9 +408,9 @@ def _checkpointed() -> list[Case]:
 
 
 def _universal() -> list[Case]:
-    """Converted by DeepSpeed's own ds_to_universal, beside ``run``, into ``universal``.
+    """Return cases that DeepSpeed's own ds_to_universal also converts, into ``universal``.
 
-    Without the 0-d parameter in stages 1 and 2: the converter fails on it ("RuntimeError:
+    Stages 1 and 2 lack the 0-d parameter, on which the converter fails ("RuntimeError:
     zero-dimensional tensor (at position 0) cannot be concatenated").
     """
     rows = [

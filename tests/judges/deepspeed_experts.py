@@ -71,7 +71,7 @@ def start(case: Case, out: Path, seed: int = 7) -> train.Run:
 
 
 def gathered(run: train.Run, expected: dict[str, Any]) -> dict[str, Any]:
-    """Join the references of all ranks."""
+    """Join the states of all ranks."""
     sections = ("params", "frozen", "buffers", "live")
     whole = {key: joined(run, expected[key]) for key in sections}
     slots = {slot: joined(run, held) for slot, held in expected["slots"].items()}
@@ -117,7 +117,7 @@ def _same(ranks: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def make_refused(case: Case, out: Path) -> None:
-    """Train and save; nothing is gathered of what is refused."""
+    """Train and save; record no state, because reshard refuses the checkpoint."""
     run = start(case, out)
     losses = [train.train_step(run, step) for step in range(case.steps)]
     train.save(run, out / "run")

@@ -83,7 +83,7 @@ class Extras(nn.Module):
         self.register_buffer("scratch", torch.full((4,), 9.0), persistent=False)
 
     def forward(self) -> Tensor:
-        """A small loss that reaches all that train here but ``unused`` and ``hollow.empty``."""
+        """Return a small loss that reaches all trained parameters but ``unused`` and ``empty``."""
         self.calls += 1
         mixed = (self.seven @ self.frozen).square().mean() * self.frozen_vector.sum()
         curve = (self.thirteen * self.scalar).cos().mean() * self.scale.sum()
@@ -194,5 +194,5 @@ def menagerie() -> nn.Module:
 
 
 def menagerie_tied() -> nn.Module:
-    """Return the model that the judge of ZeRO-3 trains; without arguments, for ``--model``."""
+    """Return the model of the tied ZeRO-3 run; without arguments, as ``--model`` needs it."""
     return Menagerie(tied=True)

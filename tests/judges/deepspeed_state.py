@@ -45,9 +45,9 @@ class Snapshot:
 
 
 def optimized(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What an optimizer owns. DeepSpeed leaves zero-element parameters out, as it does frozen ones.
+    """Return the parameters that an optimizer owns: those that are trained and not empty.
 
-    It files them with the frozen parameters when saving, because binding them to a flat buffer
+    DeepSpeed files zero-element parameters with the frozen ones when saving, because a flat buffer
     would lose their shape.
     """
     return {n: p for n, p in named(model) if p.requires_grad and _numel(p) > 0}
@@ -103,8 +103,8 @@ def snapshot_once(
 ) -> Snapshot:
     """Like `snapshot`, without the second way to read stages 1 and 2.
 
-    That is a collective for each tensor, which four ranks take longer for than for training. It is
-    enough to make them once a run: where a parameter lies in a flat buffer does not change.
+    That way takes a collective for each tensor, which costs four ranks more time than the training.
+    Once a run is enough: a parameter keeps its place in the flat buffer.
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -125,10 +125,11 @@ def snapshot_once(
 def _cross_check(engine: DeepSpeedEngine, found: Snapshot) -> None:
     """Compare with ``safe_get_full_*`` as far as that works in stages 1 and 2.
 
-    Not at all with round_robin_gradients: it walks the user's order while the flat buffer holds the
-    permuted one. Without slots where stage 1 or 2 has several groups: ``step`` links all groups'
+    It does not work with round_robin_gradients: it walks the user's order while the flat buffer has
+    the permuted one. It has no slots if stage 1 or 2 has several groups: ``step`` links all groups'
     slots after stepping the first, when the others have none yet, so asking for them raises
-    "ValueError: exp_avg not found in optimizer state fragment". Nor before any step after a load.
+    "ValueError: exp_avg not found in optimizer state fragment". Nor has it any between a load and
+    the next step.
     """
     optimizer = engine.optimizer
     if getattr(optimizer, "round_robin_gradients", False):
@@ -178,7 +179,7 @@ def _by_address(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapsho
 
 
 def _unfused(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
-    """Stage 0 in 16 bits: whole fp32 copies, paired with the module's parameters by position."""
+    """Read stage 0 in 16 bits: whole fp32 copies, paired with the parameters by position."""
     optimizer, names = (
         engine.optimizer,
         {id(p): n for n, p in optimized(engine.module).items()},
@@ -192,7 +193,7 @@ def _unfused(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
 
 
 def _plain(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
-    """Stage 0 in fp32: the parameters are their own masters."""
+    """Read stage 0 in fp32, where the parameters are their own masters."""
     named = optimized(engine.module)
     return _whole(dict(named), engine.optimizer.state, slot_names, _steps(engine))
 

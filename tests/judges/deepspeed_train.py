@@ -251,7 +251,7 @@ def make(case: Case, out: Path) -> None:
 
 
 def convert_universal(run: Path, target: Path) -> None:
-    """DeepSpeed's own ds_to_universal, in process; one worker each, so it forks nothing."""
+    """Run DeepSpeed's own ds_to_universal in this process; with one worker it forks nothing."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     tag = (run / "latest").read_text().strip()
@@ -269,9 +269,9 @@ def convert_universal(run: Path, target: Path) -> None:
 
 
 def give_untrained(model: nn.Module, run_dir: Path) -> None:
-    """Give a model the frozen parameters and the buffers of a universal checkpoint.
+    """Copy the frozen parameters and buffers of a universal checkpoint into a model.
 
-    DeepSpeed restores neither of one.
+    DeepSpeed restores neither of them from such a checkpoint.
     """
     tag = (run_dir / "latest_universal").read_text()
     held = torch.load(run_dir / tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
@@ -327,7 +327,8 @@ def resumed(
 def end_sharing(optimizer: torch.optim.Optimizer) -> None:
     """Give every flat tensor a counter of its own.
 
-    Stage 3 puts one tensor into the state of all, which torch would count up once for each.
+    Stage 3 puts the same tensor into the state of every flat tensor, so torch would increase it
+    once for each of them.
     """
     for state in optimizer.state.values():
         if torch.is_tensor(state.get("step")):
@@ -383,7 +384,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_expected(expected: dict[str, Any], out: Path) -> None:
-    """Rank 0's word; every rank took part in gathering it."""
+    """Save the gathered state on rank 0; every rank must call it."""
     if dist.get_rank() == 0:
         torch.save(tree_map_only(torch.Tensor, _to_cpu, expected), out / "expected.pt")
     dist.barrier()

@@ -60,7 +60,7 @@ def make_trainer(case: Case, out: Path) -> None:
 
 
 def make_accelerate(case: Case, out: Path) -> None:
-    """accelerate's ``save_state`` with its DeepSpeed plugin."""
+    """Save with Accelerate's ``save_state`` and its DeepSpeed plugin."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DummyOptim
 

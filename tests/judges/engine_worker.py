@@ -58,7 +58,7 @@ def _build(told: dict[str, Any]) -> nn.Module:
 
 
 def _group(model: nn.Module) -> list[dict[str, Any]]:
-    """Megatron's two groups: weight decay for matrices alone."""
+    """Return Megatron's two groups: only matrices decay."""
     params = list(model.parameters())
     return [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": DECAY},
@@ -140,7 +140,7 @@ def go_on_torch(told: dict[str, Any]) -> Any:
 
 
 def go_on_dcp(told: dict[str, Any]) -> Any:
-    """FSDP 2 with torch.distributed.checkpoint, files a rank, or reshard's reader of the run."""
+    """Continue in FSDP 2, from DCP, a file per rank, or the run through reshard's reader."""
     from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
@@ -182,7 +182,7 @@ def go_on_dcp(told: dict[str, Any]) -> Any:
 
 
 def go_on_deepspeed(told: dict[str, Any]) -> Any:
-    """DeepSpeed, at any stage, from its own directory, a universal one, or the run itself."""
+    """Continue in DeepSpeed at any stage, from its directory, a universal one, or the run."""
     import deepspeed
 
     from tests.judges import parallel_autotp, parallel_models
@@ -244,7 +244,7 @@ def go_on_deepspeed(told: dict[str, Any]) -> Any:
 
 
 def go_on_accelerate(told: dict[str, Any]) -> Any:
-    """Accelerate's load_state, FSDP 2."""
+    """Continue in Accelerate with FSDP 2, from ``load_state``."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     from tests.judges.library_cpu import pass_for_gpus
@@ -269,7 +269,7 @@ def go_on_accelerate(told: dict[str, Any]) -> Any:
 
 
 def go_on_trainer(told: dict[str, Any]) -> Any:
-    """HF Trainer under DDP, resumed."""
+    """Continue in the HF Trainer under DDP, from ``resume_from_checkpoint``."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from tests.judges.hf_trainer import Rows

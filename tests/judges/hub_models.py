@@ -390,7 +390,7 @@ def _move_tokens(fields: dict[str, Any], default: Any) -> dict[str, Any]:
 
 
 def _keep_stages(default: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return which stages a backbone gives out, which is not one of its fields."""
+    """Return which stages a backbone outputs; its configuration has no field for that."""
     stages = getattr(default, "_out_indices", None)
     return {"out_indices": list(stages)} if stages and "num_hidden_layers" not in given else {}
 

@@ -41,7 +41,7 @@ class Counter:
         return {"seen": self.seen, "history": [1.5, "x"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Needed for it to count as stateful."""
+        """Do nothing: accelerate requires the method of an object that it checkpoints."""
         self.seen = state["seen"]
 
 
@@ -57,7 +57,7 @@ def make_plugin(case: Case) -> FullyShardedDataParallelPlugin:
 
 
 def make(case: Case, ckpt: Path) -> library_state.State:
-    """Train a little, ``save_state``, and tell what was live."""
+    """Train a little, ``save_state``, and return the live state."""
     plugin = None
     if case.how["kind"] == "fsdp":
         pass_for_gpus()
@@ -125,7 +125,7 @@ def _warm(step: int) -> float:
 
 
 def _second_model(accelerator: Accelerator, *, first_wrapped: bool) -> None:
-    """In a call of its own: FSDP 2 refuses two models in one. FSDP 1 needs the model first."""
+    """Prepare a second model: FSDP 2 refuses two in one call, and FSDP 1 needs the model first."""
     other = models.net()
     if first_wrapped:
         other = accelerator.prepare(other)
@@ -137,7 +137,7 @@ def _second_model(accelerator: Accelerator, *, first_wrapped: bool) -> None:
 
 
 def _as_rank_files(accelerator: Accelerator, model: Any, optimizer: Any, ckpt: Path) -> None:
-    """Only these functions have ``use_dcp``; what save_state wrote as DCP is taken away."""
+    """Save a file per rank in place of DCP, as only these functions of accelerate can."""
     plugin = accelerator.state.fsdp_plugin
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:

@@ -67,7 +67,7 @@ def _named(factory: str) -> str:
 
 
 def _accelerate() -> list[Case]:
-    """``Accelerator.save_state``."""
+    """Return the cases of ``Accelerator.save_state``."""
     layers = "LlamaDecoderLayer"
 
     def fsdp(name: str, what: str, **kwargs: Any) -> Case:
@@ -237,7 +237,7 @@ def _trainer() -> list[Case]:
 
 
 def _peft() -> list[Case]:
-    """Adapters: the checkpoint's weights are they, the base model lies elsewhere."""
+    """Return the cases of PEFT, whose checkpoints have adapters but not the base model."""
     return [
         Case(
             "peft_lora",
@@ -272,7 +272,7 @@ def _peft() -> list[Case]:
 
 
 def _lightning() -> list[Case]:
-    """Lightning's .ckpt, a file or a directory. The state dict names start with ``model.``."""
+    """Return the cases of Lightning's .ckpt, a file or a directory; names begin with ``model.``."""
 
     def case(name: str, what: str, **kwargs: Any) -> Case:
         kwargs = {"source": "last.ckpt", "model": "tests.judges.library_lightning:module", **kwargs}
@@ -334,7 +334,7 @@ def _lightning() -> list[Case]:
 
 
 def _verl() -> list[Case]:
-    """verl's actor directory: model, optimizer and extra state a rank."""
+    """Return the cases of verl's actor directory: model, optimizer and extra state of each rank."""
 
     def case(name: str, what: str, version: int, **kwargs: Any) -> Case:
         how = {"version": version, **kwargs.pop("how", {})}
@@ -374,7 +374,7 @@ def _verl() -> list[Case]:
 
 
 def _torchtitan() -> list[Case]:
-    """torchtitan's step directories."""
+    """Return the cases of torchtitan's step directories."""
 
     def case(name: str, what: str, **how: Any) -> Case:
         kept = how.pop("kept", False)
@@ -415,7 +415,7 @@ def _torchtitan() -> list[Case]:
 
 
 def _fairscale() -> list[Case]:
-    """fairscale's sharded and consolidated states."""
+    """Return the cases of fairscale's sharded and consolidated states."""
 
     def case(name: str, what: str, kind: str, *, flat: bool = True, **how: Any) -> Case:
         slots = how.pop("slots", True)

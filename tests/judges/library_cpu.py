@@ -35,7 +35,7 @@ def pass_for_gpus() -> None:
 
 
 def offload_nothing() -> None:
-    """FSDP 1 cannot offload from a CPU to the CPU: it frees, or aliases, what it saves."""
+    """Turn off FSDP 1's CPU offload, which on a CPU frees or aliases what it saves."""
     FullyShardedDataParallel.state_dict_type = staticmethod(_in_place)
 
 
@@ -56,7 +56,7 @@ def _in_place(
 
 
 def wrap_on_cpu() -> None:
-    """FSDP 1 without a ``device_id`` looks for a GPU, and libraries do not pass a CPU's."""
+    """Pass the CPU as ``device_id`` to FSDP 1, which looks for a GPU if a library omits it."""
     if IS_GPU:
         return
     original = FullyShardedDataParallel.__init__

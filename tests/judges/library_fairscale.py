@@ -47,7 +47,7 @@ def _pass_for_cuda() -> None:
 
 
 def make(case: Case, ckpt: Path) -> library_state.State:
-    """``shard_R.pt`` of each rank, or one file of the consolidated state."""
+    """Save ``shard_R.pt`` of each rank, or one file of the consolidated state."""
     if case.how["kind"] == "oss":
         return _oss(case, ckpt)
     _pass_for_cuda()
@@ -94,7 +94,7 @@ def _train(model: nn.Module, optimizer: Any) -> None:
 
 
 def _tell(case: Case, model: FullyShardedDataParallel, optimizer: Any) -> library_state.State:
-    """fairscale's own consolidation, of the weights and, the same way, of each slot."""
+    """Consolidate the weights, and in the same way each slot, with fairscale's own function."""
     held = {value.data_ptr(): key for key, value in model.local_state_dict().items()}
     state = {held[p.data_ptr()]: slots for p, slots in optimizer.state.items()}
     mine = {

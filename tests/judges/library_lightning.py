@@ -38,7 +38,7 @@ class Module(LightningModule):
         self.by_unit = False
 
     def configure_model(self) -> None:
-        """FSDP 2 is applied by the user."""
+        """Apply FSDP 2, as Lightning leaves it to the user."""
         if self.by_unit:
             mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
             for layer in self.model.llama.model.layers:
@@ -115,7 +115,7 @@ def _strategy(case: Case) -> Any:
 
 
 def _deepspeed(case: Case) -> Any:
-    """Lightning refuses DeepSpeed without CUDA, DeepSpeed itself does not."""
+    """Return a strategy of DeepSpeed on CPU, which Lightning refuses and DeepSpeed does not."""
     import deepspeed
     from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
 
@@ -142,9 +142,9 @@ def _deepspeed(case: Case) -> Any:
 
 
 def _tell_deepspeed(trainer: Trainer, fresh: Module) -> library_state.State:
-    """DeepSpeed's own report of an fp32 run in stage 1 or 2, where parameters are whole.
+    """Return the state of an fp32 run in stage 1 or 2, where parameters are whole.
 
-    DeepSpeed knows no scheduler; Lightning's is in the client state.
+    The scheduler is Lightning's and in the client state; DeepSpeed has none.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -177,7 +177,7 @@ def _tell_deepspeed(trainer: Trainer, fresh: Module) -> library_state.State:
 
 
 def _fabric(case: Case, ckpt: Path) -> library_state.State:
-    """``Fabric.save`` of the state that the user composed."""
+    """Save with ``Fabric.save`` the state that the user composed."""
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import FSDPStrategy as FabricFsdp
 
@@ -210,7 +210,7 @@ def _fabric(case: Case, ckpt: Path) -> library_state.State:
 
 
 def make(case: Case, ckpt: Path) -> library_state.State:
-    """Three steps; the file name is the user's, or ModelCheckpoint's."""
+    """Train three steps and save under the user's file name, or ModelCheckpoint's."""
     if "fabric" in case.how:
         return _fabric(case, ckpt)
     model = Module(case.factory)

@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def net() -> Net:
-    """Untied, all trainable."""
+    """Return a model that is untied and wholly trained."""
     return Net()
 
 
@@ -100,7 +100,7 @@ def plain() -> nn.Module:
 
 
 def build(name: str, seed: int = 7) -> nn.Module:
-    """``module:factory`` as this module's, the same on every rank."""
+    """Build the model of a factory's name, with the same values on every rank."""
     torch.manual_seed(seed)
     made: nn.Module = globals()[name.rpartition(":")[2]]()
     return made

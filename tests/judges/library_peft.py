@@ -51,7 +51,7 @@ CONFIGS = {
 
 
 def make(case: Case, ckpt: Path) -> library_state.State:
-    """Train two steps or four, and tell what was live."""
+    """Train two steps or four, and return the live state."""
     return {"single": _single, "zero3": _zero3, "fsdp2": _fsdp2}[case.how["kind"]](case, ckpt)
 
 
@@ -90,9 +90,9 @@ def _single(case: Case, ckpt: Path) -> library_state.State:
 
 
 def _zero3(case: Case, ckpt: Path) -> library_state.State:
-    """Return the Trainer over ZeRO 3, which cuts every parameter.
+    """Save a Trainer's run under ZeRO 3, which cuts every parameter; return the live state.
 
-    ``hollow`` is what a script makes that calls ``save_pretrained`` itself, on the partitions.
+    ``hollow`` is the result of a script that itself calls ``save_pretrained`` on the partitions.
     """
     import deepspeed
 
@@ -130,7 +130,7 @@ def _zero3(case: Case, ckpt: Path) -> library_state.State:
 
 
 def _fsdp2(case: Case, ckpt: Path) -> library_state.State:
-    """Accelerate's ``save_state`` of two adapters, and of the active one alone as Trainer does."""
+    """Save two adapters with Accelerate's ``save_state``, and the active one as Trainer does."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import save_fsdp_model
 

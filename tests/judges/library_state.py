@@ -47,7 +47,7 @@ def facts(model: nn.Module) -> State:
     }
 
 
-def of(
+def read_state(
     fresh: nn.Module,
     model: nn.Module,
     optimizer: Any,
@@ -109,7 +109,7 @@ def named_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], l
 
 
 def flat_optimizer(model: nn.Module, optimizer: Any) -> tuple[dict[str, Any], list[State]]:
-    """As FSDP 1 itself reports it. Nothing is offloaded: on a CPU that would alias the slots."""
+    """Return state and groups as FSDP 1 reports them; CPU offload would alias the slots."""
     with FullyShardedDataParallel.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,

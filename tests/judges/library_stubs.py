@@ -74,7 +74,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def stand_in(names: Iterable[str]) -> Iterator[None]:
-    """Within, these top-level packages are stubs unless they are installed.
+    """Replace these top-level packages by stubs inside the block, unless they are installed.
 
     Afterwards they are absent again, for other libraries that look whether they are there.
     """

@@ -1,5 +1,7 @@
-"""Checkpoints of torchtitan's CheckpointManager: ``step-N`` in DCP, the last one perhaps the model
-alone, or as safetensors."""
+"""Checkpoints of torchtitan's CheckpointManager.
+
+Each ``step-N`` is in DCP; the last one may be the model alone, or safetensors.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class TrainState:
         return {"step": self.step, "ntokens_seen": self.step * 32}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Needed for it to be stateful."""
+        """Do nothing: the manager requires the method of a stateful object."""
         self.step = state["step"]
 
 
@@ -54,7 +56,7 @@ class Adapter:
 
 
 def make(case: Case, ckpt: Path) -> library_state.State:
-    """``checkpoint/step-2`` is whole, ``checkpoint/step-3`` as the case asks; a sample is alone."""
+    """Save ``step-2`` whole and ``step-3`` as the case asks; a sample has only the last step."""
     model: Any = models.build(case.factory)
     mesh = init_device_mesh("cpu", (case.world,), mesh_dim_names=("fsdp",))
     for layer in _layers(case, model):

@@ -49,7 +49,7 @@ with stand_in(["ray", "tensordict", "omegaconf", "codetiming", "hydra", "torchda
 
 
 def shard(model: nn.Module, case: Case) -> nn.Module:
-    """As verl's workers do: a mesh either way, flat parameters in FSDP 1."""
+    """Shard as verl's workers do: on a mesh, with flat parameters in FSDP 1."""
     mesh = init_device_mesh("cpu", (case.world,), mesh_dim_names=("fsdp",))
     if case.how["version"] == 1:
         wrap_on_cpu()
@@ -63,7 +63,7 @@ def shard(model: nn.Module, case: Case) -> nn.Module:
 
 
 def make(case: Case, ckpt: Path) -> library_state.State:
-    """``global_step_3/actor``, and the trainer's pointer to it."""
+    """Save ``global_step_3/actor``, and the trainer's pointer to it."""
     bare: Any = models.build(case.factory)
     bare.config.architectures = [type(bare).__name__]  # as from_pretrained would have it
     model = shard(bare, case)

@@ -20,7 +20,7 @@ PRELOADED = (
 
 
 def work(job: ranks.Job, rank: int) -> None:
-    """Let the library train and save, and write down what it held."""
+    """Train and save with the library, and save the expected state."""
     import torch
     import torch.distributed as dist
 

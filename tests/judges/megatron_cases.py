@@ -234,7 +234,7 @@ class Case:
 
     @property
     def padded_vocabulary(self) -> int:
-        """Rows of the embedding: a multiple of ``MULTIPLE * tp`` (megatron/training/tokenizer)."""
+        """Return the rows of the embedding: a multiple of ``MULTIPLE * tp`` (megatron/training)."""
         step = MULTIPLE * self.grid.tp
         return self.padded or -(-self.vocabulary // step) * step
 

@@ -33,7 +33,7 @@ from tests.judges.megatron_run import DECAY, LR, Run
 
 
 def save(run: Run, place: Path, form: str) -> None:
-    """``save_checkpoint``: every rank calls it."""
+    """Do what ``save_checkpoint`` does; every rank must call it."""
     args = namespace(run.case, "torch" if form == "torch" else "torch_dist")
     args.consumed_train_samples = run.step * SAMPLES
     base = place / f"iter_{run.step:07d}"
@@ -50,7 +50,7 @@ def save(run: Run, place: Path, form: str) -> None:
 
 @torch.no_grad()
 def load(run: Run, place: Path, form: str) -> None:
-    """``load_checkpoint``, strict; every rank calls it.
+    """Do what ``load_checkpoint`` does, strictly; every rank must call it.
 
     Without gradients, as Megatron-core 0.16.1 copies into views of parameters when a distributed
     optimizer of a float32 model is loaded, which autograd refuses.
@@ -104,7 +104,7 @@ def _load_dist(run: Run, base: Path) -> dict[str, Any]:
 
 
 def _metadata(run: Run, sharding: str) -> dict[str, Any]:
-    """``_build_sharded_state_dict_metadata``."""
+    """Return what ``_build_sharded_state_dict_metadata`` returns."""
     told = {"distrib_optim_sharding_type": sharding} if run.case.distributed else {}
     if told and sharding == "fully_reshardable":
         told["distrib_optim_fully_reshardable_mem_efficient"] = False
@@ -118,7 +118,7 @@ def _metadata(run: Run, sharding: str) -> dict[str, Any]:
 def _state(
     run: Run, args: Namespace | None, metadata: dict[str, Any] | None, *, is_loading: bool = False
 ) -> dict[str, Any]:
-    """``generate_state_dict``; sharded with ``metadata``, this rank's own without."""
+    """Return what ``generate_state_dict`` does: sharded with ``metadata``, else this rank's own."""
     state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": run.step}
     for i, model in enumerate(run.models()):
         key = "model" if len(run.chunks) == 1 else f"model{i}"
@@ -140,7 +140,7 @@ def _state(
 
 
 def _set_random(state: dict[str, Any]) -> None:
-    """``load_checkpoint`` without ``--no-load-rng``."""
+    """Restore the random states, as ``load_checkpoint`` does without ``--no-load-rng``."""
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])  # noqa: NPY002 - the state that Megatron saves
     torch.set_rng_state(state["torch_rng_state"])
@@ -151,7 +151,7 @@ def _set_random(state: dict[str, Any]) -> None:
 
 
 def random_states(*, sharded: bool = False) -> Any:
-    """``get_rng_state``."""
+    """Return what ``get_rng_state`` returns."""
     found = [
         {
             "random_rng_state": random.getstate(),

@@ -49,7 +49,7 @@ OF_GPT = ("position_embedding_type", "tied", "fused", "bank", "yarn", "latent")
 
 
 def lay_grid(grid: Grid) -> None:
-    """Megatron's process groups, and its random states."""
+    """Initialise Megatron's process groups and its random states."""
     mpu.initialize_model_parallel(
         grid.tp,
         grid.pp,

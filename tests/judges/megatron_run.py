@@ -124,7 +124,7 @@ class Run:
 
 
 def _choose_adam(kind: str) -> None:
-    """Return the Adam that Megatron-core found when it was imported."""
+    """Set the Adam that Megatron-core would have found when it was imported."""
     fused = kind != "torch"
     aware = kind in ("precision_aware", "remainders")
     chosen = PrecisionAwareAdam if aware else FusedAdam

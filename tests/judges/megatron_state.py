@@ -21,7 +21,7 @@ SLOTS = ("fp32_param", *MOMENTS)
 
 
 def whole(run: Run) -> dict[str, Any]:
-    """Return the model of one rank, in the shape of the other judges' ``expected.pt``."""
+    """Return the model of one rank, with the keys of the other judges' ``expected.pt``."""
     (model,) = run.models()
     names = {param: name for name, param in model.named_parameters()}
     held = {names[param]: slots for param, slots in _slots(run).items()}
@@ -98,7 +98,7 @@ def _gathered(held: dict[str, Any] | None, group: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _give(optimizer: DistributedOptimizer, param: Tensor, slots: dict[str, Tensor]) -> None:
-    """Set this rank's part."""
+    """Set this rank's part of a parameter's slots."""
     if param in optimizer.model_param_group_index_map:
         part = optimizer._get_model_param_range_map(param)["param"]
         cut = {name: value[part.start : part.end] for name, value in slots.items()}
@@ -112,7 +112,7 @@ def _optimizers(run: Run) -> list[Any]:
 
 
 def _slots(run: Run) -> dict[Tensor, dict[str, Any]]:
-    """Model parameter -> slots, ``range`` beside them where a rank holds a flat part."""
+    """Return model parameter -> slots, with ``range`` where a rank has a flat part."""
     found: dict[Tensor, dict[str, Any]] = {}
     for optimizer in _optimizers(run):
         if isinstance(optimizer, DistributedOptimizer):
@@ -143,7 +143,7 @@ def _cloned(slots: dict[str, Any]) -> dict[str, Any]:
 
 
 def _full(slots: dict[str, Any]) -> dict[str, Tensor]:
-    """On one rank a distributed optimizer holds whole parameters, flat."""
+    """Restore the shapes of slots that a distributed optimizer on one rank keeps flat."""
     shape, _ = slots.pop("shape", None), slots.pop("range", None)
     return {name: v if shape is None else v.view(shape) for name, v in slots.items()}
 

@@ -26,7 +26,7 @@ PRELOADED = (
 
 
 def work(job: ranks.Job, rank: int) -> None:
-    """Train and save, or load and go on; then have Megatron make one rank's model of it."""
+    """Train and save, or load and continue; then load the whole model on one rank with Megatron."""
     try:
         _work(job, rank)
     finally:  # a rank ends at once, and would leave the process that Megatron keeps for its queue
@@ -72,7 +72,7 @@ def _begin(case: Case) -> Run:
 
 
 def _leave() -> None:
-    """Out of all process groups, as if Megatron had not been initialised."""
+    """Leave all process groups, as if Megatron had not been initialised."""
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
@@ -81,7 +81,7 @@ def _leave() -> None:
 
 
 def _on_one_rank(job: ranks.Job, case: Case) -> dict[str, Any]:
-    """Megatron itself loads what it saved for any grid on a grid of one rank."""
+    """Load on one rank, with Megatron itself, what it saved on any grid; return that state."""
     import torch.distributed as dist
 
     from tests.judges import megatron_files as files

@@ -77,7 +77,7 @@ def make_mesh(text):
 
 
 def shard(model, mesh, units, **options):
-    """``fully_shard`` of what tensor parallelism has left, over all other axes."""
+    """Apply ``fully_shard`` over all axes that tensor parallelism has left."""
     names = tuple(name for name in mesh.mesh_dim_names if name != TENSOR)
     if names:
         at = mesh[names if len(names) > 1 else names[0]]
@@ -145,7 +145,7 @@ def resumed(ranks, text, form, place, source):
 
 
 def misplaced(ranks, place, form, model, optimizer):
-    """Names of what lies elsewhere in a rank's file than in the live model and its optimizer."""
+    """Return names of values that differ between a rank's file and its live model or optimizer."""
     if form != "pair":
         return []
     read = torch.load(place / f"model_rank{ranks.rank}.pt")
@@ -167,7 +167,7 @@ def place_of(tensor):
 
 
 def from_deepspeed(ranks, text, place, expected):
-    """DeepSpeed's menagerie, its Llama by transformers' own plan, from where ZeRO-3 stopped."""
+    """Continue DeepSpeed's menagerie from ZeRO-3, its Llama cut by transformers' own plan."""
     mesh = make_mesh(text)
     torch.manual_seed(99)
     model = deepspeed_models.menagerie_tied().float()  # as DeepSpeed has it, buffers too
@@ -193,7 +193,7 @@ def from_deepspeed(ranks, text, place, expected):
 
 
 def by_transformers(model, mesh):
-    """Shard as ``from_pretrained(distributed_config=...)`` does, where no names are tied yet."""
+    """Shard as ``from_pretrained(distributed_config=...)`` does."""
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     plan = model._expand_parallel_plan(model.tp_plan)
     apply_tensor_parallelism(model, mesh[TENSOR], plan)
@@ -201,7 +201,7 @@ def by_transformers(model, mesh):
 
 
 def untrue(model, optimizer, expected):
-    """Return names of what DeepSpeed itself held otherwise."""
+    """Return names of values that differ from those of DeepSpeed's live engine."""
     told = {**expected["params"], **expected["frozen"], **expected["buffers"]}
     live_ones = model.state_dict(keep_vars=True)
     names = {id(p): name for name, p in model.named_parameters()}

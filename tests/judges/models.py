@@ -35,7 +35,7 @@ def llama_config(
 
 
 def named(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by the names of ``state_dict``, from which ``checkpoint_wrapper`` hides itself.
+    """Yield parameters with their names in ``state_dict``, without ``checkpoint_wrapper``'s part.
 
     Args:
         every: all names of a tied one.
@@ -45,6 +45,6 @@ def named(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, nn.Pa
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Alias -> the name under which an unwrapped model lists the parameter first."""
+    """Return alias -> the name under which an unwrapped model lists the parameter first."""
     first = {id(p): name for name, p in named(model)}
     return {name: first[id(p)] for name, p in named(model, every=True) if first[id(p)] != name}

@@ -22,7 +22,7 @@ _BEFORE_CPU = 0
 
 @contextlib.contextmanager
 def named_cuda(rank: int) -> Iterator[None]:
-    """Pickle tensors as if they lay on ``cuda:<rank>``; read them back onto the CPU."""
+    """Pickle tensors as if they were on ``cuda:<rank>``; read them back onto the CPU."""
     packages = torch.serialization._package_registry
     usual_packages, usual_reducers = list(packages), dict(copyreg.dispatch_table)
     torch.serialization.register_package(

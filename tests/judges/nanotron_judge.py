@@ -41,7 +41,7 @@ class Case:
     groups: bool = False
 
     def start(self, parallel):
-        """A rank's run."""
+        """Return one rank's run."""
         return _Run(self, parallel)
 
 
@@ -186,7 +186,7 @@ class _Run:
         module.register_parameter(leaf, parameter)
 
     def _tie(self):
-        """What several stages have, and what tensor parallelism does not cut, is tied."""
+        """Tie parameters that several stages have, or that tensor parallelism does not cut."""
         tied = importlib.import_module("nanotron.parallel.tied_parameters")
         case, at = self.case, self.ranks
         for name, (_, dim, _, stages) in PARAMETERS.items():
@@ -241,7 +241,7 @@ class _Run:
             return built(groups)
 
     def train(self):
-        """Steps on gradients that every rank takes its part of."""
+        """Train on fixed gradients, of which every rank takes its part."""
         named = self.optimizer.id_to_name
         params = [p for group in self.base.param_groups for p in group["params"]]
         for step in range(STEPS):
@@ -268,7 +268,7 @@ class _Run:
         return self.optimizer.param_name_to_dp_rank_offsets[name]
 
     def save(self, out):
-        """As the trainer's ``save_checkpoint``, and beside the run what it must hold."""
+        """Save as the trainer's ``save_checkpoint`` does, and the expected state beside it."""
         parts = (self.model, self.optimizer, self.scheduler)
         save(out / "ckpt", self.parallel, *parts, zero=self.case.zero)
         if dist.get_rank() == 0:
@@ -288,7 +288,7 @@ def gather(optimizer, parallel, held):
 
 
 def save(run, parallel, model, optimizer, scheduler, *, zero):
-    """A step's directory by nanotron's savers, in that of the run."""
+    """Save a step's directory with nanotron's savers."""
     serialize = importlib.import_module("nanotron.serialize")
     metadata = importlib.import_module("nanotron.serialize.metadata")
     random = importlib.import_module("nanotron.serialize.random")

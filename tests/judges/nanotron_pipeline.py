@@ -50,7 +50,7 @@ class Case:
     begun: str = ""  # a run to load
 
     def start(self, parallel):
-        """A rank's run."""
+        """Return one rank's run."""
         return _Run(self, parallel)
 
 
@@ -162,7 +162,7 @@ class _Run:
         return part
 
     def train(self):
-        """Updates of the base optimizer by gradients of which every rank takes its part."""
+        """Update the base optimizer by gradients of which every rank takes its part."""
         if self.case.begun:
             self._load(Path(self.case.begun) / str(STEPS))
             return
@@ -199,7 +199,7 @@ class _Run:
             serialize.load_meta(self.parallel, root)
 
     def save(self, out):
-        """As the trainer's ``save_checkpoint``."""
+        """Save as the trainer's ``save_checkpoint`` does."""
         parts = (self.model, self.optimizer, self.scheduler)
         root = nanotron_judge.save(out / "ckpt", self.parallel, *parts, zero=self.case.zero)
         if dist.get_rank() == 0:
@@ -216,14 +216,14 @@ class _Models:
     tp = pp = dp = 1
 
     def start(self, _parallel):
-        """Nothing is needed but a process group."""
+        """Return this object: the models need nothing but a process group."""
         return self
 
     def train(self):
-        """None of them is."""
+        """Do nothing: these models are not trained."""
 
     def save(self, out):
-        """What ``build_model`` made of each."""
+        """Save the stages that ``build_model`` chose for each model."""
         drawn = random.Random(0)
         said = [self._drawn(number, drawn) for number in range(120)]
         out.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,7 @@ def held(engine: Any) -> Held:
 
 
 def _of_flat_groups(optimizer: Any, names: dict[int, str]) -> list[tuple[str, str, int, Any]]:
-    """(value, fqn, first element in the parameter, piece) of this rank; -1: no piece."""
+    """Return (value, fqn, first element in the parameter or -1, piece) of this rank."""
     told: list[tuple[str, str, int, Any]] = []
     groups = zip(
         optimizer.bit16_groups,

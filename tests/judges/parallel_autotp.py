@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def model(case: Case) -> nn.Module:
-    """Whole, as a user makes it before DeepSpeed takes it over."""
+    """Build the whole model, before DeepSpeed cuts it."""
     torch.manual_seed(models.Tp.seed)
     config = llama_config(case.words, hidden=24, tied=case.tied)
     config.num_attention_heads, config.num_key_value_heads = case.heads
@@ -43,7 +43,7 @@ def data_rank() -> int:
 
 
 def gatherer(module: nn.Module) -> Callable[[str, Tensor], Tensor]:
-    """(name, this rank's part) -> the whole tensor; all ranks ask together."""
+    """Return a function: (name, this rank's part) -> the whole tensor; all ranks must call it."""
     layers = {
         f"{name}.{own}" if name else own: (layer, own)
         for name, layer in module.named_modules()

@@ -51,7 +51,7 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """DeepSpeed's."""
+        """Return the config of DeepSpeed."""
         return {
             "train_batch_size": 8,
             "gradient_accumulation_steps": 2 if self.kind == "pipeline" else 1,

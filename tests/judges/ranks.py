@@ -155,7 +155,7 @@ def _open_store(timeout: timedelta) -> TCPStore:
 
 
 def import_all(modules: Iterable[str]) -> dict[str, str]:
-    """Import what a framework would import late, once in every rank; no case is missing for it."""
+    """Import once what a framework would import late, in every rank; no case is missing for it."""
     for module in modules:
         importlib.import_module(module)
     return {}
@@ -291,7 +291,7 @@ def _start(crew: Crew, work: Work) -> None:
 
 
 def _become_rank(crew: Crew, rank: int, work: Work) -> NoReturn:
-    """Never returns: a forked rank must not run the parent's exit handlers."""
+    """Run one rank; never return, so that it does not run the parent's exit handlers."""
     code = 0
     try:
         for job in crew.jobs:

@@ -107,7 +107,7 @@ class Judge:
         return results
 
     def job(self, name: str, out: Path, logs: Path, world: int | None = None, **told: Any) -> Job:
-        """Return what the worker is told; its directories are made here."""
+        """Return the order for the worker, after making its directories."""
         out.mkdir(parents=True)
         logs.mkdir(parents=True, exist_ok=True)
         world = self.cases[name].world if world is None else world
@@ -262,7 +262,7 @@ def _place(made: Path, target: Path) -> None:
 
 
 def _note_missing(path: Path, results: dict[str, CaseResult]) -> None:
-    """Keep what is known of cases that were not asked for this time."""
+    """Write why cases are missing, and keep what an earlier call wrote of others."""
     known = json.loads(path.read_text()) if path.exists() else {}
     for name, result in results.items():
         known.pop(name, None)

@@ -49,10 +49,10 @@ OWN = "trust"  # of a parameter's state
 
 
 def live(ranks, kind, build, seed=7):
-    """Return a model as one of torch's wrappers has it, and its optimizer with two groups.
+    """Return a model in one of torch's wrappers, and its optimizer with two groups.
 
-    ``kind`` is the wrapper, and then in any order: ``mesh`` for FSDP 1 on a device mesh, ``named``
-    for one whose axis has a name, ``orig`` for use_orig_params, an optimizer other than AdamW.
+    ``kind`` is the wrapper, then in any order: ``mesh`` for FSDP 1 on a device mesh, ``named`` for
+    one whose axis has a name, ``orig`` for use_orig_params, an optimizer other than AdamW.
     """
     wrapper, *said = kind.split()
     torch.manual_seed(seed)
@@ -119,7 +119,7 @@ def state_of(model, optimizer):
 
 
 def differing(found, wanted):
-    """Return names of what is not bitwise the same."""
+    """Return names of values that are not equal bit for bit."""
     wrong = [n for n, t in wanted["model"].items() if not same(found["model"][n], t)]
     wrong += [n for n in found["model"] if n not in wanted["model"]]
     states, expected = found["optim"]["state"], wanted["optim"]["state"]
@@ -134,7 +134,7 @@ def differing(found, wanted):
 
 
 def groups(state):
-    """Without what torch itself changes (a group's order, betas as a list), and without names."""
+    """Return groups without names and without what torch changes (order, betas as a list)."""
     return [
         {**group, "params": sorted(group["params"]), "betas": tuple(group.get("betas", ()))}
         | {"param_names": None}
@@ -195,7 +195,7 @@ def states_of_fsdp1(model, optimizer):
 
 
 def sharded_type(model):
-    """The context of sharded state dicts; FSDP 1 changes a configuration, so each has its own.
+    """Return a new context of sharded state dicts, as FSDP 1 changes its configuration.
 
     Nothing is offloaded: tensors on a CPU would share memory with the model.
     """
@@ -253,7 +253,7 @@ load_live = partial(load_dcp, open_reader=reshard.dcp.StorageReader)
 
 
 def load_accelerate(_ranks, place, model, optimizer):
-    """As load_fsdp_model and load_fsdp_optimizer do for SHARDED_STATE_DICT and FSDP 2."""
+    """Load as load_fsdp_model and load_fsdp_optimizer do for SHARDED_STATE_DICT and FSDP 2."""
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=place / "pytorch_model_fsdp_0")
     set_model_state_dict(model, state["model"])

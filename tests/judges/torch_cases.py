@@ -514,7 +514,7 @@ def _dcp() -> list[Case]:
 
 
 def _cuda() -> list[Case]:
-    """Files as a process on GPUs names things, with the fused AdamW that is usual there."""
+    """Return cases whose files name GPUs, with the fused AdamW that is usual there."""
     gpu: dict[str, Any] = {"cuda": True, "optimizer": "fused"}
     pair = "rank_pair"
     return [

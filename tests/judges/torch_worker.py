@@ -99,7 +99,7 @@ class Setup:
 
 
 def train(case: Case, rank: int) -> Live:
-    """Three real steps, so that no state is zero; every rank begins with the same weights."""
+    """Train three steps, so that no state is zero; every rank begins with the same weights."""
     setup = Setup(**case.setup)
     torch.manual_seed(7)
     plain = build(case).to(DEVICE)
@@ -176,7 +176,7 @@ def _by_columns(world: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def cut_tensors(model: nn.Module, mesh: Any) -> None:
-    """Megatron's cut, as every PyTorch tutorial has it."""
+    """Cut linear layers by columns and rows, as PyTorch's tutorials do."""
     member = "llama.model.layers.*.*."
     columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     plan = {member + name: ColwiseParallel() for name in columns}
@@ -231,7 +231,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def _decay_groups(model: nn.Module) -> list[State]:
-    """Matrices decay and vectors do not; by name, as a shard has lost its dimensions."""
+    """Return matrices, which decay, and vectors; by name, as a shard has lost its dimensions."""
     plain = [n for n, _ in model.named_parameters() if "norm" in n or n.endswith(("small", "bias"))]
     named = dict(model.named_parameters())
     return [
@@ -311,7 +311,7 @@ def _copy_all(state: State) -> State:
 
 
 def check(told: State) -> None:
-    """PyTorch's report can be wrong on CPU (moments that share memory); this would show it."""
+    """Raise if PyTorch reports moments that share memory, which happens on CPU."""
     for name, slots in told["optimizer"].items():
         if "exp_avg" in slots:
             assert (slots["exp_avg_sq"] >= 0).all(), name
@@ -500,7 +500,7 @@ def hugging_face(live: Live, place: Path) -> None:
 
 
 def hugging_face_later(live: Live, place: Path) -> None:
-    """Consolidated by one process after training, beside the shards."""
+    """Save shards, and let one process consolidate them after training, beside the shards."""
     hugging_face(live, place / "sharded")
     dist.barrier()
     if live.rank == 0:
@@ -556,7 +556,7 @@ def compiled_layers(live: Live, place: Path) -> None:
 
 
 def parameters(live: Live, place: Path) -> None:
-    """Return parameters as they are, with requires_grad."""
+    """Save parameters as they are, with requires_grad."""
     state = live.model.state_dict(keep_vars=True)
     torch.save({"model": state, "optimizer": live.optimizer.state_dict()}, place / "checkpoint.pt")
 
@@ -680,7 +680,7 @@ def work(job: ranks.Job, rank: int) -> None:
 
 
 def silence(_jobs: list[ranks.Job]) -> dict[str, str]:
-    """PyTorch warns of itself. Every case can be made."""
+    """Ignore PyTorch's own warnings; return no missing case, as every case can be made."""
     warnings.simplefilter("ignore")
     return {}
 

@@ -180,7 +180,7 @@ def test_layers_of_another_kind_are_named():
 
 
 def test_a_config_has_lists_as_json_has_them():
-    """transformers refuses a config with a tuple in place of a list."""
+    """Transformers refuses a config with a tuple in place of a list."""
     family = families.load_families()["qwen3_moe"]
     sizes = dict.fromkeys(("layers", "hidden", "heads", "groups", "head_dim", "experts"), 4)
     more = dict.fromkeys(("top_k", "expert_ffn", "ffn", "vocab", "max_positions"), 4)

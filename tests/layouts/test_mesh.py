@@ -20,7 +20,7 @@ ORDERS = (("shard",), ("tensor",), ("replicate", "shard"), ("shard", "tensor"), 
 
 @st.composite
 def placings(draw):
-    """A mesh, and a tensor on it: one that tensor parallelism cuts, replicates or leaves alone."""
+    """Return a mesh and a tensor on it that tensor parallelism cuts, replicates or leaves alone."""
     roles = draw(st.sampled_from(ORDERS))
     sizes = draw(st.tuples(*(st.integers(1, 5) for _ in roles)))
     shape = draw(st.lists(st.integers(0, 12), min_size=1, max_size=3).map(tuple))

@@ -22,7 +22,7 @@ from tests.support.sample_tensors import built
 
 
 def stored(tensor, file="f", name="w"):
-    """An entry of a contiguous tensor whose file holds it at byte 0."""
+    """Return an entry of a contiguous tensor whose file holds it at byte 0."""
     strides = row_major(tensor.shape, 4)
     chunk = Chunk(whole(tensor.shape), file, 0, strides, FLOAT32)
     return Entry(name, "param", FLOAT32, tuple(tensor.shape), (chunk,))

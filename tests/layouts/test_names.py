@@ -96,13 +96,13 @@ TOKENS = torch.tensor([[1, 5, 9, 52, 7, 0, 11], [3, 3, 2, 1, 50, 51, 30]])
 
 
 def numbers_of(config):
-    """What rules need of a model, from its config with every default filled in."""
+    """Return the config values that rules need, with every default filled in."""
     _family, traits = families.read_config(config, "config.json")
     return traits.make_architecture()
 
 
 def made(config):
-    """A model whose every parameter is random, norms and biases too."""
+    """Return a model with random values in every parameter, norms and biases too."""
     torch.manual_seed(sum(map(ord, config.model_type)))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
@@ -117,7 +117,7 @@ def read(directory):
 
 
 def tensors(manifest):
-    """Every tensor of a manifest, proved and read."""
+    """Return every tensor of a manifest, proved and read."""
     check(manifest)
     with Checkpoint(manifest) as held:
         return {name: held[name][...].clone() for name in held}
@@ -146,7 +146,7 @@ def test_a_hugging_face_model_is_megatron_s_under_its_names(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "gpt_neox", "llama", "gpt2"])
 def test_names_in_memory_are_read_as_those_on_disk(name, tmp_path):
-    """transformers 5 holds all experts of a layer in one tensor; training checkpoints have that."""
+    """In memory, transformers 5 has all experts of a layer in one tensor, as training runs do."""
     model = made(MODELS[name][0])
     model.save_pretrained(tmp_path / "hf")
     manifest, numbers, saved = read(tmp_path / "hf")
@@ -175,7 +175,7 @@ def test_files_of_a_base_model_lack_its_prefix(tmp_path):
 
 
 def fused_qkv(q, k, v, heads, groups):
-    """Megatron's order: for every group its queries, its key, its value."""
+    """Return Megatron's order: for every group its queries, its key, its value."""
     size = k.shape[0] // groups
     per = heads // groups
     rows = []
@@ -249,7 +249,7 @@ def test_a_model_that_cannot_have_a_fused_tensor_is_told_so():
 
 
 def trained(tmp_path, name="qwen2"):
-    """A manifest with an Adam for a real model: moments stored as more weights of the file."""
+    """Return a manifest with an Adam for a real model; its moments are more weights of the file."""
     model = made(MODELS[name][0])
     state = dict(model.named_parameters())
     held = {k: v.detach().clone() for k, v in state.items()}
@@ -360,7 +360,7 @@ def test_state_of_another_shape_is_carried_where_the_parameter_stays_whole(tmp_p
 
 
 def padded(tmp_path, rows):
-    """A tied Megatron-like state whose vocabulary has more rows than words."""
+    """Return a tied Megatron-like state whose vocabulary has padding rows."""
     model = made(MODELS["gpt2"][0])
     model.save_pretrained(tmp_path / "hf")
     manifest, numbers, saved = read(tmp_path / "hf")

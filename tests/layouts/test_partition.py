@@ -85,7 +85,7 @@ def test_equal_pieces_are_those_of_torch_chunk():
 
 
 def cases_on_meshes():
-    """Shapes, placements and meshes: plain, strided and replicated, uneven and empty."""
+    """Return shapes, placements and meshes: plain, strided and replicated, uneven and empty."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

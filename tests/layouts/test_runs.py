@@ -42,7 +42,7 @@ def list_extents(skeleton):
 
 
 def runs(shape, ranks, name="s", skipped=8):
-    """A tensor on so many ranks, whose files hold ``skipped`` bytes before it."""
+    """Return a tensor on so many ranks, whose files hold ``skipped`` bytes before it."""
     files = tuple(f"{name}{rank:02d}" for rank in range(ranks))
     places = RankOffsets(files, tuple(rank * 4 for rank in range(ranks)))
     return EqualRuns(places, dtypes.FLOAT32, shape, skipped)
@@ -53,7 +53,7 @@ def entry(held):
 
 
 def expanded(of):
-    """The same with chunks as they are, not as numbers."""
+    """Return the same manifest with explicit chunks in place of numbers."""
     return replace(of, chunks=tuple(of.chunks))
 
 
@@ -63,7 +63,7 @@ def skeleton(of):
 
 
 def moved(planned):
-    """(source file, byte) of every byte of every output file."""
+    """Return (source file, byte) of every byte of every output file."""
     found = {}
     for window in planned:
         for copy in window.copies:
@@ -211,7 +211,7 @@ def test_boxes_of_runs_and_turned_chunks_are_read_from_where_they_lie():
 
 
 def rank_file(name, begins, entries=()):
-    """A file with two storages, the second of which begins somewhere."""
+    """Return a file with two storages, the second of which begins somewhere."""
     checksums = (StoredChecksum(name, 0, 8, (1,)), StoredChecksum(name, begins, 400, (2,)))
     return Skeleton((OutputFile(name, 999),), entries, checksums)
 
@@ -254,7 +254,7 @@ def test_runs_of_the_output_are_multiplied_by_nothing():
 
 
 def flat_tensors(prefix, ranks, sizes, *, begins, gap=0):
-    """Tensors of two kinds, cut over the same files; each kind is one flat tensor of a file."""
+    """Return tensors of two kinds over the same files; each kind is one flat tensor of a file."""
     entries, dtype = [], dtypes.FLOAT32
     for kind, begin in zip(("master", "exp_avg"), begins, strict=True):
         files = tuple(f"{prefix}{rank}" for rank in range(ranks))
@@ -272,7 +272,7 @@ SIZES = (1, 3, 12, 13, 100, 1024, 7, 0, 2047)
 
 
 def plan_both(source, target, limit, monkeypatch):
-    """The windows of a plan, and those of one that takes every file by itself."""
+    """Return the windows of a plan, and those of one that takes every file by itself."""
     held = {entry.key: entry for entry in source}
     files = sorted({chunk.file for entry in target for chunk in entry.chunks})
     skeleton = Skeleton(tuple(OutputFile(file, 1 << 20) for file in files), tuple(target))

@@ -72,7 +72,7 @@ def flat(wrapper, prefix):
 
 
 def flats(model):
-    """The flat parameters of an FSDP1 model, in the order in which its optimizer numbers them."""
+    """Return the flat parameters of an FSDP1 model, in the order of its optimizer."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     kind = FullyShardedDataParallel
@@ -86,7 +86,7 @@ def flats(model):
 
 
 def policy_of(root, wrap, kind="function"):
-    """torch's own policy for our ``--wrap``; ``none`` has none."""
+    """Return torch's own policy for our ``--wrap``; ``none`` has none."""
     from torch.distributed.fsdp import wrap as torch_wrap
 
     if wrap == "none":
@@ -301,7 +301,7 @@ class Branch(nn.Module):
 
 
 def tree(seed, *, modules_shared=False):
-    """A module tree with parameters anywhere, some of them (or of the modules) shared."""
+    """Return a module tree with parameters anywhere, some of them (or of the modules) shared."""
     luck = random.Random(seed)
     parameters, modules = [], []
 

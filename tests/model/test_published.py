@@ -113,7 +113,7 @@ def test_weights_move_between_memory_and_the_published_form(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
-    """The weights of a Mixtral in memory, with a momentum and a training state."""
+    """Return the weights of a Mixtral in memory, with a momentum and a training state."""
     model = make_model("MixtralForCausalLM")
     manifest = save(model, tmp_path_factory.mktemp("mixtral"), save_original_format=False)
     slots = [replace(entry, kind="exp_avg") for entry in manifest.entries.values()]

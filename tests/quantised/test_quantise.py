@@ -59,7 +59,7 @@ def test_values_of_a_release_get_its_bytes(tmp_path, case):
 
 
 def experts(seed):
-    """Experts of GPT-OSS whose groups have a code of 6 or 4, as a quantiser writes them."""
+    """Return experts of GPT-OSS with a code of 6 or 4 in each group, as a quantiser writes them."""
     blocks, scales = mxfp4_experts(3, 300, 4, seed)
     blocks[..., 0] = 0x17 if seed else 0xE1
     return {"e.gate_up_proj_blocks": blocks, "e.gate_up_proj_scales": scales}
@@ -86,7 +86,7 @@ def test_mxfp4_codes_follow_from_the_values(tmp_path):
 
 
 def with_largest(codes, block):
-    """Codes with 448 in each block."""
+    """Return codes with 448 in each block."""
     high, wide = block
     codes.view(torch.uint8)[..., ::high, ::wide] = 126
     return codes
@@ -109,7 +109,7 @@ def test_float32_scales_follow_from_float32_values(tmp_path):
 
 
 def plain(values, block, scale):
-    """Codes and scales by torch, block by block."""
+    """Return codes and scales by torch, block by block."""
     high, wide = block
     rows, columns = values.shape
     grid = torch.empty(-(-rows // high), -(-columns // wide))

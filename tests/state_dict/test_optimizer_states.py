@@ -153,7 +153,7 @@ def flat(value, path=()):
 
 
 def without_names(states):
-    """What is written names the parameters of groups of which shapes alone tell too little."""
+    """Return groups whose shapes alone do not determine the parameters' names."""
     return {key: value for key, value in flat(states).items() if "param_names" not in key}
 
 
@@ -213,7 +213,7 @@ def test_all_its_tensors_can_be_opened(tmp_path):
 
 
 def test_a_parameter_whose_state_is_an_object_is_not_frozen(tmp_path):
-    """torchao keeps the moments of large parameters in a class of its own, those of others not."""
+    """Only the moments of large parameters are objects of a class of torchao."""
     model, optimizer = fresh(torch.optim.AdamW)
     train(model, optimizer)
     weights, states = get_state_dict(model, optimizer)
@@ -306,7 +306,7 @@ def test_a_state_whose_names_are_no_texts_is_told_of(tmp_path):
 
 
 def with_trust(tmp_path, values=(0.25,) * 6):
-    """An AdamW that keeps a number of each parameter in Python."""
+    """Return an AdamW that keeps a number of each parameter in Python."""
     model = plain()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
@@ -318,7 +318,7 @@ def with_trust(tmp_path, values=(0.25,) * 6):
 
 
 def plain():
-    """A model; without arguments, as ``--model`` wants it."""
+    """Return a model; without arguments, as ``--model`` needs it."""
     return fresh(torch.optim.AdamW)[0]
 
 

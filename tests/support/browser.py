@@ -98,11 +98,11 @@ class Tab:
         return answer["result"].get("value")
 
     def mouse(self, kind: str, x: float, y: float, **more):
-        """Move, press or release; CSS pixels of the window."""
+        """Move, press or release the mouse; positions are CSS pixels of the window."""
         self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **more)
 
     def click(self, x: float, y: float):
-        """Press and release the left button."""
+        """Press and release the left button at a position."""
         self.mouse("Moved", x, y)
         for kind in ("Pressed", "Released"):
             self.mouse(kind, x, y, button="left", clickCount=1)

@@ -13,7 +13,7 @@ _SIGNALS = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 def crashed(exits: Iterable[int | None]) -> bool:
-    """Tell whether one of these exit codes is of a crash in native code."""
+    """Return whether one of these exit codes is of a crash in native code."""
     return not _SIGNALS.isdisjoint(exits)
 
 

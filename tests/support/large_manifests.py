@@ -49,13 +49,13 @@ def _run(shape, ranks, rank):
 
 
 def zero3(shapes, ranks):
-    """Each rank's file holds a run of every tensor, slot after slot, as ZeRO-3 partitions them."""
+    """Return entries as ZeRO-3 partitions them: each rank's file has a run of every tensor."""
     names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
     return _sharded(shapes, names, lambda shape, rank: _run(shape, ranks, rank))
 
 
 def flat(shapes, ranks):
-    """All tensors of a slot in one flat run, cut into equal parts, as ZeRO-1 and 2 do it."""
+    """Return entries of one flat run per slot, cut into equal parts, as ZeRO-1 and 2 do it."""
     numels = {fqn: _run(shape, 1, 0)[1] for fqn, shape in shapes.items()}
     starts = dict(zip(shapes, accumulate(numels.values(), initial=0), strict=False))
     part = -(-sum(numels.values()) // ranks)
@@ -92,7 +92,7 @@ def _sharded(shapes, names, cut):
 
 
 def irregular(shapes, ranks, chance):
-    """Rows of every tensor, each rank's file with a header of another length: no two are alike."""
+    """Return rows of every tensor, with a header of another length in each rank's file."""
     names = [f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
     ends = {name: HEADER + 64 * chance.randrange(9) for name in names}
     entries = []

@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on  # noqa: N815 - http.server's names
 
     def log_message(self, *_):
-        """Silence."""
+        """Print nothing."""
 
 
 @pytest.fixture(scope="module", name="proxy")

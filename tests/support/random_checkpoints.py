@@ -99,7 +99,7 @@ class Scene:
         return Chunk(box, file, at, tuple(strides), dtype)
 
     def append(self, data):
-        """Store bytes somewhere in one of the files, between bytes that mean nothing."""
+        """Store bytes in one of the files, between bytes that no tensor uses."""
         file = str(self.directory / f"source{self.chance.randrange(3)}")
         content = self.contents.setdefault(file, bytearray())
         content += self.chance.randbytes(self.chance.choice((1, 5, 8)))
@@ -112,7 +112,7 @@ class Scene:
         return file, start + lead
 
     def files(self):
-        """Write the files; path -> what a manifest says of each, every storage with its CRC."""
+        """Write the files; return path -> its record in a manifest, with every storage's CRC."""
         found = {}
         for path, content in self.contents.items():
             Path(path).write_bytes(content)

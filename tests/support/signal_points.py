@@ -71,7 +71,7 @@ def _name(code: CodeType) -> str:
 
 
 def _offsets(code: CodeType) -> frozenset[int]:
-    """Before calls and after what looks for signals; what leaves a `with` is a call of a lock's."""
+    """Return offsets where signals are handled: before calls and after a few other instructions."""
     found, last, before = {0}, "", [""] * 3
     for each in dis.get_instructions(code):
         if each.opname in ("CACHE", "PRECALL"):

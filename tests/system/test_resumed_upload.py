@@ -61,13 +61,13 @@ def split(**options):
 
 
 def sent(proxy):
-    """Names of the files that were sent to the hidden place."""
+    """Return names of the files that were sent to the hidden place."""
     parts = [path.split("/") for method, path in proxy.seen if method == "PUT"]
     return {words[-1] for words in parts if words[-2].startswith("output-")}
 
 
 def cut_off(proxy, **options):
-    """A run that loses its store at the third of four files; what it said."""
+    """Run until the store is lost at the third of four files; return the output."""
 
     def fault(method, path, _number):
         if method != "PUT" or not path.endswith("/__2_0.distcp"):

@@ -50,7 +50,7 @@ def train(run, tag, model_path, config, frozen, tokens):
 
 
 def read_counters(engine):
-    """Counters and hyper-parameters."""
+    """Return counters and hyper-parameters."""
     groups = engine.basic_optimizer.param_groups
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return {

@@ -49,7 +49,7 @@ def main(path):
 
 
 def work(ranks, named):
-    """One rank's results of (name, function, arguments); a string is what went wrong."""
+    """Return one rank's results of (name, function, arguments); a string is an error."""
     results = {}
     for name, function, arguments in named:
         try:
@@ -67,7 +67,7 @@ def train(ranks, **chosen):
 
 
 def look(ranks, **chosen):
-    """What an engine holds right after it has resumed."""
+    """Return what an engine holds right after it has resumed."""
     settings = resolve(chosen, ranks.world)
     engine = build_engine(settings, ranks)
     progress = saving.resume(Path(settings.resume) / settings.tag, settings, engine).progress
@@ -89,12 +89,12 @@ def look(ranks, **chosen):
 
 
 def fp32(tensor):
-    """A copy; frozen parameters are as narrow as the run."""
+    """Return a copy in fp32; frozen parameters are as narrow as the run."""
     return tensor.detach().float().clone().numpy()
 
 
 def deepspeed_moment(engine, key):
-    """A full moment by fqn."""
+    """Return a full moment by fqn."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     wholes = {}
@@ -113,7 +113,7 @@ def deepspeed_moment(engine, key):
 
 
 def native_moment(engine, key):
-    """A full moment by fqn."""
+    """Return a full moment by fqn."""
     partition, wholes = engine.shard.partition, {}
     for name, shape in partition.shapes.items():
         whole = torch.zeros(shape).reshape(-1)
@@ -129,7 +129,7 @@ def native_moment(engine, key):
 
 
 def bare(ranks, *, run, tag, model, config, frozen, first, steps, chosen):  # noqa: PLR0913
-    """A script without trainer, on the samples that follow ``first``."""
+    """Run a script without the trainer, on the samples that follow ``first``."""
     from tests.trainer import bare_deepspeed
 
     settings = resolve(chosen, ranks.world)
@@ -147,7 +147,7 @@ def bare(ranks, *, run, tag, model, config, frozen, first, steps, chosen):  # no
 
 
 def zero_to_fp32(ranks, run, tag):
-    """DeepSpeed's own merge."""
+    """Run DeepSpeed's own merge."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -156,7 +156,7 @@ def zero_to_fp32(ranks, run, tag):
 
 
 def to_universal(ranks, run, tag, out):
-    """DeepSpeed's own conversion, in process."""
+    """Run DeepSpeed's own conversion in this process."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -174,23 +174,23 @@ def to_universal(ranks, run, tag, out):
 
 
 def refused(ranks, **chosen):
-    """The error of a run that cannot be."""
+    """Return the error of a run that the trainer refuses."""
     return _error(lambda: worlds._train(ranks, chosen))
 
 
 def refused_resume(ranks, **chosen):
-    """The error of a checkpoint that cannot be loaded."""
+    """Return the error of a checkpoint that the trainer cannot load."""
     return _error(lambda: look(ranks, **chosen))
 
 
 def without_deepspeed(ranks, **chosen):
-    """The error when it is not installed."""
+    """Return the error of a run without DeepSpeed."""
     with mock.patch.dict(sys.modules, {"deepspeed": None}):
         return refused(ranks, **chosen)
 
 
 def without_libaio(ranks, **chosen):
-    """The error when the disk operation cannot be."""
+    """Return the error of a run without DeepSpeed's disk operation."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     with mock.patch.object(AsyncIOBuilder, "is_compatible", return_value=False):
@@ -198,7 +198,7 @@ def without_libaio(ranks, **chosen):
 
 
 def full_disk(ranks, at, **chosen):
-    """The error when rank 1 cannot write the checkpoint of step ``at``."""
+    """Return the error when rank 1 cannot write the checkpoint of step ``at``."""
     from trainer.checkpoint import files
 
     real = files.save
@@ -213,7 +213,7 @@ def full_disk(ranks, at, **chosen):
 
 
 def scalers(ranks, window, overflows):
-    """Scales of DeepSpeed's scaler and ours, step by step."""
+    """Return the scales of DeepSpeed's scaler and of ours, step by step."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     from trainer.scaling import LossScaler

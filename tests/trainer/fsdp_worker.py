@@ -147,7 +147,7 @@ class Cases:
         return place
 
     def train(self, engine, first, end):
-        """(mean loss, norm, skipped) of each step, in the loop's order of samples and seeds."""
+        """Return (mean loss, norm, skipped) of each step, in the order of the loop."""
         settings, corpus = engine.settings, Corpus(None, engine.settings.seq_len, 0)
         steps = []
         for step in range(first, end):
@@ -174,7 +174,7 @@ class Cases:
     # Resuming
 
     def resumed(self, name, strategy, chosen, forms=tuple(FORMS), *, half=2, whole=3):
-        """Unbroken, and broken by each form of checkpoint."""
+        """Train without a break, and with one at a checkpoint of each form."""
         complete = self.engine(strategy, **chosen)
         results = {"unbroken": self.train(complete, 0, whole), "half": half, "forms": {}}
         results["state"] = dataclasses.asdict(complete.measure_state())
@@ -201,11 +201,11 @@ class Cases:
         return results
 
     def soon(self, name, strategy, chosen, forms=tuple(FORMS)):
-        """The same in one step and one more."""
+        """Like `resumed`, with one step before the break and one after it."""
         return self.resumed(name, strategy, chosen, forms, half=1, whole=2)
 
     def saved(self, strategy):
-        """Checkpoints for fewer ranks, and how this number of ranks goes on."""
+        """Save checkpoints for fewer ranks, and train on with this number of ranks."""
         engine = self.engine(strategy)
         self.train(engine, 0, 2)
         self.keep(strategy, engine)
@@ -223,7 +223,7 @@ class Cases:
         dist.barrier()
 
     def moved(self, strategy, origin, form):
-        """A checkpoint of 4 ranks of ``origin``."""
+        """Resume from a checkpoint that 4 ranks of ``origin`` saved."""
         fresh = self.engine(strategy, **FORMS[form])
         fsdp.read(self.out / f"4-{origin}-{form}", fresh)
         kept = torch.load(self.out / f"4-{origin}.pt")
@@ -234,7 +234,7 @@ class Cases:
         }
 
     def unmoved(self, strategy, directory, chosen):
-        """What each rank says to a checkpoint that it cannot take."""
+        """Return each rank's error for a checkpoint that it cannot take."""
         fresh = self.engine(strategy, **chosen)
         return self.ranks.all_gather_objects(catch_error(lambda: fsdp.read(directory, fresh)))
 
@@ -255,7 +255,7 @@ class Cases:
         return self.unmoved(strategy, place, kind)
 
     def hole(self, directory):
-        """A chunk that the metadata does not name, which torch takes in silence."""
+        """Load metadata that lacks a chunk, which torch accepts without a message."""
         place = self.place("hole")
         if self.ranks.is_first:
             shutil.copytree(directory, place, dirs_exist_ok=True)
@@ -267,7 +267,7 @@ class Cases:
         return self.unmoved("fsdp2", place, {})
 
     def object(self):
-        """A checkpoint whose learning rate is an object with code."""
+        """Load a checkpoint whose learning rate is an object with code."""
         place = self.place("object")
         engine = self.engine("fsdp2")
         engine.optimizer.param_groups[0]["lr"] = Hostile()
@@ -278,7 +278,7 @@ class Cases:
     # The files, read by torch alone
 
     def read_back(self, name):
-        """Which forms hold exactly the weights and moments that the engine had."""
+        """Return which forms hold exactly the weights and moments that the engine had."""
         kept = torch.load(self.out / f"2-{name}.pt")
         return {
             form: {
@@ -353,7 +353,7 @@ class Cases:
         return torch.load(file)
 
     def joined(self, state, *, flat=False):
-        """The ranks' pieces of each tensor; what is no piece is everyone's."""
+        """Join the ranks' pieces of each tensor; every rank has all of what is not cut."""
         cut = {}
         for key, value in state.items():
             if isinstance(value, torch.distributed.tensor.DTensor):
@@ -377,7 +377,7 @@ class Cases:
     # Against no FSDP at all
 
     def reference(self, chosen):
-        """The largest distance of losses and weights from one process with torch's own AdamW."""
+        """Return the largest distance from one process with torch's own AdamW."""
         engine = self.engine("fsdp", **chosen)
         steps = self.train(engine, 0, 6)
         trained = weights(engine)
@@ -434,7 +434,7 @@ class Cases:
         }
 
     def size_policy(self):
-        """What torch wraps by itself."""
+        """Return the modules that torch wraps by itself."""
         settings = resolve({"strategy": "fsdp", "precision": "fp32"}, 2)
         policy = partial(size_based_auto_wrap_policy, min_num_params=20_000)
         wrapped = FullyShardedDataParallel(
@@ -492,7 +492,7 @@ class Cases:
         }
 
     def before_the_first_step(self, strategy):
-        """A checkpoint of nothing must not count torch's dummy step."""
+        """Check that an empty checkpoint does not count torch's dummy step."""
         place = self.place(f"{strategy}-start")
         first = self.engine(strategy)
         write_all(place, fsdp.collect(first, {}), first.ranks)
@@ -513,7 +513,7 @@ def weights(engine):
 
 
 def moments(engine):
-    """Whole optimizer state, as torch gathers it."""
+    """Return the whole optimizer state, as torch gathers it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = StateDictOptions(full_state_dict=True)
@@ -522,7 +522,7 @@ def moments(engine):
 
 
 def same(a, b):
-    """Whether two state dicts have the same names and bits."""
+    """Return whether two state dicts have the same names and bits."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -539,7 +539,7 @@ def read_rank(place, name, rank):
 
 
 def unflattened(flat, prefix, whole):
-    """The parameters of a unit, cut from its flat parameter."""
+    """Return the parameters of a unit, cut from its flat parameter."""
     inner = ("model.layers.0.", "model.layers.1.")
     names = [
         name

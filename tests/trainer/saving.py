@@ -28,7 +28,7 @@ def _newest(path: Path) -> Path | None:
 
 
 def check(path: Path) -> str:
-    """Every checkpoint that is seen is whole, and ``latest`` names one of them, if any."""
+    """Check that every checkpoint is whole, and that ``latest`` names one of them, if any."""
     for tag in directory.list_tags(path):
         step = int(tag.removeprefix("global_step"))
         content = files.load(path / tag / "model.pt")

@@ -33,7 +33,7 @@ TINY = {"seq_len": 8, "global_batch": 2, "micro_batch": 1, "precision": "fp32"}
 
 
 def tell(ranks, jobs):
-    """What each training says when it fails: (class, message) on every rank."""
+    """Return what each training says when it fails: (class, message) on every rank."""
     errors = []
     for job in jobs:
         try:
@@ -53,7 +53,7 @@ def save_step(run, step):
 
 
 def assert_usable(path, steps):
-    """``latest`` names a whole checkpoint, of one of these steps."""
+    """Check that ``latest`` names a whole checkpoint, of one of these steps."""
     tag = (path / "latest").read_text().strip()
     assert tag in {directory.make_tag(step) for step in steps}
     assert (path / tag / "data").read_text() == f"weights after {tag.removeprefix('global_step')}"
@@ -282,7 +282,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two steps of two ranks in each strategy, by name."""
+    """Return two steps of two ranks in each strategy, by name."""
     base = tmp_path_factory.mktemp("saved")
     jobs = [
         {

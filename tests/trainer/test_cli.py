@@ -35,7 +35,7 @@ def run(capsys):
 
 @pytest.fixture
 def config(run):
-    """The settings as --print-config has them."""
+    """Return the settings that --print-config prints."""
 
     def config(*arguments):
         code, out, err = run(*arguments, "--print-config")

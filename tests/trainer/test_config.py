@@ -22,7 +22,7 @@ BATCH = {"train_micro_batch_size_per_gpu": 1}
 
 
 def of_json(tmp_path, document, *, ignore_unknown=False, **flags):
-    """The choices of flags and a ds.json, which may be text."""
+    """Return the choices of flags and a ds.json, which may be text."""
     choices = Choices()
     for name, value in flags.items():
         choices.state(name, value, "--" + name)
@@ -33,7 +33,7 @@ def of_json(tmp_path, document, *, ignore_unknown=False, **flags):
 
 
 def of_yaml(tmp_path, text, *, world=None, **flags):
-    """The choices of flags and an accelerate.yaml; text without a type is one section of FSDP."""
+    """Return the choices of flags and an accelerate.yaml; plain text is a section of FSDP."""
     choices = Choices()
     for name, value in flags.items():
         choices.state(name, value, "--" + name)
@@ -54,7 +54,7 @@ def inline(*fields):
 
 
 def changed(settings):
-    """What differs from the defaults."""
+    """Return what differs from the defaults."""
     default = Settings()
     return {
         name: getattr(settings, name)

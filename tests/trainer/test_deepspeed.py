@@ -254,7 +254,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(root, request):
-    """The result of every job, by its name."""
+    """Return the result of every job, by its name."""
     plan = Plan(root)
     plan.world(2)
     plan_two_ranks(plan, nvme=request.config.getoption("--nvme"))
@@ -283,7 +283,7 @@ class Results(dict):
 
 
 def apart(run, other, start=0):
-    """Largest relative difference of losses."""
+    """Return the largest relative difference of losses."""
     left, right = (np.array(each.values()) for each in (run, other))
     right = right[start:]
     assert len(left) == len(right)
@@ -291,7 +291,7 @@ def apart(run, other, start=0):
 
 
 def assert_same(state, other):
-    """Masters and moments, bitwise."""
+    """Compare masters and moments bit by bit."""
     for key in ("parameters", "exp_avg", "exp_avg_sq"):
         assert state[key].keys() == other[key].keys()
         for name, value in state[key].items():

@@ -164,7 +164,7 @@ class Agents:
         (self.place / "gate.new").rename(self.place / "gate")
 
     def count_worlds(self, size: int) -> int:
-        """How often so many ranks began together."""
+        """Return how often so many ranks began together."""
         return self.read().count(f"world {size}\n")
 
     def resize(self, size: int) -> None:
@@ -198,7 +198,7 @@ def wait_for(condition, agents):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """The hash of the same training on one rank that nobody disturbs."""
+    """Return the hash of the same training on one rank that nobody disturbs."""
     path = tmp_path_factory.mktemp("unbroken") / "run"
     job = {**FLAGS, "strategy": "ddp", "save": str(path), "log": f"{path}.jsonl"}
     return worlds.train_on(1, [job])[0][0].digest
@@ -206,7 +206,7 @@ def unbroken(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python():
-    """The command that stands for ``python``."""
+    """Return the command that stands for ``python``."""
     with forked.serving(IMPORTED) as path:
         yield forked.build_command(path, 0)
 

@@ -38,7 +38,7 @@ FILES = {
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """(ranks, case) -> what they found."""
+    """Return (ranks, case) -> what they found."""
     out = tmp_path_factory.mktemp("fsdp")
     done = run_python("-m", "tests.trainer.fsdp_worker", out, timeout=LIMIT_S, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -53,7 +53,7 @@ def runs(tmp_path_factory):
 
 
 def said_by_all(messages, code):
-    """What every rank says: the same, with this exit code."""
+    """Return what every rank says: the same, with this exit code."""
     assert len(set(messages)) == 1, messages
     assert messages[0].startswith(f"{code} "), messages[0]
     return messages[0]

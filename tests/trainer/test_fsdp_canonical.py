@@ -33,7 +33,7 @@ RUNS = choose_combinations(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(model, strategy, ranks) -> what the run logged."""
+    """Return (model, strategy, ranks) -> what the run logged."""
     place, jobs = tmp_path_factory.mktemp("runs"), {}
     for name, key, world in [*((name, "ddp", 1) for name in MODELS), *RUNS]:
         path = f"{place}/{name} {key} {world}"

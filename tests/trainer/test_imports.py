@@ -30,7 +30,7 @@ TRAINER = modules("trainer")
 
 
 def layer(module):
-    """The longest listed name that the module belongs to."""
+    """Return the longest listed name that the module belongs to."""
     parts = module.split(".")[1:]
     for length in range(len(parts), 0, -1):
         if ".".join(parts[:length]) in RANK:

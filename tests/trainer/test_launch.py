@@ -192,7 +192,7 @@ def _list_children(pid):
 
 
 def _runs(pid):
-    """Not ended, and not a zombie that nobody waited for yet."""
+    """Return whether a process has not ended; a zombie has."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

@@ -80,7 +80,7 @@ def at(place, *grids):
 
 @pytest.fixture(scope="module")
 def runs(place):
-    """Grid -> the unbroken run; (from, to) -> the second half at the other grid."""
+    """Return grid -> the unbroken run; (from, to) -> the second half at the other grid."""
     jobs = {}
     for grid, (ranks, chosen) in GRIDS.items():
         run = at(place, grid)
@@ -97,7 +97,7 @@ def runs(place):
 
 
 def content(file):
-    """A file as any reader without Megatron-LM gets it."""
+    """Return a file as any reader without Megatron-LM gets it."""
     return megatron_read._load(file)
 
 
@@ -107,7 +107,7 @@ def files(directory):
 
 
 def form(value):
-    """Keys, types, dtypes and shapes; of a vocabulary's rows only that there are some."""
+    """Return keys, types, dtypes and shapes, but not the number of a vocabulary's rows."""
     if isinstance(value, torch.Tensor):
         rows = (
             ["vocabulary", *value.shape[1:]]
@@ -252,7 +252,7 @@ def test_progress_is_told_by_the_files_alone(runs, place, tmp_path):
 
 
 def try_to_read(ranks, cases):
-    """What each checkpoint's reader says."""
+    """Return the result or the error of each checkpoint's reader."""
     from trainer.engines import build_engine
 
     messages = []

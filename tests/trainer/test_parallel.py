@@ -87,7 +87,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(place):
-    """Grid -> the unbroken run."""
+    """Return grid -> the unbroken run."""
     jobs = {}
     for grid, (ranks, chosen) in GRIDS.items():
         run = place / name_of(grid)
@@ -97,7 +97,7 @@ def runs(place):
 
 @pytest.fixture(scope="module")
 def resumed(runs, place):
-    """(from, to) -> the second half, at the other grid."""
+    """Return (from, to) -> the second half, at the other grid."""
     jobs = {}
     for source, target in (*((grid, grid) for grid in GRIDS), *ELSEWHERE):
         run = place / f"{name_of(source)}-to-{name_of(target)}"

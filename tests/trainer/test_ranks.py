@@ -14,7 +14,7 @@ from trainer.process_group import join_process_group
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Torch that says it has so many GPUs, and keeps which one became the current."""
+    """Let torch report so many GPUs, and record which one became the current."""
 
     def have(count, place):
         chosen = []

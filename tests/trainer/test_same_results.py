@@ -58,7 +58,7 @@ def job(directory, model, **changes):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(model, strategy, world) -> what an unbroken run of six steps logged."""
+    """Return (model, strategy, world) -> what an unbroken run of six steps logged."""
     results = {}
     for world in WORLDS:
         directory = tmp_path_factory.mktemp(f"world-{world}")
@@ -88,7 +88,7 @@ def test_the_fp16_case_overflows_backs_off_and_grows_again(trained):
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory):
-    """(model, strategy) -> the first three steps on two ranks, and where they were saved."""
+    """Return (model, strategy) -> the first three steps on two ranks, and where they were saved."""
     directory = tmp_path_factory.mktemp("halves")
     jobs = [
         job(directory, model, strategy=strategy, steps=3, schedule_steps=COMMON["steps"])

@@ -55,14 +55,14 @@ def job(place, **changes):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """All steps, on one rank."""
+    """Return all steps, on one rank."""
     place = tmp_path_factory.mktemp("unbroken")
     return worlds.train_on(1, [job(place, strategy="ddp", steps=END)])[0][0]
 
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory):
-    """Strategy -> what four ranks saved half-way, one param group throughout."""
+    """Return strategy -> what four ranks saved half-way, with one param group."""
     place = tmp_path_factory.mktemp("halves")
     jobs = {name: job(place, **run, steps=STEPS) for name, run in RUNS.items()}
     worlds.train_on(4, list(jobs.values()))
@@ -70,7 +70,7 @@ def halves(tmp_path_factory):
 
 
 def routes(world):
-    """The pairs of strategies whose turn is at that number of ranks."""
+    """Return the pairs of strategies whose turn is at that number of ranks."""
     pairs = [(a, b) for a in RUNS for b in RUNS]
     spread = {pair: TURNS[number % len(TURNS)] for number, pair in enumerate(pairs)}
     return [pair for pair, chosen in spread.items() if chosen == world]

@@ -49,7 +49,7 @@ def job(place, name, **changes):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Whether there is one param group -> all steps, on one rank."""
+    """Return whether there is one param group -> all steps, on one rank."""
     groups = {False: {}, True: {"param_groups": "single"}}
     jobs = [
         job(tmp_path_factory.mktemp("unbroken"), "ddp", steps=END, **each)
@@ -60,7 +60,7 @@ def unbroken(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory):
-    """Form -> the run that was saved half-way."""
+    """Return form -> the run that was saved half-way."""
     place = tmp_path_factory.mktemp("halves")
     jobs = {name: job(place, name, steps=STEPS) for name in RUNS}
     worlds.train_on(OLD, list(jobs.values()))

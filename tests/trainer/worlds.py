@@ -57,7 +57,7 @@ def command(world, arguments):
 
 
 def _fork_again(world, *job, undo=lambda: None):
-    """`_fork`, once more where a rank crashed, after ``undo``."""
+    """Call `_fork`, once more where a rank crashed, after ``undo``."""
     try:
         return _fork(world, *job)
     except CrashError as error:
@@ -157,7 +157,7 @@ class Trained:
 
 
 def train_on(world, jobs):
-    """`train` on so many ranks; what each logged."""
+    """Run `train` on so many ranks; return what each logged."""
     made = [path for job in jobs for path in _written(job) if not path.exists()]
 
     def remove():
@@ -205,7 +205,7 @@ def read_log(path):
 
 
 def trained(jobs):
-    """Jobs by key, each (ranks, settings), run with one start of each number of ranks."""
+    """Run jobs by key, each (ranks, settings), with one start for each number of ranks."""
     found = {}
     for world in sorted({world for world, _ in jobs.values()}):
         mine = {key: job for key, (ranks, job) in jobs.items() if ranks == world}

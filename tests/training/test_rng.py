@@ -28,7 +28,7 @@ def states(dialect, **devices):
 
 
 def loaded(root, path):
-    """What torch loads of the file that is laid out of it."""
+    """Return what torch loads of a file that we laid out."""
     (file,) = torch_writer.lay_out_object(path.name, root).files
     content = bytearray(file.nbytes)
     for at, data in file.literals:
