@@ -389,7 +389,7 @@ def accelerate_loads(ranks, place, case, source):
     wanted["scheduler"] |= {"last_epoch": steps, "_step_count": steps + 1}
     plain = library_models.build(case.factory)
     live = scheduler.scheduler, accelerator.step
-    found = library_state.of(plain, model, optimizer.optimizer, *live)
+    found = library_state.read_state(plain, model, optimizer.optimizer, *live)
     return {
         "differing": [key for key, value in found.items() if not alike(value, wanted[key])],
         "step": found["step"],

@@ -195,7 +195,7 @@ def test_there_must_be_a_bucket(files):
 def test_memory_does_not_grow_with_the_checkpoint(files, tmp_path):
     """What it may have of buffers is the same, and a file is sent in parts."""
     peaks = []
-    for count in (2, 10):
+    for count in (2, 6):
         source = tmp_path / f"{count}.safetensors"
         save_file({f"w{n}": torch.zeros(2 << 20) for n in range(count)}, source)
         files.put_file(str(source), f"bucket/big/{source.name}")
@@ -210,4 +210,4 @@ def test_memory_does_not_grow_with_the_checkpoint(files, tmp_path):
         words = f"s3://bucket/big/{source.name}", f"s3://bucket/big/out/{source.name}"
         done = run_python("-c", program, *words, check=True)
         peaks.append(int(done.stdout.split()[-1]) >> 10)
-    assert peaks[1] - peaks[0] < 40, peaks  # MiB, of 64 MiB more that were moved
+    assert peaks[1] - peaks[0] < 20, peaks  # MiB, of 32 MiB more that were moved
