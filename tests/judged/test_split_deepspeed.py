@@ -200,7 +200,7 @@ class Held:
             yield where, value
 
     def _is_wrong(self, key):
-        """DeepSpeed's own mistake."""
+        """Return whether DeepSpeed itself writes a wrong value under the key."""
         return key == "param_slice_mappings" and self.takes_turns
 
     def _bytes(self, where, tensor):

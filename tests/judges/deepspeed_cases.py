@@ -434,7 +434,7 @@ def _universal() -> list[Case]:
 
 
 def _fused() -> list[Case]:
-    """DeepSpeed's FusedAdam and CPUAdam, which are compiled: cases of a machine with a GPU."""
+    """Return cases of FusedAdam and CPUAdam, which are compiled, for machines with a GPU."""
     fused = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}}
     offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
     rows = [(stage, precision) for stage in (1, 2, 3) for precision in ("bf16", "fp16")]
