@@ -147,12 +147,14 @@ def _fill_through_buffer(pool: SourceFiles, job: BlockRead, target: torch.Tensor
     """Fill a tensor that cannot be read into directly, in cuts; return the overflow counts."""
     dtype = _find_target_dtype(job, target)
     overflowed: Counter[str] = Counter()
-    for cut in contiguous_cuts(job.box.shape, _STAGED_BYTES // dtype.itemsize):
-        window = plan_block(job.entry, cut.shift(job.box.origin), dtype)
-        data = bytearray(window.nbytes)
-        overflowed += fill(pool, window.copies, memoryview(data))
-        piece = torch.frombuffer(data, dtype=target.dtype).reshape(cut.shape)
-        _select_box(target, cut).copy_(piece)
+    longest = _STAGED_BYTES // dtype.itemsize
+    # One buffer for all cuts: the system clears the pages of each new one.
+    buffer = torch.empty(min(longest, job.box.volume), dtype=target.dtype)
+    view = buffer.view(torch.uint8).numpy().data
+    for cut in contiguous_cuts(job.box.shape, longest):
+        copies = plan_block(job.entry, cut.shift(job.box.origin), dtype).copies
+        overflowed += fill(pool, copies, view[: cut.volume * dtype.itemsize])
+        _select_box(target, cut).copy_(buffer[: cut.volume].reshape(cut.shape))
     return overflowed
 
 

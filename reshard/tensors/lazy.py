@@ -28,9 +28,9 @@ def read_block(pool: SourceFiles, entry: Entry, box: Box, dtype: DType | None = 
     Raises:
         ReshardError: a file cannot be read, or the dtype cannot be cast.
     """
-    window = plan_block(entry, box, dtype or entry.dtype)
-    buffer = bytearray(window.nbytes)
-    fill(pool, window.copies, memoryview(buffer))
+    dtype = dtype or entry.dtype
+    buffer = bytearray(box.volume * dtype.itemsize)
+    fill(pool, plan_block(entry, box, dtype).copies, memoryview(buffer))
     return buffer
 
 
@@ -156,10 +156,11 @@ class LazyTensor:
 
         origin, shape, steps, dropped = _parse_index(index, self.shape)
         box = Box(origin, shape)
-        data = read_block(self._pool, self._entry, box) if box.volume else bytearray()
-        dtype = self._entry.dtype.to_torch()
-        # torch.frombuffer refuses an empty buffer.
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        # A bytearray would be filled with zeros first, which takes as long as reading.
+        flat = torch.empty(box.volume, dtype=self._entry.dtype.to_torch())
+        if box.volume:
+            window = plan_block(self._entry, box, self._entry.dtype)
+            fill(self._pool, window.copies, flat.view(torch.uint8).numpy().data)
         # A box has no steps: elements between the steps are read and left out here.
         view = flat.reshape(shape)[tuple(slice(None, None, step) for step in steps)]
         keep = tuple(0 if dim in dropped else slice(None) for dim in range(len(shape)))

@@ -25,6 +25,12 @@ def flags(directory, *more):
     return ["--save", f"{directory}/run", "--log", f"{directory}/log.jsonl", *more]
 
 
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral", "tiny-gpt2"])
+def test_every_named_model_trains_in_the_default_precision(model, tmp_path):
+    printed = worlds.command(1, flags(tmp_path, "--model", model, "--steps", "1"))
+    assert f"saved {tmp_path}/run/global_step1" in printed
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_configuration_runs_as_it_is_and_goes_on(tmp_path, name):
     kind = "--deepspeed" if name.endswith("json") else "--accelerate"
