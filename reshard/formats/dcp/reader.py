@@ -147,6 +147,7 @@ def _find_data_file(location: Location, name: str) -> Path:
 def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the state dict in its order: joined keys can collide, but their paths cannot."""
     root: dict[Any, Any] = {}
+    containers: list[tuple[dict[Any, Any], Any]] = []  # each after the one that contains it
     paths = parse_flat_paths(about.paths) or about.paths
     for key in sorted(leaves, key=_find_positions(about, leaves).__getitem__):
         if paths and key not in paths:
@@ -156,13 +157,27 @@ def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dic
         *parents, last = paths.get(key) or _guess_path(key)
         node = root
         for part in parents:
-            node = node.setdefault(part, {})
+            if part not in node:
+                node[part] = {}
+                containers.append((node, part))
+            node = node[part]
             if not isinstance(node, dict):
                 raise CorruptError(location, f"{key!r} has a path inside that of a tensor")
         if last in node:
             raise CorruptError(location, f"{key!r} is stored more than once")
         node[last] = leaves[key]
+    for parent, part in reversed(containers):
+        parent[part] = _restore_list(parent[part])
     return root
+
+
+def _restore_list(items: dict[Any, Any]) -> dict[Any, Any] | list[Any]:
+    """Return the list that DCP flattened to these items; the items if they are of a dict.
+
+    DCP makes a text of each key of a dict, so numbers are positions (torch 2.13 ``_traverse.py``).
+    """
+    is_list = all(type(key) is int for key in items) and sorted(items) == list(range(len(items)))
+    return [items[n] for n in range(len(items))] if is_list else items
 
 
 def _find_positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int]:
