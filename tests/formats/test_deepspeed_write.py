@@ -395,3 +395,23 @@ def test_a_complex_parameter_has_no_master(target, tmp_path):
     with reshard.open(tmp_path / "out") as written:
         exp_avg = optimizer.state[model["wave"]]["exp_avg"]
         assert torch.equal(written.optimizer("exp_avg")["wave"][...], exp_avg)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_that_counts_in_its_group_needs_no_other_count(stage, tmp_path):
+    """Those of timm and pytorch_optimizer do: Adan has the moments of Adam and two more slots."""
+    weight = torch.ones(3, 2)
+    slots = ("exp_avg", "exp_avg_sq", "exp_avg_diff", "previous_grad")
+    optimizer = {
+        "state": {0: {name: weight * number for number, name in enumerate(slots)}},
+        "param_groups": [{"lr": 1e-3, "betas": (0.98, 0.92, 0.99), "step": 3, "params": [0]}],
+    }
+    torch.save({"model": {"w": weight}, "optimizer": optimizer}, tmp_path / "x.pt")
+    reshard.split(tmp_path / "x.pt", tmp_path / "out", to="deepspeed", zero_stage=stage)
+    with reshard.open(tmp_path / "out") as checkpoint:
+        (group,) = checkpoint.manifest.train.param_groups
+        assert group.hyper["step"] == 3
+        assert all(
+            torch.equal(checkpoint.optimizer(name)["w"][...], weight * number)
+            for number, name in enumerate(slots)
+        )

@@ -5,9 +5,10 @@ The runs are at the same positions in the masters and in every slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.core.box import Box, run_boxes
@@ -128,10 +129,13 @@ def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
     return build_shared_scalars(members, why, remedy)
 
 
-def find_common_step(members: Sequence[TrainedParameter], path: str) -> float | None:
+def find_common_step(
+    members: Sequence[TrainedParameter], hyper: Mapping[str, Any], path: str
+) -> float | None:
     """Return how many updates all members with state have seen; None if nothing counts them.
 
     Args:
+        hyper: hyperparameters of their group, in which some optimizers count.
         path: the source, for messages.
 
     Raises:
@@ -144,8 +148,14 @@ def find_common_step(members: Sequence[TrainedParameter], path: str) -> float | 
         missing = [name for name in names if name not in member.slots]
         if missing:
             raise IncompleteError(path, f"does not contain the {missing[0]} of {member.fqn!r}")
-        if member.step is None and optimizers.needs_count(names):
-            raise IncompleteError(path, f"does not state how often {member.fqn!r} was updated")
+        counted = member.step is not None or "step" in hyper
+        if not counted and optimizers.needs_count(names):
+            raise IncompleteError(
+                path,
+                f"does not state how often {member.fqn!r} was updated",
+                "start a new Adam with --init-optimizer zeros, or write only the weights with"
+                " --weights-only",
+            )
     steps = {member.step: member.fqn for member in stepped}
     if len(steps) > 1:
         (one, first), (other, second) = list(steps.items())[:2]

@@ -87,7 +87,7 @@ def _build_by_group(spec: OutputSpec) -> dict[str, Any]:
     path = spec.state.manifest.origin.path
     states: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(spec.groups):
-        count = find_common_step(group.members, path)
+        count = find_common_step(group.members, group.hyper, path)
         state: dict[str, Any] = (
             {} if count is None else {"step": make_step_counter(count, group.hyper)}
         )

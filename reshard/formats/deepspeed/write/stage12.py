@@ -113,7 +113,7 @@ class _WrittenGroup:
         self._master = choose_master_dtype(flat)
         self._dtypes = collect_slot_dtypes(flat)
         self._scalars = make_scalars(flat)
-        self._step = find_common_step(flat, spec.state.manifest.origin.path)
+        self._step = find_common_step(flat, group.hyper, spec.state.manifest.origin.path)
 
     def cut_partition(self, position: int) -> _WrittenPartition:
         """Return what one rank holds, by its position among the ranks that share the group."""

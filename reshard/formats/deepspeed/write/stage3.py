@@ -47,7 +47,7 @@ def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
     states: list[dict[str, Any]] = []
     masters: list[Slot] = []
     for group, flats in zip(spec.groups, spec.flats_of, strict=True):
-        count = find_common_step(group.members, path)
+        count = find_common_step(group.members, group.hyper, path)
         for members in flats:
             runs, numel = concatenate(members, spec.world_size)
             dtype = choose_master_dtype(members)

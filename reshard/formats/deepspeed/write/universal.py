@@ -110,7 +110,7 @@ def count_steps(spec: OutputSpec) -> list[float | None]:
     if find_new_slots(spec):
         return [0.0] * len(spec.groups)
     path = spec.state.manifest.origin.path
-    return [find_common_step(group.members, path) for group in spec.groups]
+    return [find_common_step(group.members, group.hyper, path) for group in spec.groups]
 
 
 def find_common_hyper(spec: OutputSpec) -> dict[str, Any]:
