@@ -6,13 +6,13 @@ A case whose library cannot be imported here is skipped with the import's error.
 from __future__ import annotations
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
 from tests.judged.expected import read_expected
 from tests.judges.library_cases import CASES
+from tests.support.sample_tensors import same
 
 READ = [name for name, case in CASES.items() if case.expect == "read"]
 NAMED = [name for name in READ if CASES[name].slots]
@@ -42,19 +42,13 @@ def source(case, library_case, path=None):
     return library_case(case) / "ckpt" / (path or CASES[case].source)
 
 
-def assert_same(got, want, name):
-    assert got.dtype == want.dtype, name
-    assert got.shape == want.shape, name
-    assert torch.equal(got, want), name
-
-
 def check_weights(checkpoint, expected):
     wanted = expected["params"] | expected["buffers"]
     assert set(checkpoint) - set(expected["tied"]) == set(wanted)
     for name, value in wanted.items():
-        assert_same(checkpoint[name][...], value, name)
+        assert same(checkpoint[name][...], value), name
     for alias, kept in expected["tied"].items():
-        assert_same(checkpoint[alias][...], wanted[kept], alias)
+        assert same(checkpoint[alias][...], wanted[kept]), alias
 
 
 @pytest.mark.parametrize("case", READ, scope="module")
@@ -75,7 +69,7 @@ def test_slots_are_the_live_ones(case, checkpoint, expected):
         held = checkpoint.optimizer(slot)
         assert set(held) == {name for name, slots in wanted.items() if slot in slots}
         for name in held:
-            assert_same(held[name][...], wanted[name][slot], f"{slot} of {name}")
+            assert same(held[name][...], wanted[name][slot]), f"{slot} of {name}"
 
 
 @pytest.mark.parametrize("case", [name for name in READ if not CASES[name].slots], scope="module")
@@ -87,7 +81,7 @@ def test_a_slot_without_a_certain_owner_is_not_assigned(case, checkpoint, expect
         except reshard.errors.UsageError:
             continue
         for name in held:
-            assert_same(held[name][...], wanted[name][slot], f"{slot} of {name}")
+            assert same(held[name][...], wanted[name][slot]), f"{slot} of {name}"
 
 
 @pytest.mark.parametrize("case", NAMED, scope="module")
@@ -131,7 +125,7 @@ def test_merge_keeps_every_byte(case, library_case, expected, tmp_path):
     wanted, tied = expected["params"] | expected["buffers"], expected["tied"]
     assert merged.keys() - tied.keys() == wanted.keys()
     for name, value in merged.items():  # a tied copy that no file calls tied is kept
-        assert_same(value, wanted[tied.get(name, name)], name)
+        assert same(value, wanted[tied.get(name, name)]), name
     assert report.verified
     assert report.dropped_aliases.items() <= tied.items()
     assert not report.dropped_aliases.keys() & merged.keys()
