@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 
 from reshard.formats import engines
@@ -25,7 +27,7 @@ SHARDED = ("out/pytorch_model_fsdp_0/.metadata", "out/optimizer_0/.metadata")
     ],
 )
 def test_a_defect_is_told_of_the_form_that_it_concerns(form, said, monkeypatch):
-    monkeypatch.setattr(engines.metadata, "version", lambda _: "1.15.0")
+    monkeypatch.setattr(metadata, "version", lambda _: "1.15.0")
     told = engines.describe_defects(form)
     assert len(told) == bool(said)
     assert all(said in text for text in told)
@@ -33,9 +35,9 @@ def test_a_defect_is_told_of_the_form_that_it_concerns(form, said, monkeypatch):
 
 def test_a_defect_that_was_fixed_is_told_of_older_versions_alone(monkeypatch):
     form = LoadedForm("accelerate", SHARDED, has_optimizer=True)
-    monkeypatch.setattr(engines.metadata, "version", lambda _: "1.12.0")
+    monkeypatch.setattr(metadata, "version", lambda _: "1.12.0")
     assert any("under FSDP 2" in text for text in engines.describe_defects(form))
-    monkeypatch.setattr(engines.metadata, "version", lambda _: "1.16.0.dev0+cpu")
+    monkeypatch.setattr(metadata, "version", lambda _: "1.16.0.dev0+cpu")
     assert not any("under FSDP 2" in text for text in engines.describe_defects(form))
 
 
@@ -43,7 +45,7 @@ def test_a_defect_that_was_fixed_is_told_of_older_versions_alone(monkeypatch):
     ("fsdp", "told"), [(None, {1, 2}), (1, {1}), (2, {2})], ids=["unknown", "FSDP 1", "FSDP 2"]
 )
 def test_a_running_program_is_told_of_its_own_version_of_fsdp(fsdp, told, monkeypatch):
-    monkeypatch.setattr(engines.metadata, "version", lambda _: "1.12.0")
+    monkeypatch.setattr(metadata, "version", lambda _: "1.12.0")
     defects = engines.describe_defects(
         LoadedForm("hf-trainer", SHARDED, has_optimizer=True, fsdp=fsdp)
     )
