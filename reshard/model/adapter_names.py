@@ -1,8 +1,8 @@
 """The names of an adapter's tensors: in the trained model, and in PEFT's own file.
 
 In the model they contain the adapter's name, ``q_proj.lora_A.default.weight``; in the file they do
-not. Source of both forms: PEFT 0.21 ``utils/save_and_load.py`` (get_peft_model_state_dict) and
-``tuners/tuners_utils.py`` (BaseTuner).
+not. Source of both forms: PEFT 0.21 ``utils/save_and_load.py`` (get_peft_model_state_dict),
+``tuners/tuners_utils.py`` (BaseTuner, BasePromptEncoder) and ``tuners/*/model.py``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,41 @@ TOKENS = "trainable_tokens_delta"
 MAGNITUDE = "lora_magnitude_vector"
 IN, OUT = ("lora_A", "lora_embedding_A"), ("lora_B", "lora_embedding_B")
 START_AT_ZERO = ("lora_B", "lora_embedding_A")  # LoraLayer.reset_lora_parameters
-MATRICES = (*IN, *OUT, MAGNITUDE)
-_ROLES = frozenset((*MATRICES, SAVED_MODULE, TOKENS))
+LORA = "LORA"
+PROMPTS = "prompt_encoder"
+METHODS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    LORA: (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"), (MAGNITUDE,)),
+    "BOFT": (("boft_R", "boft_s"),),
+    "C3A": (("c3a_kernel",),),
+    "FOURIERFT": (("fourierft_spectrum",),),
+    "HRA": (("hra_u",),),
+    "IA3": (("ia3_l",),),
+    "LOHA": (("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), ("hada_t1", "hada_t2")),
+    "LOKR": (
+        ("lokr_w1",),
+        ("lokr_w1_a", "lokr_w1_b"),
+        ("lokr_w2",),
+        ("lokr_w2_a", "lokr_w2_b"),
+        ("lokr_t2",),
+    ),
+    "MISS": (("miss_block",),),
+    "OFT": (("oft_R",),),
+    "PREFIX_TUNING": ((PROMPTS,),),
+    "PROMPT_TUNING": ((PROMPTS,),),
+    "ROAD": (("road_theta", "road_alpha"),),
+    "VERA": (("vera_lambda_b", "vera_lambda_d"),),
+}
+"""peft_type -> names of the tensors of an adapted layer, in the layer's order. A layer has all
+tensors of a group or none.
+"""
+SHARED = ("vera_A", "vera_B")  # buffers of all layers, which PEFT saves once
+TRAINED = tuple(
+    dict.fromkeys(role for method in METHODS.values() for each in method for role in each)
+)
+_ROLES = frozenset((*TRAINED, *SHARED, SAVED_MODULE, TOKENS))
 _LEAVES = ("weight", "bias")
+_PROMPTS_SAVED_AS = "prompt_embeddings"  # PEFT 0.21 ``BasePromptEncoder._get_adapter_state_dict``
+_SHARED_LAYER = "base_model"
 EMBEDDINGS = ("embed_tokens", "lm_head")  # utils/constants.py
 
 
@@ -32,7 +64,7 @@ class AdapterPart:
 
     Args:
         layer: the module that is adapted, or saved with the adapter.
-        role: ``lora_A`` and so on, ``modules_to_save`` or ``trainable_tokens_delta``.
+        role: a name in `METHODS` or `SHARED`, ``modules_to_save`` or ``trainable_tokens_delta``.
         adapter: name of the adapter; empty in PEFT's file.
         saved_as: name of the tensor in PEFT's file.
     """
@@ -51,11 +83,17 @@ def parse_part(fqn: str) -> AdapterPart | None:
     'base_model.model.h.q_proj.lora_A.weight'
     >>> parse_part("base_model.model.head.modules_to_save.default.weight").saved_as
     'base_model.model.head.weight'
+    >>> parse_part("prompt_encoder.default.embedding.weight").saved_as
+    'prompt_embeddings'
     """
     path = add_root(fqn).split(".")
+    if path[-1] == _PROMPTS_SAVED_AS:
+        return AdapterPart(fqn, "", PROMPTS, "", _PROMPTS_SAVED_AS)
+    if path[-4:-3] == [PROMPTS] and path[-2:] == ["embedding", "weight"]:
+        return AdapterPart(fqn, "", PROMPTS, path[-3], _PROMPTS_SAVED_AS)
     for at in reversed(range(1, len(path))):
         role = path[at]
-        if role not in _ROLES:
+        if role not in _ROLES or role == PROMPTS:
             continue
         layer, rest = ".".join(path[:at]), path[at + 1 :]
         if role == SAVED_MODULE and len(rest) > 1:
@@ -66,6 +104,8 @@ def parse_part(fqn: str) -> AdapterPart | None:
                 return None
             # PEFT's files use the older name of a magnitude, from before it became a module.
             tail = [leaf] if leaf and role != MAGNITUDE else []
+            if role in SHARED:
+                layer = _SHARED_LAYER
             saved_as = ".".join([layer, role, *tail])
             return AdapterPart(fqn, layer, role, rest[0] if rest else "", saved_as)
     return None
@@ -112,6 +152,8 @@ def name_in_model(saved: str, adapter: str, modules: Sequence[str] = ()) -> str:
         return f"{layer}.{SAVED_MODULE}.{adapter}{saved.removeprefix(layer)}"
     if part.adapter or part.role == SAVED_MODULE:
         return saved
+    if part.role == PROMPTS:
+        return f"{PROMPTS}.{adapter}.embedding.weight"
     head = f"{part.layer}.{part.role}"
     # Since PEFT 0.10, a magnitude is a module.
     tail = ".weight" if part.role == MAGNITUDE else part.saved_as.removeprefix(head)
@@ -138,26 +180,50 @@ def find_trained_names(saved: Iterable[str], trained: Iterable[str]) -> dict[str
 def explain_separate(fqns: Iterable[str]) -> list[str]:
     """Return the note that adapters are written separately, not added to the weights."""
     parts = find_parts(fqns)
-    lora = [each for each in parts if each.role in MATRICES]
-    if not lora:
+    own = [each for each in parts if each.role in TRAINED]
+    if not own:
         return []
     adapters = list(dict.fromkeys(each.adapter or DEFAULT for each in parts))
+    kind = "LoRA tensor" if find_methods(own) == [LORA] else "adapter tensor"
     text = (
-        f"{counted(len(lora), 'LoRA tensor')} ({some([each.fqn for each in lora])}) written under"
+        f"{counted(len(own), kind)} ({some([each.fqn for each in own])}) written under"
         " PEFT's names, not added to the adapted weights. Pass --adapter"
-        f" {' or '.join(adapters)} to write one adapter for PeftModel.from_pretrained, whose"
-        " merge_and_unload adds it"
+        f" {' or '.join(adapters)} to write one adapter for PeftModel.from_pretrained"
     )
     return [text]
 
 
+def find_methods(parts: Iterable[AdapterPart]) -> list[str]:
+    """Return the PEFT methods that have all the roles of these tensors."""
+    roles = {each.role for each in parts} & {*TRAINED}
+    return [name for name in METHODS if roles <= {*list_roles(name)}]
+
+
+def list_roles(method: str) -> list[str]:
+    """Return the roles of the tensors that a PEFT method adds to a layer, in the layer's order."""
+    return [role for group in METHODS[method] for role in group]
+
+
 def find_unknown(fqns: Iterable[str]) -> list[str]:
-    """Return the names that contain ``lora_`` and are not known here."""
+    """Return the names that PEFT gives to tensors of an adapter and that are not known here.
+
+    They begin with ``lora_`` (AdaLoRA), or belong to an encoder that computes the prompts.
+    """
     return [
         fqn
         for fqn in fqns
-        if any(word.startswith("lora_") for word in fqn.split(".")) and parse_part(fqn) is None
+        if any(word.startswith(("lora_", PROMPTS)) for word in fqn.split("."))
+        and parse_part(fqn) is None
     ]
+
+
+def is_adapted(fqn: str) -> bool:
+    """Return whether a tensor belongs to a model that PEFT wrapped.
+
+    >>> is_adapted("base_model.model.norm.weight"), is_adapted("q.base_layer.weight")
+    (True, True)
+    """
+    return f".{ROOT}" in f".{fqn}" or ".base_layer." in fqn
 
 
 def add_root(fqn: str) -> str:
@@ -185,16 +251,19 @@ def choose_saved(
         parts: the parts among them (`find_parts`).
         name: the adapter's name; empty if the source is PEFT's own file, which is saved whole.
     """
-    if not name:
-        return {fqn: add_root(fqn) for fqn in fqns}
     by_name = {each.fqn: each for each in parts}
+    if not name:
+        return {fqn: by_name[fqn].saved_as if fqn in by_name else add_root(fqn) for fqn in fqns}
     is_saved = _build_base_filter(by_name.values(), config)
     chosen = {}
     for fqn in fqns:
         if fqn not in by_name and is_saved(add_root(fqn)):
             chosen[fqn] = add_root(fqn)
         elif fqn in by_name and by_name[fqn].adapter == name:
-            chosen[fqn] = by_name[fqn].saved_as
+            saved_as = by_name[fqn].saved_as
+            # Every layer has the shared tensors again.
+            if by_name[fqn].role not in SHARED or saved_as not in chosen.values():
+                chosen[fqn] = saved_as
     return chosen
 
 
@@ -202,7 +271,7 @@ def _build_base_filter(
     parts: Iterable[AdapterPart], config: Mapping[str, Any]
 ) -> Callable[[str], bool]:
     """Return a test of whether a tensor of the base model is saved: a bias, an embedding."""
-    layers = {each.layer for each in parts if each.role in MATRICES}
+    layers = {each.layer for each in parts if each.role in TRAINED}
     targets, bias = config.get("target_modules"), config.get("bias") or "none"
     embeds = isinstance(targets, str) or not set(EMBEDDINGS).isdisjoint(targets or ())
     if config.get("trainable_token_indices") is not None:
@@ -214,7 +283,7 @@ def _build_base_filter(
         owner = fqn.removesuffix(".base_layer.bias")
         return (
             (bias == "all" and fqn.endswith(".bias"))
-            or (bias == "lora_only" and owner != fqn and owner in layers)
+            or (bias.endswith("_only") and owner != fqn and owner in layers)
             or fqn.startswith(prefixes)
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from reshard.model.adapter_names import MATRICES, parse_part
+from reshard.model.adapter_names import TRAINED, parse_part
 from reshard.model.shapes import ModelShapes
 
 Division = tuple[tuple[str, ...], tuple[str, ...]]  # with decay and without
@@ -59,7 +59,7 @@ def _decays(fqn: str, model: ModelShapes | None, names: re.Pattern[str]) -> bool
     if names.search(fqn.lower()):
         return False
     part = parse_part(fqn)
-    if part is not None and part.role in MATRICES:
+    if part is not None and part.role in TRAINED:
         return True
     if model is None or fqn not in model.parameters:
         return None

@@ -15,9 +15,11 @@ from typing import Any
 from reshard.model import ModelShapes
 from reshard.model.adapter_names import (
     DEFAULT,
-    MATRICES,
+    PROMPTS,
     SAVED_MODULE,
+    SHARED,
     TOKENS,
+    TRAINED,
     AdapterPart,
     find_parts,
     find_trained_names,
@@ -29,7 +31,7 @@ from reshard.state_dict.tree import as_global
 
 _BIAS = ".bias"
 _OF_TOKENS = ".token_adapter"  # PEFT 0.21 ``tuners/trainable_tokens/model.py``
-_BEHIND = (*MATRICES, TOKENS)  # tensors after the parameters of an adapted layer, in order
+_BEHIND = (*TRAINED, TOKENS)  # tensors after the parameters of an adapted layer, in order
 
 
 def restore_adapter_form(
@@ -61,14 +63,16 @@ def restore_adapter_form(
         names = {fqn: name_in_model(fqn, adapter, modules) for fqn in state}
         order = _order_by_base(names.values(), model)
     named = {names.get(fqn, fqn): leaf for fqn, leaf in state.items()}
-    if not order or named.keys() - {*order, *model.buffers}:
+    shared = {part.fqn for part in find_parts(named) if part.role in SHARED}
+    if not order or named.keys() - {*order, *shared, *model.buffers}:
         return dict(state), model
     named = {fqn: named[fqn] for fqn in dict.fromkeys((*order, *named))}
     shapes = {fqn: as_global(named[fqn]) for fqn in order}
     parameters = {
         fqn: model.parameters.get(fqn, tensor.shape) for fqn, tensor in shapes.items() if tensor
     }
-    buffers = {fqn: shape for fqn, shape in model.buffers.items() if fqn in named}
+    found = {fqn: as_global(named[fqn]) for fqn in named if fqn in model.buffers or fqn in shared}
+    buffers = {fqn: tensor.shape for fqn, tensor in found.items() if tensor}
     return named, replace(model, parameters=parameters, buffers=buffers, tied={}, units=())
 
 
@@ -85,7 +89,13 @@ def _order_by_base(names: Iterable[str], model: ModelShapes) -> list[str]:
     position = {fqn: number for number, fqn in enumerate(model.names or model.parameters)}
     places = {}
     for fqn in names:
-        near, rank = _find_place(fqn, position)
+        part = parse_part(fqn)
+        if part is not None and part.role in SHARED:
+            continue  # buffers, which have no place in an optimizer
+        if part is not None and part.role == PROMPTS:
+            places[fqn] = len(position), (0, False)  # its encoder is behind the base model
+            continue
+        near, rank = _find_place(fqn, part, position)
         if near not in position:
             return []
         places[fqn] = position[near], rank
@@ -93,13 +103,14 @@ def _order_by_base(names: Iterable[str], model: ModelShapes) -> list[str]:
     return sorted(places, key=places.__getitem__) if len({*places.values()}) == len(places) else []
 
 
-def _find_place(fqn: str, known: Container[str]) -> tuple[str, tuple[int, bool]]:
+def _find_place(
+    fqn: str, part: AdapterPart | None, known: Container[str]
+) -> tuple[str, tuple[int, bool]]:
     """Return the parameter of the base at or behind which a tensor is, and its rank there.
 
-    An adapted layer has its own parameters first, then ``lora_A`` before ``lora_B`` (PEFT 0.21
-    ``tuners/lora/layer.py``, ``LoraLayer``).
+    An adapted layer has its own parameters first, then the adapter's in the order of `METHODS`
+    (PEFT 0.21 ``tuners/*/layer.py``).
     """
-    part = parse_part(fqn)
     if part is None or part.role == SAVED_MODULE:
         own = fqn if part is None else part.saved_as
         return strip_root(own.replace(".base_layer.", ".")), (0, False)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import reshard
@@ -14,7 +15,7 @@ from reshard.core.keys import Edits
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from tests.judged.expected import read_expected
 from tests.judges import library_models as models
-from tests.judges.library_cases import SHARDED_ADAPTERS
+from tests.judges.library_cases import SHARDED_ADAPTERS, SHARDED_METHODS
 
 peft = pytest.importorskip("peft")
 
@@ -94,7 +95,52 @@ def test_the_file_is_the_one_that_peft_saves(form, factory, saved, peft_adapter,
     assert report.warnings == []
 
 
-@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED_ADAPTERS)
+LAYERS = {"target_modules": ["q_proj", "o_proj"]}
+METHODS = {  # of PEFT beside LoRA, in all forms of their tensors
+    "boft": ("BOFT", {"boft_block_size": 4, "bias": "boft_only"}),
+    "c3a": ("C3A", {"block_size": 4}),
+    "fourierft": ("FOURIERFT", {"n_frequency": 10}),
+    "hra": ("HRA", {"r": 4}),
+    "ia3": ("IA3", {"feedforward_modules": ["o_proj"], "modules_to_save": ["lm_head"]}),
+    "loha": ("LOHA", {"r": 4, "rank_pattern": {"layers.0.self_attn.q_proj": 2}}),
+    "lokr": ("LOKR", {"r": 2, "decompose_both": True}),
+    "lokr_whole": ("LOKR", {"r": 16}),
+    "miss": ("MISS", {"r": 4}),
+    "oft": ("OFT", {"r": 0, "oft_block_size": 4}),
+    "prefix": ("PREFIX_TUNING", None),
+    "prompt": ("PROMPT_TUNING", None),
+    "road": ("ROAD", {"group_size": 4}),
+    "vera": ("VERA", {"r": 4}),
+    "vera_alone": ("VERA", {"r": 4, "save_projection": False}),
+}
+
+
+def of_method(name, factory="llama_biased"):
+    """Return a model with an adapter of a method, with random values of both."""
+    method, values = METHODS[name]
+    values = {"num_virtual_tokens": 5} if values is None else {**LAYERS, **values}
+    config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[method](task_type="CAUSAL_LM", **values)
+    model = peft.get_peft_model(models.draw(models.build(factory)), config)
+    for value in model.parameters():
+        if value.requires_grad:
+            torch.nn.init.normal_(value, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_adapters_of_other_methods_are_those_that_peft_saves(name, saved, peft_adapter, tmp_path):
+    model = of_method(name)
+    report = reshard.merge(saved(model), tmp_path / "out", adapter="default")
+    assert_same_directory(tmp_path / "out", peft_adapter)
+    assert report.warnings == []
+    base = models.draw(models.build("llama_biased"))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out", autocast_adapter_dtype=False)
+    assert torch.equal(models.compute_logits(loaded), models.compute_logits(model))
+    reshard.merge(tmp_path / "out", tmp_path / "again", adapter="default")  # from PEFT's own file
+    assert_same_directory(tmp_path / "again", peft_adapter)
+
+
+@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED_ADAPTERS + SHARDED_METHODS)
 def test_out_of_shards_it_is_what_peft_saves_when_all_is_gathered(
     case, source, name, place, library_case, tmp_path
 ):
@@ -204,7 +250,8 @@ WRONG = {
     "alpha": ({"lora_alpha": 0}, CorruptError, "has lora_alpha 0, which disables every adapter"),
     "no_alpha": ({"lora_alpha": None}, CorruptError, "has no 'lora_alpha', and the tensors"),
     "text": ({"r": "3"}, CorruptError, "r is '3', expected a number of at least 0"),
-    "kind": ({"peft_type": "IA3"}, UnsupportedError, "has peft_type 'IA3'"),
+    "method": ({"peft_type": "IA3"}, CorruptError, "'IA3', but the tensors are those of LORA"),
+    "kind": ({"peft_type": "XLORA"}, UnsupportedError, "has peft_type 'XLORA'"),
 }
 
 
@@ -229,14 +276,77 @@ def test_a_layer_without_one_of_its_matrices_is_refused(saved, tmp_path):
         )
 
 
-def test_unknown_tensors_of_a_lora_layer_are_refused(tmp_path):
-    config = peft.AdaLoraConfig(**{**PLAIN, "r": 8}, total_step=10, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(models.build("llama"), config)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    with pytest.raises(
-        UnsupportedError, match=r"lora_E.default.*: not known parts of a LoRA adapter"
-    ):
-        reshard.merge(tmp_path / "model.pt", tmp_path / "out", adapter="default")
+UNKNOWN = {
+    "adalora": (
+        peft.AdaLoraConfig(**{**PLAIN, "r": 8}, total_step=10, task_type="CAUSAL_LM"),
+        r"lora_E.default.*: not known parts of a PEFT adapter",
+    ),
+    "projected": (
+        peft.PrefixTuningConfig(
+            num_virtual_tokens=5, prefix_projection=True, task_type="CAUSAL_LM"
+        ),
+        r"prompt_encoder.default.transform.0.weight.*: not known parts of a PEFT adapter",
+    ),
+    "vblora": (
+        peft.VBLoRAConfig(
+            r=2, num_vectors=10, vector_length=4, target_modules=["q_proj"], task_type="CAUSAL_LM"
+        ),
+        "contains no adapter of LORA",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_the_advice_about_an_unknown_adapter_leads_to_what_peft_saves(
+    name, saved, peft_adapter, tmp_path
+):
+    config, text = UNKNOWN[name]
+    model = models.draw(peft.get_peft_model(models.build("llama"), config))
+    source = saved(model)
+    with pytest.raises(UnsupportedError, match=text) as caught:
+        reshard.merge(source, tmp_path / "out", adapter="default")
+    assert "reshard merge SOURCE all.safetensors" in caught.value.remedy
+    reshard.merge(source, tmp_path / "all.safetensors")
+    fresh = peft.get_peft_model(models.build("llama"), config)
+    fresh.load_state_dict(load_file(tmp_path / "all.safetensors"), strict=False)
+    fresh.save_pretrained(tmp_path / "out")
+    assert_same_directory(tmp_path / "out", peft_adapter)
+
+
+@pytest.mark.parametrize("name", ["loha", "vera"])
+def test_an_adapted_layer_with_some_of_its_tensors_is_refused(name, saved, tmp_path):
+    lost = {"loha": r"1\.self_attn\.q_proj\.hada_w2_b", "vera": r"0\.self.*o_proj\.vera_lambda_d"}
+    with pytest.raises(IncompleteError, match=r"1 adapted layer .* without (hada_w1_a|vera_lamb)"):
+        reshard.merge(
+            saved(of_method(name)),
+            tmp_path / "out",
+            adapter="default",
+            edits=Edits(exclude=[lost[name]]),
+        )
+
+
+def test_only_lora_is_added_to_a_base(saved, tmp_path):
+    models.build("llama_biased").save_pretrained(tmp_path / "base")
+    with pytest.raises(UnsupportedError, match="'IA3', but --merge-lora supports only LORA"):
+        reshard.merge(saved(of_method("ia3")), tmp_path / "out", merge_lora=tmp_path / "base")
+
+
+@pytest.mark.parametrize("name", ["ia3", "loha", "oft", "prefix", "road", "vera"])
+def test_the_base_names_a_numbered_optimizer_of_any_adapter(name, tmp_path):
+    model = of_method(name, "llama")
+    trained = {fqn: value for fqn, value in model.named_parameters() if value.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values())
+    for value in trained.values():
+        value.grad = torch.randn_like(value)
+    optimizer.step()
+    model.save_pretrained(tmp_path / "run")
+    torch.save(optimizer.state_dict(), tmp_path / "run" / "optimizer.pt")
+    models.build("llama").save_pretrained(tmp_path / "base")
+    with reshard.open(tmp_path / "run", model=tmp_path / "base") as found:
+        slots = found.optimizer("exp_avg")
+        assert set(slots) == set(trained)
+        for fqn, value in trained.items():
+            assert torch.equal(torch.as_tensor(slots[fqn][...]), optimizer.state[value]["exp_avg"])
 
 
 def test_a_file_beside_the_checkpoint_that_cannot_be_read_is_named(saved, peft_adapter, tmp_path):
@@ -299,5 +409,5 @@ def test_a_source_without_adapter_or_a_file_as_output_is_refused(saved, tmp_path
     with pytest.raises(UsageError, match=f"has no {CONFIG}"):
         reshard.merge(source, tmp_path / "out", adapter="default", hf_dir=tmp_path)
     torch.save(models.build("llama").state_dict(), tmp_path / "plain.pt")
-    with pytest.raises(UsageError, match="contains no LoRA adapter"):
+    with pytest.raises(UsageError, match="contains no PEFT adapter"):
         reshard.merge(tmp_path / "plain.pt", tmp_path / "out", adapter="default")

@@ -279,8 +279,7 @@ def edit(adapter, **values):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"peft_type": "XLORA"}, "peft_type 'XLORA'"),
         ({"init_lora_weights": "pissa_niter_16"}, "changed the base model"),
         ({"init_lora_weights": "olora"}, "changed the base model"),
         ({"layer_replication": [[0, 2], [0, 2]]}, "repeated layers"),

@@ -465,3 +465,6 @@ SHARDED_ADAPTERS = [  # case, what a user gives, the adapter, and where PEFT sav
     ("peft_fsdp2", "whole", "other", "saved/other"),
     ("peft_fsdp2", "alone", "other", "saved/other"),
 ]
+SHARDED_METHODS = [  # those that are not LoRA
+    ("peft_fsdp2", name, "default", f"methods/{name}") for name in ("ia3", "vera", "prefix")
+]

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PrefixTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from torch import nn
 
 from tests.judges import hf_trainer, library_state, library_trainer
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
     from tests.judges.library_cases import Case
 
 STEPS = 2
+_CAUSAL = {"task_type": "CAUSAL_LM"}
 CONFIGS = {
     "single": {"default": {"r": 3, "target_modules": ["q_proj", "v_proj"]}},
     "zero3": {
@@ -48,6 +56,14 @@ CONFIGS = {
     },
 }
 """Kind of run -> name of an adapter -> its configuration."""
+METHODS = {
+    "ia3": IA3Config(
+        target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"], **_CAUSAL
+    ),
+    "vera": VeraConfig(r=4, target_modules=["q_proj", "o_proj"], **_CAUSAL),
+    "prefix": PrefixTuningConfig(num_virtual_tokens=5, **_CAUSAL),
+}
+"""Adapters other than LoRA, each trained by itself after the two of "fsdp2"."""
 
 
 def make(case: Case, ckpt: Path) -> library_state.State:
@@ -166,7 +182,29 @@ def _fsdp2(case: Case, ckpt: Path) -> library_state.State:
         logits[name] = _logits(model)
     save_fsdp_model(plugin, accelerator, model, str(ckpt / "alone"), adapter_only=True)
     state = {name: library_state.whole(value) for name, value in model.state_dict().items()}
+    for name, config in METHODS.items():
+        _train_method(accelerator, case, config, ckpt / name, ckpt.parent / "methods" / name)
     return _saved(model, state, ckpt, logits)
+
+
+def _train_method(accelerator: Any, case: Case, config: Any, ckpt: Path, saved: Path) -> None:
+    """Train a step with an adapter of another method, and save its shards and PEFT's own files."""
+    from accelerate.utils.fsdp_utils import save_fsdp_model
+
+    torch.manual_seed(5)
+    model = get_peft_model(models.build(case.factory), config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+    rows = models.tokens(models.BATCH)
+    accelerator.backward(model(input_ids=rows, labels=rows).loss)
+    optimizer.step()
+    ckpt.mkdir(exist_ok=True)
+    save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(ckpt))
+    state = {name: library_state.whole(value) for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        gathered = get_peft_model(models.build(case.factory), config)
+        gathered.load_state_dict(state)
+        gathered.save_pretrained(saved)
 
 
 def _logits(model: nn.Module) -> Tensor:

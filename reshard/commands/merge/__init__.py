@@ -5,7 +5,7 @@ options   the options
 passes    the passes over the conversion, up to the files to write
 filling   weights that the checkpoint lacks, from a model that has them
 codes     the config of weights that are codes, or were
-adapter   only a LoRA adapter
+adapter   only a PEFT adapter
 quantising  weights as codes and scales, like a quantised release
 blocks    codes and scales as computed bytes
 lora      a LoRA adapter, added to its base model

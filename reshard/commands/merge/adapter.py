@@ -1,8 +1,8 @@
-"""``merge --adapter``: write a LoRA adapter as PeftModel.from_pretrained loads it."""
+"""``merge --adapter``: write a PEFT adapter as PeftModel.from_pretrained loads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,8 +65,8 @@ def select_adapter(merge: Merge) -> Merge:
 
     Raises:
         UsageError: there is no adapter of that name, or no configuration in ``--hf-dir``.
-        UnsupportedError: unknown tensors that look like those of a LoRA layer.
-        IncompleteError: there is no configuration, or a layer lacks one of its matrices.
+        UnsupportedError: unknown tensors that look like those of an adapter.
+        IncompleteError: there is no configuration, or a layer lacks one of its tensors.
         CorruptError: the configuration is that of another adapter.
     """
     manifest, near = merge.manifest, merge.list_config_places()
@@ -78,10 +78,12 @@ def select_adapter(merge: Merge) -> Merge:
     shapes |= {alias: shapes[kept] for alias, kept in tied.items() if kept in shapes}
     parts = names.find_parts(shapes)
     name = merge.options.adapter or find_only_name(parts)
-    in_names = _find_name_in_tensors(where, name, parts)
     unknown = names.find_unknown(shapes)
     if unknown:
-        raise UnsupportedError(where, f"{some(unknown)}: not known parts of a LoRA adapter")
+        raise UnsupportedError(
+            where, f"{some(unknown)}: not known parts of a PEFT adapter", configs.SAVE_WITH_PEFT
+        )
+    in_names = _find_name_in_tensors(where, name, parts, shapes)
     own = [each for each in parts if each.adapter == in_names]
     config = configs.find(name, merge.options.hf_dir, near)
     if config is None:
@@ -106,15 +108,24 @@ def find_only_name(parts: Sequence[AdapterPart]) -> str:
     return present.pop() or names.DEFAULT if len(present) == 1 else names.DEFAULT
 
 
-def _find_name_in_tensors(where: str, name: str, parts: Sequence[AdapterPart]) -> str:
+def _find_name_in_tensors(
+    where: str, name: str, parts: Sequence[AdapterPart], fqns: Iterable[str]
+) -> str:
     """Return the adapter's name in the names of its tensors; empty if PEFT itself saved them.
 
     Raises:
         UsageError: there is no adapter of this name.
+        UnsupportedError: the model has an adapter of an unknown method.
     """
     present = list(dict.fromkeys(each.adapter for each in parts))
     if not present:
-        raise UsageError(where, "contains no LoRA adapter", "leave out --adapter")
+        if any(names.is_adapted(fqn) for fqn in fqns):
+            raise UnsupportedError(
+                where,
+                f"contains no adapter of {', '.join(names.METHODS)}",
+                configs.SAVE_WITH_PEFT,
+            )
+        raise UsageError(where, "contains no PEFT adapter", "leave out --adapter")
     if present == [""]:
         return ""
     if name not in present:

@@ -19,7 +19,7 @@ from reshard.core.manifest import PARAM, Entry, Manifest
 from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.formats import placeholders, registry
 from reshard.model import library
-from reshard.model.adapter_names import add_root, find_parts
+from reshard.model.adapter_names import LORA, add_root, find_parts
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.system.files import SourceFiles
@@ -58,6 +58,14 @@ def add_adapter(merge: Merge) -> Merge:
     selected = adapter.select_adapter(merge)
     if selected.adapter is None:
         raise AssertionError(path)
+    config_of_adapter = selected.adapter.config
+    if config_of_adapter.method != LORA:
+        raise UnsupportedError(
+            config_of_adapter.path,
+            f"has peft_type {config_of_adapter.method!r}, but {MERGE_LORA} supports only {LORA}",
+            f"write the adapter with --adapter {selected.adapter.name}, and add it to the base with"
+            " PeftModel.from_pretrained and merge_and_unload",
+        )
     chosen = _read_adapter(selected)
     entries = [entry for entry, _ in chosen.tensors]
     base, notes = _open_base(path, options)

@@ -69,7 +69,7 @@ class OtherModelOptions(Options):
     )
     adapter: str | None = option(
         None,
-        "Write only this LoRA adapter, as PEFT loads it; an unnamed one is called default.",
+        "Write only this PEFT adapter, as PEFT loads it; an unnamed one is called default.",
         group="Weights",
         metavar="NAME",
     )

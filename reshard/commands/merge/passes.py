@@ -100,7 +100,7 @@ class Merge(Conversion):
         tied: further names of tied weights; see the option.
         untied: whether tied weights are written as copies.
         skeleton: the files to write.
-        adapter: the LoRA adapter to write; None: the whole model.
+        adapter: the PEFT adapter to write; None: the whole model.
         addition: what the adapter changed in the base that it was added to; None: there is no base.
         worker_nbytes: the memory that each worker needs for quantised weights or means, in bytes.
     """

@@ -1,1 +1,1 @@
-"""LoRA adapters of PEFT: which tensors belong to one, and whether its configuration fits them."""
+"""Adapters of PEFT: which tensors belong to one, and whether its configuration fits them."""

@@ -29,12 +29,17 @@ from reshard.model.adapter_names import (
     DEFAULT,
     EMBEDDINGS,
     IN,
+    LORA,
     MAGNITUDE,
+    METHODS,
     OUT,
+    PROMPTS,
     SAVED_MODULE,
     TOKENS,
+    TRAINED,
     AdapterPart,
     add_root,
+    find_methods,
     parse_part,
     strip_root,
 )
@@ -42,18 +47,20 @@ from reshard.units import counted, some
 
 FILE = "adapter_config.json"
 _NAMES = maybe(either(TEXT, sequence(TEXT)))
+_TYPE = fields(peft_type=TEXT)
 _KIND = fields(
-    peft_type=TEXT,
-    r=COUNT,
-    lora_alpha=NUMBER,
-    rank_pattern=maybe(mapping(TEXT, COUNT)),
     target_modules=_NAMES,
     target_parameters=_NAMES,
     modules_to_save=maybe(sequence(TEXT)),
     bias=maybe(TEXT),
 )
+_LORA_KIND = fields(r=COUNT, lora_alpha=NUMBER, rank_pattern=maybe(mapping(TEXT, COUNT)))
 _DEEPEST = 100  # maximum components of a name
 _MOST_PROBLEMS = 3  # contradictions in one message
+SAVE_WITH_PEFT = (
+    "write all weights to one file (reshard merge SOURCE all.safetensors), load it into the model"
+    " with its adapters (model.load_state_dict(..., strict=False)), and call model.save_pretrained"
+)
 _PLAIN = re.compile(r"[\w.-]+")  # a plain name; regular expressions of a file are not run
 
 
@@ -64,6 +71,11 @@ class AdapterConfig:
     path: Path
     values: Mapping[str, Any]
 
+    @property
+    def method(self) -> str:
+        """PEFT's name of the method, a key of `METHODS`."""
+        return str(self.values["peft_type"])
+
 
 def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig | None:
     """Read the configuration in ``hf_dir``, else beside the checkpoint; None if there is none.
@@ -72,7 +84,7 @@ def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig 
 
     Raises:
         UsageError: ``hf_dir`` was given and has no configuration.
-        UnsupportedError: the adapter is not LoRA.
+        UnsupportedError: reshard does not know how PEFT saves adapters of this method.
         CorruptError: the file is not JSON, or lacks a required value.
     """
     directories = [hf_dir] if hf_dir else list(near)
@@ -85,10 +97,18 @@ def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> AdapterConfig 
 
 def _read(path: Path) -> AdapterConfig:
     values = read_json_object(path)
-    expect(path, values, _KIND)
+    expect(path, values, _TYPE)
     kind = values.get("peft_type")
-    if kind != "LORA":
-        raise UnsupportedError(path, f"has peft_type {kind!r}", "--adapter supports only LORA")
+    if kind not in METHODS:
+        raise UnsupportedError(
+            path,
+            f"has peft_type {kind!r}; --adapter supports {', '.join(METHODS)}",
+            SAVE_WITH_PEFT,
+        )
+    expect(path, values, _KIND)
+    if kind != LORA:
+        return AdapterConfig(path, values)
+    expect(path, values, _LORA_KIND)
     for key in ("r", "lora_alpha"):
         if not values.get(key):
             raise CorruptError(
@@ -106,9 +126,12 @@ def build_missing_error(
     where: object, parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
 ) -> IncompleteError:
     """Return the error for a missing configuration, with the values that the tensors reveal."""
+    save = "write it in the training script: model.peft_config[NAME].save_pretrained(DIR)"
+    if find_methods(parts) != [LORA]:
+        return IncompleteError(where, f"there is no {FILE} beside it", f"{save}; add --hf-dir DIR")
     ranks = _read_ranks(parts, shapes)
     usual = Counter(ranks.values()).most_common(1)
-    text: dict[str, Any] = {"peft_type": "LORA", "r": usual[0][0] if usual else None}
+    text: dict[str, Any] = {"peft_type": LORA, "r": usual[0][0] if usual else None}
     others = {strip_root(layer): rank for layer, rank in ranks.items() if rank != text["r"]}
     if others:
         text["rank_pattern"] = others
@@ -122,7 +145,7 @@ def build_missing_error(
     return IncompleteError(
         where,
         f"there is no {FILE} beside it, and the tensors do not reveal lora_alpha",
-        "write it in the training script: model.peft_config[NAME].save_pretrained(DIR); or create"
+        f"{save}; or create"
         f' DIR/{FILE} by hand: {known}, "lora_alpha": ...}} (use_rslora, bias and task_type too'
         " if the run set them); then add --hf-dir DIR",
     )
@@ -135,12 +158,14 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
         shapes: shapes of all weights, by fqn.
 
     Raises:
-        IncompleteError: a layer has one of ``lora_A`` and ``lora_B`` without the other.
+        IncompleteError: a layer has only some of the tensors that belong together.
         CorruptError: the configuration belongs to another adapter.
+        UnsupportedError: the adapter has prompts and whole modules.
     """
-    _refuse_halves(config, parts)
+    _refuse_incomplete(config, parts)
     wrong = chain(
-        _find_wrong_ranks(config.values, _read_ranks(parts, shapes)),
+        _find_wrong_method(config.method, parts),
+        _find_wrong_ranks(config, parts, shapes),
         _find_wrong_targets(config.values, parts),
         _find_wrong_parts(config.values, parts),
         _find_wrong_modules(config.values, parts, shapes),
@@ -152,6 +177,8 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
             f"does not fit these tensors: {'; '.join(problems)}",
             "pass the directory of the adapter's own configuration as --hf-dir",
         )
+    if {PROMPTS, SAVED_MODULE} <= {each.role for each in parts}:  # saved without the usual prefix
+        raise UnsupportedError(config.path, "has prompts and modules_to_save", SAVE_WITH_PEFT)
 
 
 def _read_ranks(parts: Iterable[AdapterPart], shapes: Mapping[str, Index]) -> dict[str, int]:
@@ -161,20 +188,35 @@ def _read_ranks(parts: Iterable[AdapterPart], shapes: Mapping[str, Index]) -> di
     }
 
 
-def _refuse_halves(config: AdapterConfig, parts: Sequence[AdapterPart]) -> None:
-    halves = [{each.layer for each in parts if each.role in roles} for roles in (IN, OUT)]
-    alone = sorted(halves[0] ^ halves[1])
-    if alone:
-        raise IncompleteError(
-            config.path.parent,
-            f"{counted(len(alone), 'adapted layer')} ({some(alone)}) without lora_A or lora_B",
-            "fetch the missing shard, or change --include or --exclude if they left the tensor out",
-        )
+def _refuse_incomplete(config: AdapterConfig, parts: Sequence[AdapterPart]) -> None:
+    for group in METHODS[config.method]:
+        found = {(each.layer, each.role) for each in parts if each.role in group}
+        counts = Counter(layer for layer, _ in found)
+        partial = sorted(layer for layer, count in counts.items() if count < len(group))
+        if partial:
+            raise IncompleteError(
+                config.path.parent,
+                f"{counted(len(partial), 'adapted layer')} ({some(partial)}) without"
+                f" {' or '.join(group)}",
+                "fetch the missing shard, or change --include or --exclude if they left the tensor"
+                " out",
+            )
 
 
-def _find_wrong_ranks(values: Mapping[str, Any], ranks: Mapping[str, int]) -> Iterator[str]:
-    if values.get("target_parameters"):
-        return  # a rank there covers all experts together
+def _find_wrong_method(method: str, parts: Sequence[AdapterPart]) -> Iterator[str]:
+    fitting = find_methods(parts)
+    if method not in fitting:
+        others = " or ".join(fitting) or "several methods"
+        yield f"peft_type is {method!r}, but the tensors are those of {others}"
+
+
+def _find_wrong_ranks(
+    config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[str, Index]
+) -> Iterator[str]:
+    values = config.values
+    if config.method != LORA or values.get("target_parameters"):
+        return  # a rank of target_parameters covers all experts together
+    ranks = _read_ranks(parts, shapes)
     patterns = values.get("rank_pattern") or {}
     plain = all(map(_PLAIN.fullmatch, patterns))
     for layer, rank in ranks.items():
@@ -189,7 +231,7 @@ def _find_wrong_targets(values: Mapping[str, Any], parts: Sequence[AdapterPart])
     if isinstance(targets, str) or isinstance(others, str):
         return  # a regular expression, or all-linear
     named = {*(targets or ()), *(each.rpartition(".")[0] for each in others)}
-    layers = dict.fromkeys(each.layer for each in parts if each.role in IN)
+    layers = dict.fromkeys(each.layer for each in parts if each.role in TRAINED and each.layer)
     if values.get("ensure_weight_tying"):  # PEFT adapts the layers that are tied to a target, too
         layers = {each: None for each in layers if each.rpartition(".")[2] not in EMBEDDINGS}
     for layer in layers:
