@@ -23,6 +23,7 @@ from reshard.core.manifest import Entry, SourceFile
 from reshard.errors import DAMAGED, CorruptError, UnsupportedError
 from reshard.system.files import Section, SourceFiles, get_size, refuse_lfs_pointer
 
+SUFFIX = ".safetensors"
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _MAX_DIMS = 64  # torch's own limit
 _RANK = {dtype: index for index, dtype in enumerate(dtypes.ALL)}
@@ -35,6 +36,19 @@ class SafetensorsFile:
     source: SourceFile
     tensors: dict[str, Chunk]
     metadata: dict[str, str]
+
+
+def is_safetensors_file(path: Path) -> bool:
+    """Return whether a file's name ends in `SUFFIX`, or has no suffix and the file has a header.
+
+    The cache of the Hugging Face Hub calls its files by a hash.
+    """
+    if path.suffix:
+        return path.suffix == SUFFIX
+    with path.open("rb") as file:
+        head = file.read(9)
+    length = int.from_bytes(head[:8], "little")
+    return head[8:] == b"{" and length <= min(get_size(path) - 8, _MAX_HEADER)
 
 
 def read(path: str | Path) -> SafetensorsFile:

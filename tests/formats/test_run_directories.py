@@ -317,9 +317,16 @@ def test_a_model_in_hugging_face_s_cache_is_found_by_its_snapshot(tmp_path):
     blob.parent.mkdir()
     save_file({"a": torch.ones(2)}, blob)
     (snapshot / "model.safetensors").symlink_to("../../blobs/0")
-    for place in (tmp_path / "models--a--b", snapshot):
+    for place in (tmp_path / "models--a--b", snapshot, blob):
         with reshard.open(place) as checkpoint:
             assert list(checkpoint) == ["a"]
+
+
+@pytest.mark.parametrize("content", [bytes(9), b"\xff" * 7 + b"\0{}", b"\x02" + bytes(7) + b"[]"])
+def test_a_file_without_a_suffix_and_without_a_header_is_refused(content, tmp_path):
+    (tmp_path / "0123abcd").write_bytes(content)
+    with pytest.raises(UnrecognisedError, match="not a recognized checkpoint"):
+        reshard.open(tmp_path / "0123abcd")
 
 
 def test_a_tag_that_does_not_exist_lists_those_that_do(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
+from reshard.containers.safetensors import is_safetensors_file
 from reshard.containers.safetensors_shards import INDEX
 from reshard.core.location import Location
 
@@ -18,7 +19,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<of>\d+)\.safetensors")
 def detect(location: Location) -> bool:
     """Return whether safetensors (or indexed .bin) weights are at this file or directory."""
     if location.chosen:
-        return is_index(location.chosen) or location.chosen.endswith(".safetensors")
+        return is_index(location.chosen) or is_safetensors_file(location.path)
     return find_index(location) is not None or any(
         name.endswith(".safetensors") for name in location.files
     )

@@ -153,7 +153,7 @@ def _check_shard(index: Path, shard: Path, stored: set[str], promised: set[str])
 
 
 def _read_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
-    if path.suffix != ".safetensors":
+    if not safetensors.is_safetensors_file(path):
         return _read_torch_shard(path)
     shard = safetensors.read(path)
     entries = [
