@@ -22,10 +22,14 @@ from reshard.core.manifest import (
     TrainState,
     check,
     find_most_common_dtype,
+    find_source_file,
     index_entries,
 )
 from reshard.errors import CorruptError
 from reshard.layouts.partition import run_chunks
+from reshard.system import escaped
+from reshard.system.derived import Derived
+from tests.support.computed import Computed
 
 F32 = dtypes.FLOAT32
 
@@ -251,6 +255,15 @@ def test_one_record_with_a_checksum_is_a_file_with_checksums():
     assert SourceFile("f", 8, (without, sealed)).has_checksums
     assert SourceFile("f", 8, (without,)).has_checksums is False
     assert SourceFile("f", 8).has_checksums is False
+
+
+def test_the_file_of_computed_bytes_or_of_text_has_their_size_and_does_not_last():
+    stored = SourceFile("f", 8)
+    computed = Derived("f", "sums", Computed(24))
+    text = escaped.make_name(escaped.EscapedText("f", 1, 7, 5))
+    assert find_source_file({"f": stored}, "f") is stored
+    for name, nbytes in ((computed, 24), (text, 5)):
+        assert find_source_file({}, name) == SourceFile(name, nbytes, lasting=False)
 
 
 def test_a_checkpoint_of_which_nothing_says_its_ranks_is_of_one():

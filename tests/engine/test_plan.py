@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -15,12 +16,22 @@ from reshard.core.chunks import Chunk, contiguous
 from reshard.core.manifest import Entry, Manifest, Origin, OutputFile, Skeleton, SourceFile, check
 from reshard.engine.move.execute import execute
 from reshard.engine.move.options import MoveOptions
-from reshard.engine.planning.copies import plan_block
+from reshard.engine.planning import planner
+from reshard.engine.planning.copies import Copy, CopyPlanner, plan_block
+from reshard.engine.planning.extents import FileIndex
 from reshard.engine.planning.planner import Plan
 from reshard.errors import ReshardError
 from reshard.layouts.runs import EqualRuns, RankOffsets
+from reshard.system.derived import Derived
 from reshard.system.files import SourceFiles
-from tests.support.random_checkpoints import expected, scene, sharded_target, whole_target
+from tests.support.computed import Computed
+from tests.support.random_checkpoints import (
+    expected,
+    scene,
+    sharded_target,
+    single,
+    whole_target,
+)
 
 F32 = dtypes.FLOAT32
 WINDOWS = (1, 64, 1 << 10, 4 << 20)
@@ -257,6 +268,162 @@ def test_a_block_of_nothing_has_no_copies():
     )
     window = plan_block(entry, Box((1, 2), (0, 2)), dtypes.FLOAT32)
     assert (window.nbytes, window.copies) == (0, ())
+
+
+def columns_of_one_file(**second):
+    """A matrix whose columns are listed apart, though one file stores it whole."""
+    left, middle, right, last = (
+        replace(contiguous("f", 4 * at, F32, Box((0, at), (3, 1))), byte_strides=(16, 4))
+        for at in range(4)
+    )
+    return Entry("w", "param", F32, (3, 4), (left, replace(middle, **second), right, last))
+
+
+@pytest.mark.parametrize(
+    ("second", "sizes"),
+    [
+        ({}, [4]),
+        ({"file": "g"}, [1, 1, 2]),
+        ({"factor": 2.0}, [1, 1, 2]),
+        ({"dtype": dtypes.BY_NAME["int32"]}, [1, 1, 2]),
+        ({"byte_offset": 5}, [1, 1, 2]),
+    ],
+)
+def test_parts_of_a_row_are_one_copy_where_they_are_adjacent_in_file_and_row(second, sizes):
+    source = columns_of_one_file(**second)
+    window = plan_block(source, Box((1, 0), (1, 4)), F32)
+    assert [copy.numel for copy in window.copies] == sizes
+    assert (painted(window) == 1).all()
+    spread = CopyPlanner(source).plan_box(Box((1, 0), (1, 4)), F32, (32, 8), 0)
+    assert [copy.numel for copy in spread] == [1] * 4  # with gaps between them in the window
+
+
+def test_a_copy_is_a_run_if_no_side_has_gaps():
+    both = {"dtype": dtypes.BFLOAT16, "target_dtype": F32}
+    for shape, strides, target, is_run in (
+        ((), (), (), True),
+        ((5,), (2,), (4,), True),
+        ((5,), (4,), (4,), False),
+        ((5,), (2,), (8,), False),
+        ((5, 3), (6, 2), (12, 4), False),
+        ((5, 3), (2, 10), (4, 20), False),
+    ):
+        copy = Copy("w", shape, "f", 0, strides, target_offset=0, target_strides=target, **both)
+        assert copy.is_run is is_run
+
+
+def computed(name, dtype, box, tile, *, comes_last=False):
+    """A chunk whose bytes are computed in tiles."""
+    work = Computed(box.volume * dtype.itemsize, tile)
+    return contiguous(Derived("f", name, work, comes_last=comes_last), 0, dtype, box)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "limit", "sizes"),
+    [
+        ((12, 12), 40, [36, 36, 8]),  # whole tiles, as many as fit
+        ((12, 12), 4, [12] * 6 + [8]),  # a tile is not cut, though the window is smaller
+        ((8, 20), 44, [40, 40]),  # of the larger ones
+        ((1, 1), 28, [28, 28, 24]),
+        ((24, 0), 24, [24, 24, 24, 8]),
+    ],
+)
+def test_windows_have_whole_tiles_of_what_is_computed(tiles, limit, sizes):
+    boxes = [Box((0,), (10,)), Box((10,), (10,))]
+    chunks = (
+        computed(f"{n}", F32, box, tile)
+        for n, (box, tile) in enumerate(zip(boxes, tiles, strict=True))
+    )
+    source = Entry("w", "param", F32, (20,), tuple(chunks))
+    planned = Plan({source.key: source}, single(source), limit)
+    assert [window.nbytes for window in planned] == sizes
+
+
+def test_a_large_tile_or_one_of_columns_is_cut():
+    flat, columns = Box((0,), (8 << 20,)), Box((0, 0), (4, 3))
+    for tile, nbytes in ((16 << 20, 16 << 20), ((16 << 20) + 4, 4 << 20)):
+        source = Entry("w", "param", F32, flat.shape, (computed("0", F32, flat, tile),))
+        planned = Plan({source.key: source}, single(source), 4 << 20)
+        assert {window.nbytes for window in planned} == {nbytes}
+    source = Entry("w", "param", F32, (4, 3), (computed("0", F32, columns, 48),))
+    part = contiguous("o", 0, F32, Box((0, 0), (4, 2)))
+    target = replace(source, chunks=(part, contiguous("p", 0, F32, Box((0, 2), (4, 1)))))
+    skeleton = Skeleton((OutputFile("o", 32), OutputFile("p", 16)), (target,))
+    planned = Plan({source.key: source}, skeleton, 8).without_interleaving()
+    assert [window.nbytes for window in planned] == [8] * 6
+
+
+def test_what_costs_less_after_others_comes_last_in_its_file():
+    box = whole((4,))
+    made = [Entry(name, "param", F32, (4,), ()) for name in "abc"]
+    held = [
+        replace(made[0], chunks=(computed("a", F32, box, 1, comes_last=True),)),
+        replace(made[1], chunks=(contiguous("s", 0, F32, box),)),
+        replace(
+            made[2],
+            chunks=tuple(
+                computed(f"c{n}", F32, Box((2 * n,), (2,)), 1, comes_last=n == 0) for n in (0, 1)
+            ),
+        ),
+    ]
+    planned = Plan({entry.key: entry for entry in held}, single(*made), 16)
+    assert [window.byte_offset for window in planned] == [16, 0, 32]
+
+
+def test_bands_hold_to_the_limit_of_the_wider_side():
+    source = replace(halves("s", (8, 8)), dtype=dtypes.BFLOAT16)
+    narrow = contiguous("s", 0, dtypes.BFLOAT16, whole((8, 8)))
+    source = replace(source, chunks=(narrow,))
+    target = halves("o", (8, 8), dtypes.FLOAT64)
+    skeleton = Skeleton((OutputFile("o0", 256), OutputFile("o1", 256)), (target,))
+    batches = list(Plan({source.key: source}, skeleton, 128).batches())
+    assert [[w.nbytes for w in batch] for batch in batches] == [[64, 64]] * 4
+
+
+def test_a_tensor_without_chunks_in_the_target_has_no_windows():
+    source = Entry("w", "param", F32, (0,), (contiguous("s", 0, F32, whole((0,))),))
+    assert list(Plan({source.key: source}, Skeleton((), (replace(source, chunks=()),)))) == []
+
+
+def test_planners_and_files_are_freed_as_soon_as_their_windows_are_planned(monkeypatch):
+    """The plan of a file needs the planners of the tensors that the file, or a later one, holds."""
+    alive, dropped = weakref.WeakSet(), []
+
+    class Watched(CopyPlanner):
+        def __init__(self, source):
+            super().__init__(source)
+            alive.add(self)
+
+    original = FileIndex.drop
+    monkeypatch.setattr(planner, "CopyPlanner", Watched)
+    monkeypatch.setattr(
+        FileIndex, "drop", lambda self, file: (dropped.append(file), original(self, file))
+    )
+    box = Box((0,), (4,)), Box((4,), (4,))
+    made = [Entry(f"w{n}", "param", F32, (8,), ()) for n in range(5)]
+    sources = {e.key: replace(e, chunks=(contiguous("s", 0, F32, whole((8,))),)) for e in made}
+    placed = [  # each tensor is in two neighbouring files
+        replace(e, chunks=tuple(contiguous(f"o{n + m}", 16 * (1 - m), F32, box[m]) for m in (0, 1)))
+        for n, e in enumerate(made)
+    ]
+    planned = Plan(
+        sources, Skeleton(tuple(OutputFile(f"o{n}", 32) for n in range(6)), tuple(placed))
+    )
+    counts = []
+    for window in planned:
+        assert window.copies
+        del window
+        counts.append((len(dropped), len(alive)))
+    assert counts == [(n, 2 if 0 < n < 5 else 1) for n in range(6)]
+
+
+def test_the_copies_of_two_windows_are_equal_if_each_copy_is(tmp_path):
+    made = scene(tmp_path, 1)
+    first, second, *_ = Plan(made.entries, whole_target(made), 64)
+    assert first.copies == tuple(first.copies)
+    assert first.copies != second.copies
+    assert first.copies != tuple(second.copies)
+    assert first.copies != list(first.copies)
 
 
 def test_an_entry_that_the_source_lacks_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 import pytest
@@ -13,7 +14,7 @@ from reshard.commands.output import check_overlaps
 from reshard.containers import skeletons
 from reshard.core import dtypes
 from reshard.core.box import Box, whole
-from reshard.core.chunks import contiguous
+from reshard.core.chunks import FileSizes, ListedChunks, contiguous
 from reshard.core.manifest import (
     Entry,
     Manifest,
@@ -144,6 +145,40 @@ def test_runs_are_as_many_as_they_say():
             assert len(held) == len(chunks), (shape, ranks)
             assert [held[n] for n in range(len(chunks))] == list(chunks)
             assert not held.ranks(1, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_runs_state_about_their_parts_is_what_the_parts_are(shape):
+    numel = prod(shape)
+    for ranks in (1, 2, 3, 7, 40):
+        held = runs(shape, ranks)
+        parts = [held.part(rank) for rank in range(ranks)]
+        filled = [part for part in parts if part]
+        assert filled == parts[: len(filled)]
+        assert held.part_count == len(filled)
+        regular = held.regular
+        assert (regular.byte_offsets, regular.skipped) == (held.offsets.byte_offsets, 8)
+        sizes = [stop - start for _, start, stop, *_ in filled]
+        assert regular.nbytes == 4 * regular.step
+        assert sizes[: regular.full] == [regular.step] * regular.full
+        assert all(size < regular.step for size in sizes[regular.full :])
+        assert regular.filled == len(filled)
+        index = held.build_index()
+        assert index.is_flat is True
+        listed = ListedChunks(tuple(held), shape).build_index()
+        for start, stop in product(range(0, numel + 1, 3), repeat=2):
+            if start < stop:
+                assert list(index.find_runs(start, stop)) == list(listed.find_runs(start, stop))
+
+
+def test_runs_that_just_fit_into_their_files_are_proved_without_their_chunks():
+    held = runs((16, 16), 3, skipped=0)  # 86, 86 and 84 elements, from byte 0, 4 and 8 on
+    for room, proved in ((344, True), (343, False)):
+        sizes = FileSizes({f: 4 * n + room for n, f in enumerate(held.offsets.files)}.__getitem__)
+        assert (held.find_unproven(sizes) == ()) is proved
+    behind = runs((16, 16), 3, skipped=40)
+    sizes = FileSizes({f: 4 * n + 384 for n, f in enumerate(behind.offsets.files)}.__getitem__)
+    assert behind.find_unproven(sizes) == ()
 
 
 def test_extents_of_a_file_are_those_of_all_its_tensors():

@@ -2,6 +2,7 @@
 
 Modules:
     browser: drives a headless Chromium, to look at the pages that reshard writes.
+    computed: bytes that are computed in tiles when they are read.
     crashed: recognizes ranks that native code killed, which are then started once more.
     faults: a process whose disk calls can be killed, lose power, fail or be interrupted.
     forked: starts programs as forks of one process that has imported what they need.

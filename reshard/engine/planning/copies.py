@@ -75,8 +75,7 @@ class CopyPlanner:
         self.is_flat = self._index.is_flat
         # The number of elements that are best read together.
         computed = _list_computed(source)
-        tile_nbytes = max((file.computation.tile_nbytes for file in computed), default=1)
-        self.step = max(tile_nbytes // self.widest, 1)
+        self.step = max([1, *(file.computation.tile_nbytes // self.widest for file in computed)])
         # Whether the tensor costs less after others; see `Derived`.
         self.comes_last = any(file.comes_last for file in computed)
 

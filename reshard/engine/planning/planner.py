@@ -178,7 +178,7 @@ def _match_source(source: Mapping[Key, Entry], target: Entry) -> Entry:
             f"the target needs a {target.kind} of shape {target.shape}, but the source {problem}",
         )
     # The target stores value / factor, with one factor in all chunks of a tensor.
-    factor = target.chunks[0].factor if target.chunks else 1.0
+    factor = next((chunk.factor for chunk in target.chunks), 1.0)
     if factor == 1.0:
         return entry
     return replace(
@@ -232,6 +232,9 @@ class WindowPart(NamedTuple):
     """A part of a window: one box of a tensor, or one run of it, contiguous in the output file.
 
     Args:
+        start: the first element of the run, or of one that contains the box.
+        stop: the end of that run, exclusive.
+        box: the box; None for a run.
         step: the number of elements from here to the same part of the next rank; 0 if unknown.
     """
 
@@ -315,8 +318,9 @@ def _cut_extent(
     size = dtype.itemsize
     # Windows of whole tiles: a tile that two windows share would be computed twice. A run passes
     # through a block of memory, so a window of one large tile does not need more.
-    if planner.step < limit:
-        limit -= limit % planner.step
+    whole_tiles = limit - limit % planner.step
+    if whole_tiles:
+        limit = whole_tiles
     elif planner.step * planner.widest <= _LARGEST_TILE and extent.is_run:
         limit = planner.step
     # A run of flat chunks can be cut at any element, and without the geometry of boxes.
@@ -330,7 +334,8 @@ def _cut_extent(
     for cut in contiguous_cuts(box.shape, limit):
         nbytes = cut.volume * size
         offset = at + dot(cut.origin, strides)
-        yield WindowPart(offset, nbytes, planner, 0, 0, cut.shift(box.origin), strides, dtype)
+        part = cut.shift(box.origin)
+        yield WindowPart(offset, nbytes, planner, extent.start, extent.stop, part, strides, dtype)
 
 
 def _group_into_windows(parts: Iterable[WindowPart], window_bytes: int) -> Iterator[_Group]:
