@@ -29,9 +29,14 @@ def work(job: ranks.Job, rank: int) -> None:
     """Train and save, or load and continue; then load the whole model on one rank with Megatron."""
     try:
         _work(job, rank)
-    finally:  # a rank ends at once, and would leave the process that Megatron keeps for its queue
-        for child in multiprocessing.active_children():
-            child.kill()
+    finally:
+        end_children()
+
+
+def end_children() -> None:
+    """End the process that Megatron keeps for its queue, which a rank would leave behind."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _work(job: ranks.Job, rank: int) -> None:

@@ -114,6 +114,11 @@ def read(location: Location, table: Table) -> Manifest:
         if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
         for entry in keys.read_entries(slot[2], optimizer.get_kind(slot[1]), tensor)
     ]
+    # A parameter with two names is stored twice, and its states under one of these names.
+    second = names.find_second_names({entry.fqn for entry in weights})
+    copies = [entry for entry in weights if entry.fqn in second]
+    weights = [entry for entry in weights if entry.fqn not in second]
+    slots = [replace(slot, fqn=second.get(slot.fqn, slot.fqn)) for slot in slots]
     # The optimizer's groups are filled in the order of ``named_parameters``, which DCP keys lack.
     whole = index_entries(grid.sort_entries(weights))
     chained = dist_flat.find_group_states(objects)
@@ -163,9 +168,13 @@ def read(location: Location, table: Table) -> Manifest:
             range(0),
         ),
         # Megatron saves the last stage's copy under the embedding's key, so its name is not here.
-        tied={names.OUTPUT: names.EMBEDDING}
-        if args.tied and (PARAM, names.EMBEDDING) in whole
-        else {},
+        tied=second
+        | (
+            {names.OUTPUT: names.EMBEDDING}
+            if args.tied and (PARAM, names.EMBEDDING) in whole
+            else {}
+        ),
+        tied_copies=tuple(copies),
         frozen=frozenset(frozen),
         warnings=(
             *loaded.notes,

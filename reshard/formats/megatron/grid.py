@@ -153,7 +153,7 @@ def _tie_embeddings(manifest: Manifest, args: Arguments) -> Manifest:
     return replace(
         manifest,
         entries=index_entries(entries),
-        tied=tied,
+        tied={**manifest.tied, **tied},
         train=replace(manifest.train, param_groups=groups, optimizer_step=steps),
         trained_dtypes={f: d for f, d in manifest.trained_dtypes.items() if f not in tied},
     )

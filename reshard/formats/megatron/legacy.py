@@ -354,6 +354,7 @@ def _read_rank(
         files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
         train=train.make_train_state(file.root, args, state, experts),
         frozen=frozenset(frozen),
+        tied={second: name for chunk in file.chunks for second, name in chunk.tied.items()},
         warnings=tuple(state.notes),
         unnamed_optimizers=state.unnamed_optimizers,
         unnamed=state.why_unnamed,

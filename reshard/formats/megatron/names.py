@@ -22,6 +22,12 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 LEGACY_EMBEDDING = "language_model.embedding.word_embeddings.weight"
 LEGACY_OUTPUT = "word_embeddings_for_head.weight"
 
+# T5Model has these modules a second time, under another name (``core/models/T5/t5_model.py``).
+SECOND_NAMES = {
+    "position_embeddings.weight": "embedding.position_embeddings.weight",
+    "output_layer.bias": "lm_head.output_layer.bias",
+    "output_layer.weight": "lm_head.output_layer.weight",
+}
 # Pipeline stages share the layers of language; those of a vision tower are all on the first stage
 # (``core/models/multimodal/llava_model.py``).
 _LAYER = re.compile(
@@ -38,6 +44,13 @@ _LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.weight$")
 _EXTRA = "_extra_state"
 # A state dict does not tell buffers from parameters: these are the router's and rotary ones.
 _BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
+
+
+def find_second_names(fqns: Container[str]) -> dict[str, str]:
+    """Return second name -> name of the parameters that a model has under two names."""
+    return {
+        second: name for second, name in SECOND_NAMES.items() if second in fqns and name in fqns
+    }
 
 
 def find_latent_width(name: str, args: Arguments) -> int:

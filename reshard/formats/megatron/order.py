@@ -1,7 +1,7 @@
 """The order of a model's parameters: that of ``named_parameters``.
 
 Sources: Megatron-LM core_v0.16.1 ``models/gpt/gpt_model.py``, ``transformer/transformer_layer.py``,
-``models/multimodal/llava_model.py``,
+``models/multimodal/llava_model.py``, ``models/T5/t5_model.py``, ``models/bert/bert_model.py``,
 ``transformer/attention.py``, ``transformer/moe/moe_layer.py``,
 ``transformer/multi_token_prediction.py``, ``ssm/mamba_mixer.py``, ``ssm/mamba_layer.py``,
 ``ssm/gated_delta_net.py``, ``transformer/heterogeneous/linear_replacements.py``: the order in
@@ -64,6 +64,10 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
     "self_attention.layer_norm_",  # of a linear layer in the place of attention
     "self_attention.weight",
     "self_attention.bias",
+    "pre_cross_attn_layernorm.",  # of T5's decoder
+    "cross_attention.linear_proj.",
+    "cross_attention.linear_q.",
+    "cross_attention.linear_kv.",
     "pre_mlp_layernorm.",
     "post_attention_layernorm.",
     "mlp.router.",
@@ -90,6 +94,15 @@ _OUTSIDE = (
     "final_norm.",
 )
 
+_HEADS = (  # of BERT and T5
+    "lm_head.dense.",
+    "lm_head.layer_norm.",
+    "lm_head.output_layer.",
+    "output_layer.",
+    "binary_head.",
+    "pooler.dense.",
+)
+_ENCODER = "encoder."  # T5 makes it before the decoder
 _TOWERS = ("vision_model.", "vision_projection.")  # made after the language model, in this order
 
 MISPLACED = "misplaced_parameter"  # in ``train.opaque``: see `find_misplaced`
@@ -109,13 +122,17 @@ def sort_key(fqn: str) -> SortKey:
     tower = _find_prefix(_TOWERS, fqn)
     if tower < len(_TOWERS):
         return (5, tower)  # in the order of its file
+    match = _IN_LAYER.fullmatch(fqn)
+    inner = _sort_in_layer(fqn, match[1] if match else fqn)
+    if fqn.startswith(_ENCODER):
+        return (1, -1, 1, bias) if layer is None else (1, -1, 0, layer, *inner)
     if layer is None:
         outside = [number for number, part in enumerate(_OUTSIDE) if f".{part}" in f".{fqn}"]
         # GPTModel makes embedding, layers (1), final norm (2), MTP (3) and the output layer (4).
         group = 0 if is_embedding(fqn) else 2 if outside else 4
-        return (group, min(outside, default=len(_OUTSIDE)), bias)
-    match = _IN_LAYER.fullmatch(fqn)
-    return (1, layer, *_sort_in_layer(fqn, match[1] if match else fqn))
+        head = _find_prefix(_HEADS, fqn)
+        return (group, min(outside, default=len(_OUTSIDE)), head, bias)
+    return (1, layer, *inner)
 
 
 def has_place(fqn: str) -> bool:

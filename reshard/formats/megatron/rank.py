@@ -32,11 +32,16 @@ _ROOT = fields(iteration=maybe(INTEGER), checkpoint_version=maybe(NUMBER))
 
 @dataclass(slots=True)
 class ModelChunk:
-    """A model chunk of a rank: parameters and buffers under their local names, in order."""
+    """A model chunk of a rank: parameters and buffers under their local names, in order.
+
+    Args:
+        tied: second name -> name of the parameters that the file has under two names.
+    """
 
     params: dict[str, GlobalTensor] = field(default_factory=dict)
     buffers: dict[str, GlobalTensor] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
@@ -113,6 +118,10 @@ def _build_chunk(root: Mapping[str, Any], key: str, path: str) -> ModelChunk:
             chunk.buffers[name] = tensor
         else:
             chunk.params[name] = tensor
+    for second, name in names.find_second_names(chunk.params).items():
+        if chunk.params[second].chunks == chunk.params[name].chunks:  # one parameter, stored once
+            chunk.tied[second] = name
+            del chunk.params[second]
     return chunk
 
 

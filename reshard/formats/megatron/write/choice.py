@@ -10,6 +10,7 @@ from reshard.containers.torch_writer import build_number
 from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.core.manifest import Entry, find_main_dtype
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.megatron import names
 from reshard.formats.megatron.arguments import Arguments, has_own_configs
 from reshard.formats.megatron.optimizer import CHAINED
 from reshard.formats.megatron.write import args as arguments
@@ -168,6 +169,15 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     if not wanted.weights_only:
         refuse_without_optimizer(state)
         refuse_lost_state(state)
+    tied_names = state.manifest.tied.items()
+    second = sorted(alias for alias, kept in tied_names if names.SECOND_NAMES.get(alias) == kept)
+    if second:
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            f"has parameters with two names ({', '.join(second)}), as T5 has: reshard reads a T5"
+            " model of Megatron, but does not write one",
+            "write another target with Megatron's names: --to dcp --names source",
+        )
     table, architecture, args = described.table, described.architecture, described.args
     constants = {"layers": architecture.layers} if architecture.layers else {}
     gated = Arguments(state.manifest.origin.path, args).gated

@@ -44,12 +44,13 @@ from reshard.formats.megatron.write.written_states import KIND
 from reshard.layouts.model_parallel import moves
 from reshard.state_dict.torch_state_dict import Value
 
-_LAYERS = re.compile(r"decoder\.layers\.\d+\.")
+_LAYERS = re.compile(r"((?:decoder|encoder)\.layers\.)\d+\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")
 _LINEAR = re.compile(
     r"(.*(?:\.layers\.\d+\.(?:self_attention|mlp)|eh_proj|\.(?:in|out)_proj|linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)))"
     r"\.(?:weight|bias)(?:\.\w+)?"
 )
+_OUTPUT_BIAS = "output_layer.bias"
 _MIXER = "mixer."  # of MambaModel's layers
 _INPUT = re.compile(r"\.self_attention\.(?:linear_qkv|linear_kv_up_proj)$")
 _RENAMED = re.compile(r"\.(?:input|pre_mlp)_layernorm\.")
@@ -276,7 +277,7 @@ class _Stacks:
             name = _LOCAL_EXPERT.sub(".experts.", name)
         else:
             name = self._places.spell(known, self._choose_dialect(known))
-        return _LAYERS.sub("decoder.layers.", name) if self._alike else name
+        return _LAYERS.sub(r"\1", name) if self._alike else name
 
     def _choose_dialect(self, known: KnownWeight) -> str:
         """Return the dialect of a key.
@@ -296,7 +297,8 @@ class _Stacks:
 
     def list_extra_states(self) -> Iterator[str]:
         """Yield the keys of modules' extra states: an object for each layer and expert."""
-        if self._hybrid:  # GPTModel removes it from what it saves, MambaModel does not
+        # GPTModel removes it from what it saves. MambaModel does not, nor BertModel with its bias.
+        if self._hybrid or _OUTPUT_BIAS in self._stacks:
             yield "output_layer._extra_state/shard_0_1"
         done = set()
         for key, stack in self._stacks.items():
