@@ -15,7 +15,7 @@ F32 = dtypes.FLOAT32
 
 
 def cut(offsets, numel, skipped, kind="master"):
-    """A tensor that is cut over the files of the offsets."""
+    """Return a tensor that is cut over the files of the offsets."""
     return Entry(f"w{skipped}", kind, F32, (numel,), EqualRuns(offsets, F32, (numel,), skipped))
 
 

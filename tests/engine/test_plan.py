@@ -271,7 +271,7 @@ def test_a_block_of_nothing_has_no_copies():
 
 
 def columns_of_one_file(**second):
-    """A matrix whose columns are listed apart, though one file stores it whole."""
+    """Return a matrix whose columns are listed apart, though one file stores it whole."""
     left, middle, right, last = (
         replace(contiguous("f", 4 * at, F32, Box((0, at), (3, 1))), byte_strides=(16, 4))
         for at in range(4)
@@ -313,7 +313,7 @@ def test_a_copy_is_a_run_if_no_side_has_gaps():
 
 
 def computed(name, dtype, box, tile, *, comes_last=False):
-    """A chunk whose bytes are computed in tiles."""
+    """Return a chunk whose bytes are computed in tiles."""
     work = Computed(box.volume * dtype.itemsize, tile)
     return contiguous(Derived("f", name, work, comes_last=comes_last), 0, dtype, box)
 
