@@ -219,8 +219,9 @@ def _resolve_step(
     if parts.accumulated is None:
         return parts.step, {}
     # Accelerate counts micro batches of one epoch; the optimizer's own count gives the updates.
-    updates = int(max(steps.values(), default=parts.accumulated))
-    step = updates if parts.step is None else parts.step
+    step = parts.step
+    if step is None and steps:
+        step = int(max(steps.values()))
     return step, {} if parts.accumulated == step else {sections.ACCUMULATED: parts.accumulated}
 
 

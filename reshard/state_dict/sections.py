@@ -34,7 +34,11 @@ Path = tuple[Any, ...]
 MODEL_KEYS = re.compile(r"state_dict|model_state_dict|(pytorch_)?model(_fsdp)?(_\d+)?|module")
 _DEPTH = 3
 _LISTED = 8
-_WHOLE = "pass the directory that contains all files of the checkpoint, its weights included"
+_WHOLE = (
+    "pass the directory that contains all files of the checkpoint, its weights included. If the"
+    " weights are in a folder below it, as those of diffusers are (unet/, transformer/), pass that"
+    " folder to read the weights alone"
+)
 _DIGITS = re.compile(r"\d+")
 _NO_FLOATS = ("int", "bool")
 _MIN_RATIO = 100  # the model has at least so many times the elements of the top level

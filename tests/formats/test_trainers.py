@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.optim import lr_scheduler
 
 import reshard
 from reshard import formats
+from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.formats.trainers import hf_trainer
 from reshard.training.state import build_writable_state
 
@@ -52,3 +54,21 @@ def test_a_new_scheduler_of_the_trainer_does_not_count_skipped_steps():
     state = build_writable_state(replace(manifest, train=train))
     made = hf_trainer.build_scheduler(state)
     assert (state.step, made["last_epoch"], made["_step_count"]) == (4, 3, 4)
+
+
+def test_micro_batches_of_accelerate_are_not_taken_for_steps(tmp_path):
+    """The optimizer is left out here, because nothing names its parameters."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    for _ in range(3):
+        optimizer.step()
+    run = tmp_path / "checkpoint-3"
+    run.mkdir()
+    save_file(model.state_dict(), run / "model.safetensors")
+    torch.save(optimizer.state_dict(), run / "optimizer.bin")
+    torch.save({"step": 1}, run / "random_states_0.pkl")
+    found = reshard.inspect(run).manifest
+    assert found.train.step is None
+    assert found.train.opaque == {"accelerate's micro batches": 1}
+    assert not find_counter_conflicts(found)

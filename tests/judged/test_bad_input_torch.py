@@ -742,7 +742,7 @@ def test_an_optimizer_alone(torch_made, tmp_path, refused):
     source = tmp_path / "run"
     source.mkdir()
     shutil.copy(torch_made / "plain_pair" / "ckpt" / "optim.pt", source / "optimizer.pt")
-    refused(source, UnrecognisedError, "an optimizer but no weights", "all files")
+    refused(source, UnrecognisedError, "an optimizer but no weights", "all files", "unet")
 
 
 @pytest.mark.parametrize("data", [b"", b"junk" * 10], ids=["empty", "junk"])
