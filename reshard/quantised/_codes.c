@@ -12,6 +12,8 @@
 
 /* Columns of a row that are widened or multiplied at a time, in the fastest cache. */
 #define PART_COLUMNS 2048
+/* Rows that are transposed at a time; a cache line of each is in the fastest cache. */
+#define PART_ROWS 256
 
 /* Buffers need not be aligned, so elements are copied. */
 static inline uint32_t load(const char *base, Py_ssize_t index) {
@@ -68,6 +70,7 @@ typedef struct {
 
 static const Format FORMATS[] = {
     {"float8_e4m3fn", 7, 3, 0x7E, 0x80}, {"float8_e5m2", 15, 2, 0x7B, 0x80}, {"e2m1", 1, 1, 7, 8}};
+enum { E2M1 = 2 };
 
 /* Round value / scale to nearest even; what is larger than the largest code, and NaN, becomes it. */
 VECTORIZED static void encode_row(const char *values, const char *scales, uint8_t *codes,
@@ -106,6 +109,19 @@ VECTORIZED static void compare_row(const char *values, const char *others, char 
     }
 }
 
+/* The same for values in bfloat16, of which only NaN is rounded to other bits. */
+VECTORIZED static void compare_halves_row(const char *values, const char *others, char *line,
+                                          Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        uint16_t value, other;
+        memcpy(&value, values + 2 * i, 2);
+        memcpy(&other, others + 2 * i, 2);
+        uint16_t rounded = (other & 0x7FFF) > 0x7F80 ? 0x7FC0 : other;
+        uint32_t is_same = value == other, is_rounded = value == rounded;
+        store(line, i, load(line, i) & (is_same | is_rounded << 1));
+    }
+}
+
 /* out[2 * i] = in[i], out[2 * i + 1] = in[128 + i]: rotates the bits of the index by one. */
 static inline void shuffle(const uint8_t *in, uint8_t *out) {
     for (int i = 0; i < 128; i++) {
@@ -115,27 +131,31 @@ static inline void shuffle(const uint8_t *in, uint8_t *out) {
 }
 
 /* Four shuffles swap the row and the column in the index of a matrix of 16 x 16. They are slower with
-   AVX-512. */
-UP_TO_AVX2 static void transpose_blocks(const uint8_t *in, Py_ssize_t columns, uint8_t *out,
+   AVX-512. Blocks below one another are next to one another in `out`, in one line of the cache and in one
+   page of memory, where a row of blocks would be in as many as it has columns. */
+UP_TO_AVX2 static void transpose_blocks(const uint8_t *in, Py_ssize_t rows, Py_ssize_t columns, uint8_t *out,
                                         Py_ssize_t width) {
     uint8_t block[256], other[256];
-    for (Py_ssize_t column = 0; column + 16 <= columns; column += 16) {
-        for (int i = 0; i < 16; i++) memcpy(block + 16 * i, in + i * columns + column, 16);
-        shuffle(block, other);
-        shuffle(other, block);
-        shuffle(block, other);
-        shuffle(other, block);
-        for (int i = 0; i < 16; i++) memcpy(out + (column + i) * width, block + 16 * i, 16);
-    }
+    for (Py_ssize_t column = 0; column + 16 <= columns; column += 16)
+        for (Py_ssize_t row = 0; row < rows; row += 16) {
+            for (int i = 0; i < 16; i++) memcpy(block + 16 * i, in + (row + i) * columns + column, 16);
+            shuffle(block, other);
+            shuffle(other, block);
+            shuffle(block, other);
+            shuffle(other, block);
+            for (int i = 0; i < 16; i++) memcpy(out + (column + i) * width + row, block + 16 * i, 16);
+        }
 }
 
 static void transpose_bytes(const uint8_t *in, Py_ssize_t rows, Py_ssize_t columns, uint8_t *out,
                             Py_ssize_t width) {
-    Py_ssize_t row = 0;
-    for (; row + 16 <= rows; row += 16) {
-        transpose_blocks(in + row * columns, columns, out + row, width);
+    Py_ssize_t row = 0, even = rows - rows % 16;
+    while (row < even) {
+        Py_ssize_t count = even - row < PART_ROWS ? even - row : PART_ROWS;
+        transpose_blocks(in + row * columns, count, columns, out + row, width);
         for (Py_ssize_t column = columns - columns % 16; column < columns; column++)
-            for (int i = 0; i < 16; i++) out[column * width + row + i] = in[(row + i) * columns + column];
+            for (Py_ssize_t i = row; i < row + count; i++) out[column * width + i] = in[i * columns + column];
+        row += count;
     }
     for (; row < rows; row++)
         for (Py_ssize_t column = 0; column < columns; column++) out[column * width + row] = in[row * columns + column];
@@ -146,14 +166,34 @@ static inline uint32_t bits_of_e2m1(uint32_t code) {
     return code > 1 ? (code + 252) << 22 : -(code & 1) & 0x3F000000;
 }
 
-/* The products of one column of codes of 4 bits, in one half of each byte, and their scales, which are
-   exponents of two. A product is exact as bfloat16, the upper half of a float32. */
+/* Whether the products of all e2m1 codes and these scales, which are exponents of two, are normal numbers. */
+VECTORIZED static int are_usual(const uint8_t *scales, Py_ssize_t count) {
+    uint8_t others = 0;
+    for (Py_ssize_t i = 0; i < count; i++) others |= (uint8_t)(scales[i] - 2) > 250;
+    return !others;
+}
+
+/* The products of one column of codes of 4 bits, in one half of each byte, and their scales. A product is
+   exact as bfloat16, the upper half of a float32. */
 VECTORIZED static void decode_column(const uint8_t *codes, const uint8_t *scales, char *out,
                                      Py_ssize_t rows, int shift) {
     for (Py_ssize_t i = 0; i < rows; i++) {
         uint32_t code = codes[i] >> shift, scale = scales[i] ? (uint32_t)scales[i] << 23 : 1 << 22;
         float product = float_of(bits_of_e2m1(code & 7)) * float_of(scale);
         uint16_t half = bits_of(product) >> 16 | (code & 8) << 12;
+        memcpy(out + 2 * i, &half, 2);
+    }
+}
+
+/* The same for usual scales, by integers of 16 bits: adds the scale to the exponent of the code. */
+VECTORIZED static void decode_usual_column(const uint8_t *codes, const uint8_t *scales, char *out,
+                                           Py_ssize_t rows, int shift) {
+    for (Py_ssize_t i = 0; i < rows; i++) {
+        uint16_t code = codes[i] >> shift & 15, magnitude = code & 7;
+        uint16_t exponent = (uint16_t)(scales[i] - 127) << 7;
+        uint16_t half = magnitude > 1 ? (magnitude + 252) << 6 : 0x3F00;
+        half = magnitude ? half + exponent : 0;
+        half |= (code & 8) << 12;
         memcpy(out + 2 * i, &half, 2);
     }
 }
@@ -261,6 +301,40 @@ static PyObject *encode(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Pack codes of 4 bits of one row into the upper halves of bytes that have those of another row. */
+VECTORIZED static void pack_row(uint8_t *codes, const uint8_t *upper, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) codes[i] |= upper[i] << 4;
+}
+
+/* encode_pairs(values, itemsize, scales, codes, columns, high): like `encode` to e2m1, with the codes of two
+   rows in each row of bytes; `high` is even */
+static PyObject *encode_pairs(PyObject *module, PyObject *args) {
+    Py_buffer values, scales, codes;
+    Py_ssize_t itemsize, columns, high;
+    if (!PyArg_ParseTuple(args, "y*ny*w*nn", &values, &itemsize, &scales, &codes, &columns, &high)) return NULL;
+    Py_ssize_t size = itemsize > 0 ? values.len / itemsize : 0;
+    int is_right = check(high % 2 == 0 && size % 2 == 0 && codes.len == size / 2 && has_values(&values, itemsize, size) &&
+                         is_matrix(size, scales.len, columns, high) && codes.len % columns == 0);
+    if (is_right) {
+        char wide[4 * PART_COLUMNS];
+        uint8_t upper[PART_COLUMNS];
+        Py_BEGIN_ALLOW_THREADS
+        for (Part part = {0}; take_part(&part, size, columns, high);) {
+            Py_ssize_t row = part.at / columns, column = part.at % columns;
+            uint8_t *packed = (uint8_t *)codes.buf + row / 2 * columns + column;
+            encode_row(widen(values.buf, part.at, itemsize, wide, part.count), (char *)scales.buf + part.line * 4,
+                       row % 2 ? upper : packed, part.count, &FORMATS[E2M1]);
+            if (row % 2) pack_row(packed, upper, part.count);
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&scales);
+    PyBuffer_Release(&codes);
+    if (!is_right) return NULL;
+    Py_RETURN_NONE;
+}
+
 /* find_largest(values, itemsize, lines, columns, high): lines = largest magnitudes of `high` rows */
 static PyObject *find_largest(PyObject *module, PyObject *args) {
     Py_buffer values, lines;
@@ -300,9 +374,13 @@ static PyObject *compare(PyObject *module, PyObject *args) {
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
         for (Part part = {0}; take_part(&part, size, columns, high);) {
-            compare_row(widen(values.buf, part.at, itemsize, wide, part.count),
-                        widen(others.buf, part.at, other_itemsize, other, part.count),
-                        (char *)lines.buf + part.line * 4, part.count);
+            char *line = (char *)lines.buf + part.line * 4;
+            if (itemsize == 2 && other_itemsize == 2)
+                compare_halves_row((char *)values.buf + 2 * part.at, (char *)others.buf + 2 * part.at, line,
+                                   part.count);
+            else
+                compare_row(widen(values.buf, part.at, itemsize, wide, part.count),
+                            widen(others.buf, part.at, other_itemsize, other, part.count), line, part.count);
         }
         Py_END_ALLOW_THREADS
     }
@@ -383,10 +461,12 @@ static PyObject *decode_columns(PyObject *module, PyObject *args) {
     if (is_right) {
         Py_ssize_t count = height - row < width - at ? height - row : width - at;
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; i < columns; i++)
-            decode_column((uint8_t *)codes.buf + (column + i) / 2 * height + row,
-                          (uint8_t *)scales.buf + (column + i) / group * height + row,
-                          (char *)out.buf + 2 * (i * width + at), count, (column + i) % 2 * 4);
+        for (Py_ssize_t i = 0; i < columns; i++) {
+            const uint8_t *own = (uint8_t *)scales.buf + (column + i) / group * height + row;
+            (are_usual(own, count) ? decode_usual_column : decode_column)(
+                (uint8_t *)codes.buf + (column + i) / 2 * height + row, own,
+                (char *)out.buf + 2 * (i * width + at), count, (column + i) % 2 * 4);
+        }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&codes);
@@ -398,6 +478,7 @@ static PyObject *decode_columns(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {{"decode", decode, METH_VARARGS, NULL},
                                 {"encode", encode, METH_VARARGS, NULL},
+                                {"encode_pairs", encode_pairs, METH_VARARGS, NULL},
                                 {"find_largest", find_largest, METH_VARARGS, NULL},
                                 {"compare", compare, METH_VARARGS, NULL},
                                 {"compare_codes", compare_codes, METH_VARARGS, NULL},

@@ -20,6 +20,9 @@ def encode(
     dtype: str,
     /,
 ) -> None: ...
+def encode_pairs(
+    values: Buffer, itemsize: int, scales: Buffer, codes: Buffer, columns: int, high: int, /
+) -> None: ...
 def find_largest(
     values: Buffer, itemsize: int, lines: Buffer, columns: int, high: int, /
 ) -> None: ...

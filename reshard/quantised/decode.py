@@ -36,6 +36,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0
 NAN_EXPONENT = 255
 """A scale that is stored as an exponent of two and is not a number."""
 _BLOCK = 1 << 18  # values; a block stays in the cache
+_READ_ROWS = 256  # of a matrix that is transposed, as many as `_codes.c` takes at a time
 _KEPT = 16 << 20  # bytes; an expert of GPT-OSS has 8 MiB
 
 
@@ -295,9 +296,8 @@ def _transpose_bytes(
     width = weight.columns // 2  # bytes
     codes = np.empty((width, rows), np.uint8)
     scales = np.empty((weight.grid[1], rows), np.uint8)
-    step = max(_BLOCK // width, 1)
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
+    for start in range(0, rows, _READ_ROWS):
+        count = min(_READ_ROWS, rows - start)
         raw = _read(pool, weight.codes, (matrix * weight.rows + row + start) * width, count * width)
         loops.transpose_into(np.frombuffer(raw, np.uint8).reshape(count, width), codes, start)
         exponents = _read_exponents(pool, weight, matrix, row + start, count)

@@ -109,8 +109,11 @@ def encode(values: Array, stored_scales: Array, weight: Scaled) -> Array:
     """Return the codes of values as bytes."""
     scales = decode_stored(stored_scales, weight.scales.dtype)
     lines = _spread(np.where(scales == 0, np.float32(1), scales), weight, values.shape[1])
-    codes = _encode(values, lines, weight.value_block[0], weight)
-    return _pack(codes, axis=0 if weight.transposed else 1) if weight.packed else codes
+    high = weight.value_block[0]
+    if weight.packed and weight.transposed:
+        return loops.encode_pairs(values, lines, high, _list_magnitudes(None))
+    codes = _encode(values, lines, high, weight)
+    return codes[:, ::2] | codes[:, 1::2] << 4 if weight.packed else codes
 
 
 def _spread(scales: Array, weight: Scaled, columns: int) -> Array:
@@ -118,15 +121,6 @@ def _spread(scales: Array, weight: Scaled, columns: int) -> Array:
     wide = weight.value_block[1]
     spread = np.repeat(scales, wide, axis=1)[:, :columns] if wide > 1 else scales
     return np.ascontiguousarray(spread)
-
-
-def _pack(codes: Array, axis: int) -> Array:
-    """Return codes of 4 bits as bytes: two neighbours along an axis in each."""
-    pairs = codes.reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
-    lower, upper = np.moveaxis(pairs, axis + 1, 0)
-    packed: Array = upper << 4
-    packed |= lower
-    return packed
 
 
 def decode_stored(scales: Array, dtype: DType) -> Array:

@@ -127,6 +127,19 @@ def test_bfloat16_has_the_results_of_its_values_in_float32(both, rows, high):
         assert (made == loops.encode(values, lines, high, magnitudes, "e2m1")).all()
 
 
+@pytest.mark.parametrize(("rows", "high"), [(64, 32), (38, 8), (2, 2), (0, 8)])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_codes_of_two_rows_share_bytes(both, rows, high, itemsize):
+    values = random_floats(rows, 2501)
+    values = values.view("<u2")[:, ::2].copy() if itemsize == 2 else values
+    lines = np.exp2(np.random.default_rng(1).integers(-9, 9, (-(-rows // high), 2501)))
+    lines = lines.astype(np.float32)
+    magnitudes = encode._list_magnitudes(None)
+    codes = loops.encode(values, lines, high, magnitudes, "e2m1")
+    for made in both(lambda: loops.encode_pairs(values, lines, high, magnitudes)):
+        assert (made == codes[::2] + 16 * codes[1::2]).all()
+
+
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize(("rows", "high"), [(50, 8), (5, 1), (7, 128), (0, 8)])
 def test_codes_are_compared_like_their_products(both, dtype, rows, high):
@@ -150,7 +163,9 @@ def test_codes_are_compared_like_their_products(both, dtype, rows, high):
             assert (found == loops.compare(values, wanted, high)).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (16, 16), (15, 33), (48, 17), (35, 64)])
+@pytest.mark.parametrize(
+    "shape", [(0, 5), (1, 1), (16, 16), (15, 33), (48, 17), (35, 64), (537, 34)]
+)
 def test_transposed_bytes(both, shape):
     matrix = np.random.default_rng(7).integers(0, 256, shape, np.uint8)
 
@@ -164,10 +179,13 @@ def test_transposed_bytes(both, shape):
     assert all((made == matrix.T).all() for made in both(lambda: loops.transpose(matrix)))
 
 
-def test_any_part_of_transposed_codes(both):
+@pytest.mark.parametrize(("least", "most"), [(0, 254), (1, 252), (2, 252), (2, 253)])
+def test_any_part_of_transposed_codes(both, least, most):
+    """With scales from 2 to 252, all products are normal numbers."""
     draw = np.random.default_rng(6)
     codes = draw.integers(0, 256, (32, 77), np.uint8)
-    scales = draw.integers(0, 255, (2, 77), np.uint8)
+    scales = draw.integers(least, most + 1, (2, 77), np.uint8)
+    scales[:, 76] = least, most
     for row, column, columns, at, width in [
         (0, 0, 64, 0, 77),
         (5, 3, 40, 2, 50),
@@ -193,6 +211,9 @@ def test_the_module_refuses_other_sizes(built):
         built.encode(bytes(32), 4, line, bytearray(8), 4, 2, "float8_e8m0fnu")
     with pytest.raises(ValueError, match="size of the matrix"):
         built.encode(bytes(32), 2, line, bytearray(8), 4, 2, "e2m1")
+    for values, codes, high in ((32, 4, 3), (32, 8, 2), (48, 6, 2), (24, 4, 2)):
+        with pytest.raises(ValueError, match="size of the matrix"):
+            built.encode_pairs(bytes(values), 4, line, bytearray(codes), 4, high)
     for itemsize, columns in ((4, 0), (0, 4), (8, 4)):
         with pytest.raises(ValueError, match="size of the matrix"):
             built.find_largest(bytes(32), itemsize, bytearray(16), columns, 2)
