@@ -57,12 +57,12 @@ class Computation(Protocol):
 class Derived(str):
     """The name of computed bytes, with their computation. Equal names mean equal bytes."""
 
-    __slots__ = ("comes_last", "computation")
+    __slots__ = ("computation", "follows")
     computation: Computation
-    comes_last: bool
+    follows: str
 
     def __new__(
-        cls, file: str, detail: str, computation: Computation, *, comes_last: bool = False
+        cls, file: str, detail: str, computation: Computation, *, follows: str = ""
     ) -> Derived:
         """Return the name of bytes that are computed from a file.
 
@@ -70,12 +70,12 @@ class Derived(str):
             file: the first file that they are computed from.
             detail: distinguishes the bytes from others that are computed from the file.
             computation: how to compute them.
-            comes_last: whether this computation costs less after the others of its output file,
-                because they keep what it needs.
+            follows: the name of other bytes, after which these cost less: their computation keeps
+                what this one needs.
         """
         name = super().__new__(cls, f"{file}\0{detail}")  # no file of any system has NUL in it
         name.computation = computation
-        name.comes_last = comes_last
+        name.follows = follows
         return name
 
     @property
@@ -83,10 +83,10 @@ class Derived(str):
         """The text that distinguishes the bytes from others of the same file."""
         return self.partition("\0")[2]
 
-    def __getnewargs_ex__(self) -> tuple[tuple[str, str, Computation], dict[str, bool]]:
+    def __getnewargs_ex__(self) -> tuple[tuple[str, str, Computation], dict[str, str]]:
         """Return the arguments that make an equal name in another process."""
         file, _, detail = self.partition("\0")
-        return (file, detail, self.computation), {"comes_last": self.comes_last}
+        return (file, detail, self.computation), {"follows": self.follows}
 
 
 def list_files(file: str) -> tuple[str, ...]:

@@ -312,10 +312,10 @@ def test_a_copy_is_a_run_if_no_side_has_gaps():
         assert copy.is_run is is_run
 
 
-def computed(name, dtype, box, tile, *, comes_last=False):
+def computed(name, dtype, box, tile, *, follows=""):
     """Return a chunk whose bytes are computed in tiles."""
     work = Computed(box.volume * dtype.itemsize, tile)
-    return contiguous(Derived("f", name, work, comes_last=comes_last), 0, dtype, box)
+    return contiguous(Derived("f", name, work, follows=follows), 0, dtype, box)
 
 
 @pytest.mark.parametrize(
@@ -353,21 +353,36 @@ def test_a_large_tile_or_one_of_columns_is_cut():
     assert [window.nbytes for window in planned] == [8] * 6
 
 
-def test_what_costs_less_after_others_comes_last_in_its_file():
-    box = whole((4,))
-    made = [Entry(name, "param", F32, (4,), ()) for name in "abc"]
+@pytest.mark.parametrize(
+    ("follows", "order"),
+    [
+        ({}, "abcde"),
+        ({"a": "b0"}, "bcade"),
+        ({"a": "b0", "c": "b0"}, "bdace"),
+        ({"a": "d0", "b": "c0"}, "cdbea"),
+        ({"a": "e0"}, "bcdea"),
+        ({"a": "of another file", "e": "b0"}, "bceda"),
+        (dict.fromkeys("abcde", "of another file"), "abcde"),
+    ],
+)
+def test_what_costs_less_after_others_comes_behind_them_and_the_next(follows, order):
+    made = [Entry(name, "param", F32, (4,), ()) for name in "abcde"]
     held = [
-        replace(made[0], chunks=(computed("a", F32, box, 1, comes_last=True),)),
-        replace(made[1], chunks=(contiguous("s", 0, F32, box),)),
         replace(
-            made[2],
+            entry,
             chunks=tuple(
-                computed(f"c{n}", F32, Box((2 * n,), (2,)), 1, comes_last=n == 0) for n in (0, 1)
+                computed(
+                    f"{entry.fqn}{n}",
+                    *(F32, Box((2 * n,), (2,)), 1),
+                    follows=f"f\0{follows[entry.fqn]}" if entry.fqn in follows and not n else "",
+                )
+                for n in (0, 1)
             ),
-        ),
+        )
+        for entry in made
     ]
     planned = Plan({entry.key: entry for entry in held}, single(*made), 16)
-    assert [window.byte_offset for window in planned] == [16, 0, 32]
+    assert "".join("abcde"[window.byte_offset // 16] for window in planned) == order
 
 
 def test_bands_hold_to_the_limit_of_the_wider_side():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import reshard
 from reshard import formats
 from reshard.commands.merge import blocks
+from reshard.commands.merge import blocks as blocks_module
 from reshard.commands.merge.blocks import KeptScales, Matrix, quantise
 from reshard.commands.merge.quantising import Release
 from reshard.errors import CorruptError, UnsupportedError, UsageError
@@ -238,6 +239,30 @@ def test_scales_come_after_codes_so_that_values_are_read_once(tmp_path, monkeypa
     monkeypatch.setattr(Matrix, "_compute_tile", noted)
     reshard.merge(tmp_path / "run.safetensors", tmp_path / "o", quantise_like=source, workers=1)
     assert sorted(computed) == [(f"{name}.weight", "codes") for name in "abc"]
+
+
+def test_scales_follow_codes_before_their_memory_is_needed(tmp_path, monkeypatch):
+    """Scales are kept for the experts of two weights, however many weights a file has."""
+    blocks, scales = mxfp4_experts(2, 64, 4)
+    stored = {}
+    for name in "abcdef":
+        stored[f"{name}_proj_blocks"] = blocks.clone()
+        stored[f"{name}_proj_scales"] = scales.clone()
+    source = write_model(tmp_path / "m", stored, MXFP4)
+    reshard.merge(source, tmp_path / "values", dtype="bf16")
+    tensors = load_file(tmp_path / "values" / "model.safetensors")
+    save_file({name: t * 3 for name, t in tensors.items()}, tmp_path / "run.safetensors")
+    computed = []
+    original = Matrix._compute_tile
+
+    def noted(self, part, *rest):
+        computed.append(part)
+        return original(self, part, *rest)
+
+    monkeypatch.setattr(Matrix, "_compute_tile", noted)
+    monkeypatch.setattr(blocks_module, "_KEPT_BYTES", 4 * (64 * 4 + 64 * 4 // 8))
+    reshard.merge(tmp_path / "run.safetensors", tmp_path / "o", quantise_like=source, workers=1)
+    assert computed == ["codes"] * 12
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])

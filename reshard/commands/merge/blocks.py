@@ -36,7 +36,7 @@ _TILE = 1 << 20  # values
 _TRANSPOSED_TILE = 20 << 20
 _BAND_NBYTES = 2 << 20  # of values that are computed at a time, so that they stay in the cache
 _BYTES = 4  # for each value of a tile: codes before and after they are packed, and the release's
-_KEPT_BYTES = 32 << 20  # all experts of a layer of GPT-OSS have 16 MiB of scales
+_KEPT_BYTES = 32 << 20  # both weights of a layer of GPT-OSS 20B need 27 MiB
 _BAND_BYTES = 16  # for each byte of a band: values, those of the release, and what is computed
 
 
@@ -92,7 +92,7 @@ class KeptScales:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._scales: dict[tuple[str, int, int], tuple[Array, Array]] = {}
+        self._scales: dict[tuple[str, int, int], tuple[Array, Array]] = {}  # the second as bits
         self._nbytes = 0
         # Whether the last band had the release's values in any block: a guess for the next one.
         self.had_same = True
@@ -103,18 +103,26 @@ class KeptScales:
 
     def put(self, key: tuple[str, int, int], scales: Array, is_same: Array) -> None:
         """Keep the scales of a tile, and which blocks have the release's values."""
+        import numpy as np
+
+        kept = scales.copy(), np.packbits(is_same)
+        nbytes = sum(array.nbytes for array in kept)
         with self._lock:
-            nbytes = scales.nbytes + is_same.nbytes
             if key not in self._scales and self._nbytes + nbytes <= _KEPT_BYTES:
-                self._scales[key] = scales.copy(), is_same.copy()
+                self._scales[key] = kept
                 self._nbytes += nbytes
 
     def take(self, key: tuple[str, int, int]) -> tuple[Array, Array] | None:
         """Return what is kept for a tile, and keep it no longer."""
+        import numpy as np
+
         with self._lock:
             kept = self._scales.pop(key, None)
-            self._nbytes -= 0 if kept is None else sum(array.nbytes for array in kept)
-            return kept
+            if kept is None:
+                return None
+            self._nbytes -= sum(array.nbytes for array in kept)
+        scales, bits = kept
+        return scales, np.unpackbits(bits, count=scales.size).view(np.bool_).reshape(scales.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,10 +240,23 @@ class Matrix:
                 each = 2 if weight.packed and weight.transposed else 1  # rows in a byte
                 codes[start // each : stop // each] = encode.encode(values, scales[lines], weight)
         if weight.transposed and not is_same.all():
-            codes, scales = loops.transpose(codes), loops.transpose(scales)
+            if part == "codes":
+                codes = self._transpose_codes(codes, reader)
+            scales = loops.transpose(scales)
         if weight.transposed:
             is_same = loops.transpose(is_same.view(np.uint8)).view(np.bool_)
         return codes, scales, is_same
+
+    def _transpose_codes(self, codes: Array, reader: TileReader) -> Array:
+        """Return the transposed matrix of a tile's codes, in memory that the reader keeps."""
+        import numpy as np
+
+        from reshard.quantised import loops
+
+        shape = codes.shape[::-1]
+        out = reader.keep("transposed", shape, lambda: np.empty(shape, np.uint8))
+        loops.transpose_into(codes, out, 0)
+        return out
 
     def _choose_scales(self, values: Array, is_same: Array) -> Array:
         """Return the scales of rows of blocks, as they are stored.
@@ -335,24 +356,45 @@ class Matrix:
     def _compare_first_columns(self, reader: TileReader, values: Array, box: Box) -> Array | None:
         """Return for each block of packed, transposed codes whether its first code has its value.
 
-        The codes are compared where they are stored: to transpose all of them takes longer. None
-        if a scale is not a number; the comparison of whole blocks refuses it by name.
+        None if a scale is not a number; the comparison of whole blocks refuses it by name.
         """
         import numpy as np
 
-        from reshard.quantised import decode, encode
+        from reshard.quantised import encode
 
         weight, width = self.pair.weight, self.pair.weight.block[1]
-        stored_rows, columns = box.shape[-1], range(box.origin[-2], box.origin[-2] + len(values))
         first = box.origin[-1] % weight.rows  # several matrices can lie behind one another
-        codes = self._read_stored("codes", first, stored_rows, reader)
-        scales = self._read_stored("scales", first, stored_rows, reader)
-        codes = codes[:, columns.start // 2 : -(-columns.stop // 2) : width // 2] & 15
-        scales = scales[:, columns.start // width :][:, : codes.shape[1]]
+        released = reader.keep(
+            "first values",
+            (self, first),
+            lambda: self._decode_first_codes(first, box.shape[-1], reader),
+        )
+        if released is None:
+            return None
+        sample = np.ascontiguousarray(values[::width])
+        line = box.origin[-2] // width
+        return encode.compare(sample, released[line : line + len(sample)], 1, weight)
+
+    def _decode_first_codes(self, first: int, count: int, reader: TileReader) -> Array | None:
+        """Return the values of the first code of each block of some stored rows, transposed.
+
+        The codes are taken where they are stored: to transpose all of them takes longer. None if a
+        scale is not a number.
+        """
+        import numpy as np
+
+        from reshard.quantised import decode, loops
+
+        scales = self._read_stored("scales", first, count, reader)
         if (scales == decode.NAN_EXPONENT).any():
             return None
-        released = np.ascontiguousarray(decode.build_products()[scales, codes].T)
-        return encode.compare(np.ascontiguousarray(values[::width]), released, 1, weight)
+        codes = self._read_stored("codes", first, count, reader)
+        codes = np.ascontiguousarray(codes[:, :: self.pair.weight.block[1] // 2])
+        # A byte has two codes, of which the first is used.
+        values = np.empty((2 * codes.shape[1], count), "<u2")
+        columns = loops.transpose(codes), loops.transpose(scales)
+        loops.decode_columns(*columns, decode.build_products(), (0, 0), 0, values)
+        return np.ascontiguousarray(values[::2])
 
     def _compare(self, reader: TileReader, values: Array, first: int, box: Box) -> Array:
         """Return for each block whether it has the release's values, like `_find_same`."""
@@ -471,9 +513,14 @@ class Computed:
     def name(self) -> Derived:
         """The name under which the bytes can be read."""
         pair, values = self.matrix.pair, self.matrix.values
-        detail = f"{self.part} of {values.fqn} like {pair.codes.chunks[0].file}"
-        name = f"{detail}, {self.matrix.number}"
-        return Derived(values.chunks[0].file, name, self, comes_last=self.part == "scales")
+        first = values.chunks[0].file
+        detail = f"of {values.fqn} like {pair.codes.chunks[0].file}, {self.matrix.number}"
+        codes = Derived(first, f"codes {detail}", self)
+        return (
+            codes
+            if self.part == "codes"
+            else Derived(first, f"scales {detail}", self, follows=str(codes))
+        )
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes from an offset on.

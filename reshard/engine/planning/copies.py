@@ -76,8 +76,7 @@ class CopyPlanner:
         # The number of elements that are best read together.
         computed = _list_computed(source)
         self.step = max([1, *(file.computation.tile_nbytes // self.widest for file in computed)])
-        # Whether the tensor costs less after others; see `Derived`.
-        self.comes_last = any(file.comes_last for file in computed)
+        self.computed = tuple(computed)
 
     def plan_block(self, box: Box, dtype: DType) -> Window:
         """Return the copies that fill one contiguous buffer with `box`."""

@@ -7,6 +7,7 @@ This module opens no file.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -132,9 +133,19 @@ class Plan:
             index.drop(file)
 
     def _group(self, extents: Iterable[Extent], planners: _Planners) -> Iterator[_Group]:
-        """Group the extents of one file into windows, in order, except for those that come last."""
-        listed = [extent for extent in extents if extent.entry not in self._interleaved]
-        listed.sort(key=lambda extent: planners.find(extent.entry).comes_last)
+        """Group the extents of one file into windows: in order, but some follow others.
+
+        Threads share the windows. While one takes bytes that follow others, these can still be
+        computed by another thread, unless there are further windows in between.
+        """
+        listed: list[Extent] = []
+        following: list[Extent] = []
+        for extent in extents:
+            if extent.entry not in self._interleaved:
+                follows = any(file.follows for file in planners.find(extent.entry).computed)
+                (following if follows else listed).append(extent)
+        if following:
+            listed = _insert_behind(listed, following, planners)
         parts = (
             part
             for extent in listed
@@ -354,6 +365,29 @@ def _group_into_windows(parts: Iterable[WindowPart], window_bytes: int) -> Itera
         stop = last
     if group:
         yield start, stop - start, group
+
+
+def _insert_behind(
+    listed: Sequence[Extent], following: Iterable[Extent], planners: _Planners
+) -> list[Extent]:
+    """Return extents with others inserted behind those that they follow and one more.
+
+    What follows bytes of another file is inserted at the end.
+    """
+    names = {
+        str(name): place
+        for place, extent in enumerate(listed)
+        for name in planners.find(extent.entry).computed
+    }
+    inserted: dict[int, list[Extent]] = defaultdict(list)
+    for extent in following:
+        followed = (name.follows for name in planners.find(extent.entry).computed if name.follows)
+        place = max(names.get(name, len(listed)) for name in followed)
+        inserted[min(place + 2, len(listed))].append(extent)
+    result = []
+    for place in range(len(listed) + 1):
+        result += [*inserted[place], *listed[place : place + 1]]
+    return result
 
 
 class _Planners:
