@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard.containers.pickles import trust
 from reshard.containers.pickles.unpickle import loads
 from reshard.containers.pickles.values import Call, Global
 from reshard.errors import CorruptError, ReshardError, UnsafeError
@@ -303,3 +304,15 @@ def test_a_global_that_only_attacks_use_is_unsafe_at_once():
 def test_builtins_have_their_names_of_python_3(kind, protocol):
     """Protocols 0 to 2 write ``int`` as ``__builtin__.long``, e.g. in a ``defaultdict(int)``."""
     assert read(pickle.dumps(kind, protocol)) == Global(f"builtins.{kind.__name__}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "galore_torch.galore_projector.GaLoreProjector",
+        "apollo_torch.random_projector.GradientProjector",
+    ],
+)
+def test_projectors_of_optimizers_that_hf_trainer_offers_are_expected(name):
+    assert trust.is_expected(name)
+    assert not trust.is_expected(f"{name.partition('.')[0]}.system")

@@ -81,7 +81,8 @@ _EXPECTED = {
     **dict.fromkeys(
         """
         transformers accelerate megatron lightning pytorch_lightning trl peft composer olmo
-        olmo_core torchao torchtune torchdata litgpt litdata llmfoundry streaming
+        olmo_core torchao torchtune torchdata litgpt litdata llmfoundry streaming galore_torch
+        apollo_torch
         """.split(),
         _FRAMEWORK,
     ),
