@@ -61,6 +61,7 @@ class OptimizerTraits:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of every Adam
 AMSGRAD = "max_exp_avg_sq"
+_BITSANDBYTES = "__bnb_optimizer_quant_state__/"  # prefix of its slots, which are in a dict
 _OF_ADAM = {"betas", "eps"}  # hyper-parameters
 # Groups of torch's Adam and AdamW have "amsgrad"; those of DeepSpeed's and apex's FusedAdam have
 # "bias_correction", and those of FusedLamb, which scales updates, "max_coeff" as well (DeepSpeed
@@ -171,6 +172,10 @@ def infer_shape(shapes: Mapping[str, Index]) -> Index | None:
     row, column = shapes.get("exp_avg_sq_row"), shapes.get("exp_avg_sq_col")
     if row and column:
         return (*row, column[-1])
+    # AdEMAMix of bitsandbytes 0.50 stacks two moments in state1.
+    second = shapes.get(f"{_BITSANDBYTES}state2")
+    if second and shapes.get(f"{_BITSANDBYTES}state1") == (2, *second):
+        return second
     most = max(map(len, shapes.values()), default=None)
     dims = zip(*(shape for shape in shapes.values() if len(shape) == most), strict=True)
     return None if most is None else tuple(max(extents) for extents in dims)

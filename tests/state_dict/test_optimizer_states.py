@@ -70,6 +70,23 @@ class EightBit(torch.optim.Optimizer):
                 param.sub_(param.grad, alpha=group["lr"] / state["step"])
 
 
+class Stacked(torch.optim.Optimizer):
+    """AdEMAMix of bitsandbytes 0.50, which has two moments in one tensor."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.99, 0.999)})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                moments = torch.stack([param.grad, param.grad / 2])
+                state[EightBit.KEY] = {"state1": moments, "state2": param.grad.square()}
+                param.sub_(moments.sum(0), alpha=group["lr"] / state["step"])
+
+
 class StableAdamW(torch.optim.Optimizer):
     """The state of torch-optimi 0.3.3: it counts in a tensor of the group."""
 
@@ -124,6 +141,7 @@ MADE = {
     "lion": Lion,
     "preconditioned": Preconditioned,
     "eight bits": EightBit,
+    "stacked": Stacked,
     "stable adamw": StableAdamW,
     "a rate in a tensor": with_a_rate_in_a_tensor,
 }
