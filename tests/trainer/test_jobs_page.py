@@ -13,13 +13,14 @@ import pytest
 from tests.support.programs import LIMIT_S
 from tests.test_imports import ROOT
 from tests.trainer import worlds
+from tests.trainer.test_elastic import python  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
 SMALL = ["--steps=6", "--global-batch=12", "--seq-len=8", "--save-every=1", "--device=cpu"]
 SRUN = '#!/bin/bash\nexec "$@"\n'
 # What torchrun does: start ranks, stop all when one dies, start those that are left.
-TORCHRUN = """#!{python}
+TORCHRUN = """#!{executable}
 import os, subprocess, sys, time
 
 sys.path.insert(0, {root!r})
@@ -33,7 +34,7 @@ def start(world):
     own = {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}}
     own["TORCHELASTIC_RUN_ID"] = "stand-in"
     return [
-        subprocess.Popen([sys.executable, *flags], env={{**os.environ, **own, "RANK": str(r)}})
+        subprocess.Popen([*{python!r}, *flags], env={{**os.environ, **own, "RANK": str(r)}})
         for r in range(world)
     ]
 
@@ -49,13 +50,15 @@ sys.exit(max(rank.wait() for rank in start(2)))
 """
 
 
-def test_the_elastic_job_goes_on_with_the_ranks_that_are_left(tmp_path):
+def test_the_elastic_job_goes_on_with_the_ranks_that_are_left(python, tmp_path):  # noqa: F811
     page = (ROOT / "docs/jobs.md").read_text()
     blocks = re.findall("```bash\n(.*?)```", page, re.DOTALL)
     (script,) = [block for block in blocks if "1:4" in block]
     programs = {
         "srun": SRUN,
-        "torchrun": TORCHRUN.format(python=sys.executable, small=SMALL, root=str(ROOT)),
+        "torchrun": TORCHRUN.format(
+            executable=sys.executable, python=python, small=SMALL, root=str(ROOT)
+        ),
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
