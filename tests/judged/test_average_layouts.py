@@ -11,13 +11,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 import reshard
+from reshard.cli import cli
 from reshard.errors import CorruptError, IncompleteError, UsageError
 from reshard.formats.registry import list_built_in_writers
 from tests.judged.test_average import MIXED, expected, mean_of, tag  # noqa: F401 - fixtures
 from tests.judges import begin_worker as worker
 from tests.judges import deepspeed_judge
 from tests.judges.ranks import run_in_turn
-from tests.support.programs import run_reshard
 from tests.support.sample_tensors import same
 from tests.trainer import worlds
 
@@ -194,14 +194,16 @@ def test_what_is_refused_with_and_without_a_layout(tag, tmp_path):  # noqa: F811
     assert not out.exists()
 
 
-def test_the_command(sequences_made, tmp_path):
-    run, out = sequences_made / "z1_bf16/run", tmp_path / "dcp"
+def test_the_command(sequences_made, tmp_path, capsys):
     options = ("--last", "3", "--ema", "0.5", "--to", "dcp", "--world-size", "2")
+    words = ["average", str(sequences_made / "z1_bf16/run"), str(tmp_path / "dcp"), *options]
     page = tmp_path / "page.html"
-    shown = run_reshard("average", run, out, *options, "--dry-run").stdout
+    cli.main([*words, "--dry-run"], standalone_mode=False)
+    shown = capsys.readouterr().out
     assert "would write" in shown
     assert "mean of 3 checkpoints" in shown
-    found = json.loads(run_reshard("average", run, out, *options, "--json", "--html", page).stdout)
+    cli.main([*words, "--json", "--html", str(page)], standalone_mode=False)
+    found = json.loads(capsys.readouterr().out)
     assert (found["command"], found["target"], found["ranks"]) == ("average", "dcp", 2)
     assert [each["given"] for each in found["sources"]] == ["1/4", "1/4", "1/2"]
     assert "global_step4" in page.read_text()

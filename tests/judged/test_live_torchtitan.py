@@ -14,7 +14,7 @@ from tests.judges import server
 
 pytestmark = pytest.mark.slow
 
-JUDGE = server.Judge("tests.judges.torchtitan_worker", "torchtitan", {})
+JUDGE = server.Judge("tests.judges.torchtitan_worker", "torchtitan", {}, like=server.DEEPSPEED)
 ACCELERATE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, like=server.DEEPSPEED)
 SAVED = 3  # as `accelerate_worker.SAVED`
 NOISE = 1e-6  # absolute, of losses of about 4.6: another order of summing gradients
