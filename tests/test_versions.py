@@ -32,6 +32,11 @@ def pins(row):
     }
 
 
+@pytest.mark.parametrize("name", versions.TESTS)
+def test_the_rows_run_tests_that_exist(name):
+    assert list((ROOT / "tests" / name).glob("test_*.py"))
+
+
 def test_the_oldest_row_of_the_core_has_the_minimum_of_each_dependency():
     dependencies = re.search(r"^dependencies = \[(.*?)^\]", PROJECT, re.DOTALL | re.MULTILINE)[1]
     assert pins("core-oldest") == minimums(dependencies)

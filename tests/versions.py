@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
-TESTS = ("cli", "containers", "formats", "move", "pickles", "state_dict")  # folders of tests/
+TESTS = ("cli", "containers", "engine", "formats", "state_dict")  # folders of tests/
 SHOWN = ("torch", "transformers", "numpy", "safetensors", "click")
 
 

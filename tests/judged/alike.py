@@ -71,7 +71,7 @@ def assert_same_state(found, wanted):
 
 
 def assert_resumed_state(seen, expected, step):
-    """Step, parameters and optimizer that a real Trainer reports, bitwise."""
+    """Compare step, parameters and optimizer of a real Trainer bit by bit."""
     assert isinstance(seen, dict), seen
     assert seen["step"] == expected["step"] == step
     for fqn, value in expected["params"].items():

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-NAMES = ("expected.pt", "expected.pt")  # of the judges of DeepSpeed, and of all others
+from tests.judges.server import EXPECTED
 
 
 def read_expected(folder: Path) -> Any:
     """Return what the judge saved in the folder of a case, beside the checkpoint."""
-    path = next(folder / name for name in NAMES if (folder / name).is_file())
-    return torch.load(path, weights_only=False)
+    return torch.load(folder / EXPECTED, weights_only=False)

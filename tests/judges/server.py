@@ -30,7 +30,7 @@ from tests.support.programs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED = "tests.judges.deepspeed_worker"
-EXPECTED = "expected.pt"  # the result of the workers that use `deepspeed_train`
+EXPECTED = "expected.pt"  # the state that a judge records beside a checkpoint
 LOG_TAIL = 3000
 NOT_HERE = "not_made.json"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
