@@ -318,7 +318,7 @@ def _add_numbered(
     pool: SourceFiles,
 ) -> dict[Any, tuple[str, ...]]:
     """Add the states of an optimizer that numbers its parameters; return those of each index."""
-    stored = _read_stored_names(groups)
+    stored = _read_stored_names(groups, known.shapes)
     if not may_be_divided_by_decay(groups):
         known = replace(known, divisions=())
     if stored:
@@ -338,11 +338,21 @@ def _add_numbered(
     return _add_states(parsed, state, names, layout, pool)
 
 
-def _read_stored_names(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    """Return the names that ``param_names`` stores for each index (torch >= 2.6)."""
+def _read_stored_names(
+    groups: Sequence[Mapping[str, Any]], weights: Container[Any] = ()
+) -> dict[Any, str]:
+    """Return the name of each index, if the param groups store them.
+
+    ``param_names`` has them (torch >= 2.6), or the name of a group of one parameter (Adam-mini).
+
+    Args:
+        weights: the names of the model, because ``name`` may be that of a group.
+    """
     names: dict[Any, str] = {}
     for group in groups:
         given = as_list(group.get("param_names"))
+        if not given and group.get("name") in weights:
+            given = [group["name"]]
         if not given or len(given) != len(_list_members(group)):
             return {}
         names.update(zip(_list_members(group), map(str, given), strict=True))

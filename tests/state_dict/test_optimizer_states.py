@@ -507,3 +507,23 @@ def test_the_optimizer_is_not_that_of_lightnings_averaged_weights(tmp_path):
     manifest = formats.read(tmp_path / "run.ckpt", key="current_model_state", live=shapes_of(model))
     assert len(list(manifest.of_kind("exp_avg"))) == len(list(model.parameters()))
     reshard.merge(tmp_path / "run.ckpt", tmp_path / "average.safetensors")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_name_of_a_group_of_one_parameter_is_that_of_the_parameter(named, tmp_path):
+    """Adam-mini makes such groups; a group of another program may have a name of its own."""
+    first, second = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    names = ["second", "first"] if named else ["decay", "first"]
+    groups = [
+        {"params": [param], "name": n} for param, n in zip((second, first), names, strict=True)
+    ]
+    optimizer = torch.optim.Adam(groups)
+    (first.sum() + 3 * second.sum()).backward()
+    optimizer.step()
+    model = {"first": first.data, "second": second.data}
+    torch.save({"model": model, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    with reshard.open(tmp_path / "a.pt") as checkpoint:
+        assert checkpoint.manifest.has_optimizer == named
+        for name, param in {"first": first, "second": second}.items() if named else ():
+            found = checkpoint.optimizer("exp_avg")[name][...]
+            assert torch.equal(found, optimizer.state[param]["exp_avg"])
