@@ -229,7 +229,8 @@ class LocalPartial:
         except FileExistsError:
             # A directory of ours has mode 0o700; anything else belongs to somebody else.
             status = _find_status(self.path)
-            if status and (status.st_mode & 0o077 or stat.S_ISLNK(status.st_mode)):
+            is_open = bool(status and status.st_mode & 0o077) and _keeps_modes(self.path.parent)
+            if status and (is_open or stat.S_ISLNK(status.st_mode)):
                 raise ExistsError(
                     self.path, "is in the way: it was not created by reshard", "remove it"
                 ) from None
@@ -320,6 +321,22 @@ def _exchange(a: Path, b: Path) -> bool:
     return rename is not None and (
         rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
     )
+
+
+def _keeps_modes(parent: Path) -> bool:
+    """Return whether a new directory has the mode that it is created with.
+
+    FAT, and network mounts that map all users to one, give every directory the same mode.
+    """
+    probe = parent / f".{os.urandom(8).hex()}"
+    try:
+        probe.mkdir(mode=0o700)
+    except OSError as error:
+        raise build_disk_error(parent, error) from error
+    try:
+        return not probe.lstat().st_mode & 0o077
+    finally:
+        probe.rmdir()
 
 
 def _find_status(path: Path) -> os.stat_result | None:
