@@ -245,6 +245,7 @@ def test_no_module_uses_pickle_or_runs_code():
             "reshard.formats.engines",
             "importlib",
         ),  # importlib.metadata: versions, nothing is imported
+        ("reshard.system.compiled", "importlib"),  # its own compiled modules
         ("reshard.formats.registry", "importlib"),  # its own packages, and installed extensions
         ("reshard.formats.registry", "importlib.metadata"),
         ("reshard.model.library", "importlib.util"),  # finds transformers and imports nothing

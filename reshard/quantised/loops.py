@@ -8,26 +8,18 @@ matrix (the last can be fewer) and an element for each column.
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard.core.dtypes import round_to_bfloat16
+from reshard.system.compiled import find_compiled
 
 Array = NDArray[Any]
 
 
-def _find_compiled() -> ModuleType | None:
-    try:
-        from reshard.quantised import _codes
-    except ImportError:  # there was no C compiler at the installation
-        return None
-    return _codes
-
-
-_compiled = _find_compiled()
+_compiled = find_compiled("reshard.quantised._codes")
 
 
 def decode(codes: Array, table: Array, lines: Array, high: int, out: Array, dtype: str) -> None:

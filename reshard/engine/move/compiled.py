@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.system.compiled import find_compiled
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -17,15 +18,9 @@ if TYPE_CHECKING:
 _DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
 
 
-def _find_compiled() -> Callable[[str, str, Buffer, Buffer], tuple[int, int]] | None:
-    try:
-        from reshard.engine.move._cast import cast as found
-    except ImportError:  # there was no C compiler at the installation
-        return None
-    return found
-
-
-_cast = _find_compiled()
+_cast: Callable[[str, str, Buffer, Buffer], tuple[int, int]] | None = getattr(
+    find_compiled("reshard.engine.move._cast"), "cast", None
+)
 
 
 def cast(

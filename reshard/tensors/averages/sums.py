@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from types import ModuleType
 
 from reshard.core.dtypes import FLOAT32, DType
+from reshard.system.compiled import find_compiled
 
-
-def _find_compiled() -> ModuleType | None:
-    try:
-        from reshard.tensors.averages import _sums
-    except ImportError:  # there was no C compiler at the installation
-        return None
-    return _sums
-
-
-_compiled = _find_compiled()
+_compiled = find_compiled("reshard.tensors.averages._sums")
 
 
 def average(
