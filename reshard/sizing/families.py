@@ -8,8 +8,9 @@ where the family supports it; tests count it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from reshard.sizing.model import BlockSizes, ModelSizes, Parameter, Saved
@@ -110,21 +111,12 @@ def count_config(config: Config, source: str) -> ModelSizes:
     kind = str(config.get("model_type", ""))
     if "quantization_config" in config and kind not in ("deepseek_v3", "gpt_oss"):
         raise UnknownSizesError(f"{kind} with quantised weights")
+    if kind not in FORMULAS:
+        raise UnknownSizesError(kind)
     try:
-        if kind == "gpt2":
-            return _count_gpt2(config, source)
-        if kind == "gpt_neox":
-            return _count_neox(config, source)
-        if kind in _DECODERS:
-            return _count_decoder(config, _DECODERS[kind], source)
+        return FORMULAS[kind](config, source)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UnknownSizesError(f"{kind}: {error}") from error
-    raise UnknownSizesError(kind)
-
-
-def list_families() -> list[str]:
-    """Return the values of ``model_type`` that have a formula."""
-    return sorted([*_DECODERS, "gpt2", "gpt_neox"])
 
 
 def count_llama_block(hidden: int, intermediate: int) -> Saved:
@@ -143,7 +135,7 @@ def _mark_cut(saved: Saved) -> Saved:
     return Saved(narrow_cut=saved.narrow, wide_cut=saved.wide)
 
 
-def _count_decoder(config: Config, family: _DecoderFamily, source: str) -> ModelSizes:
+def _count_decoder(config: Config, source: str, family: _DecoderFamily) -> ModelSizes:
     hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])
     embedding = Parameter("model.embed_tokens.weight", (vocab, hidden))
     head = Parameter("lm_head.weight", (vocab, hidden))
@@ -425,3 +417,11 @@ def _count_neox(config: Config, source: str) -> ModelSizes:
         positions=config.get("max_position_embeddings"),
         block_class="GPTNeoXLayer",
     )
+
+
+FORMULAS: Mapping[str, Callable[[Config, str], ModelSizes]] = {
+    "gpt2": _count_gpt2,
+    "gpt_neox": _count_neox,
+    **{kind: partial(_count_decoder, family=family) for kind, family in _DECODERS.items()},
+}
+"""``model_type`` -> the function that counts the model of a config."""

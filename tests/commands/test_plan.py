@@ -35,7 +35,15 @@ def run(*arguments):
 def test_the_table_names_every_strategy_and_the_reason():
     done = run("--params", "7B", "--gpus", "8x80GB")
     assert done.exit_code == 0
-    for word in ("ddp", "fsdp", "zero1", "zero2-offload", "zero3-offload-optimizer", "total+ckpt"):
+    for word in (
+        "ddp",
+        "fsdp",
+        "zero1",
+        "zero2-offload",
+        "zero3-offload-optimizer",
+        "total+ckpt",
+        " step ",
+    ):
         assert word in done.output
     assert "fsdp is the first that fits" in done.output
 

@@ -109,7 +109,7 @@ class PlanReport(Report):
 
 _HEADERS = (
     "GB per GPU",
-    *"params grads masters moments gathered buckets logits margin activ. ckpt total total+ckpt"
+    *"params grads masters moments gathered buckets logits step margin activ. ckpt total total+ckpt"
     " host disk sent fits".split(),
 )
 
@@ -117,7 +117,8 @@ _HEADERS = (
 def _format_cells(row: StrategyForecast, cluster: Cluster) -> list[str]:
     """Return the line of a strategy in the table, in decimal gigabytes."""
     names = (
-        "parameters gradients masters moments gathered buckets logits margin activations recomputed"
+        "parameters gradients masters moments gathered buckets logits step margin activations"
+        " recomputed"
     ).split()
     totals = [row.count_total(checkpointing=each) for each in (False, True)]
     sizes = [*(getattr(row, name) for name in names), *totals, row.host, row.disk, row.sent]
