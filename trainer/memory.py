@@ -95,7 +95,7 @@ def _change_strategy(settings: Settings, strategy: str) -> Settings:
 def _format_table(settings: Settings, numel: int, rows: list[tuple[Settings, ModelState]]) -> str:
     lines = [
         (
-            f"model state in bytes a rank: P = {numel:,} parameters, N = {settings.nproc} ranks, "
+            f"model state in bytes per rank: P = {numel:,} parameters, N = {settings.nproc} ranks, "
             f"{settings.precision}, gradients kept in {settings.grad_dtype}"
         ),
         (

@@ -211,8 +211,8 @@ def _resolve_unit(
         if prefix not in given:
             raise CorruptError(
                 where,
-                f"has a flat parameter of {prefix or 'the root'!r}, but --wrap does not create one"
-                f" there; it creates {', '.join(repr(p or 'the root') for p in list(given)[:4])}",
+                f"has a flat parameter of {_describe_unit(prefix)}, but --wrap does not create one"
+                f" there; it creates {', '.join(map(_describe_unit, list(given)[:4]))}",
                 "pass --wrap with the wrapping of the run",
             )
         members = [(fqn, model.parameters[fqn]) for fqn in given[prefix].members]
@@ -227,11 +227,16 @@ def _resolve_unit(
     if not members:
         raise UnsupportedError(
             where,
-            f"contains the flat parameter of {prefix or 'the root'!r} with {total} elements, but"
+            f"contains the flat parameter of {_describe_unit(prefix)} with {total} elements, but"
             " no file states which parameters it combines",
             _HINT,
         )
     return build_unit(prefix, members, total, where)
+
+
+def _describe_unit(prefix: str) -> str:
+    """Return the name of a wrapped module for a message."""
+    return repr(prefix) if prefix else "the root module"
 
 
 def _is_inside(fqn: str, prefix: str) -> bool:
@@ -250,7 +255,7 @@ def build_unit(
     if numel != total:
         raise CorruptError(
             where,
-            f"the flat parameter of {prefix or 'the root'!r} has {total} elements; the"
+            f"the flat parameter of {_describe_unit(prefix)} has {total} elements; the"
             f" {len(members)} parameters found for it ({members[0][0]} ...) have {numel}",
             _HINT,
         )

@@ -771,7 +771,7 @@ def test_code_beside_a_config_never_runs(copied, right):
 @pytest.mark.parametrize(
     ("told", "error", "words"),
     [
-        ({}, UnsupportedError, ("the flat parameter of", "--model", "--wrap")),
+        ({}, UnsupportedError, ("flat parameter of the root module with", "--model", "--wrap")),
         ({"model": MODEL}, UnsupportedError, ("--wrap",)),
         ({"model": MODEL, "wrap": "none"}, CorruptError, ("4222 elements", "have 18942")),
         ({"model": MODEL, "wrap": "LlamaMLP"}, CorruptError, ("4222 elements",)),

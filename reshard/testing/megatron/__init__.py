@@ -6,7 +6,7 @@ It needs megatron-core and transformers, and no GPU.
 
     proof    the steps of a proof, and its results; __main__: the command line
     models   builds a tiny random model of any configuration of transformers
-    mtp      the layers of a model that predict more tokens
+    mtp      the layers that predict several tokens ahead (multi-token prediction)
     ranks    starts the processes that load a checkpoint into Megatron-core
     worker   the code of these processes
     core     builds a model of Megatron-core from the arguments in a checkpoint

@@ -41,7 +41,7 @@ def main() -> int:
     from reshard.testing.megatron import proof
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # it warns about layers that predict more tokens
+    logging.set_verbosity_error()  # it warns about layers of multi-token prediction
     place = options.work or Path(tempfile.mkdtemp(prefix="families-"))
     place.mkdir(parents=True, exist_ok=True)
     try:

@@ -243,7 +243,7 @@ def find_wrong_moments(model: GPTModel, optimizer: Any) -> tuple[int, list[str]]
 def compute_logits(model: GPTModel, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Compute logits (samples, length, padded vocabulary) on the last stage.
 
-    The result has the logits of the model, then those of each layer that predicts more tokens. It
+    The result has the logits of the model, then those of each layer of multi-token prediction. It
     is empty on the other stages.
     """
     model.eval()

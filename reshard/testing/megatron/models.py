@@ -81,7 +81,7 @@ class Sources:
     tokens: torch.Tensor
     logits: torch.Tensor
     buffers: frozenset[str] = frozenset()
-    mtp: tuple[torch.Tensor, ...] = ()  # logits of the layers that predict more tokens
+    mtp: tuple[torch.Tensor, ...] = ()  # logits of the layers of multi-token prediction
 
 
 def read_config(source: str) -> PreTrainedConfig:

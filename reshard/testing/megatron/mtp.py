@@ -1,4 +1,4 @@
-"""The layers of a model that predict more tokens (MTP), as in transformers.
+"""The layers of multi-token prediction (MTP), as in transformers.
 
 ``MtpModel`` of transformers reads them from the files of a model; the model's own class ignores
 them. The published names count them after the other layers: MTP layer ``k`` has the number
