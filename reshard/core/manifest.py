@@ -214,6 +214,7 @@ class Origin:
         form: the variant by its framework's own name, for example "torch_dist"; empty: only one.
         zero_stage: ZeRO stage of the run; None: it has none, or none is stated.
         padding: what the framework leaves between the tensors of a flat partition.
+        device: device type of the mesh of DTensors, for example "cuda"; empty: none is stated.
     """
 
     format: str
@@ -225,6 +226,7 @@ class Origin:
     form: str = ""
     zero_stage: int | None = None
     padding: Padding = "unknown"
+    device: str = ""
 
     @property
     def world(self) -> int:

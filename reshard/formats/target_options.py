@@ -86,7 +86,11 @@ class TargetOptions(Options):
         metavar="FILE",
         unset="the model's own plan",
     )
-    device: str = _dtensor("cuda", "Device type of the mesh in DTensor files.")
+    device: str | None = _dtensor(
+        None,
+        "Device type of the mesh in DTensor files.",
+        unset="same as the source, else cuda",
+    )
     ckpt_format: CkptFormat | None = _megatron(
         None,
         "Write one folder per rank, or one DCP directory.",

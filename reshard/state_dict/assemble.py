@@ -118,6 +118,7 @@ def build_manifest(
         origin=replace(
             origin,
             mesh=origin.mesh or {"world": parsed.world},
+            device=parsed.device,
             precision=origin.precision or find_most_common_dtype(e.dtype for e in entries.values()),
         ),
         entries=index_entries(all_entries),

@@ -66,6 +66,23 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
         ) from error
 
 
+def find_mesh_device(root: Any) -> str:
+    """Return the device type of the mesh of the first DTensor; empty if there is none."""
+    found, waiting = set[int](), [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Call):
+            spec = value.get("_spec") if value.name.endswith(f".{_DTENSOR}") else None
+            mesh = spec.get("mesh") if isinstance(spec, Call) else None
+            device = mesh.get("_device_type") if isinstance(mesh, Call) else None
+            if isinstance(device, str):
+                return device
+        elif isinstance(value, (dict, list, tuple)) and id(value) not in found:
+            found.add(id(value))  # containers may be shared, or contain themselves
+            waiting += value.values() if isinstance(value, dict) else value
+    return ""
+
+
 def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
     if not isinstance(tensor, Tensor):
         raise TypeError("a shard that is not a tensor")

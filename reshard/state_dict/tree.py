@@ -64,6 +64,7 @@ class ParsedTree:
         proved: whether the files state how large each tensor is.
         saved_modules: ``modules_to_save`` of PEFT's configuration beside an adapter.
         directory: the directory to which the program saved, if the files state it.
+        device: device type of the mesh of DTensors; empty if no file has DTensors.
     """
 
     root: Any
@@ -77,6 +78,7 @@ class ParsedTree:
     proved: bool = True
     saved_modules: Sequence[str] = ()
     directory: str = ""
+    device: str = ""
     notes: list[str] = field(default_factory=list)
 
 

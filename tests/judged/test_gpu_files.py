@@ -73,6 +73,26 @@ def test_a_split_holds_the_same_state(case, to, unpacked, tmp_path):
     assert_state(out, read_expected(unpacked, case))
 
 
+def read_device(source: Path) -> str:
+    with reshard.open(source) as checkpoint:
+        return checkpoint.manifest.origin.device
+
+
+def test_the_mesh_of_a_split_has_the_device_of_the_source(unpacked, tmp_path):
+    def split(source: Path, name: str, **options: str) -> Path:
+        reshard.split(source, tmp_path / name, to="fsdp2", world_size=2, **options)
+        return tmp_path / name
+
+    gpu = unpacked / "fsdp2_dtensor" / "run"
+    assert read_device(split(gpu, "gpu")) == "cuda"
+    cpu = split(gpu, "chosen", device="cpu")
+    assert read_device(cpu) == "cpu"
+    assert read_device(split(cpu, "cpu")) == "cpu"
+    plain = unpacked / "hf_trainer" / "run" / "checkpoint-4"
+    assert read_device(plain) == ""
+    assert read_device(split(plain, "plain")) == "cuda"
+
+
 def test_deepspeed_goes_on_with_the_losses_of_the_gpu(unpacked, tmp_path):
     """FusedAdam trained on the GPU, and torch's AdamW goes on; sums have another order."""
     jobs = {}

@@ -52,7 +52,8 @@ def resolve_request(
         UsageError: an option has no effect on the layout, or a value that it cannot have.
     """
     _check_options(writer, options)
-    grid = _parse_mesh(options)
+    device = options.device or manifest.origin.device or "cuda"
+    grid = _parse_mesh(options, device)
     parallel = _choose_sizes(manifest, writer, options)
     ranks_before = manifest.origin.world if writer.has_data_parallel_ranks else 1
     world_size = sizes.choose_world_size(parallel, options.world_size, options.dp, ranks_before)
@@ -77,7 +78,7 @@ def resolve_request(
         model=shapes,
         model_hint=options.model,
         rng=options.rng,
-        device=options.device,
+        device=device,
         grid=grid,
         tensor=_choose_tensor_plan(manifest, grid, shapes, options),
         rules=options.rules,
@@ -113,7 +114,7 @@ def _choose_sizes(manifest: Manifest, writer: Writer, options: SplitOptions) -> 
     )
 
 
-def _parse_mesh(options: SplitOptions) -> MeshGrid | None:
+def _parse_mesh(options: SplitOptions, device: str) -> MeshGrid | None:
     """Return the given mesh.
 
     Raises:
@@ -121,7 +122,7 @@ def _parse_mesh(options: SplitOptions) -> MeshGrid | None:
     """
     if options.mesh is None:
         return None
-    grid, option = mesh.parse_mesh(options.mesh, options.device), f"--mesh {options.mesh}"
+    grid, option = mesh.parse_mesh(options.mesh, device), f"--mesh {options.mesh}"
     if options.world_size not in (None, grid.world):
         raise UsageError(
             option, f"has {grid.world} ranks", f"leave out --world-size {options.world_size}"
