@@ -31,16 +31,8 @@ from reshard.sizing.families import count_config
 from reshard.sizing.setup import Cluster, Training
 from reshard.sizing.share import take_share
 from reshard.sizing.strategies import STRATEGIES, forecast_one
+from tests.support.model_configs import GPT2_MEDIUM, LLAMA_1B
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -52,7 +44,6 @@ QWEN3: dict[str, Any] = {
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
-GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16}
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
     "vocab_size": 32000,
@@ -73,12 +64,12 @@ GEMMA2: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 128,
 }
-OLMO2: dict[str, Any] = {**LLAMA, "model_type": "olmo2", "num_hidden_layers": 8}
+OLMO2: dict[str, Any] = {**LLAMA_1B, "model_type": "olmo2", "num_hidden_layers": 8}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement."""
+    """Define one measurement: a model, its batch and how it is trained."""
 
     config: dict[str, Any]
     seq_len: int
@@ -88,13 +79,13 @@ class Run:
 
 
 MODELS = {
-    "llama_4096": Run(LLAMA, 4096),
-    "llama_2048x4": Run(LLAMA, 2048, 4),
-    "llama_4096_checkpointing": Run(LLAMA, 4096, 2, checkpointing=True),
-    "llama_fp32": Run(LLAMA, 2048, precision="fp32"),
+    "llama_4096": Run(LLAMA_1B, 4096),
+    "llama_2048x4": Run(LLAMA_1B, 2048, 4),
+    "llama_4096_checkpointing": Run(LLAMA_1B, 4096, 2, checkpointing=True),
+    "llama_fp32": Run(LLAMA_1B, 2048, precision="fp32"),
     "qwen3_4096": Run(QWEN3, 4096),
     "qwen3_checkpointing": Run(QWEN3, 4096, checkpointing=True),
-    "gpt2_1024x4": Run(GPT2, 1024, 4),
+    "gpt2_1024x4": Run(GPT2_MEDIUM, 1024, 4),
     "mixtral_4096": Run(MIXTRAL, 4096),
     "gemma2_2048": Run(GEMMA2, 2048),
     "olmo2_4096": Run(OLMO2, 4096),
@@ -138,7 +129,7 @@ def measure(run: Run, strategy: str, *, fused: bool) -> dict[str, int]:
         optimizer.zero_grad()
     peaks["reserved"] = torch.cuda.max_memory_reserved()
     free, total = torch.cuda.mem_get_info()
-    peaks["beside"] = total - free - torch.cuda.memory_reserved()
+    peaks["outside_allocator"] = total - free - torch.cuda.memory_reserved()
     return peaks
 
 

@@ -11,6 +11,9 @@ from reshard.errors import UsageError
 from reshard.sizing.model import BlockSizes, ModelSizes, Parameter
 from reshard.sizing.setup import Training
 
+_AUTOCAST_BYTES = 14
+"""Bytes per token, block and element of the residual stream; see `_count_autocast`."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
@@ -185,10 +188,6 @@ def _count_autocast(model: ModelSizes, training: Training, blocks: int) -> tuple
     width = training.tokens * model.hidden
     more = training.itemsize  # the saved input of a recomputed block is float32
     return blocks * _AUTOCAST_BYTES * width, (blocks * more + _AUTOCAST_BYTES) * width
-
-
-_AUTOCAST_BYTES = 14
-"""Bytes per token, block and element of the residual stream; see `_count_autocast`."""
 
 
 def _count_saved(model: ModelSizes, training: Training, stage: _PipelineStage) -> tuple[int, int]:

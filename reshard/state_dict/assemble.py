@@ -118,7 +118,7 @@ def build_manifest(
         origin=replace(
             origin,
             mesh=origin.mesh or {"world": parsed.world},
-            device=parsed.device,
+            device=_find_device(parts.model.values()),
             precision=origin.precision or find_most_common_dtype(e.dtype for e in entries.values()),
         ),
         entries=index_entries(all_entries),
@@ -211,6 +211,12 @@ def _find_frozen(
     unstated = (fqn for fqn in idle if fqn in weights and weights[fqn].kind == PARAM)
     # An optimizer without any state has not made a step yet: then nothing shows what is frozen.
     return frozenset(unstated) if stated else frozenset()
+
+
+def _find_device(leaves: Iterable[Any]) -> str:
+    """Return the device type of the meshes of DTensors; empty if there are none."""
+    devices = (leaf.device for leaf in leaves if isinstance(leaf, GlobalTensor))
+    return next(filter(None, devices), "")
 
 
 def _resolve_step(

@@ -24,11 +24,13 @@ _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"
 _NEWER = "a newer torch than reshard supports saved it: save it with DCP instead"
 
-Described = tuple[DType, Index, tuple[Chunk, ...]]
+Described = tuple[DType, Index, tuple[Chunk, ...], str]
 
 
 def describe_shards(file: TorchFile, call: Call) -> Described | None:
-    """Return dtype, global shape and this rank's chunks; None if the call is not a sharded tensor.
+    """Return dtype, global shape, this rank's chunks and the device type of the mesh.
+
+    The device is empty for a ShardedTensor. None: the call is not a sharded tensor.
 
     A tensor whose class computes its elements from others is not described either.
 
@@ -48,8 +50,10 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
     try:
         dtype, shape = parse_dtype(call.args[1], file.path), as_index(call.args[2])
         if kind == _DTENSOR:
-            return dtype, shape, tuple(_read_dtensor(file, call, shape, dtype))
-        return dtype, shape, tuple(_read_sharded_tensor(file, call, shape, dtype))
+            chunks = tuple(_read_dtensor(file, call, shape, dtype))
+            device = call.get("_spec").get("mesh").get("_device_type")
+            return dtype, shape, chunks, device if isinstance(device, str) else ""
+        return dtype, shape, tuple(_read_sharded_tensor(file, call, shape, dtype)), ""
     except (  # pickled objects of another form raise these where the code below reads them
         IndexError,
         KeyError,
@@ -64,23 +68,6 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
             f"contains a {kind} of unknown structure ({type(error).__name__}: {error})",
             _NEWER,
         ) from error
-
-
-def find_mesh_device(root: Any) -> str:
-    """Return the device type of the mesh of the first DTensor; empty if there is none."""
-    found, waiting = set[int](), [root]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Call):
-            spec = value.get("_spec") if value.name.endswith(f".{_DTENSOR}") else None
-            mesh = spec.get("mesh") if isinstance(spec, Call) else None
-            device = mesh.get("_device_type") if isinstance(mesh, Call) else None
-            if isinstance(device, str):
-                return device
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in found:
-            found.add(id(value))  # containers may be shared, or contain themselves
-            waiting += value.values() if isinstance(value, dict) else value
-    return ""
 
 
 def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:

@@ -19,11 +19,16 @@ from reshard.state_dict import sharded_reader
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """A tensor of known global shape, and the chunks of it that the files hold."""
+    """A tensor of known global shape, and the chunks of it that the files hold.
+
+    Args:
+        device: device type of a DTensor's mesh; empty if none is stated.
+    """
 
     dtype: DType
     shape: Index
     chunks: tuple[Chunk, ...]
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,6 @@ class ParsedTree:
         proved: whether the files state how large each tensor is.
         saved_modules: ``modules_to_save`` of PEFT's configuration beside an adapter.
         directory: the directory to which the program saved, if the files state it.
-        device: device type of the mesh of DTensors; empty if no file has DTensors.
     """
 
     root: Any
@@ -78,7 +82,6 @@ class ParsedTree:
     proved: bool = True
     saved_modules: Sequence[str] = ()
     directory: str = ""
-    device: str = ""
     notes: list[str] = field(default_factory=list)
 
 

@@ -399,7 +399,7 @@ def test_a_complex_parameter_has_no_master(target, tmp_path):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_optimizer_that_counts_in_its_group_needs_no_other_count(stage, tmp_path):
-    """Those of timm and pytorch_optimizer do: Adan has the moments of Adam and two more slots."""
+    """Take Adan of timm and pytorch_optimizer, which has the moments of Adam and two more slots."""
     weight = torch.ones(3, 2)
     slots = ("exp_avg", "exp_avg_sq", "exp_avg_diff", "previous_grad")
     optimizer = {

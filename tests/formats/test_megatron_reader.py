@@ -5,7 +5,6 @@ Against every form of every grid they are judged in ``judged/test_megatron_reade
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -52,7 +51,7 @@ from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import covers_experts, find_ranks, list_saving_ranks
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.state_dict.optimizer_state import ParsedOptimizer
-from reshard.tensors.lazy import LazyTensor
+from tests.support.digests import compute_digests
 from tests.support.megatron_values import change
 from tests.support.sample_tensors import built
 
@@ -106,11 +105,7 @@ def _check_bytes(place, layers):
     expected = json.loads((place.parent / "expected.json").read_text())
     with reshard.open(place) as checkpoint:
         manifest = checkpoint.manifest
-        found: dict[str, dict[str, str]] = {}
-        for (kind, fqn), entry in manifest.entries.items():
-            tensor = LazyTensor(entry, checkpoint._pool)[...].contiguous()
-            raw = tensor.view(torch.uint8).numpy().tobytes()
-            found.setdefault(fqn, {})[kind] = hashlib.sha256(raw).hexdigest()[:16]
+        found = compute_digests(checkpoint)
     assert found == expected["tensors"]
     assert set(manifest.train.optimizer_step.values()) == {expected["steps"]}
     assert manifest.train.step == 3

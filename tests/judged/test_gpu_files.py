@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import reshard
 from tests.judged.conftest import KEPT
 from tests.judges import deepspeed_judge
+from tests.support.digests import compute_digest
 
 CASES = sorted(path.name.removesuffix(".tar.xz") for path in (KEPT / "h100").iterdir())
 RESUMED = [  # what is resumed, on how many ranks, at which stage
@@ -33,12 +32,6 @@ def unpacked(tmp_path_factory):
     return place
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """Return 16 digits of the SHA-256 of a tensor's bytes."""
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(raw.tobytes()).hexdigest()[:16]
-
-
 def read_expected(unpacked: Path, case: str):
     return json.loads((unpacked / case / "expected.json").read_text())
 
@@ -46,11 +39,11 @@ def read_expected(unpacked: Path, case: str):
 def assert_state(source: Path, expected) -> None:
     with reshard.open(source) as checkpoint:
         for name, value in expected["weights"].items():
-            assert digest(checkpoint[name][...]) == value, name
+            assert compute_digest(checkpoint[name][...]) == value, name
         for slot, values in expected["slots"].items():
             stored = checkpoint.optimizer(slot)
             assert stored.keys() == values.keys()
-            assert {name: digest(stored[name][...]) for name in values} == values, slot
+            assert {name: compute_digest(stored[name][...]) for name in values} == values, slot
         steps = set(checkpoint.manifest.train.optimizer_step.values())
     assert steps == set(expected["steps"])
 

@@ -248,7 +248,7 @@ OLD = {  # Megatron-DeepSpeed's words -> megatron-core's
 
 
 def test_a_pipeline_of_megatron_deepspeed_is_a_gpt2(tmp_path):
-    """Its names begin with numbers of layers; compare with DeepSpeed's own universal form."""
+    """Compare with DeepSpeed's own universal form, whose names begin with numbers of layers."""
     case = Path(__file__).parents[1] / "data" / "megatron_deepspeed" / "tp2pp2dp2"
     reshard.merge(case / "run", tmp_path / "hf", dtype="fp32")
     held = {}

@@ -10,9 +10,10 @@ Rows that cannot exist in DeepSpeed 0.19.8, with the evidence:
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from tests.judges.device import IS_GPU
 
 Config = dict[str, Any]
 
@@ -460,7 +461,7 @@ CASES: dict[str, Case] = {
         _experts(),
         _checkpointed(),
         _universal(),
-        _fused() if os.environ.get("JUDGE_DEVICE") == "cuda" else (),
+        _fused() if IS_GPU else (),
     )
     for case in rows
 }

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
-DEVICE = (
-    torch.device("cuda", 0) if os.environ.get("JUDGE_DEVICE") == "cuda" else torch.device("cpu")
-)
-IS_GPU = DEVICE.type == "cuda"
+IS_GPU = os.environ.get("JUDGE_DEVICE") == "cuda"
+DEVICE_TYPE = "cuda" if IS_GPU else "cpu"
+DEVICE = "cuda:0" if IS_GPU else "cpu"

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from tests.judges import library_models as models
 from tests.judges import library_state
-from tests.judges.device import DEVICE, IS_GPU
+from tests.judges.device import DEVICE, DEVICE_TYPE, IS_GPU
 from tests.judges.library_cpu import pass_for_gpus
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _run(case: Case, accelerator: Accelerator, ckpt: Path) -> library_state.Stat
         if step == 1 and case.how.get("automatic"):
             accelerator.save_state()
     if case.how.get("scaler"):
-        accelerator.scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
+        accelerator.scaler = torch.amp.GradScaler(DEVICE_TYPE, init_scale=1024.0)
         accelerator.scaler.scale(torch.ones((), device=DEVICE))
     if case.how.get("automatic"):
         accelerator.save_state()

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.judges.device import IS_GPU
+
 MODELS = "tests.judges.library_models"
 IMPORTS: dict[str, tuple[str, ...]] = {
     "accelerate": ("accelerate", "accelerate.utils.fsdp_utils"),
@@ -456,7 +458,7 @@ CASES: dict[str, Case] = {
     )
     for case in rows
 }
-if os.environ.get("JUDGE_DEVICE") == "cuda":  # see tests.judges.device
+if IS_GPU:  # see tests.judges.device
     CASES = {n: replace(case, world=1) if "fsdp2" in n else case for n, case in CASES.items()}
 
 SHARDED_ADAPTERS = [  # case, what a user gives, the adapter, and where PEFT saved it

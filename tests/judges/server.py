@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.judges.device import IS_GPU
 from tests.judges.ranks import RESULT, Job, Report
 from tests.support import forked
 from tests.support.crashed import crashed, warn_of
@@ -224,7 +225,7 @@ def _environment(home: str) -> dict[str, str]:
     GPUs are hidden, because telling accelerate to use the CPU would make it forget DeepSpeed; with
     ``JUDGE_DEVICE=cuda`` they are counted without CUDA, which does not work in a fork otherwise.
     """
-    if os.environ.get("JUDGE_DEVICE") == "cuda":
+    if IS_GPU:
         device = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda"}
     else:
         device = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

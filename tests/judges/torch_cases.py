@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from tests.judges.device import IS_GPU
 
 MODELS = "tests.judges.torch_models"
 LLAMA_LAYER = "LlamaDecoderLayer"
@@ -628,7 +629,7 @@ CASES = {
     )
     for case in cases
 }
-if os.environ.get("JUDGE_DEVICE") == "cuda":  # see tests.judges.device
+if IS_GPU:  # see tests.judges.device
     CASES = {
         name: replace(case, world=1) if case.engine == "fsdp2" else case
         for name, case in CASES.items()

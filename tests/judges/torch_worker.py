@@ -57,7 +57,7 @@ from torch.utils.serialization import config as serialization
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from tests.judges import ranks, torch_models
-from tests.judges.device import DEVICE, IS_GPU
+from tests.judges.device import DEVICE, DEVICE_TYPE, IS_GPU
 from tests.judges.models import ties
 from tests.judges.named_cuda import named_cuda
 from tests.judges.torch_cases import CASES, Case
@@ -131,9 +131,9 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
     shape = (world // 2, 2) if hybrid else (world,)
     where: State = {}
     if setup.mesh:
-        where["device_mesh"] = init_device_mesh(DEVICE.type, shape)
+        where["device_mesh"] = init_device_mesh(DEVICE_TYPE, shape)
     elif hybrid:
-        mesh = init_device_mesh(DEVICE.type, shape)
+        mesh = init_device_mesh(DEVICE_TYPE, shape)
         where["process_group"] = (mesh.get_group(1), mesh.get_group(0))
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return FullyShardedDataParallel(
@@ -142,7 +142,7 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
         auto_wrap_policy=POLICIES[setup.policy],
         mixed_precision=bf16 if setup.mixed else None,
         use_orig_params=setup.orig,
-        device_id=DEVICE,
+        device_id=torch.device(DEVICE),
         **where,
     )
 
@@ -150,17 +150,17 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
 def fsdp2(model: nn.Module, setup: Setup, world: int) -> nn.Module:
     match setup.grid:
         case "flat":
-            mesh = init_device_mesh(DEVICE.type, (world,))
+            mesh = init_device_mesh(DEVICE_TYPE, (world,))
         case "hsdp":
             mesh = init_device_mesh(
-                DEVICE.type, (world // 2, 2), mesh_dim_names=("replica", "shard")
+                DEVICE_TYPE, (world // 2, 2), mesh_dim_names=("replica", "shard")
             )
         case "tensor":
-            grid = init_device_mesh(DEVICE.type, (world // 2, 2), mesh_dim_names=("dp", "tp"))
+            grid = init_device_mesh(DEVICE_TYPE, (world // 2, 2), mesh_dim_names=("dp", "tp"))
             cut_tensors(model, grid["tp"])
             mesh = grid["dp"]
         case "only_tensor":
-            cut_tensors(model, init_device_mesh(DEVICE.type, (world,), mesh_dim_names=("tp",)))
+            cut_tensors(model, init_device_mesh(DEVICE_TYPE, (world,), mesh_dim_names=("tp",)))
             return model
     columns = functools.partial(_by_columns, mesh.size())
     chosen: State = {"shard_placement_fn": columns} if setup.columns else {}

@@ -13,6 +13,7 @@ from reshard.sizing.setup import Cluster, Training, count_accumulation, parse_gp
 from reshard.sizing.share import take_share
 from reshard.sizing.sources import count_parameters, count_shapes, find_model
 from reshard.sizing.strategies import forecast
+from tests.support.model_configs import GPT2_MEDIUM, LLAMA_1B
 
 GB = 10**9
 LLAMA_2_7B = {
@@ -331,23 +332,6 @@ def test_every_family_has_a_formula():
     assert {"llama", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2"} <= set(FORMULAS)
 
 
-LLAMA_1B = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-GPT2_MEDIUM = {
-    "model_type": "gpt2",
-    "vocab_size": 50257,
-    "n_embd": 1024,
-    "n_layer": 24,
-    "n_head": 16,
-    "n_positions": 1024,
-}
 PEAKS = [  # of the backward pass on an H100, in GB: benchmarks/gpu_memory.py
     (LLAMA_1B, "ddp", {"seq_len": 4096}, 24.1),
     (LLAMA_1B, "fsdp", {"seq_len": 2048, "micro_batch": 4}, 28.2),

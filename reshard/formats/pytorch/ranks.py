@@ -14,7 +14,6 @@ from reshard.core.location import list_missing_ranks
 from reshard.errors import FETCH_MISSING, TWO_RUNS, IncompleteError, StaleError
 from reshard.formats.pytorch.directory import RANK, is_of_rank
 from reshard.state_dict import tree
-from reshard.state_dict.sharded_reader import find_mesh_device
 from reshard.state_dict.tree import ParsedTree
 
 _NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
@@ -58,7 +57,6 @@ class OpenedRanks:
             world=len(opened),
             globals=set().union(*(file.globals for file in opened)),
             differing=joined.differing,
-            device=find_mesh_device(opened[0].root) if opened else "",
         )
 
 

@@ -300,7 +300,6 @@ def _add_part(whole: ParsedTree, name: str | None, part: ParsedTree) -> None:
     prefix = () if name is None else (name,)
     whole.differing = [*whole.differing, *((*prefix, *path) for path in part.differing)]
     whole.notes += part.notes
-    whole.device = whole.device or part.device
     whole.proved = whole.proved and part.proved
     whole.ordered = whole.ordered and part.ordered
     whole.plain_is_buffer = whole.plain_is_buffer and part.plain_is_buffer
