@@ -45,10 +45,10 @@ class WeightValues:
 
     @property
     def tile_nbytes(self) -> int:
-        """The size of a row of blocks: their scales are read together."""
+        """The size of a row of blocks, which share scales, or of a transposed matrix."""
         weight = self.weight
         if weight.transposed:
-            return weight.rows * weight.block[1] * weight.dtype.itemsize
+            return weight.rows * weight.columns * weight.dtype.itemsize
         return weight.columns * weight.block[0] * weight.dtype.itemsize
 
     @property

@@ -340,8 +340,8 @@ def test_windows_have_whole_tiles_of_what_is_computed(tiles, limit, sizes):
 
 
 def test_a_large_tile_or_one_of_columns_is_cut():
-    flat, columns = Box((0,), (8 << 20,)), Box((0, 0), (4, 3))
-    for tile, nbytes in ((16 << 20, 16 << 20), ((16 << 20) + 4, 4 << 20)):
+    flat, columns = Box((0,), (32 << 20,)), Box((0, 0), (4, 3))
+    for tile, nbytes in ((64 << 20, 64 << 20), ((64 << 20) + 4, 4 << 20)):
         source = Entry("w", "param", F32, flat.shape, (computed("0", F32, flat, tile),))
         planned = Plan({source.key: source}, single(source), 4 << 20)
         assert {window.nbytes for window in planned} == {nbytes}

@@ -23,7 +23,7 @@ from reshard.engine.planning.extents import Extent, FileIndex, Placement
 from reshard.errors import ReshardError
 
 WINDOW_BYTES = 4 << 20
-_LARGEST_TILE = 16 << 20  # bytes; a larger tile is cut into several windows
+_LARGEST_TILE = 64 << 20  # bytes; a larger tile is cut into several windows
 _KNOWN = 64  # files whose windows are kept; equal parts need a few
 _SMALL = 256 << 10  # bytes; a tensor up to this size is cheap enough to read again for every rank
 
