@@ -10,10 +10,21 @@
 
 #include "../engine/move/values.h"
 
-/* Columns of a row that are widened or multiplied at a time, in the fastest cache. */
+/* Columns of a row that are multiplied at a time, in the fastest cache. */
 #define PART_COLUMNS 2048
-/* Rows that are transposed at a time; a cache line of each is in the fastest cache. */
-#define PART_ROWS 256
+/* Bytes of a line of the cache. */
+#define LINE 64
+
+/* What is inlined is compiled for each level of the processor, and for each of its constant arguments. */
+#ifdef __GNUC__
+#define PREFETCH(address) __builtin_prefetch(address)
+#define PREFETCH_TO_WRITE(address) __builtin_prefetch(address, 1)
+#define INLINED static inline __attribute__((always_inline))
+#else
+#define PREFETCH(address)
+#define PREFETCH_TO_WRITE(address)
+#define INLINED static inline
+#endif
 
 /* Buffers need not be aligned, so elements are copied. */
 static inline uint32_t load(const char *base, Py_ssize_t index) {
@@ -24,21 +35,12 @@ static inline uint32_t load(const char *base, Py_ssize_t index) {
 
 static inline void store(char *base, Py_ssize_t index, uint32_t bits) { memcpy(base + 4 * index, &bits, 4); }
 
-VECTORIZED static void widen_row(const char *values, char *out, Py_ssize_t columns) {
-    for (Py_ssize_t i = 0; i < columns; i++) {
-        uint16_t half;
-        memcpy(&half, values + 2 * i, 2);
-        store(out, i, (uint32_t)half << 16);
-    }
-}
-
-/* Part of a row as float32: where it is, or widened from bfloat16 into a buffer. */
-static inline const char *widen(const char *values, Py_ssize_t at, Py_ssize_t itemsize, char *buffer,
-                                Py_ssize_t columns) {
-    const char *first = values + at * itemsize;
-    if (itemsize == 4) return first;
-    widen_row(first, buffer, columns);
-    return buffer;
+/* A value of a row as the bits of a float32. */
+INLINED uint32_t load_value(const char *values, Py_ssize_t itemsize, Py_ssize_t index) {
+    uint16_t half;
+    if (itemsize == 4) return load(values, index);
+    memcpy(&half, values + 2 * index, 2);
+    return (uint32_t)half << 16;
 }
 
 VECTORIZED static void decode_row(const uint8_t *codes, const char *table, const char *scales,
@@ -72,16 +74,15 @@ static const Format FORMATS[] = {
     {"float8_e4m3fn", 7, 3, 0x7E, 0x80}, {"float8_e5m2", 15, 2, 0x7B, 0x80}, {"e2m1", 1, 1, 7, 8}};
 enum { E2M1 = 2 };
 
-/* Round value / scale to nearest even; what is larger than the largest code, and NaN, becomes it. */
-VECTORIZED static void encode_row(const char *values, const char *scales, uint8_t *codes,
-                                  Py_ssize_t columns, const Format *format) {
+INLINED void encode_values(const char *values, Py_ssize_t itemsize, const char *scales, uint8_t *codes,
+                           Py_ssize_t columns, const Format *format) {
     int32_t shift = 23 - format->mantissa, half = (1 << (shift - 1)) - 1;
     int32_t rebias = (127 - format->bias) << 23, smallest = rebias + (1 << 23);
     int32_t largest = format->largest, sign = format->sign;
     /* Its unit in the last place is the smallest subnormal code, so a sum with it rounds to that. */
     int32_t magic = (127 + 24 - format->bias - format->mantissa) << 23;
     for (Py_ssize_t i = 0; i < columns; i++) {
-        uint32_t bits = bits_of(float_of(load(values, i)) / float_of(load(scales, i)));
+        uint32_t bits = bits_of(float_of(load_value(values, itemsize, i)) / float_of(load(scales, i)));
         int32_t magnitude = magnitude_of(bits);
         int32_t capped = magnitude < 0x7F000000 ? magnitude : 0x7F000000;
         int32_t normal = (capped - rebias + half + (capped >> shift & 1)) >> shift;
@@ -89,6 +90,43 @@ VECTORIZED static void encode_row(const char *values, const char *scales, uint8_
         int32_t made = capped < smallest ? subnormal : normal;
         made = made < largest ? made : largest;
         codes[i] = made | (bits >> 31) * sign;
+    }
+}
+
+/* Round value / scale to nearest even; what is larger than the largest code, and NaN, becomes it. */
+VECTORIZED static void encode_row(const char *values, Py_ssize_t itemsize, const char *scales, uint8_t *codes,
+                                  Py_ssize_t columns, const Format *format) {
+    if (itemsize == 2)
+        encode_values(values, 2, scales, codes, columns, format);
+    else
+        encode_values(values, 4, scales, codes, columns, format);
+}
+
+/* Scales that are exponents of two, as float32. */
+VECTORIZED static void raise_row(const uint8_t *exponents, char *scales, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) store(scales, i, exponents[i] ? (uint32_t)exponents[i] << 23 : 1 << 22);
+}
+
+/* The code of 4 bits of a bfloat16: subtracts the scale from its exponent. */
+INLINED uint16_t encode_half(const char *values, Py_ssize_t index, int16_t exponent) {
+    uint16_t half;
+    memcpy(&half, values + 2 * index, 2);
+    int16_t magnitude = half & 0x7FFF, most = 0x4100 + exponent; /* 8 times the scale */
+    magnitude = magnitude < most ? magnitude : most;
+    magnitude -= exponent;
+    int16_t rounded = magnitude - 0x3F00 + 0x1F + (magnitude >> 6 & 1), normal = rounded >> 6;
+    int16_t subnormal = (magnitude > 0x3E80) + (magnitude >= 0x3F40); /* 0.25 and 0.75 become even codes */
+    int16_t made = magnitude < 0x3F80 ? subnormal : normal;
+    return (made < 7 ? made : 7) | half >> 15 << 3;
+}
+
+/* Encode two rows of bfloat16 to e2m1, with the codes of the second row in the upper halves of the bytes, by
+   integers of 16 bits. The scales are usual: subnormal values become 0. */
+VECTORIZED static void encode_half_rows(const char *values, const char *next, const uint8_t *exponents,
+                                        uint8_t *codes, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        int16_t exponent = (exponents[i] - 127) * 128;
+        codes[i] = encode_half(values, i, exponent) | encode_half(next, i, exponent) << 4;
     }
 }
 
@@ -100,13 +138,33 @@ VECTORIZED static void largest_row(const char *values, char *line, Py_ssize_t co
     }
 }
 
-VECTORIZED static void compare_row(const char *values, const char *others, char *line,
-                                   Py_ssize_t columns) {
+/* The same for values in bfloat16. */
+VECTORIZED static void largest_half_row(const char *values, int16_t *line, Py_ssize_t columns) {
     for (Py_ssize_t i = 0; i < columns; i++) {
-        uint32_t value = load(values, i), other = load(others, i);
+        uint16_t half;
+        memcpy(&half, values + 2 * i, 2);
+        int16_t before = line[i], magnitude = half & 0x7FFF;
+        line[i] = before > magnitude ? before : magnitude;
+    }
+}
+
+INLINED void compare_values(const char *values, Py_ssize_t itemsize, const char *others, Py_ssize_t other_itemsize,
+                            char *line, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        uint32_t value = load_value(values, itemsize, i), other = load_value(others, other_itemsize, i);
         uint32_t is_same = value == other, is_rounded = value == to_bfloat16(other) << 16;
         store(line, i, load(line, i) & (is_same | is_rounded << 1));
     }
+}
+
+VECTORIZED static void compare_row(const char *values, Py_ssize_t itemsize, const char *others,
+                                   Py_ssize_t other_itemsize, char *line, Py_ssize_t columns) {
+    if (itemsize == 2)
+        compare_values(values, 2, others, 4, line, columns);
+    else if (other_itemsize == 2)
+        compare_values(values, 4, others, 2, line, columns);
+    else
+        compare_values(values, 4, others, 4, line, columns);
 }
 
 /* The same for values in bfloat16, of which only NaN is rounded to other bits. */
@@ -130,35 +188,46 @@ static inline void shuffle(const uint8_t *in, uint8_t *out) {
     }
 }
 
-/* Four shuffles swap the row and the column in the index of a matrix of 16 x 16. They are slower with
-   AVX-512. Blocks below one another are next to one another in `out`, in one line of the cache and in one
-   page of memory, where a row of blocks would be in as many as it has columns. */
-UP_TO_AVX2 static void transpose_blocks(const uint8_t *in, Py_ssize_t rows, Py_ssize_t columns, uint8_t *out,
-                                        Py_ssize_t width) {
+/* Transpose a block of 16 x 16: four shuffles swap the row and the column in the index of an element. */
+static inline void transpose_block(const uint8_t *in, Py_ssize_t stride, uint8_t *out, Py_ssize_t width) {
     uint8_t block[256], other[256];
-    for (Py_ssize_t column = 0; column + 16 <= columns; column += 16)
-        for (Py_ssize_t row = 0; row < rows; row += 16) {
-            for (int i = 0; i < 16; i++) memcpy(block + 16 * i, in + (row + i) * columns + column, 16);
-            shuffle(block, other);
-            shuffle(other, block);
-            shuffle(block, other);
-            shuffle(other, block);
-            for (int i = 0; i < 16; i++) memcpy(out + (column + i) * width + row, block + 16 * i, 16);
-        }
+    for (int i = 0; i < 16; i++) memcpy(block + 16 * i, in + i * stride, 16);
+    shuffle(block, other);
+    shuffle(other, block);
+    shuffle(block, other);
+    shuffle(other, block);
+    for (int i = 0; i < 16; i++) memcpy(out + i * width, block + 16 * i, 16);
 }
 
-static void transpose_bytes(const uint8_t *in, Py_ssize_t rows, Py_ssize_t columns, uint8_t *out,
-                            Py_ssize_t width) {
-    Py_ssize_t row = 0, even = rows - rows % 16;
-    while (row < even) {
-        Py_ssize_t count = even - row < PART_ROWS ? even - row : PART_ROWS;
-        transpose_blocks(in + row * columns, count, columns, out + row, width);
-        for (Py_ssize_t column = columns - columns % 16; column < columns; column++)
-            for (Py_ssize_t i = row; i < row + count; i++) out[column * width + i] = in[i * columns + column];
-        row += count;
+/* Transpose up to LINE columns, which a row has in two lines of the cache. The rows are in other pages of
+   memory, so the processor does not fetch them by itself. Vectors of more than 16 bytes are slower. */
+static void transpose_strip(const uint8_t *in, Py_ssize_t rows, Py_ssize_t columns, Py_ssize_t stride,
+                            uint8_t *out, Py_ssize_t width) {
+    Py_ssize_t row = 0, column;
+    for (; row + 16 <= rows; row += 16) {
+        for (Py_ssize_t next = row + 32; next < row + 48 && next < rows; next++) {
+            PREFETCH(in + next * stride);
+            PREFETCH(in + next * stride + columns - 1);
+        }
+        for (column = 0; column + 16 <= columns; column += 16)
+            transpose_block(in + row * stride + column, stride, out + column * width + row, width);
+        for (; column < columns; column++)
+            for (Py_ssize_t i = row; i < row + 16; i++) out[column * width + i] = in[i * stride + column];
     }
     for (; row < rows; row++)
-        for (Py_ssize_t column = 0; column < columns; column++) out[column * width + row] = in[row * columns + column];
+        for (column = 0; column < columns; column++) out[column * width + row] = in[row * stride + column];
+}
+
+/* Write columns of a matrix, whose rows begin `stride` bytes apart, into rows that begin `width` bytes apart. */
+static void transpose_bytes(const uint8_t *in, Py_ssize_t rows, Py_ssize_t columns, Py_ssize_t stride,
+                            uint8_t *out, Py_ssize_t width) {
+    for (Py_ssize_t column = 0, next; column < columns; column = next) {
+        next = columns - column < LINE ? columns : column + LINE;
+        /* The processor fetches the rest of long rows by itself. */
+        for (Py_ssize_t row = next; row < next + LINE && row < columns; row++)
+            for (Py_ssize_t i = 0; i < rows && i <= 2 * LINE; i += LINE) PREFETCH_TO_WRITE(out + row * width + i);
+        transpose_strip(in + column, rows, next - column, stride, out + column * width, width);
+    }
 }
 
 /* The bits as float32 of an e2m1 code without its sign: 0, 0.5, 1, 1.5, 2, 3, 4, 6. */
@@ -166,10 +235,11 @@ static inline uint32_t bits_of_e2m1(uint32_t code) {
     return code > 1 ? (code + 252) << 22 : -(code & 1) & 0x3F000000;
 }
 
-/* Whether the products of all e2m1 codes and these scales, which are exponents of two, are normal numbers. */
+/* Whether scales, which are exponents of two, are in the range in which the products of all e2m1 codes are
+   normal numbers, and a quarter of the scale is one. */
 VECTORIZED static int are_usual(const uint8_t *scales, Py_ssize_t count) {
     uint8_t others = 0;
-    for (Py_ssize_t i = 0; i < count; i++) others |= (uint8_t)(scales[i] - 2) > 250;
+    for (Py_ssize_t i = 0; i < count; i++) others |= (uint8_t)(scales[i] - 3) > 249;
     return !others;
 }
 
@@ -198,6 +268,10 @@ VECTORIZED static void decode_usual_column(const uint8_t *codes, const uint8_t *
     }
 }
 
+static void decode_pairs(const uint8_t *codes, const uint8_t *scales, char *out, Py_ssize_t rows, int shift) {
+    (are_usual(scales, rows) ? decode_usual_column : decode_column)(codes, scales, out, rows, shift);
+}
+
 /* Return whether buffers have the sizes of `rows` rows of `columns` elements, and their lines. */
 static int check(int is_right) {
     if (!is_right) PyErr_SetString(PyExc_ValueError, "the buffers do not have the size of the matrix");
@@ -206,10 +280,12 @@ static int check(int is_right) {
 
 static Py_ssize_t count_lines(Py_ssize_t rows, Py_ssize_t high) { return rows / high + (rows % high != 0); }
 
-/* Whether `size` values are whole rows of `columns`, and a line is as long as a row of blocks. */
-static int is_matrix(Py_ssize_t size, Py_ssize_t line_bytes, Py_ssize_t columns, Py_ssize_t high) {
-    return columns > 0 && high > 0 && size % columns == 0 && line_bytes % 4 == 0 &&
-           line_bytes / 4 % columns == 0 && line_bytes / 4 / columns == count_lines(size / columns, high);
+/* Whether `size` values are whole rows of `columns`, and there are elements of the lines for them. */
+static int is_matrix(Py_ssize_t size, Py_ssize_t line_bytes, Py_ssize_t itemsize, Py_ssize_t columns,
+                     Py_ssize_t high) {
+    return columns > 0 && high > 0 && size % columns == 0 && line_bytes % itemsize == 0 &&
+           line_bytes / itemsize % columns == 0 &&
+           line_bytes / itemsize / columns == count_lines(size / columns, high);
 }
 
 /* Whether a buffer has `size` values of float32 or bfloat16. */
@@ -254,7 +330,7 @@ static PyObject *decode(PyObject *module, PyObject *args) {
     const char *dtype;
     if (!PyArg_ParseTuple(args, "y*y*y*w*nns", &codes, &table, &scales, &out, &columns, &high, &dtype))
         return NULL;
-    int is_right = check(is_matrix(codes.len, scales.len, columns, high) && table.len == 1024 &&
+    int is_right = check(is_matrix(codes.len, scales.len, 4, columns, high) && table.len == 1024 &&
                          out.len % 4 == 0 && out.len / 4 == codes.len);
     if (is_right) {
         Decoder decoder = {table.buf, !strcmp(dtype, "float8_e4m3fn")};
@@ -282,15 +358,13 @@ static PyObject *encode(PyObject *module, PyObject *args) {
         return NULL;
     size_t number = 0, known = sizeof FORMATS / sizeof *FORMATS;
     while (number < known && strcmp(FORMATS[number].name, name)) number++;
-    int is_right = check(number < known && is_matrix(codes.len, scales.len, columns, high) &&
+    int is_right = check(number < known && is_matrix(codes.len, scales.len, 4, columns, high) &&
                          has_values(&values, itemsize, codes.len));
     if (is_right) {
-        char wide[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
         for (Part part = {0}; take_part(&part, codes.len, columns, high);) {
-            encode_row(widen(values.buf, part.at, itemsize, wide, part.count),
-                       (char *)scales.buf + part.line * 4, (uint8_t *)codes.buf + part.at, part.count,
-                       &FORMATS[number]);
+            encode_row((char *)values.buf + itemsize * part.at, itemsize, (char *)scales.buf + part.line * 4,
+                       (uint8_t *)codes.buf + part.at, part.count, &FORMATS[number]);
         }
         Py_END_ALLOW_THREADS
     }
@@ -301,35 +375,38 @@ static PyObject *encode(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Pack codes of 4 bits of one row into the upper halves of bytes that have those of another row. */
-VECTORIZED static void pack_row(uint8_t *codes, const uint8_t *upper, Py_ssize_t columns) {
-    for (Py_ssize_t i = 0; i < columns; i++) codes[i] |= upper[i] << 4;
-}
-
-/* encode_pairs(values, itemsize, scales, codes, columns, high): like `encode` to e2m1, with the codes of two
-   rows in each row of bytes; `high` is even */
+/* encode_pairs(values, itemsize, exponents, codes, columns, high): like `encode` to e2m1, with the codes of two
+   rows in each row of bytes; `high` is even, and the scales are exponents of two */
 static PyObject *encode_pairs(PyObject *module, PyObject *args) {
-    Py_buffer values, scales, codes;
+    Py_buffer values, exponents, codes;
     Py_ssize_t itemsize, columns, high;
-    if (!PyArg_ParseTuple(args, "y*ny*w*nn", &values, &itemsize, &scales, &codes, &columns, &high)) return NULL;
+    if (!PyArg_ParseTuple(args, "y*ny*w*nn", &values, &itemsize, &exponents, &codes, &columns, &high)) return NULL;
     Py_ssize_t size = itemsize > 0 ? values.len / itemsize : 0;
     int is_right = check(high % 2 == 0 && size % 2 == 0 && codes.len == size / 2 && has_values(&values, itemsize, size) &&
-                         is_matrix(size, scales.len, columns, high) && codes.len % columns == 0);
+                         is_matrix(size, exponents.len, 1, columns, high) && codes.len % columns == 0);
     if (is_right) {
-        char wide[4 * PART_COLUMNS];
+        char scales[4 * PART_COLUMNS];
         uint8_t upper[PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
         for (Part part = {0}; take_part(&part, size, columns, high);) {
             Py_ssize_t row = part.at / columns, column = part.at % columns;
+            if (row % 2) continue; /* encoded with the row before */
+            const char *value = (char *)values.buf + itemsize * part.at, *next = value + itemsize * columns;
+            const uint8_t *exponent = (uint8_t *)exponents.buf + part.line;
             uint8_t *packed = (uint8_t *)codes.buf + row / 2 * columns + column;
-            encode_row(widen(values.buf, part.at, itemsize, wide, part.count), (char *)scales.buf + part.line * 4,
-                       row % 2 ? upper : packed, part.count, &FORMATS[E2M1]);
-            if (row % 2) pack_row(packed, upper, part.count);
+            if (itemsize == 2 && are_usual(exponent, part.count)) {
+                encode_half_rows(value, next, exponent, packed, part.count);
+                continue;
+            }
+            raise_row(exponent, scales, part.count);
+            encode_row(value, itemsize, scales, packed, part.count, &FORMATS[E2M1]);
+            encode_row(next, itemsize, scales, upper, part.count, &FORMATS[E2M1]);
+            for (Py_ssize_t i = 0; i < part.count; i++) packed[i] |= upper[i] << 4;
         }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&values);
-    PyBuffer_Release(&scales);
+    PyBuffer_Release(&exponents);
     PyBuffer_Release(&codes);
     if (!is_right) return NULL;
     Py_RETURN_NONE;
@@ -341,14 +418,27 @@ static PyObject *find_largest(PyObject *module, PyObject *args) {
     Py_ssize_t itemsize, columns, high;
     if (!PyArg_ParseTuple(args, "y*nw*nn", &values, &itemsize, &lines, &columns, &high)) return NULL;
     Py_ssize_t size = itemsize > 0 ? values.len / itemsize : 0;
-    int is_right = check(has_values(&values, itemsize, size) && is_matrix(size, lines.len, columns, high));
+    int is_right = check(has_values(&values, itemsize, size) && is_matrix(size, lines.len, 4, columns, high));
     if (is_right) {
-        char wide[4 * PART_COLUMNS];
+        int16_t halves[PART_COLUMNS];
+        Py_ssize_t rows = size / columns;
         Py_BEGIN_ALLOW_THREADS
         memset(lines.buf, 0, lines.len);
-        for (Part part = {0}; take_part(&part, size, columns, high);) {
-            largest_row(widen(values.buf, part.at, itemsize, wide, part.count),
-                        (char *)lines.buf + part.line * 4, part.count);
+        for (Py_ssize_t first = 0; first < rows; first += high) {
+            Py_ssize_t last = rows - first < high ? rows : first + high;
+            for (Py_ssize_t column = 0, count; column < columns; column += count) {
+                count = columns - column < PART_COLUMNS ? columns - column : PART_COLUMNS;
+                char *line = (char *)lines.buf + (first / high * columns + column) * 4;
+                const char *value = (char *)values.buf + column * itemsize;
+                if (itemsize == 4) {
+                    for (Py_ssize_t row = first; row < last; row++) largest_row(value + row * columns * 4, line, count);
+                    continue;
+                }
+                memset(halves, 0, sizeof halves);
+                for (Py_ssize_t row = first; row < last; row++)
+                    largest_half_row(value + row * columns * 2, halves, count);
+                for (Py_ssize_t i = 0; i < count; i++) store(line, i, (uint32_t)halves[i] << 16);
+            }
         }
         Py_END_ALLOW_THREADS
     }
@@ -368,19 +458,18 @@ static PyObject *compare(PyObject *module, PyObject *args) {
         return NULL;
     Py_ssize_t size = itemsize > 0 ? values.len / itemsize : 0;
     int is_right = check(has_values(&values, itemsize, size) && has_values(&others, other_itemsize, size) &&
-                         is_matrix(size, lines.len, columns, high));
+                         is_matrix(size, lines.len, 4, columns, high));
     if (is_right) {
-        char wide[4 * PART_COLUMNS], other[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
         for (Part part = {0}; take_part(&part, size, columns, high);) {
             char *line = (char *)lines.buf + part.line * 4;
+            const char *value = (char *)values.buf + itemsize * part.at;
+            const char *other = (char *)others.buf + other_itemsize * part.at;
             if (itemsize == 2 && other_itemsize == 2)
-                compare_halves_row((char *)values.buf + 2 * part.at, (char *)others.buf + 2 * part.at, line,
-                                   part.count);
+                compare_halves_row(value, other, line, part.count);
             else
-                compare_row(widen(values.buf, part.at, itemsize, wide, part.count),
-                            widen(others.buf, part.at, other_itemsize, other, part.count), line, part.count);
+                compare_row(value, itemsize, other, other_itemsize, line, part.count);
         }
         Py_END_ALLOW_THREADS
     }
@@ -400,17 +489,17 @@ static PyObject *compare_codes(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "y*ny*y*y*w*nns", &values, &itemsize, &codes, &table, &scales, &lines,
                           &columns, &high, &dtype))
         return NULL;
-    int is_right = check(is_matrix(codes.len, lines.len, columns, high) && scales.len == lines.len &&
+    int is_right = check(is_matrix(codes.len, lines.len, 4, columns, high) && scales.len == lines.len &&
                          table.len == 1024 && has_values(&values, itemsize, codes.len));
     if (is_right) {
         Decoder decoder = {table.buf, !strcmp(dtype, "float8_e4m3fn")};
-        char wide[4 * PART_COLUMNS], products[4 * PART_COLUMNS];
+        char products[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
         for (Part part = {0}; take_part(&part, codes.len, columns, high);) {
             decode_part(&decoder, (uint8_t *)codes.buf + part.at, (char *)scales.buf + part.line * 4,
                         products, part.count);
-            compare_row(widen(values.buf, part.at, itemsize, wide, part.count), products,
+            compare_row((char *)values.buf + itemsize * part.at, itemsize, products, 4,
                         (char *)lines.buf + part.line * 4, part.count);
         }
         Py_END_ALLOW_THREADS
@@ -424,16 +513,55 @@ static PyObject *compare_codes(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* transpose(matrix, out, columns, at): element `at` + i of each row of `out` is of row i of the matrix */
+/* compare_columns(values, itemsize, codes, exponents, lines, columns, high): compares values with the products of
+   transposed codes of 4 bits and scales, like `compare`; two rows of values have their codes in a row of bytes */
+static PyObject *compare_columns(PyObject *module, PyObject *args) {
+    Py_buffer values, codes, exponents, lines;
+    Py_ssize_t itemsize, columns, high;
+    if (!PyArg_ParseTuple(args, "y*ny*y*w*nn", &values, &itemsize, &codes, &exponents, &lines, &columns, &high))
+        return NULL;
+    Py_ssize_t size = itemsize > 0 ? values.len / itemsize : 0;
+    int is_right = check(has_values(&values, itemsize, size) && codes.len == size / 2 &&
+                         is_matrix(size, exponents.len, 1, columns, high) && codes.len % columns == 0 &&
+                         lines.len == 4 * exponents.len);
+    if (is_right) {
+        char products[2 * PART_COLUMNS];
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < lines.len / 4; i++) store(lines.buf, i, 3);
+        for (Part part = {0}; take_part(&part, size, columns, high);) {
+            Py_ssize_t row = part.at / columns, column = part.at % columns;
+            const char *value = (char *)values.buf + itemsize * part.at;
+            char *line = (char *)lines.buf + 4 * part.line;
+            decode_pairs((uint8_t *)codes.buf + row / 2 * columns + column, (uint8_t *)exponents.buf + part.line,
+                         products, part.count, row % 2 * 4);
+            if (itemsize == 2)
+                compare_halves_row(value, products, line, part.count);
+            else
+                compare_row(value, itemsize, products, 2, line, part.count);
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&exponents);
+    PyBuffer_Release(&lines);
+    if (!is_right) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* transpose(matrix, columns, first, out, width, at): columns of a matrix, from the first on, fill the rows of
+   `out` from an element on */
 static PyObject *transpose(PyObject *module, PyObject *args) {
     Py_buffer matrix, out;
-    Py_ssize_t columns, at;
-    if (!PyArg_ParseTuple(args, "y*w*nn", &matrix, &out, &columns, &at)) return NULL;
-    int is_right = check(columns > 0 && matrix.len % columns == 0 && out.len % columns == 0 && at >= 0 &&
-                         at <= out.len / columns && matrix.len / columns <= out.len / columns - at);
+    Py_ssize_t columns, first, width, at;
+    if (!PyArg_ParseTuple(args, "y*nnw*nn", &matrix, &columns, &first, &out, &width, &at)) return NULL;
+    Py_ssize_t rows = columns > 0 ? matrix.len / columns : 0, count = width > 0 ? out.len / width : 0;
+    int is_right = check(columns > 0 && width > 0 && matrix.len == rows * columns && out.len == count * width &&
+                         first >= 0 && first <= columns && count <= columns - first && at >= 0 && at <= width &&
+                         rows <= width - at);
     if (is_right) {
         Py_BEGIN_ALLOW_THREADS
-        transpose_bytes(matrix.buf, matrix.len / columns, columns, (uint8_t *)out.buf + at, out.len / columns);
+        transpose_bytes((uint8_t *)matrix.buf + first, rows, count, columns, (uint8_t *)out.buf + at, width);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&matrix);
@@ -462,10 +590,9 @@ static PyObject *decode_columns(PyObject *module, PyObject *args) {
         Py_ssize_t count = height - row < width - at ? height - row : width - at;
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < columns; i++) {
-            const uint8_t *own = (uint8_t *)scales.buf + (column + i) / group * height + row;
-            (are_usual(own, count) ? decode_usual_column : decode_column)(
-                (uint8_t *)codes.buf + (column + i) / 2 * height + row, own,
-                (char *)out.buf + 2 * (i * width + at), count, (column + i) % 2 * 4);
+            decode_pairs((uint8_t *)codes.buf + (column + i) / 2 * height + row,
+                         (uint8_t *)scales.buf + (column + i) / group * height + row,
+                         (char *)out.buf + 2 * (i * width + at), count, (column + i) % 2 * 4);
         }
         Py_END_ALLOW_THREADS
     }
@@ -482,6 +609,7 @@ static PyMethodDef methods[] = {{"decode", decode, METH_VARARGS, NULL},
                                 {"find_largest", find_largest, METH_VARARGS, NULL},
                                 {"compare", compare, METH_VARARGS, NULL},
                                 {"compare_codes", compare_codes, METH_VARARGS, NULL},
+                                {"compare_columns", compare_columns, METH_VARARGS, NULL},
                                 {"transpose", transpose, METH_VARARGS, NULL},
                                 {"decode_columns", decode_columns, METH_VARARGS, NULL},
                                 {NULL, NULL, 0, NULL}};

@@ -21,7 +21,13 @@ def encode(
     /,
 ) -> None: ...
 def encode_pairs(
-    values: Buffer, itemsize: int, scales: Buffer, codes: Buffer, columns: int, high: int, /
+    values: Buffer,
+    itemsize: int,
+    exponents: Buffer,
+    codes: Buffer,
+    columns: int,
+    high: int,
+    /,
 ) -> None: ...
 def find_largest(
     values: Buffer, itemsize: int, lines: Buffer, columns: int, high: int, /
@@ -48,7 +54,19 @@ def compare_codes(
     dtype: str,
     /,
 ) -> None: ...
-def transpose(matrix: Buffer, out: Buffer, columns: int, at: int, /) -> None: ...
+def compare_columns(
+    values: Buffer,
+    itemsize: int,
+    codes: Buffer,
+    exponents: Buffer,
+    lines: Buffer,
+    columns: int,
+    high: int,
+    /,
+) -> None: ...
+def transpose(
+    matrix: Buffer, columns: int, first: int, out: Buffer, width: int, at: int, /
+) -> None: ...
 def decode_columns(
     codes: Buffer,
     scales: Buffer,

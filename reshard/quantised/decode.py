@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8, DType
 from reshard.errors import CorruptError
 from reshard.quantised import loops
@@ -36,7 +35,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0
 NAN_EXPONENT = 255
 """A scale that is stored as an exponent of two and is not a number."""
 _BLOCK = 1 << 18  # values; a block stays in the cache
-_READ_ROWS = 256  # of a matrix that is transposed, as many as `_codes.c` takes at a time
+_STRIP_BLOCKS = 4  # of 32 columns, whose codes fill a line of the cache
 _KEPT = 16 << 20  # bytes; an expert of GPT-OSS has 8 MiB
 
 
@@ -147,19 +146,42 @@ def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], 
     row, column = origin
     rows, columns = out.shape
     first = (matrix * weight.rows + row) * weight.columns + column
-    scales = _read_scales(pool, weight, matrix, row, rows)
-    lines, high = _spread(scales, weight.block[1], column, columns), rows // len(scales)
+    lines = _take_lines(pool, weight, matrix, (row, column), out.shape)
+    high = rows // len(lines)
     if weight.packed:
         start, stop = first // 2, -(-(first + rows * columns) // 2)
-        raw = np.frombuffer(_read(pool, weight.codes, start, stop - start), np.uint8)
+        raw = _read_codes(pool, "block", weight, start, stop - start)
         values = _build_pair_table()[raw].view(np.float32)[first % 2 :][: rows * columns]
         out[...] = values.reshape(rows, columns)
         loops.multiply(out, lines, high)
     else:
-        raw = np.frombuffer(_read(pool, weight.codes, first, rows * columns), np.uint8)
+        raw = _read_codes(pool, "block", weight, first, rows * columns)
         dtype = weight.codes.dtype
         table = decode_table(dtype)
         loops.decode(raw.reshape(rows, columns), table, lines, high, out, dtype.name)
+
+
+def _take_lines(
+    pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], shape: tuple[int, ...]
+) -> Array:
+    """Return the scale of each column of a block of a matrix: one line for each row of blocks.
+
+    If a line is that of several rows, lines of many rows are read together and kept.
+    """
+    (row, column), (rows, columns), own = origin, shape, pool.kept
+    high, width = weight.block
+    step = _BLOCK // weight.columns * high
+    if high == 1 or not step:
+        return _spread(_read_scales(pool, weight, matrix, row, rows), width, column, columns)
+    start = row - row % step
+    key = weight, matrix, start
+    if getattr(own, "lined_rows", None) != key:
+        own.lined_rows = None  # what is kept counts no longer if this read fails
+        scales = _read_scales(pool, weight, matrix, start, min(step, weight.rows - start))
+        own.lines = _spread(scales, width, 0, weight.columns)
+        own.lined_rows = key
+    line = (row - start) // high
+    return np.ascontiguousarray(own.lines[line : line + 1, column : column + columns])
 
 
 def _spread(scales: Array, width: int, column: int, columns: int) -> Array:
@@ -169,9 +191,16 @@ def _spread(scales: Array, width: int, column: int, columns: int) -> Array:
     return np.ascontiguousarray(wide[:, column - first * width :][:, :columns])
 
 
-def _read(pool: Reader, chunk: Chunk, first: int, count: int) -> bytes | bytearray:
-    size = chunk.dtype.itemsize
-    return pool.read(chunk.file, chunk.byte_offset + first * size, count * size)
+def _read_codes(pool: Reader, slot: str, weight: Scaled, first: int, count: int) -> Array:
+    """Return bytes of codes, in memory that a slot of the pool keeps for the next ones."""
+    codes: Array | None = getattr(pool.kept, slot, None)
+    if codes is None or codes.size < count:
+        codes = None  # frees the memory before the new codes need some
+        setattr(pool.kept, slot, None)
+        codes = np.empty(count, np.uint8)
+        setattr(pool.kept, slot, codes)
+    pool.read_into(weight.codes.file, weight.codes.byte_offset + first, codes[:count].data)
+    return codes[:count]
 
 
 def _read_scales(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int) -> Array:
@@ -208,11 +237,28 @@ def _read_exponents(pool: Reader, weight: Scaled, matrix: int, row: int, rows: i
     Raises:
         CorruptError: a scale is not a number.
     """
-    at, raw = _read_stored_scales(pool, weight, matrix, row, rows)
-    bad = raw.find(NAN_EXPONENT)
-    if bad >= 0:
-        raise _explain_scale(weight, np.nan, at + bad)
-    return np.frombuffer(raw, np.uint8).reshape(rows, -1)
+    _, raw = _read_stored_scales(pool, weight, matrix, row, rows)
+    exponents = np.frombuffer(raw, np.uint8).reshape(rows, -1)
+    check_exponents(weight, exponents, matrix, row)
+    return exponents
+
+
+def check_exponents(weight: Scaled, exponents: Array, matrix: int, row: int) -> None:
+    """Check that scales that are stored as exponents of two are numbers.
+
+    Args:
+        weight: the weight, in which each row has scales of its own.
+        exponents: the scales of some rows.
+        matrix: the number of the matrix.
+        row: the first row.
+
+    Raises:
+        CorruptError: a scale is not a number.
+    """
+    bad = exponents.reshape(-1) == NAN_EXPONENT
+    if bad.any():
+        at = (matrix * weight.rows + row) * weight.grid[1] + int(bad.argmax())
+        raise _explain_scale(weight, np.nan, at)
 
 
 def _read_stored_scales(
@@ -222,7 +268,9 @@ def _read_stored_scales(
     high, (down, across) = weight.block[0], weight.grid
     first, last = row // high, (row + rows - 1) // high
     at = ((0 if weight.shared else matrix * down) + first) * across
-    return at, _read(pool, weight.scales, at, (last - first + 1) * across)
+    size, stored = weight.scales.dtype.itemsize, weight.scales
+    nbytes = (last - first + 1) * across * size
+    return at, pool.read(stored.file, stored.byte_offset + at * size, nbytes)
 
 
 def _explain_scale(weight: Scaled, value: float, at: int) -> CorruptError:
@@ -254,12 +302,16 @@ def _transpose(
 
     Bytes are transposed instead of values, which have eight times their size.
     """
-    (row, column), rows = origin, out.shape[1]
-    step = _count_kept_rows(weight)
+    (row, column), (columns, rows) = origin, out.shape
+    step, wide = _count_kept_rows(weight), weight.block[1] * _STRIP_BLOCKS
     for start in range(row - row % step, row + rows, step):
-        codes, scales = _read_columns(pool, weight, matrix, start, step)
-        first = max(row - start, 0), column
-        loops.decode_columns(codes, scales, build_products(), first, max(start - row, 0), out)
+        for first in range(column - column % wide, column + columns, wide):
+            codes, scales = _take_strip(pool, weight, matrix, start, first)
+            inside = max(row - start, 0), max(column - first, 0)
+            piece = out[max(first - column, 0) : first + wide - column]
+            loops.decode_columns(
+                codes, scales, build_products(), inside, max(start - row, 0), piece
+            )
 
 
 @cache
@@ -276,30 +328,30 @@ def _count_kept_rows(weight: Scaled) -> int:
     return max(min(weight.rows, 2 * _KEPT // weight.columns), 1)
 
 
-def _read_columns(
-    pool: Reader, weight: Scaled, matrix: int, row: int, rows: int
+def _take_strip(
+    pool: Reader, weight: Scaled, matrix: int, row: int, column: int
 ) -> tuple[Array, Array]:
-    """Return the transposed codes and scales of some rows, and keep them for the next call."""
+    """Return the transposed codes and scales of a strip, and keep them for the next call.
+
+    Args:
+        pool: the open files; it also keeps the stored codes of the rows.
+        weight: where codes and scales are stored, and how.
+        matrix: the number of the matrix.
+        row: the first of the rows that are read together.
+        column: the first column of the strip.
+    """
     own, key = pool.kept, (weight, matrix, row)
     if getattr(own, "rows", None) != key:
-        own.rows = own.columns = None  # frees the memory before the new columns need some
-        rows = min(rows, weight.rows - row)
-        own.columns = _transpose_bytes(pool, weight, matrix, row, rows)
+        own.rows = own.strip = None  # what is kept counts no longer if this read fails
+        rows = min(_count_kept_rows(weight), weight.rows - row)
+        nbytes = weight.columns // 2  # of a row
+        codes = _read_codes(
+            pool, "matrix", weight, (matrix * weight.rows + row) * nbytes, rows * nbytes
+        )
+        own.codes = codes.reshape(rows, nbytes)
+        own.scales = loops.transpose(_read_exponents(pool, weight, matrix, row, rows))
         own.rows = key
-    columns: tuple[Array, Array] = own.columns
-    return columns
-
-
-def _transpose_bytes(
-    pool: Reader, weight: Scaled, matrix: int, row: int, rows: int
-) -> tuple[Array, Array]:
-    width = weight.columns // 2  # bytes
-    codes = np.empty((width, rows), np.uint8)
-    scales = np.empty((weight.grid[1], rows), np.uint8)
-    for start in range(0, rows, _READ_ROWS):
-        count = min(_READ_ROWS, rows - start)
-        raw = _read(pool, weight.codes, (matrix * weight.rows + row + start) * width, count * width)
-        loops.transpose_into(np.frombuffer(raw, np.uint8).reshape(count, width), codes, start)
-        exponents = _read_exponents(pool, weight, matrix, row + start, count)
-        loops.transpose_into(exponents, scales, start)
-    return codes, scales
+    width, first = weight.block[1], column // weight.block[1]
+    if own.strip is None or own.strip[0] != column:
+        own.strip = column, loops.transpose(own.codes, column // 2, width * _STRIP_BLOCKS // 2)
+    return own.strip[1], own.scales[first : first + _STRIP_BLOCKS]

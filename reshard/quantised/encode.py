@@ -29,7 +29,7 @@ from reshard.core.dtypes import (
     round_to_bfloat16,
 )
 from reshard.quantised import loops
-from reshard.quantised.decode import decode_e2m1, decode_scales, decode_table
+from reshard.quantised.decode import build_products, decode_e2m1, decode_scales, decode_table
 from reshard.quantised.scaled import Scaled
 
 Array = NDArray[Any]
@@ -72,6 +72,20 @@ def compare_codes(values: Array, codes: Array, scales: Array, high: int, weight:
     return _find_same(compared, weight)
 
 
+def compare_columns(values: Array, codes: Array, scales: Array, weight: Scaled) -> Array:
+    """Return for each block whether it has the values of transposed codes, like `compare`.
+
+    Args:
+        values: whole rows of blocks.
+        codes: the transposed codes: a row of bytes for each two rows of values.
+        scales: the transposed scales: a row for each row of blocks; rows behind these are ignored.
+        weight: where codes and scales are stored, and how.
+    """
+    high = weight.value_block[0]
+    scales = scales[: -(-len(values) // high)]
+    return _find_same(loops.compare_columns(values, codes, scales, build_products(), high), weight)
+
+
 def _find_same(compared: Array, weight: Scaled) -> Array:
     """Return which blocks are the same, from the lines of bits of `loops.compare`."""
     bits = _reduce_columns(np.bitwise_and, compared, weight.value_block[1])
@@ -98,20 +112,24 @@ def choose_scales(values: Array, amax: Array, weight: Scaled) -> Array:
         ratio: Array = amax / largest
     dtype = weight.scales.dtype
     if dtype in _POWERS:
-        exponents = ((ratio.view(np.uint32) + 0x7FFFFF) >> 23).astype(np.uint8)
-        # A block of zeros: transformers writes 1, triton_kernels 2 ** -127.
-        return np.where(ratio == 0, np.uint8(0 if weight.packed else 127), exponents)
+        bits = ratio.view(np.uint32)
+        bits += 0x7FFFFF  # the power of two that is not smaller has the next exponent
+        bits >>= 23
+        exponents = bits.astype(np.uint8)
+        # A block of zeros: triton_kernels writes 2 ** -127, transformers 1.
+        return exponents if weight.packed else np.where(exponents == 0, np.uint8(127), exponents)
     ratio[ratio == 0] = 1
     return _find_exact(values, weight, ratio) if dtype == FLOAT32 else _round(ratio, dtype)
 
 
 def encode(values: Array, stored_scales: Array, weight: Scaled) -> Array:
     """Return the codes of values as bytes."""
-    scales = decode_stored(stored_scales, weight.scales.dtype)
-    lines = _spread(np.where(scales == 0, np.float32(1), scales), weight, values.shape[1])
     high = weight.value_block[0]
     if weight.packed and weight.transposed:
-        return loops.encode_pairs(values, lines, high, _list_magnitudes(None))
+        powers, magnitudes = decode_table(E8M0), _list_magnitudes(None)
+        return loops.encode_pairs(values, stored_scales, powers, high, magnitudes)
+    scales = decode_stored(stored_scales, weight.scales.dtype)
+    lines = _spread(np.where(scales == 0, np.float32(1), scales), weight, values.shape[1])
     codes = _encode(values, lines, high, weight)
     return codes[:, ::2] | codes[:, 1::2] << 4 if weight.packed else codes
 
@@ -194,11 +212,12 @@ def _give_values(rows: Array, scales: Array, weight: Scaled) -> Array:
         scales: several scales for each row of blocks: lines of a scale for each block.
     """
     high, columns, wide = *rows.shape[1:], weight.value_block[1]
-    repeated = np.tile(loops.widen(rows).reshape(-1, columns), (len(scales), 1))
+    repeated = np.tile(rows.reshape(-1, columns), (len(scales), 1))
     lines = _spread(scales.reshape(-1, scales.shape[-1]), weight, columns)
     codes = _encode(repeated, lines, high, weight)
-    with np.errstate(under="ignore"):
-        products = list_values(weight)[codes] * np.repeat(lines, high, axis=0)
-    bits = _reduce_columns(np.bitwise_and, loops.compare(products, repeated, high), wide)
+    name = "e2m1" if weight.packed else weight.codes.dtype.name
+    table = np.resize(list_values(weight), 256)
+    compared = loops.compare_codes(repeated, codes, table, lines, high, name)
+    bits = _reduce_columns(np.bitwise_and, compared, wide)
     is_equal: Array = (bits & 1) != 0
     return is_equal.reshape(scales.shape)

@@ -69,21 +69,24 @@ def encode(values: Array, lines: Array, high: int, magnitudes: Array, dtype: str
     return taken
 
 
-def encode_pairs(values: Array, lines: Array, high: int, magnitudes: Array) -> Array:
+def encode_pairs(
+    values: Array, exponents: Array, powers: Array, high: int, magnitudes: Array
+) -> Array:
     """Return the codes of `encode` to "e2m1", two in each byte: those of a row and of the next one.
 
     Args:
         values: a matrix with an even number of rows.
-        lines: the scales, in float32; not 0.
+        exponents: the scales: lines of bytes that are exponents of two.
+        powers: the scale that each byte stands for, in float32.
         high: the rows that share a line; an even number.
         magnitudes: as for `encode`.
     """
     if _compiled is not None and values.size:
         rows, columns = values.shape
         packed = np.empty((rows // 2, columns), np.uint8)
-        _compiled.encode_pairs(values, values.itemsize, lines, packed, columns, high)
+        _compiled.encode_pairs(values, values.itemsize, exponents, packed, columns, high)
         return packed
-    codes = encode(values, lines, high, magnitudes, "e2m1")
+    codes = encode(values, powers[exponents], high, magnitudes, "e2m1")
     pairs: Array = codes[::2] | codes[1::2] << 4
     return pairs
 
@@ -136,19 +139,50 @@ def compare_codes(
     return compare(values, products, high)
 
 
-def transpose(matrix: Array) -> Array:
-    """Return the transposed matrix of a matrix of bytes."""
-    out = np.empty(matrix.shape[::-1], np.uint8)
-    transpose_into(matrix, out, 0)
+def compare_columns(values: Array, codes: Array, scales: Array, table: Array, high: int) -> Array:
+    """Return lines of bits that compare values with the products of transposed codes and scales.
+
+    The bits are those of `compare`; the other arguments are those of `decode_columns`, with a row
+    of scales for each ``high`` rows of values.
+    """
+    if _compiled is not None and values.size:
+        lines = np.empty(scales.shape, np.uint32)
+        _compiled.compare_columns(
+            values, values.itemsize, codes, scales, lines, values.shape[1], high
+        )
+        return lines
+    products = np.empty(values.shape, "<u2")
+    decode_columns(codes, scales, table, (0, 0), 0, products)
+    return compare(values, products, high)
+
+
+def transpose(matrix: Array, first: int = 0, count: int | None = None) -> Array:
+    """Return the transposed matrix of some columns of a matrix of bytes.
+
+    Args:
+        matrix: a contiguous matrix.
+        first: the first column.
+        count: the number of columns, if there are so many; None: all.
+    """
+    rows, columns = matrix.shape
+    out = np.empty((min(columns - first, columns if count is None else count), rows), np.uint8)
+    transpose_into(out, 0, matrix, first)
     return out
 
 
-def transpose_into(matrix: Array, out: Array, at: int) -> None:
-    """Write the transposed matrix of a matrix of bytes into ``out``, from a column on."""
+def transpose_into(out: Array, at: int, matrix: Array, first: int = 0) -> None:
+    """Write columns of a matrix of bytes into the rows of ``out``.
+
+    Args:
+        out: a matrix with as many rows as columns are taken.
+        at: the element of each row to start at.
+        matrix: a contiguous matrix.
+        first: the first column that is taken.
+    """
     if _compiled is not None and matrix.size:
-        _compiled.transpose(matrix, out, matrix.shape[1], at)
+        _compiled.transpose(matrix, matrix.shape[1], first, out, out.shape[1], at)
     else:
-        out[:, at : at + len(matrix)] = matrix.T
+        out[:, at : at + len(matrix)] = matrix[:, first : first + len(out)].T
 
 
 def decode_columns(

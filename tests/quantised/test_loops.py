@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.core.dtypes import BFLOAT16, BY_NAME
+from reshard.core.dtypes import BFLOAT16, BY_NAME, E8M0
 from reshard.quantised import decode, encode, loops
 from tests.quantised.models import (
     FP8,
@@ -129,15 +129,25 @@ def test_bfloat16_has_the_results_of_its_values_in_float32(both, rows, high):
 
 @pytest.mark.parametrize(("rows", "high"), [(64, 32), (38, 8), (2, 2), (0, 8)])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_codes_of_two_rows_share_bytes(both, rows, high, itemsize):
+@pytest.mark.parametrize(("least", "most"), [(100, 140), (3, 252), (0, 254)])
+def test_codes_of_two_rows_share_bytes(both, rows, high, itemsize, least, most):
     values = random_floats(rows, 2501)
     values = values.view("<u2")[:, ::2].copy() if itemsize == 2 else values
-    lines = np.exp2(np.random.default_rng(1).integers(-9, 9, (-(-rows // high), 2501)))
-    lines = lines.astype(np.float32)
-    magnitudes = encode._list_magnitudes(None)
-    codes = loops.encode(values, lines, high, magnitudes, "e2m1")
-    for made in both(lambda: loops.encode_pairs(values, lines, high, magnitudes)):
+    draw = np.random.default_rng(1)
+    exponents = draw.integers(least, most + 1, (-(-rows // high), 2501), np.uint8)
+    powers, magnitudes = decode.decode_table(E8M0), encode._list_magnitudes(None)
+    codes = loops.encode(values, powers[exponents], high, magnitudes, "e2m1")
+    for made in both(lambda: loops.encode_pairs(values, exponents, powers, high, magnitudes)):
         assert (made == codes[::2] + 16 * codes[1::2]).all()
+
+
+@pytest.mark.parametrize("exponent", [3, 4, 126, 127, 128, 251, 252])
+def test_every_bfloat16_becomes_the_code_of_its_quotient(both, exponent):
+    halves = np.arange(1 << 16, dtype="<u2").reshape(2, -1)
+    exponents = np.full((1, 1 << 15), exponent, np.uint8)
+    powers, magnitudes = decode.decode_table(E8M0), encode._list_magnitudes(None)
+    ours, wanted = both(lambda: loops.encode_pairs(halves, exponents, powers, 2, magnitudes))
+    assert (ours == wanted).all()
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
@@ -168,15 +178,19 @@ def test_codes_are_compared_like_their_products(both, dtype, rows, high):
 )
 def test_transposed_bytes(both, shape):
     matrix = np.random.default_rng(7).integers(0, 256, shape, np.uint8)
+    first, count = shape[1] // 3, shape[1] // 2
 
     def put():
-        out = np.zeros((shape[1], shape[0] + 5), np.uint8)
-        loops.transpose_into(matrix, out, 3)
+        out = np.zeros((count, shape[0] + 5), np.uint8)
+        loops.transpose_into(out, 3, matrix, first)
         return out
 
+    some = matrix[:, first : first + count].T
     for made in both(put):
-        assert (made == np.pad(matrix.T, ((0, 0), (3, 2)))).all()
+        assert (made == np.pad(some, ((0, 0), (3, 2)))).all()
     assert all((made == matrix.T).all() for made in both(lambda: loops.transpose(matrix)))
+    for made in both(lambda: loops.transpose(matrix, first, shape[1])):
+        assert (made == matrix[:, first:].T).all()
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 254), (1, 252), (2, 252), (2, 253)])
@@ -199,6 +213,22 @@ def test_any_part_of_transposed_codes(both, least, most):
 
         ours, wanted = both(part)
         assert (ours == wanted).all()
+
+
+@pytest.mark.parametrize(("rows", "high"), [(64, 32), (32, 32), (6, 2)])
+@pytest.mark.parametrize("most", [252, 254])
+def test_transposed_codes_are_compared_like_their_products(both, rows, high, most):
+    draw, columns = np.random.default_rng(4), 2501
+    codes = draw.integers(0, 256, (rows // 2, columns), np.uint8)
+    scales = draw.integers(254 - most, most + 1, (rows // high, columns), np.uint8)
+    table, products = decode.build_products(), np.empty((rows, columns), "<u2")
+    loops.decode_columns(codes, scales, table, (0, 0), 0, products)
+    mixed = products.copy()
+    mixed[rows // 2 : rows // 2 + 1, ::7] += 1
+    for values in (products, mixed, loops.widen(mixed)):
+        wanted = loops.compare(values, products, high)
+        for made in both(lambda v=values: loops.compare_columns(v, codes, scales, table, high)):
+            assert (made == wanted).all()
 
 
 def test_the_module_refuses_other_sizes(built):
@@ -225,9 +255,15 @@ def test_the_module_refuses_other_sizes(built):
                 *(bytes(32), 4, codes, bytes(1024), scales, bytearray(16), 4, 2, "float8_e5m2")
             )
     with pytest.raises(ValueError, match="size of the matrix"):
-        built.transpose(eight, bytearray(12), 4, 2)
-    with pytest.raises(ValueError, match="size of the matrix"):
-        built.transpose(eight, bytearray(8), 4, -1)
+        built.transpose(eight, 4, 0, bytearray(12), 3, 2)
+    for values, codes, scales in ((32, 4, 4), (32, 8, 8), (30, 8, 4)):
+        with pytest.raises(ValueError, match="size of the matrix"):
+            built.compare_columns(
+                *(bytes(values), 2, bytes(codes), bytes(scales), bytearray(16), 4, 4)
+            )
+    for first, at in ((1, 0), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match="size of the matrix"):
+            built.transpose(eight, 4, first, bytearray(16), 4, at)
     with pytest.raises(ValueError, match="size of the matrix"):
         built.decode_columns(eight, eight, bytearray(16), 8, 0, 2, 1, 0, 32)
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.core.box import Box, Index, index_of, row_major, whole
+from reshard.core.box import Box, index_of, row_major, whole
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import BFLOAT16, FLOAT32, DType
 from reshard.core.manifest import PARAM, Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.errors import CorruptError
 from reshard.quantised.pairs import QuantisedPair
+from reshard.quantised.scaled import Scaled
 from reshard.system.derived import Derived, Reader, list_files
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _TILE = 1 << 20  # values
 # values are then contiguous in their file.
 _TRANSPOSED_TILE = 20 << 20
 _BAND_NBYTES = 2 << 20  # of values that are computed at a time, so that they stay in the cache
-_BYTES = 4  # for each value of a tile: codes before and after they are packed, and the release's
+_CODE_BYTES = 4  # for each byte of a tile's codes: it, the release's, whether it is this, scales
 _KEPT_BYTES = 32 << 20  # both weights of a layer of GPT-OSS 20B need 27 MiB
 _BAND_BYTES = 16  # for each byte of a band: values, those of the release, and what is computed
 
@@ -67,7 +68,12 @@ def count_worker_nbytes(pair: QuantisedPair) -> int:
     weight, rows = pair.weight, _count_tile_rows(pair)
     width = rows if weight.transposed else weight.columns
     band = max(_BAND_NBYTES, weight.value_block[0] * width * FLOAT32.itemsize)
-    return _BYTES * rows * weight.columns + _BAND_BYTES * band
+    return _CODE_BYTES * rows * _count_row_bytes(weight) + _BAND_BYTES * band
+
+
+def _count_row_bytes(weight: Scaled) -> int:
+    """Return the number of bytes in a stored row of codes."""
+    return weight.columns // (2 if weight.packed else 1)
 
 
 def _count_tile_rows(pair: QuantisedPair) -> int:
@@ -220,7 +226,8 @@ class Matrix:
         weight, tile = self.pair.weight, self.find_box("values", first, count)
         (high, wide), (rows, columns) = weight.value_block, tile.shape[-2:]
         grid = -(-rows // high), -(-columns // wide)
-        codes = reader.keep("made", (rows, columns), lambda: self._make_codes((rows, columns)))
+        shape = count, _count_row_bytes(weight)
+        codes = reader.keep("made", shape, lambda: np.empty(shape, np.uint8))
         scales = np.zeros(grid, f"<u{self.pair.scales.dtype.itemsize}")
         is_same = np.zeros(grid, np.bool_)
         if kept is not None:
@@ -236,27 +243,16 @@ class Matrix:
                 if is_same[lines].all():
                     continue
                 scales[lines] = self._choose_scales(values, is_same[lines]).view(scales.dtype)
-            if part == "codes":
-                each = 2 if weight.packed and weight.transposed else 1  # rows in a byte
-                codes[start // each : stop // each] = encode.encode(values, scales[lines], weight)
-        if weight.transposed and not is_same.all():
-            if part == "codes":
-                codes = self._transpose_codes(codes, reader)
-            scales = loops.transpose(scales)
+            if part == "codes" and weight.transposed:
+                # These codes are in the cache. A byte has those of two rows.
+                made = encode.encode(values, scales[lines], weight)
+                loops.transpose_into(codes, start // 2, made)
+            elif part == "codes":
+                codes[start:stop] = encode.encode(values, scales[lines], weight)
         if weight.transposed:
+            scales = loops.transpose(scales)
             is_same = loops.transpose(is_same.view(np.uint8)).view(np.bool_)
         return codes, scales, is_same
-
-    def _transpose_codes(self, codes: Array, reader: TileReader) -> Array:
-        """Return the transposed matrix of a tile's codes, in memory that the reader keeps."""
-        import numpy as np
-
-        from reshard.quantised import loops
-
-        shape = codes.shape[::-1]
-        out = reader.keep("transposed", shape, lambda: np.empty(shape, np.uint8))
-        loops.transpose_into(codes, out, 0)
-        return out
 
     def _choose_scales(self, values: Array, is_same: Array) -> Array:
         """Return the scales of rows of blocks, as they are stored.
@@ -298,16 +294,6 @@ class Matrix:
         np.copyto(computed, stored, where=where)
         return computed
 
-    def _make_codes(self, shape: Index) -> Array:
-        """Return memory for codes, packed like those of a matrix of values."""
-        import numpy as np
-
-        weight = self.pair.weight
-        each = [1, 1]
-        if weight.packed:
-            each[0 if weight.transposed else 1] = 2
-        return np.empty([n // count for n, count in zip(shape, each, strict=True)], np.uint8)
-
     def _read_values(self, reader: TileReader, entry: Entry, dtype: DType, box: Box) -> Array:
         """Return a box of a weight as a matrix of float32, or of the bits of bfloat16."""
         import numpy as np
@@ -332,11 +318,11 @@ class Matrix:
         """
         weight = self.pair.weight
         if not self.kept.had_same and weight.value_block[0] > 1:
-            is_same: Array | None = None
-            if not weight.packed:
-                is_same = self._compare_first_rows(reader, values, first)
-            elif weight.transposed:
+            is_same = None
+            if weight.transposed:
                 is_same = self._compare_first_columns(reader, values, box)
+            elif not weight.packed:
+                is_same = self._compare_first_rows(reader, values, first)
             if is_same is not None and not is_same.any():
                 return is_same
         is_same = self._compare(reader, values, first, box)
@@ -353,10 +339,11 @@ class Matrix:
         sample = np.ascontiguousarray(values[::high])
         return self._compare_codes(reader, sample, np.concatenate(codes), rows, 1)
 
-    def _compare_first_columns(self, reader: TileReader, values: Array, box: Box) -> Array | None:
-        """Return for each block of packed, transposed codes whether its first code has its value.
+    def _compare_first_columns(self, reader: TileReader, values: Array, box: Box) -> Array:
+        """Return for each block of transposed codes whether its first code has its value.
 
-        None if a scale is not a number; the comparison of whole blocks refuses it by name.
+        Raises:
+            CorruptError: a scale is not a number.
         """
         import numpy as np
 
@@ -369,31 +356,29 @@ class Matrix:
             (self, first),
             lambda: self._decode_first_codes(first, box.shape[-1], reader),
         )
-        if released is None:
-            return None
         sample = np.ascontiguousarray(values[::width])
         line = box.origin[-2] // width
         return encode.compare(sample, released[line : line + len(sample)], 1, weight)
 
-    def _decode_first_codes(self, first: int, count: int, reader: TileReader) -> Array | None:
+    def _decode_first_codes(self, first: int, count: int, reader: TileReader) -> Array:
         """Return the values of the first code of each block of some stored rows, transposed.
 
-        The codes are taken where they are stored: to transpose all of them takes longer. None if a
-        scale is not a number.
+        The codes are taken where they are stored: to transpose all of them takes longer.
+
+        Raises:
+            CorruptError: a scale is not a number.
         """
         import numpy as np
 
         from reshard.quantised import decode, loops
 
-        scales = self._read_stored("scales", first, count, reader)
-        if (scales == decode.NAN_EXPONENT).any():
-            return None
+        scales = self._transpose_scales(first, count, reader)
         codes = self._read_stored("codes", first, count, reader)
         codes = np.ascontiguousarray(codes[:, :: self.pair.weight.block[1] // 2])
         # A byte has two codes, of which the first is used.
         values = np.empty((2 * codes.shape[1], count), "<u2")
-        columns = loops.transpose(codes), loops.transpose(scales)
-        loops.decode_columns(*columns, decode.build_products(), (0, 0), 0, values)
+        products = decode.build_products()
+        loops.decode_columns(loops.transpose(codes), scales, products, (0, 0), 0, values)
         return np.ascontiguousarray(values[::2])
 
     def _compare(self, reader: TileReader, values: Array, first: int, box: Box) -> Array:
@@ -405,8 +390,41 @@ class Matrix:
             codes = self._read_stored("codes", first, count, reader)
             rows = range(first, first + count)
             return self._compare_codes(reader, values, codes, rows, weight.block[0])
+        if weight.transposed:
+            return self._compare_columns(reader, values, box)
         released = self._read_values(reader, self.released, weight.dtype, box)
         return encode.compare(values, released, weight.value_block[0], weight)
+
+    def _compare_columns(self, reader: TileReader, values: Array, box: Box) -> Array:
+        """Return for each block whether it has the values of transposed codes.
+
+        Raises:
+            CorruptError: a scale is not a number.
+        """
+        from reshard.quantised import encode, loops
+
+        weight = self.pair.weight
+        (column, row), (columns, rows) = box.origin[-2:], values.shape
+        first, line = row % weight.rows, column // weight.block[1]
+        scales = self._transpose_scales(first, rows, reader)
+        stored = self._read_stored("codes", first, rows, reader)
+        codes = loops.transpose(stored, column // 2, columns // 2)  # two in a byte
+        return encode.compare_columns(values, codes, scales[line:], weight)
+
+    def _transpose_scales(self, first: int, count: int, reader: TileReader) -> Array:
+        """Return the release's scales of some stored rows, transposed; the reader keeps them.
+
+        Raises:
+            CorruptError: a scale is not a number.
+        """
+        from reshard.quantised import decode, loops
+
+        def transpose() -> Array:
+            scales = self._read_stored("scales", first, count, reader)
+            decode.check_exponents(self.pair.weight, scales, self.number, first)
+            return loops.transpose(scales)
+
+        return reader.keep("columns of scales", (self, first), transpose)
 
     def _compare_codes(
         self, reader: TileReader, values: Array, codes: Array, rows: range, high: int
