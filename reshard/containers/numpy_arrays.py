@@ -51,7 +51,7 @@ class _UnreadableError(Exception):
 
 def has_arrays(pickle: Unpickled, storages: Iterable[StoredBuffer]) -> bool:
     """Return whether a pickle holds arrays, or storages that no tensor is a view of."""
-    return not NAMES.isdisjoint(pickle.globals) or not all(s.is_viewed for s in storages)
+    return not NAMES.isdisjoint(pickle.globals) or not all(s.views for s in storages)
 
 
 def find_obstacle(value: Any) -> str:

@@ -53,7 +53,7 @@ class StoredBuffer:
     dtype: DType
     nbytes: int
     byte_offset: int = -1
-    is_viewed: bool = False  # whether a tensor is a view of it
+    views: int = 0  # the number of tensors that are views of it
 
 
 @dataclass(slots=True, eq=False)
@@ -234,7 +234,7 @@ def _build_tensor(
     shape, strides = tuple(shape), tuple(strides)
     if len(shape) != len(strides) or not all(map(_is_size, (offset, *shape, *strides))):
         raise ValueError("a tensor with an impossible shape, strides or offset")
-    storage.is_viewed = True
+    storage.views += 1
     tensor = Tensor(storage, offset, shape, strides, dtype or storage.dtype)
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if tensor.numel and (last + 1) * tensor.dtype.itemsize > storage.nbytes:

@@ -68,18 +68,20 @@ def read(
     )
 
 
+_DEEPEST = 16  # containers in one another, in a pickle that is kept
+
+
 class PickleCache:
     """Parses a pickle that many files have in common (ranks, parameters of one shape) once.
 
-    The positions of elements differ between files. Of pickles whose tensors have elements, only the
-    simplest are kept, so that positions are easily replaced: a tensor, or a dict of tensors and
-    plain values.
+    The positions of elements differ between files. So a pickle whose tensors have elements is kept
+    only if all of its tensors are in dicts, lists and tuples, in which they are easily replaced.
     """
 
     _MOST = 16  # pickles: enough for the devices of a node, or the shapes of a model
 
     def __init__(self) -> None:
-        self._seen: dict[bytes, tuple[Unpickled, tuple[StoredBuffer, ...]]] = {}
+        self._seen: dict[bytes, tuple[Unpickled, tuple[StoredBuffer, ...], set[int]]] = {}
 
     def parse(
         self, data: bytes, path: str, builders: Mapping[str, Builder], start: int
@@ -90,23 +92,27 @@ class PickleCache:
             start: byte of the file at which the pickle begins.
         """
         if data in self._seen:
-            done, shared = self._seen[data]
+            done, shared, holders = self._seen[data]
             own = {
-                id(each): StoredBuffer(path, each.key, each.dtype, each.nbytes) for each in shared
+                id(each): StoredBuffer(path, each.key, each.dtype, each.nbytes, views=each.views)
+                for each in shared
             }
-            return replace(done, value=_replace_storages(done.value, own)), tuple(own.values())
+            value = _replace_storages(done.value, own, holders, {})
+            return replace(done, value=value), tuple(own.values())
         storages = Storages(path)
         done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
-        parsed_storages = tuple(storages.by_key.values())
+        parsed = tuple(storages.by_key.values())
         # The elements of arrays are in the pickle, at positions in this file, so it is not kept.
-        if numpy_arrays.has_arrays(done, parsed_storages):
-            return replace(
-                done, value=numpy_arrays.convert(done.value, path, start)
-            ), parsed_storages
-        bare = not any(storage.nbytes for storage in parsed_storages)
-        if len(self._seen) < self._MOST and (bare or _is_simple(done.value)):
-            self._seen[data] = done, parsed_storages
-        return done, parsed_storages
+        if numpy_arrays.has_arrays(done, parsed):
+            return replace(done, value=numpy_arrays.convert(done.value, path, start)), parsed
+        if len(self._seen) < self._MOST:
+            holders = set()
+            # A pickle of placeholders can have many of them.
+            is_bare = not any(each.nbytes for each in parsed) and not _is_simple(done.value)
+            tensors = frozenset() if is_bare else _find_tensors(done.value, holders, {})
+            if is_bare or len(tensors) == sum(each.views for each in parsed):
+                self._seen[data] = done, parsed, holders
+        return done, parsed
 
 
 def _is_simple(value: Any) -> bool:
@@ -115,15 +121,61 @@ def _is_simple(value: Any) -> bool:
     return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
 
 
-def _replace_storages(value: Any, own: Mapping[int, StoredBuffer]) -> Any:
-    """Return a simple value whose tensors use other storages; any other value unchanged."""
-    if not _is_simple(value):
+def _find_tensors(
+    value: Any, holders: set[int], seen: dict[int, frozenset[int]], depth: int = 0
+) -> frozenset[int]:
+    """Return the ids of the tensors that are in a value, or in dicts, lists and tuples in it.
+
+    Args:
+        value: the value.
+        holders: receives the ids of the tensors and of all values that hold them.
+        seen: what was found in the values before.
+        depth: how many values hold this one.
+    """
+    if id(value) in seen:
+        return seen[id(value)]
+    found: frozenset[int] = frozenset()
+    if type(value) is Tensor:
+        found = frozenset((id(value),))
+    elif type(value) in (dict, list, tuple) and depth < _DEEPEST:
+        # A value that holds itself gives an id too many, so the pickle is not kept.
+        seen[id(value)] = frozenset((id(value),))
+        each = value.values() if type(value) is dict else value
+        found = found.union(*(_find_tensors(item, holders, seen, depth + 1) for item in each))
+    seen[id(value)] = found
+    if found:
+        holders.add(id(value))
+    return found
+
+
+def _replace_storages(
+    value: Any, own: Mapping[int, StoredBuffer], holders: set[int], made: dict[int, Any]
+) -> Any:
+    """Return a copy of a value whose tensors use other storages; what holds none is not copied.
+
+    Args:
+        value: the value.
+        own: the id of each storage -> the other storage.
+        holders: what `_find_tensors` found.
+        made: the copies before: a value that is in two places has one copy.
+    """
+    key = id(value)
+    if key not in holders:
         return value
+    if key in made:
+        return made[key]
+    copy: Any
     if isinstance(value, dict):
-        return {key: _replace_storages(each, own) for key, each in value.items()}
-    if isinstance(value, Tensor):
-        return replace(value, storage=own[id(value.storage)])
-    return value
+        made[key] = copy = {}
+        copy.update((k, _replace_storages(each, own, holders, made)) for k, each in value.items())
+    elif isinstance(value, list):
+        made[key] = copy = []
+        copy.extend(_replace_storages(each, own, holders, made) for each in value)
+    elif isinstance(value, tuple):
+        copy = made[key] = tuple(_replace_storages(each, own, holders, made) for each in value)
+    else:
+        copy = made[key] = replace(value, storage=own[id(value.storage)])
+    return copy
 
 
 def read_archive(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -131,6 +131,14 @@ class Location:
                     raise ReshardError(
                         directory, "cannot be read", "request read permission, or copy it"
                     ) from error
+
+    def has_file(self, matches: Callable[[str], bool]) -> bool:
+        """Return whether a file has such a name; a folder of many such files is not listed whole.
+
+        Raises:
+            ReshardError: a directory cannot be listed.
+        """
+        return any(matches(child.name) and child.is_file() for child in self._children())
 
     def find_first(self, names: Iterable[str]) -> Path | None:
         """Return the file with the first of several names that exists, or None."""

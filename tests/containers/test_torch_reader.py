@@ -8,6 +8,7 @@ import random
 import sys
 import types
 import zipfile
+from argparse import Namespace
 from collections import OrderedDict
 
 import pytest
@@ -305,11 +306,25 @@ def test_a_pickle_that_is_known_is_not_parsed_again_and_its_storages_lie_in_its_
         assert read[name].root["module"]["w"].storage.file == str(tmp_path / name)
 
 
-@pytest.mark.parametrize("make", [torch.arange, lambda n: {"cat_dim": 0, "param": torch.ones(n)}])
-def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, monkeypatch, make):
-    loads, parsed = torch_reader.loads, []
-    counted = lambda data, **options: parsed.append(data) or loads(data, **options)  # noqa: E731
+def make_nested(n):
+    tensor = torch.ones(n)
+    state = {0: {"exp_avg": tensor[1:], "steps": (tensor, [3, tensor])}}
+    return {"param": tensor, "optimizer": {"state": state, "param_groups": [{"lr": 0.1}]}}
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """Return a list of the pickles that are parsed."""
+    loads, seen = torch_reader.loads, []
+    counted = lambda data, **options: seen.append(data) or loads(data, **options)  # noqa: E731
     monkeypatch.setattr(torch_reader, "loads", counted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "make", [torch.arange, lambda n: {"cat_dim": 0, "param": torch.ones(n)}, make_nested]
+)
+def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, parsed, make):
     cache, read = torch_reader.PickleCache(), {}
     for name in ("a", "b", "longer_by_far"):
         torch.save(make(5), tmp_path / name)
@@ -325,6 +340,40 @@ def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, monkeypatch
         assert held.chunk == wanted.chunk
         assert held.storage.file == str(tmp_path / name)
     assert read["a"].root is not read["b"].root
+
+
+def test_the_tensors_of_a_nested_pickle_lie_in_their_own_file(tmp_path):
+    cache = torch_reader.PickleCache()
+    for name in ("a", "longer_by_far"):
+        torch.save(make_nested(5), tmp_path / name)
+        root = torch_reader.read(tmp_path / name, cache=cache).root
+        state = root["optimizer"]["state"][0]
+        tensor, (three, again) = state["steps"]
+        assert three == 3
+        assert tensor is again
+        assert tensor is root["param"]
+        assert tensor.storage is state["exp_avg"].storage
+        assert tensor.storage.file == str(tmp_path / name)
+        offsets = [each.chunk.byte_offset for each in (tensor, state["exp_avg"])]
+        assert offsets == [tensor.storage.byte_offset, tensor.storage.byte_offset + 4]
+
+
+def test_a_pickle_with_a_tensor_in_an_object_is_parsed_for_each_file(tmp_path, parsed):
+    cache = torch_reader.PickleCache()
+    for name in ("a", "b"):
+        torch.save({"args": Namespace(weight=torch.ones(3))}, tmp_path / name)
+        torch_reader.read(tmp_path / name, cache=cache)
+    assert len(parsed) == 2
+
+
+def test_a_pickle_that_holds_itself_is_read_again_and_again(tmp_path):
+    cache, root = torch_reader.PickleCache(), {"weight": torch.ones(3)}
+    root["self"] = [root]
+    for name in ("a", "b"):
+        torch.save(root, tmp_path / name)
+        read = torch_reader.read(tmp_path / name, cache=cache).root
+        assert read["self"][0]["self"] is read["self"]
+        assert read["weight"].storage.file == str(tmp_path / name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

@@ -43,7 +43,7 @@ class Comparison:
 
 def compare_claims(files: Mapping[str, SourceFile]) -> Comparison:
     """Compare what the files state about themselves."""
-    siblings = _count_siblings(files)
+    siblings = _Siblings(files)
     conflicts = [*_find_misplaced(files, siblings), *_find_other_saves(files)]
     return Comparison(conflicts, _list_evidence(files, siblings))
 
@@ -53,11 +53,11 @@ def find_conflicts(files: Mapping[str, SourceFile]) -> list[Conflict]:
     return compare_claims(files).conflicts
 
 
-def _list_evidence(files: Mapping[str, SourceFile], siblings: Mapping[str, int]) -> list[str]:
+def _list_evidence(files: Mapping[str, SourceFile], siblings: _Siblings) -> list[str]:
     counts: Counter[str] = Counter()
     for file in files.values():
         for claim in file.claims:
-            if claim.about != FILE_NAME or _names_sibling(file, claim, siblings):
+            if claim.about != FILE_NAME or siblings.names_one(file, claim):
                 counts[f"{claim.about} agrees with {claim.evidence}"] += 1
     return [f"{what} in {number} files" for what, number in counts.items() if number > 1]
 
@@ -71,31 +71,31 @@ def mask_digits(name: str) -> str:
     return _DIGITS.sub("#", name)
 
 
-def _count_siblings(files: Mapping[str, SourceFile]) -> Counter[str]:
-    """Count the files whose names differ in their numbers alone."""
-    return Counter(mask_digits(PurePath(path).name) for path in files)
+class _Siblings:
+    """The files whose names differ in their numbers alone: those of the ranks of one save."""
+
+    def __init__(self, files: Mapping[str, SourceFile]) -> None:
+        masked = [(path, mask_digits(PurePath(path).name)) for path in files]
+        counts = Counter(name for _, name in masked)
+        # A file that has no siblings may have been renamed.
+        self._stems = {path: PurePath(name).stem for path, name in masked if counts[name] > 1}
+
+    def names_one(self, file: SourceFile, claim: Claim) -> bool:
+        """Return whether a claimed name is the file's own name or that of another rank's file.
+
+        An archive that was saved through a stream or a temporary file has another name altogether,
+        which says nothing about ranks.
+        """
+        stem = self._stems.get(file.path)
+        return stem is not None and "#" in stem and mask_digits(claim.value) == stem
 
 
-def _names_sibling(file: SourceFile, claim: Claim, siblings: Mapping[str, int]) -> bool:
-    """Return whether a claimed name is the file's own name or that of another rank's file.
-
-    A file that has no siblings may have been renamed, and an archive that was saved through a
-    stream or a temporary file has another name altogether: neither says anything about ranks.
-    """
-    path = PurePath(file.path)
-    masked = mask_digits(path.stem)
-    has_siblings = masked != path.stem and siblings[mask_digits(path.name)] > 1
-    return has_siblings and mask_digits(claim.value) == masked
-
-
-def _find_misplaced(
-    files: Mapping[str, SourceFile], siblings: Mapping[str, int]
-) -> Iterator[Conflict]:
+def _find_misplaced(files: Mapping[str, SourceFile], siblings: _Siblings) -> Iterator[Conflict]:
     """Yield a conflict for each file that states another name, rank or step than its path."""
     for file in files.values():
         for claim in file.claims:
             expected = claim.expected
-            if claim.about == FILE_NAME and _names_sibling(file, claim, siblings):
+            if claim.about == FILE_NAME and siblings.names_one(file, claim):
                 expected = PurePath(file.path).stem
             if expected is not None and claim.value != expected:
                 yield Conflict(

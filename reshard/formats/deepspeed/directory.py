@@ -114,7 +114,7 @@ def _is_state_file(name: str) -> bool:
 def _is_tag(location: Location) -> bool:
     """Return whether a directory holds rank files or a universal checkpoint."""
     zero = location.folders.get("zero")
-    return (zero is not None and _is_zero(zero)) or any(map(_is_state_file, location.files))
+    return (zero is not None and _is_zero(zero)) or location.has_file(_is_state_file)
 
 
 def _is_zero(location: Location) -> bool:

@@ -107,7 +107,7 @@ def read(
     files.check_ranks(savers)
     cache = PickleCache()
     models = [first, *(open_model(files.model[rank], cache) for rank in sorted(files.model)[1:])]
-    ranks = [open_optimizer(files.optim[rank], rank) for rank in sorted(files.optim)]
+    ranks = [open_optimizer(files.optim[rank], rank, cache) for rank in sorted(files.optim)]
     _check_models(models)
     models = unwrap_names([_with_shapes(first, ranks), *models[1:]])
     _check_ranks(ranks, models[0], savers)
@@ -377,12 +377,12 @@ def _read_module(
     entries = list(models[0].iterate_whole_tensors(tied))
     if not sharded:
         return entries
-    modules = [model.module for model in models]
-    buffers = [
-        replace(e, chunks=tuple(module[e.fqn].chunk for module in modules if e.fqn in module))
-        for e in entries
-        if e.kind == BUFFER
-    ]
+    buffers = []
+    for entry in entries:
+        if entry.kind == BUFFER:
+            copies = (model.find_tensor(entry.fqn) for model in models)
+            chunks = tuple(tensor.chunk for tensor in copies if tensor is not None)
+            buffers.append(replace(entry, chunks=chunks))
     return buffers + list(stage3.read_frozen(models))
 
 

@@ -121,7 +121,7 @@ def is_quantised(model: ModelStates, fqn: str) -> bool:
     """
     fragment, placeholder = (
         model.get_section("frozen_param_fragments").get(fqn),
-        model.module.get(fqn),
+        model.find_tensor(fqn),
     )
     return (
         isinstance(fragment, Tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ ENGINE_KEYS = frozenset(
 )
 _DATA_KEYS = ("data_sampler", "random_ltd")  # states of data efficiency, written as they are
 _OPAQUE_KEYS = (*_DATA_KEYS, "universal_checkpoint_info")
+_StoredGroup = tuple[dict[str, Any], list[int]]  # hyper-parameters, indices of flat tensors
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
@@ -149,26 +150,30 @@ def read_param_groups(ranks: Sequence[OptimizerStates], shapes: Shapes) -> list[
     Raises:
         CorruptError: the ranks have different groups.
     """
-    groups: list[ParamGroup] = require_equal(
+    stored = require_equal(
         "the list of param groups",
-        read_by_file(ranks, lambda rank: name_members(rank.optimizer, shapes)),
+        read_by_file(ranks, lambda rank: _read_groups(rank.optimizer, len(shapes))),
     )
-    return groups or [ParamGroup({}, tuple(members)) for members in shapes]
+    return _name_members(stored, shapes) or [ParamGroup({}, tuple(members)) for members in shapes]
 
 
 def name_members(optimizer: Mapping[str, Any], shapes: Shapes) -> list[ParamGroup]:
     """Return an optimizer's param groups, whose members are stored as indices of flat tensors."""
+    return _name_members(_read_groups(optimizer, len(shapes)), shapes)
+
+
+def _read_groups(optimizer: Mapping[str, Any], count: int) -> list[_StoredGroup]:
+    """Return each group's hyper-parameters, and the indices of its flat tensors below a count."""
     return [
-        ParamGroup(
-            read_hyper(group),
-            tuple(
-                fqn
-                for index in group.get("params", [])
-                if index < len(shapes)
-                for fqn in shapes[index]
-            ),
-        )
+        (read_hyper(group), [index for index in group.get("params", []) if index < count])
         for group in optimizer.get("param_groups", [])
+    ]
+
+
+def _name_members(stored: Iterable[_StoredGroup], shapes: Shapes) -> list[ParamGroup]:
+    return [
+        ParamGroup(hyper, tuple(fqn for index in members for fqn in shapes[index]))
+        for hyper, members in stored
     ]
 
 
