@@ -61,6 +61,20 @@ def test_a_mixture_of_layouts_is_the_mean_of_torch(mixed, tmp_path, dtype):
     assert [each["step"] for each in report.sources] == [None, 2, 4, 6]
 
 
+@pytest.mark.parametrize("dtypes", [["bfloat16"] * 3, ["float16"] * 3, ["bfloat16", "float16"]])
+def test_16_bit_files_have_the_mean_of_torch(tmp_path, dtypes):
+    paths, weights = [], []
+    for number, dtype in enumerate(dtypes):
+        random = torch.Generator().manual_seed(number)
+        value = torch.randn(700, 333, generator=random).to(getattr(torch, dtype))
+        paths.append(tmp_path / f"{number}.safetensors")
+        weights.append({"w": value, "odd": value[:1, :1].clone()})
+        save_file(weights[-1], paths[-1])
+    reshard.average(paths, tmp_path / "mean.safetensors", dtype="fp32")
+    wanted = {name: mean_of(weights, name) for name in weights[0]}
+    assert_equal(tmp_path / "mean.safetensors", wanted)
+
+
 def test_the_order_of_the_arguments_changes_no_byte(mixed, tmp_path):
     paths, _ = mixed
     out = tmp_path / "mean.safetensors"

@@ -23,8 +23,6 @@ typedef struct {
     uint32_t overflowed, flushed;
 } Counts;
 
-static inline uint32_t from_bfloat16(uint16_t bits) { return (uint32_t)bits << 16; }
-
 /* A NaN keeps its sign and its upper bits, like numpy's npy_floatbits_to_halfbits. */
 static inline uint32_t to_float16(uint32_t bits) {
     int32_t magnitude = magnitude_of(bits);
@@ -39,18 +37,6 @@ static inline uint32_t to_float16(uint32_t bits) {
     return made | (bits >> 16 & 0x8000);
 }
 
-static inline uint32_t from_float16(uint16_t bits) {
-    int32_t magnitude = bits & 0x7FFF;
-    int32_t normal = (magnitude << 13) + 0x38000000;
-    int32_t special = (magnitude << 13) | 0x7F800000;
-    /* The bits of 0.5 plus `magnitude` units of 2 ** -24: the value of a subnormal. */
-    int32_t subnormal = bits_of(float_of(0x3F000000 + magnitude) - 0.5f);
-    int32_t made = magnitude < 0x400 ? subnormal : normal;
-    made = magnitude >= 0x7C00 ? special : made;
-    return made | (uint32_t)(bits & 0x8000) << 16;
-}
-
-#define AS_IS(bits) (bits)
 #define LOOP(name, Source, widen, Target, narrow, INFINITE, COUNTS_ZEROS)                        \
     VECTORIZED static Counts name(const char *source, char *target, Py_ssize_t count) {          \
         uint32_t overflowed = 0, flushed = 0;                                                    \

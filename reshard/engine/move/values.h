@@ -45,4 +45,20 @@ static inline uint32_t to_bfloat16(uint32_t bits) {
     return magnitude_of(bits) > 0x7F800000 ? 0x7FC0 : rounded;
 }
 
+static inline uint32_t from_bfloat16(uint16_t bits) { return (uint32_t)bits << 16; }
+
+static inline uint32_t from_float16(uint16_t bits) {
+    int32_t magnitude = bits & 0x7FFF;
+    int32_t normal = (magnitude << 13) + 0x38000000;
+    int32_t special = (magnitude << 13) | 0x7F800000;
+    /* The bits of 0.5 plus `magnitude` units of 2 ** -24: the value of a subnormal. */
+    int32_t subnormal = bits_of(float_of(0x3F000000 + magnitude) - 0.5f);
+    int32_t made = magnitude < 0x400 ? subnormal : normal;
+    made = magnitude >= 0x7C00 ? special : made;
+    return made | (uint32_t)(bits & 0x8000) << 16;
+}
+
+/* The conversion of float32 in loops that a macro makes for every dtype. */
+#define AS_IS(bits) (bits)
+
 #endif

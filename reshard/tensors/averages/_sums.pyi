@@ -1,3 +1,5 @@
 from typing_extensions import Buffer
 
-def average(values: Buffer, factors: Buffer, divisor: float, means: Buffer, /) -> bool: ...
+def average(
+    values: Buffer, dtypes: str, factors: Buffer, divisor: float, means: Buffer, /
+) -> bool: ...

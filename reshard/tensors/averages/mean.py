@@ -20,7 +20,7 @@ from math import isfinite
 
 from reshard.core.box import row_major, whole
 from reshard.core.chunks import Chunk
-from reshard.core.dtypes import FLOAT32, FLOAT64, DType
+from reshard.core.dtypes import FLOAT16, FLOAT32, FLOAT64, DType
 from reshard.core.manifest import Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.engine.planning.copies import CopyPlanner
@@ -32,17 +32,22 @@ _BLOCK_NBYTES = 1 << 20  # values of all checkpoints that a core's cache holds
 _LEAST = 1 << 14  # elements; with shorter blocks, calls dominate
 
 
-def _count_block_elements(count: int) -> int:
-    """Return the number of elements that are averaged at a time."""
-    return max(_BLOCK_NBYTES // FLOAT32.itemsize // count // _LEAST, 1) * _LEAST
+def _count_block_elements(column_nbytes: int) -> int:
+    """Return the number of elements that are averaged at a time.
+
+    Args:
+        column_nbytes: the size of one element of every checkpoint together, in bytes.
+    """
+    return max(_BLOCK_NBYTES // column_nbytes // _LEAST, 1) * _LEAST
 
 
 def count_worker_nbytes(count: int) -> int:
-    """Return the memory that a thread needs for the means of a number of tensors, in bytes.
+    """Return the memory that a thread needs at most for the means of a number of tensors, in bytes.
 
     With numpy, there are also sums and products.
     """
-    return _count_block_elements(count) * FLOAT64.itemsize * (count + 2)
+    computed = 2 * _count_block_elements(count * FLOAT16.itemsize) * FLOAT64.itemsize
+    return max(_BLOCK_NBYTES, _LEAST * count * FLOAT64.itemsize) + computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +95,13 @@ class Mean:
         return Derived(first, f"mean of {fqn} of {self.where} by {self.weights}", self)
 
     @cached_property
-    def _planners(self) -> list[CopyPlanner]:
-        return [CopyPlanner(entry) for entry in self.tensors]
+    def _rows(self) -> list[tuple[CopyPlanner, DType]]:
+        """The planner of each tensor, and the dtype in which its values are read."""
+        return [(CopyPlanner(entry), _find_stored(entry) or self.dtype) for entry in self.tensors]
+
+    @cached_property
+    def _column_nbytes(self) -> int:
+        return sum(dtype.itemsize for _, dtype in self._rows)
 
     def read_into(self, pool: Reader, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the means from a byte offset on.
@@ -100,7 +110,7 @@ class Mean:
             CorruptError: a mean is infinite or not a number.
             ReshardError: a file cannot be read.
         """
-        size, step = self.dtype.itemsize, _count_block_elements(len(self.tensors))
+        size, step = self.dtype.itemsize, _count_block_elements(self._column_nbytes)
         reader, first = find_reader(pool), byte_offset // size
         for start in range(0, len(target) // size, step):
             block = target[start * size : (start + step) * size]
@@ -109,18 +119,20 @@ class Mean:
 
     def _compute(self, reader: TileReader, first: int, out: memoryview) -> bool:
         """Write the means of the elements from ``first`` on, and return whether all are finite."""
-        count, nbytes = len(self.tensors), len(out)
-        stop = first + nbytes // self.dtype.itemsize
-        most = _count_block_elements(count) * self.dtype.itemsize * count
-        values = memoryview(reader.keep("values of means", most, lambda: bytearray(most)))
-        rows = values[: nbytes * count]
-        for number, planner in enumerate(self._planners):
-            row = rows[number * nbytes : (number + 1) * nbytes]
-            reader.read_run(planner, first, stop, self.dtype, row)
+        numel = len(out) // self.dtype.itemsize
+        most = max(_BLOCK_NBYTES, _LEAST * self._column_nbytes)
+        kept = memoryview(reader.keep("values of means", most, lambda: bytearray(most)))
+        values = kept[: numel * self._column_nbytes]
+        at = 0
+        for planner, dtype in self._rows:
+            row = values[at : at + numel * dtype.itemsize]
+            reader.read_run(planner, first, first + numel, dtype, row)
+            at += len(row)
         # The weights have the sum 1 already.
-        factors = self.weights or (1.0,) * count
-        divisor = 1.0 if self.weights else count
-        return sums.average(rows, factors, divisor, self.dtype, out)
+        factors = self.weights or (1.0,) * len(self._rows)
+        divisor = 1.0 if self.weights else len(self._rows)
+        dtypes = [dtype for _, dtype in self._rows]
+        return sums.average(values, dtypes, factors, divisor, self.dtype, out)
 
     def _refuse_block(self, first: int, block: memoryview) -> None:
         """Raise the error of a block in which a mean is infinite or not a number."""
@@ -133,6 +145,16 @@ class Mean:
             "check each checkpoint with `reshard verify --deep`, and leave out the one that"
             " diverged; for a tensor that is not trained, pass --exclude REGEX",
         )
+
+
+def _find_stored(entry: Entry) -> DType | None:
+    """Return the dtype in which the files store all values of a tensor, or None.
+
+    A value that has a factor is not stored itself.
+    """
+    dtypes = entry.layout.dtypes
+    is_stored = entry.layout.is_partition or all(chunk.factor == 1.0 for chunk in entry.chunks)
+    return next(iter(dtypes)) if is_stored and len(dtypes) == 1 else None
 
 
 def compute_mean(

@@ -13,32 +13,43 @@ from reshard.core.dtypes import FLOAT32, DType
 from reshard.system.compiled import find_compiled
 
 _compiled = find_compiled("reshard.tensors.averages._sums")
+_LETTERS = {"float32": "f", "float16": "e", "bfloat16": "b"}  # dtypes that it reads
 
 
 def average(
-    values: memoryview, factors: Sequence[float], divisor: float, dtype: DType, means: memoryview
+    values: memoryview,
+    dtypes: Sequence[DType],
+    factors: Sequence[float],
+    divisor: float,
+    dtype: DType,
+    means: memoryview,
 ) -> bool:
     """Write the sums of the products of values and factors, divided by a number.
 
     Args:
-        values: the bytes of a row of values for each factor.
+        values: the bytes of rows of values, one row after the other.
+        dtypes: the dtype of each row.
         factors: the number by which each row is multiplied in float64.
         divisor: the number by which the sums are divided in float64.
-        dtype: the dtype of values and means: float32 or float64.
-        means: the bytes to write, as many as a row has.
+        dtype: the dtype of the means: float32, or float64 if a row has it.
+        means: the bytes to write, an element for each column.
 
     Returns:
         Whether all means are finite.
     """
     if _compiled is not None and dtype == FLOAT32:
-        return bool(_compiled.average(values, array("d", factors), divisor, means))
+        letters = "".join([_LETTERS[each.name] for each in dtypes])
+        return bool(_compiled.average(values, letters, array("d", factors), divisor, means))
     import numpy as np
 
-    rows = np.frombuffer(values, f"<f{dtype.itemsize}").reshape(len(factors), -1)
-    out = np.frombuffer(means, rows.dtype)
+    from reshard.engine.move.cast import as_numbers, get_numpy_dtype
+
+    out = np.frombuffer(means, get_numpy_dtype(dtype, casting=True))
+    sums, at = np.full(out.size, -0.0), 0  # -0 and a product have the sum of the product, also -0
     with np.errstate(over="ignore"):  # the caller learns of infinities
-        sums = np.multiply(rows[0], factors[0], dtype=np.float64)
-        for row, factor in zip(rows[1:], factors[1:], strict=True):
-            sums += np.multiply(row, factor, dtype=np.float64)
+        for each, factor in zip(dtypes, factors, strict=True):
+            row = np.frombuffer(values, get_numpy_dtype(each, casting=True), out.size, at)
+            sums += np.multiply(as_numbers(row, each), factor, dtype=np.float64)
+            at += row.nbytes
         np.copyto(out, np.divide(sums, divisor, out=sums), casting="same_kind")
     return bool(np.isfinite(out).all())
