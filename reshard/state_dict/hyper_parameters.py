@@ -12,7 +12,7 @@ from reshard.containers.torch_writer import Slot, Storage
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
 from reshard.errors import UnsupportedError
-from reshard.state_dict.plain_values import to_plain
+from reshard.state_dict.plain_values import restore_sets, to_plain
 from reshard.state_dict.tree import GlobalTensor, as_global, is_tensor
 from reshard.system.files import SourceFiles
 
@@ -57,7 +57,7 @@ def build_tensors(hyper: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: Slot(Storage(value.dtype, 1, data=pack_number(value, value.dtype)), value.shape)
         if isinstance(value, TensorNumber)
-        else value
+        else restore_sets(value)
         for name, value in hyper.items()
     }
 

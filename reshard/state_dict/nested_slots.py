@@ -1,7 +1,8 @@
 """Flatten a parameter's nested optimizer state into slots with joined names, and restore it.
 
 bitsandbytes keeps all tensors of a parameter in a dict of its own
-(``__bnb_optimizer_quant_state__``), Shampoo and SOAP keep lists of them.
+(``__bnb_optimizer_quant_state__``), Shampoo and SOAP keep lists of them. heavyball (3.2) has a dict
+for each part of a parameter that it merges or divides, by number.
 """
 
 from __future__ import annotations
@@ -34,20 +35,25 @@ def flatten(
     return flat
 
 
-def unflatten(state: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(state: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the state with its dicts and lists again.
 
     >>> unflatten({"step": 3, "GG/1": "t", "GG/0": None})
     {'step': 3, 'GG': [None, 't']}
+    >>> unflatten({"0/exp_avg": "t"})
+    {0: {'exp_avg': 't'}}
     """
-    root: dict[str, Any] = {}
+    root: dict[Any, Any] = {}
     for name, value in state.items():
         *above, last = name.split(JOINT) if is_nested(name) else [name]
         node = root
         for part in above:
             node = node.setdefault(part, {})
         node[last] = value
-    return {name: _restore_lists(value) for name, value in root.items()}
+    return {
+        int(name) if name.isdecimal() else name: _restore_lists(value)
+        for name, value in root.items()
+    }
 
 
 def is_nested(name: object) -> bool:

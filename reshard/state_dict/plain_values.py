@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from reshard.containers.pickles.values import Call, Global
@@ -13,6 +14,25 @@ _LONG = 64  # characters; a longer text counts as several parts if it is repeate
 _COUNTED = ("bytes", "str", "list", "tuple", "dict", "set", "frozenset")
 _KEYS = (str, int, float, bytes, tuple, frozenset, type(None), Global)  # texts identify them
 _MAX_PARTS = 50_000  # parts of one value; a pickle can refer to one part from many places
+
+
+class SetItems(list[Any]):
+    """The elements of a set, sorted, which JSON shows as a list."""
+
+    def __init__(self, items: Iterable[Any], kind: type[set[Any] | frozenset[Any]] = set) -> None:
+        super().__init__(sorted(items, key=lambda item: (type(item).__name__, repr(item))))
+        self.kind = kind
+
+
+def restore_sets(value: Any) -> Any:
+    """Return a plain value with the sets that `to_plain` made lists of."""
+    if isinstance(value, SetItems):
+        return value.kind(map(restore_sets, value))
+    if isinstance(value, dict):
+        return {key: restore_sets(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(restore_sets, value))
+    return value
 
 
 def to_plain(value: Any) -> Any:
@@ -76,6 +96,8 @@ class _ValueConverter:
             by_object = not all(isinstance(key, _KEYS) for key in value)
             return {"class": "dict", "items": shown} if by_object else shown
         items = [self.convert(item) for item in value]
+        if isinstance(value, (set, frozenset)):
+            return SetItems(items, type(value))
         return tuple(items) if isinstance(value, tuple) else items
 
     def _convert_call(self, value: Call) -> dict[str, Any]:

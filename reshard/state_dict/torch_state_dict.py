@@ -28,6 +28,7 @@ from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, optimizer_names
 from reshard.state_dict.hyper_parameters import TensorNumber
 from reshard.state_dict.own_values import find_scheduler
+from reshard.state_dict.plain_values import restore_sets
 from reshard.training import loss_scale, optimizers
 from reshard.training.state import (
     TrainedGroup,
@@ -272,11 +273,12 @@ def get_non_tensor_state(state: WritableState, member: TrainedParameter) -> Mapp
     if lost:
         raise UnsupportedError(
             state.manifest.origin.path,
-            f"stores {lost[0]!r} of {member.fqn!r} as an object, which cannot be written",
+            f"stores {lost[0]!r} of {member.fqn!r} as an object or in an unknown layout,"
+            " which cannot be written",
             "write only the weights with --weights-only, or start a new Adam with --init-optimizer"
             " zeros",
         )
-    return other
+    return {name: restore_sets(value) for name, value in other.items()}
 
 
 def refuse_lost_state(state: WritableState) -> None:
@@ -373,7 +375,7 @@ def build_hyper(state: WritableState, group: TrainedGroup) -> dict[str, Any]:
 def _build_tensor(value: Any) -> Any:
     """Return a tensor for a number that the optimizer keeps in one."""
     if not isinstance(value, TensorNumber):
-        return value
+        return restore_sets(value)
     return Value(value.dtype, value.shape, data=pack_number(value, value.dtype))
 
 
@@ -388,8 +390,8 @@ def refuse_unwritable_hyper(state: WritableState) -> None:
             if not is_restorable(value):
                 raise UnsupportedError(
                     state.manifest.origin.path,
-                    f"stores {name!r} in param group {number} of the optimizer as an object, which"
-                    " cannot be written",
+                    f"stores {name!r} in param group {number} of the optimizer as an object, or"
+                    " differently on each rank, which cannot be written",
                     "pass --weights-only",
                 )
 

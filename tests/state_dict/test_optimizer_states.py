@@ -87,6 +87,24 @@ class Stacked(torch.optim.Optimizer):
                 param.sub_(moments.sum(0), alpha=group["lr"] / state["step"])
 
 
+class Numbered(torch.optim.Optimizer):
+    """The state of heavyball 3.2: a dict for each part of a parameter, by number, with a set."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param].setdefault(0, {})
+                if 2 not in state.setdefault("is_initialized", set()):
+                    state["exp_avg_2"] = torch.zeros_like(param)
+                    state["is_initialized"] |= {0, 2}
+                state["exp_avg_2"].lerp_(param.grad, 0.1)
+                param.sub_(state["exp_avg_2"], alpha=group["lr"])
+
+
 class StableAdamW(torch.optim.Optimizer):
     """The state of torch-optimi 0.3.3: it counts in a tensor of the group."""
 
@@ -142,6 +160,7 @@ MADE = {
     "preconditioned": Preconditioned,
     "eight bits": EightBit,
     "stacked": Stacked,
+    "numbered": Numbered,
     "stable adamw": StableAdamW,
     "a rate in a tensor": with_a_rate_in_a_tensor,
 }
