@@ -152,6 +152,9 @@ MATRICES = frozenset(name for row in ROWS for name in row.matrices)
 RECOMPUTED = frozenset(name for row in ROWS for name in row.recomputed)
 """Slots of which any value serves, because the next update replaces it unread."""
 
+PER_ELEMENT = frozenset(name for row in ROWS for name in (*row.elements, *row.optional))
+"""Slots that have the shape of their parameter in every optimizer of the table."""
+
 _SCALARS = frozenset(name for row in ROWS for name in row.scalars) | RECOMPUTED
 
 

@@ -8,6 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import reshard
+from reshard.commands.split.command import split
+from reshard.commands.split.options import SplitOptions
+from reshard.errors import UnsupportedError
 from tests.judged.expected import read_expected
 from tests.judges.deepspeed_cases import CASES
 
@@ -253,3 +256,52 @@ def test_state_that_is_not_per_element_is_reported_without_zero_too(case, copied
         manifest = checkpoint.manifest
     assert "optimizer state 'scaling' is not per element and is left out" in manifest.warnings
     assert any(manifest.of_kind("row"))  # a tensor of one element is read as it is
+
+
+def keep_as_bitsandbytes(group, state, rank):
+    """Keep the moments as bitsandbytes 0.50 does: in a dict, with a scale for each block."""
+    state["__bnb_optimizer_quant_state__"] = {
+        "state1": state.pop("exp_avg").to(torch.uint8),
+        "state2": state.pop("exp_avg_sq").to(torch.uint8),
+        "absmax1": torch.ones(3),
+    }
+
+
+def keep_as_prodigy(group, state, rank):
+    """Keep what Prodigy (prodigyopt 1.1.2) adds to an Adam with ``slice_p=2``, in slots alone."""
+    state["p0"], state["s"] = state["exp_avg"][::2].clone(), state["exp_avg"][::2].clone()
+
+
+def compute_as_prodigy(group, state, rank):
+    """Keep the sums that Prodigy computes of a rank's own partition."""
+    group |= {"d0": 1e-6, "d_numerator": 0.5 + rank, "d_denom": 0.25 + rank, "k": 3}
+
+
+KEPT = [
+    *((case, keep_as_bitsandbytes) for case in ("z0_bf16", "z1_bf16", "z2_fp32", "z3_bf16")),
+    *((case, keep_as_prodigy) for case in ("z1_bf16", "z2_fp32", "z3_bf16")),
+    *((case, compute_as_prodigy) for case in ("z1_bf16", "z2_fp32", "z3_bf16")),
+]
+NAMED = {
+    keep_as_bitsandbytes: "__bnb_optimizer_quant_state__",
+    keep_as_prodigy: "p0",
+    compute_as_prodigy: "d_numerator",
+}
+
+
+@pytest.mark.parametrize(("case", "keep"), KEPT)
+def test_it_merges_but_does_not_split_what_is_not_per_element(case, keep, copied, tmp_path):
+    run = copied(case)
+    zero = sorted(run.rglob("*_optim_states.pt"))
+    for rank, path in enumerate(zero or run.rglob("mp_rank_00_model_states.pt")):
+        held = torch.load(path, weights_only=False)
+        root = held["optimizer_state_dict" if zero else "optimizer"]
+        inner = root.get("base_optimizer_state", root.get("optimizer_state_dict"))
+        for state in inner["state"].values():
+            keep(inner["param_groups"][0], state, rank)
+        torch.save(held, path)
+    report = reshard.merge(run, tmp_path / "x.safetensors")
+    assert any(NAMED[keep] in text for text in report.warnings)
+    with pytest.raises(UnsupportedError, match=f"stores '{NAMED[keep]}'"):
+        split(run, tmp_path / "out", SplitOptions(world_size=3))
+    split(run, tmp_path / "out", SplitOptions(world_size=3, weights_only=True))

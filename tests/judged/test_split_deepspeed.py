@@ -241,6 +241,8 @@ RUNS = (
     Resumed("z2_bf16", "z3_ulysses_ws4", 4, 3),
     Resumed("z3_checkpointed", "z2_checkpointed", 3, 2),
     Resumed("z2_checkpointed", "z3_checkpointed", 2, 3),
+    Resumed("z3_headed", "z1_headed", 3, 1),
+    Resumed("z1_headed", "z3_headed", 2, 3),
 )
 
 

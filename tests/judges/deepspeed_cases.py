@@ -41,9 +41,8 @@ class Case:
     world: int
     config: Config
     kind: str = "train"  # train, moe, moe_refused, trainer, accelerate
-    model: str = (
-        "menagerie"  # menagerie, menagerie_{tied,vector,wide,checkpointed}, llama, llama_tied
-    )
+    # menagerie, menagerie_{tied,vector,wide,checkpointed,headed}, llama, llama_tied
+    model: str = "menagerie"
     groups: str = "one"  # see deepspeed_models.param_groups
     experts: tuple[tuple[int, int], ...] = ()  # (how many, over how many ranks) of each layer
     client_optimizer: str | None = None  # sgd, adamw, counted: made by the caller, not the config
@@ -400,11 +399,15 @@ def _experts() -> list[Case]:
     return [*(replace(row, kind="moe") for row in rows), refused]
 
 
-def _checkpointed() -> list[Case]:
-    """Return the case whose names differ in ``state_dict`` and ``named_parameters``."""
-    return [
+def _differently_named() -> list[Case]:
+    """Return the cases whose names differ in ``state_dict`` and ``named_parameters``."""
+    wrapped = [
         Case(f"z{stage}_checkpointed", 2, ds_config(stage, "bf16"), model="menagerie_checkpointed")
         for stage in (2, 3)
+    ]
+    return wrapped + [
+        Case(f"z{stage}_headed", 2, ds_config(stage, "bf16"), model="menagerie_headed")
+        for stage in (0, 1, 3)
     ]
 
 
@@ -459,7 +462,7 @@ CASES: dict[str, Case] = {
         _hugging_face(),
         _user_configs(),
         _experts(),
-        _checkpointed(),
+        _differently_named(),
         _universal(),
         _fused() if IS_GPU else (),
     )

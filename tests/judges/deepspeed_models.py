@@ -112,6 +112,38 @@ def checkpointed(model: Menagerie) -> Menagerie:
     return model
 
 
+class Headed(nn.Module):
+    """A model with a value head, which saves itself as TRL 0.11's ``modeling_value_head.py`` does.
+
+    The state dict has the names of the inner model, and those of the head.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.pretrained_model = inner
+        self.v_head = nn.Linear(8, 1)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the loss."""
+        value = self.v_head(torch.ones(8, dtype=self.v_head.weight.dtype))
+        loss: Tensor = self.pretrained_model(input_ids) + value.float().square().mean()
+        return loss
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return the inner model's state dict, with the head's beside it."""
+        state: dict[str, Any] = self.pretrained_model.state_dict(*args, **options)
+        head = self.v_head.state_dict(*args, **options)
+        return state | {f"v_head.{name}": value for name, value in head.items()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
+        """Load both parts."""
+        head = {n: v for n, v in state_dict.items() if n.startswith("v_head.")}
+        rest = {n: v for n, v in state_dict.items() if n not in head}
+        own = {name.removeprefix("v_head."): value for name, value in head.items()}
+        self.v_head.load_state_dict(own, *args, **options)
+        return self.pretrained_model.load_state_dict(rest, *args, **options)
+
+
 class MoeToy(nn.Module):
     """Layers of experts behind DeepSpeed's gates, one with a shared expert beside them.
 

@@ -82,9 +82,11 @@ def build_model(case: Case, config: dict[str, Any], seed: int = 7) -> nn.Module:
     with context:
         if family == "llama":
             return models.llama(tied=variant == "tied")
-        shape = (1,) if variant in ("vector", "checkpointed") else ()
+        shape = (1,) if variant in ("vector", "checkpointed", "headed") else ()
         hidden = 256 if variant == "wide" else 64
         model = models.Menagerie(tied=variant == "tied", scalar_shape=shape, hidden=hidden)
+        if variant == "headed":
+            return models.Headed(model)
     return models.checkpointed(model) if variant == "checkpointed" else model
 
 

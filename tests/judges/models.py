@@ -41,7 +41,8 @@ def named(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, nn.Pa
         every: all names of a tied one.
     """
     for name, param in model.named_parameters(remove_duplicate=not every):
-        yield name.replace("_checkpoint_wrapped_module.", ""), param
+        unwrapped = name.replace("_checkpoint_wrapped_module.", "")
+        yield unwrapped.removeprefix("pretrained_model."), param
 
 
 def ties(model: nn.Module) -> dict[str, str]:

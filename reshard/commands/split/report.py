@@ -106,7 +106,9 @@ def describe_split(
     if state.groups and not is_new:
         names = ", ".join(state.slots) or "no optimizer tensors, as its optimizer has made no step"
         groups = units.counted(len(state.groups), "param group")
-        report.kept.append(f"{names}; step {state.step}; {groups}")
+        is_counted = manifest.train.step is not None or manifest.train.optimizer_step
+        step = f"step {state.step}" if is_counted else "no count of steps"
+        report.kept.append(f"{names}; {step}; {groups}")
     elif before:
         why = "--init-optimizer zeros" if state.groups else "--weights-only"
         report.dropped.append(f"{len(before)} optimizer tensors ({why})")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from reshard.containers.pickles import trust
 from reshard.containers.torch_objects import TorchFile
@@ -33,12 +34,12 @@ from reshard.formats.deepspeed.order import get_zero_section
 from reshard.formats.deepspeed.states import (
     ModelStates,
     OptimizerStates,
+    Shapes,
+    describe_lost_state,
     open_model,
     open_optimizer,
     read_by_file,
     require_equal,
-    select_flat_slots,
-    select_scalar_slots,
     unwrap_names,
 )
 from reshard.formats.deepspeed.train_state import (
@@ -48,6 +49,7 @@ from reshard.formats.deepspeed.train_state import (
     read_scaler,
     read_steps,
     read_train_state,
+    warn_per_rank,
 )
 from reshard.model.weight_decay import FindDivisions, find_no_divisions
 from reshard.state_dict.plain_values import to_plain
@@ -317,7 +319,10 @@ def _read_optimizer(
         )
     param_groups, steps = read_param_groups(ranks, shapes), read_steps(ranks, shapes)
     train = read_train_state(first, groups=param_groups, steps=steps, optimizer_root=root)
-    warnings = stage0.warn_unread(_find_unread_slots(ranks[0], len(shapes)))
+    unread = list(_iterate_unread(ranks, shapes, entries))
+    train = replace(train, non_tensor_state=describe_lost_state(unread))
+    warnings = stage0.warn_unread({name for _, _, names in unread for name in names})
+    warnings += warn_per_rank(param_groups)
     if _excludes_frozen(first, stage):
         warnings.append(
             "saved with exclude_frozen_parameters: frozen weights are not in this checkpoint (merge"
@@ -349,17 +354,20 @@ def _list_sharing_ranks(
     ]
 
 
-def _find_unread_slots(rank: OptimizerStates, count: int) -> set[str]:
-    """Return the slots of the flat tensors' states that have no location in a manifest."""
-    odd: set[str] = set()
-    for state in map(rank.get_group_state, range(count)):
-        odd |= (
-            state.keys()
-            - select_flat_slots(state).keys()
-            - select_scalar_slots(state).keys()
-            - {"step"}
-        )
-    return odd
+def _iterate_unread(
+    ranks: Sequence[OptimizerStates], shapes: Shapes, entries: Iterable[Entry]
+) -> Iterator[tuple[Iterable[str], Mapping[str, Any], set[str]]]:
+    """Yield the members of each flat tensor, its state, and the slots that are not in entries."""
+    read: dict[str, set[str]] = {}
+    for entry in entries:
+        read.setdefault(entry.fqn, {"step"}).add(entry.kind)
+    for index, members in enumerate(shapes):
+        known = set[str]().union(*(read.get(fqn, ()) for fqn in members))
+        # The ranks have the same slots, but one that has only padding may have no state.
+        states = (rank.get_group_state(index) for rank in ranks)
+        state = next(filter(None, states), {})
+        if unread := state.keys() - known:
+            yield members, state, unread
 
 
 def _excludes_frozen(first: ModelStates, stage: int) -> bool:

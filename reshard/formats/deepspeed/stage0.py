@@ -17,6 +17,7 @@ master at its beginning, middle and end.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import isclose, prod
 from typing import Any
@@ -28,7 +29,12 @@ from reshard.core.manifest import MASTER, Entry, ParamGroup, UnnamedOptimizer
 from reshard.errors import SAVE_NAMES, CorruptError
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
 from reshard.formats.deepspeed.order import find_shape_sorted_groups
-from reshard.formats.deepspeed.states import ModelStates, make_whole_entry, select_flat_slots
+from reshard.formats.deepspeed.states import (
+    ModelStates,
+    describe_lost_state,
+    make_whole_entry,
+    select_flat_slots,
+)
 from reshard.formats.deepspeed.train_state import (
     OptimizerContent,
     find_step,
@@ -94,9 +100,17 @@ def read(
             " their index: they are in no param group here"
         )
     states = _pair_states(wrapper, names)
-    warnings += warn_unread(_find_unread(wrapper, states))
+    unread = [(fqns, state, _find_unread(wrapper, fqns, state)) for fqns, state in states]
+    warnings += warn_unread({name for _, _, names in unread for name in names})
     steps = _read_steps(first, states)
     train = read_train_state(first, groups=groups, steps=steps, optimizer_root=wrapper)
+    train = replace(
+        train,
+        non_tensor_state=describe_lost_state(
+            ([fqn for fqn in fqns if fqn is not None], state, names)
+            for fqns, state, names in unread
+        ),
+    )
     entries = list(_read_entries(first, names, states))
     return OptimizerContent(0, entries, train, warnings, unnamed=unnamed)
 
@@ -235,19 +249,15 @@ def _pair_states(wrapper: Mapping[str, Any], names: _Names) -> _States:
     return [(fqns, state.get(index, {})) for index, fqns in enumerate(owners)]
 
 
-def _find_unread(wrapper: Mapping[str, Any], states: _States) -> set[str]:
-    """Return the keys of the states that become neither an entry nor the step."""
+def _find_unread(
+    wrapper: Mapping[str, Any], fqns: Sequence[str | None], state: Mapping[str, Any]
+) -> set[str]:
+    """Return the keys of a state that become neither an entry nor the step."""
     if wrapper.get("fp32_groups_flat"):
-        return {name for _, state in states for name in state.keys() - select_flat_slots(state)} - {
-            "step"
-        }
-    return {
-        str(name)
-        for fqns, state in states
-        if fqns != [None]
-        for name, value in state.items()
-        if name != "step" and not isinstance(value, Tensor)
-    }
+        return state.keys() - select_flat_slots(state) - {"step"}
+    if fqns == [None]:
+        return set()
+    return {name for name, value in state.items() if not isinstance(value, Tensor)} - {"step"}
 
 
 def _read_steps(model: ModelStates, states: _States) -> dict[str, float]:

@@ -22,6 +22,7 @@ from reshard.errors import MIXED, CorruptError
 from reshard.formats.deepspeed.states import (
     OptimizerStates,
     Shapes,
+    is_of_another_length,
     read_by_file,
     require_equal,
     select_flat_slots,
@@ -298,6 +299,9 @@ class FlatGroup:
         for name in names:
             pieces = [own.get(name) for own in slots]
             if self._is_by_member(pieces):
+                whole_members = [sum(m.stop - m.start for m in members) for members in inside]
+                if is_of_another_length(name, pieces, whole_members):
+                    continue
                 yield from self._read_whole_members(name, pieces, inside)
             else:
                 yield from self._split(name, [piece for piece in pieces if piece is not None])

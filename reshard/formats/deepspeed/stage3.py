@@ -20,6 +20,7 @@ from reshard.formats.deepspeed.states import (
     ModelStates,
     OptimizerStates,
     Shapes,
+    is_of_another_length,
     locate_piece,
     require_equal,
     select_flat_slots,
@@ -66,8 +67,12 @@ def _read_part(
         f"the list of optimizer slots of sub-group {index}",
         {rank.file.path: sorted(own) for rank, own in zip(ranks, slots, strict=True)},
     )
+    expected = [count_piece_elements(members, len(ranks))] * len(ranks)
     for kind in (MASTER, *kinds):
         tensors = masters if kind == MASTER else [own[kind] for own in slots]
+        is_swapped = (ranks[0].rank, index, kind) in swapped
+        if kind != MASTER and not is_swapped and is_of_another_length(kind, tensors, expected):
+            continue
         pieces = [
             swapped.get((rank.rank, index, kind)) or locate_piece(rank.file, tensor)
             for rank, tensor in zip(ranks, tensors, strict=True)

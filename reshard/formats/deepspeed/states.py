@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from reshard.core.schema import expect
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.formats.deepspeed import schemas
 from reshard.state_dict import leaves
-from reshard.state_dict.plain_values import to_plain
+from reshard.state_dict.plain_values import is_plain, to_plain
+from reshard.training import optimizers
 
 # An enum is pickled as a call of its class with a value. Only the value is kept.
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
@@ -222,6 +223,36 @@ def select_scalar_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
+def is_of_another_length(
+    name: str, pieces: Sequence[Tensor | None], expected: Sequence[int]
+) -> bool:
+    """Return whether a slot is not per element, because no rank's tensor has the expected length.
+
+    Prodigy with ``slice_p`` keeps every ``slice_p``-th element. A slot that is known to be per
+    element has a wrong length if the file is damaged.
+    """
+    found = [(p.numel, numel) for p, numel in zip(pieces, expected, strict=True) if p is not None]
+    return name not in optimizers.PER_ELEMENT and all(numel != other for numel, other in found)
+
+
+def describe_lost_state(
+    states: Iterable[tuple[Iterable[str], Mapping[str, Any], Collection[str]]],
+) -> dict[str, dict[str, Any]]:
+    """Return fqn -> its optimizer state in objects, or in tensors that are not per element.
+
+    Args:
+        states: the parameters that share a state, the state, and its parts that are not read.
+    """
+    lost: dict[str, dict[str, Any]] = {}
+    for fqns, state, unread in states:
+        described = {name: to_plain(state[name]) for name in sorted(unread) if name in state}
+        own = {name: value for name, value in described.items() if not is_plain(value)}
+        if own:
+            for fqn in fqns:
+                lost[fqn] = lost.get(fqn, {}) | own
+    return lost
+
+
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
     """One rank's part of a flat tensor: contiguous elements in a file."""
@@ -285,32 +316,70 @@ def _is_wrapped(name: str) -> bool:
     return not _HIDDEN.isdisjoint(name.split("."))
 
 
+def _find_dropped_prefix(first: ModelStates) -> str:
+    """Return the prefix that the listed names have and the module's do not; empty if there is none.
+
+    A model may save a part of itself without the part's name. The state dict of TRL 0.11's
+    ``AutoModelForCausalLMWithValueHead`` has ``model.norm.weight`` and ``v_head.summary.weight``;
+    its ``named_parameters``, which DeepSpeed lists, ``pretrained_model.model.norm.weight``.
+    """
+    module = first.module
+    declared = {unwrap_name(n, module): shape for n, shape in first.declared_names.items()}
+    lacking = {name: shape for name, shape in declared.items() if name not in module}
+    parts = next(iter(lacking), "").split(".")
+    for count in range(1, len(parts)):
+        prefix = ".".join(parts[:count]) + "."
+        bare = {unwrap_name(n.removeprefix(prefix), module): shape for n, shape in lacking.items()}
+        if all(name.startswith(prefix) for name in lacking) and all(
+            name in module and name not in declared and _may_be(module[name], shape)
+            for name, shape in bare.items()
+        ):
+            return prefix
+    return ""
+
+
+def _may_be(tensor: Tensor, shape: Index | None) -> bool:
+    """Return whether a tensor of the module has a shape, or is a placeholder of stage 3."""
+    return shape is None or tensor.shape == shape or not tensor.numel
+
+
 def unwrap_names(models: Sequence[ModelStates]) -> list[ModelStates]:
     """Return the ranks' model states with all lists under the module's names.
 
     Of the ranks after the first, only the fragments of frozen parameters are used.
     """
     first = models[0]
-    if not any(map(_is_wrapped, first.declared_names)):
-        return list(models)
     module, root = first.module, first.root
+    prefix = _find_dropped_prefix(first)
+    if not prefix and not any(map(_is_wrapped, first.declared_names)):
+        return list(models)
+
+    def unwrap(listed: Any) -> str:
+        name = str(listed)
+        if prefix and name not in module and name.startswith(prefix):
+            name = name.removeprefix(prefix)
+        return unwrap_name(name, module)
 
     def rename(values: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {unwrap_name(str(name), module): value for name, value in values.items()}
+        return {unwrap(name): value for name, value in values.items()}
 
     own: dict[str, Any] = {
         "param_shapes": [rename(group) for group in first.shapes],
         "shared_params": {
-            unwrap_name(str(alias), module): unwrap_name(str(kept), module)
+            unwrap(alias): unwrap(kept)
             for alias, kept in first.get_section("shared_params").items()
         },
-        "buffer_names": [unwrap_name(name, module) for name in sorted(first.buffers)],
+        "buffer_names": [unwrap(name) for name in sorted(first.buffers)],
     }
     if first.get_section("frozen_param_shapes"):
         own["frozen_param_shapes"] = rename(first.get_section("frozen_param_shapes"))
     own = {key: value for key, value in own.items() if key in root}
     listed = map(str, (*first.declared_names, *first.get_section("shared_params")))
-    wrapped = {unwrap_name(name, module): name for name in listed}
+    wrapped = {unwrap(name): name for name in listed}
+    if prefix:  # stages 0 and 1 do not list frozen weights
+        below = {fqn.split(".")[0] for fqn, name in wrapped.items() if name == prefix + fqn}
+        unlisted = (name for name in module if name not in wrapped and name.split(".")[0] in below)
+        wrapped |= {name: prefix + name for name in unlisted}
     wrapped = {fqn: name for fqn, name in wrapped.items() if fqn != name}
     found = [replace(first, root={**root, **own}, wrapped_names=wrapped), *models[1:]]
     return [

@@ -33,6 +33,14 @@ ENGINE_KEYS = frozenset(
     universal_checkpoint_info
     """.split()
 )
+# Numbers in a param group that a script or a schedule sets, so that all ranks have the same.
+_SETTINGS = frozenset(
+    """
+    lr initial_lr max_lr min_lr swa_lr betas beta1 beta2 beta3 eps weight_decay momentum dampening
+    base_momentum max_momentum alpha rho lambd t0 lr_decay weight_lr_power d0 d_coef growth_rate
+    """.split()
+)
+_PER_RANK = "one number of each rank"
 _DATA_KEYS = ("data_sampler", "random_ltd")  # states of data efficiency, written as they are
 _OPAQUE_KEYS = (*_DATA_KEYS, "universal_checkpoint_info")
 _StoredGroup = tuple[dict[str, Any], list[int]]  # hyper-parameters, indices of flat tensors
@@ -145,16 +153,57 @@ def read_param_groups(ranks: Sequence[OptimizerStates], shapes: Shapes) -> list[
 
     ``params`` of a stored group lists its flat tensors by index: one at stages 1 and 2, its
     sub-groups at stage 3. elastic_checkpoint stores no hyper-parameters; there each flat tensor
-    becomes a group.
+    becomes a group. A number that each rank's optimizer computes from its own partition becomes a
+    description with the numbers of all ranks.
 
     Raises:
         CorruptError: the ranks have different groups.
     """
-    stored = require_equal(
-        "the list of param groups",
-        read_by_file(ranks, lambda rank: _read_groups(rank.optimizer, len(shapes))),
-    )
+    found = read_by_file(ranks, lambda rank: _read_groups(rank.optimizer, len(shapes)))
+    first = next(iter(found.values()))
+    stored = first if all(groups == first for groups in found.values()) else _join_groups(found)
     return _name_members(stored, shapes) or [ParamGroup({}, tuple(members)) for members in shapes]
+
+
+def _join_groups(found: Mapping[str, Sequence[_StoredGroup]]) -> list[_StoredGroup]:
+    """Join the groups of ranks that differ in numbers which each optimizer computed itself.
+
+    Raises:
+        CorruptError: the ranks differ in something else.
+    """
+    kinds = {
+        path: [(list(hyper), members) for hyper, members in groups]
+        for path, groups in found.items()
+    }
+    require_equal("the list of param groups", kinds)
+    joined = []
+    for number, (first, members) in enumerate(next(iter(found.values()))):
+        hyper: dict[str, Any] = {}
+        for name, value in first.items():
+            values = {path: groups[number][0][name] for path, groups in found.items()}
+            own = name not in _SETTINGS and all(isinstance(v, float) for v in values.values())
+            if own and len(set(values.values())) > 1:
+                hyper[name] = {"class": _PER_RANK, "elements": list(values.values())}
+            else:
+                hyper[name] = value
+                require_equal(f"{name} of param group {number}", values)
+        joined.append((hyper, members))
+    return joined
+
+
+def warn_per_rank(groups: Iterable[ParamGroup]) -> list[str]:
+    """Return a warning if ranks have other values of a param group, which reshard cannot join."""
+    names = dict.fromkeys(
+        name
+        for group in groups
+        for name, value in group.hyper.items()
+        if isinstance(value, dict) and value.get("class") == _PER_RANK
+    )
+    text = (
+        f"each rank's optimizer computed {', '.join(names)} from its own part of the parameters, so"
+        " split cannot convert them"
+    )
+    return [text] if names else []
 
 
 def name_members(optimizer: Mapping[str, Any], shapes: Shapes) -> list[ParamGroup]:

@@ -65,7 +65,8 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     per_rank = _has_model_file_per_rank(models)
     ranks = find_source_ranks(models if per_rank else models[:1], str(location), rules)
     shapes = {fqn: shape for group in ranks.shapes for fqn, shape in group.items()}
-    entries, steps = _read_parameters(location, listed, ranks, shapes, files)
+    fqns = {name: fqn for fqn, name in model.wrapped_names.items()}
+    entries, steps = _read_parameters(location, listed, ranks, shapes, files, fqns)
     root = _read_optimizer(location, files)
     masters = {entry.fqn: None for entry in entries if entry.kind == MASTER}  # in order
     if not steps:
@@ -109,13 +110,18 @@ def _read_parameters(
     ranks: SourceRanks,
     shapes: Mapping[str, Index],
     files: dict[str, TorchFile],
+    fqns: Mapping[str, str],
 ) -> tuple[list[Entry], dict[str, float]]:
-    """Read all directories of parameters: return their entries and steps, and add their files."""
+    """Read all directories of parameters: return their entries and steps, and add their files.
+
+    Args:
+        fqns: the name that DeepSpeed lists -> fqn, where they differ.
+    """
     entries: list[Entry] = []
     steps: dict[str, float] = {}
     cache = PickleCache()
     for folder in location.folders["zero"].folders.values():
-        fqn = unwrap_name(folder.name, module)
+        fqn = fqns.get(folder.name) or unwrap_name(folder.name, module)
         if fqn in module and fqn not in shapes:
             continue  # a buffer or a frozen weight, converted to float32; the module has it as is
         for kind, file, value in _read_folder(folder, cache):
