@@ -5,8 +5,9 @@ Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.t
 ``global_step_N``; nanotron ``latest.txt`` and ``N``; Composer ``epE-baN``, llm-foundry ``baN``;
 Lightning ``epoch=E-step=N.ckpt``; NeMo 2 ``...-step=N-...`` with a folder ``weights``; OLMo-core
 ``stepN`` with one ``model_and_optim``; torchtune ``dist_epoch_N``; litgpt ``step-N/lit_model.pth``;
-NeMo Automodel ``epoch_E_step_N``; NeMo RL ``step_N/policy``; prime-rl ``step_N/trainer``. Without a
-pointer the highest number is taken, as their own resuming does.
+NeMo Automodel ``epoch_E_step_N``; NeMo RL ``step_N/policy``; prime-rl ``step_N/trainer``;
+SpecForge's symlink ``RUN-latest``. Without a pointer the highest number is taken, as their own
+resuming does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _NUMBERED = re.compile(
     r"(\d{1,19})"
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )
+_LINK = re.compile(r"(?:.*[-_])?(?:latest|last)(?:[-_](?:checkpoint|ckpt))?")
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest.txt")
 PARTS = (  # folders of a checkpoint
     *("actor", "critic", "dist_ckpt"),  # verl's; the last one with Megatron
@@ -201,14 +203,14 @@ def parse_number(name: str) -> int | None:
 
 
 def _find_pointed(location: Location) -> Location | None:
-    """Return the checkpoint that the run's pointer names.
+    """Return the checkpoint that the run's pointer names, or the symlink that is one.
 
     Raises:
         UnrecognisedError: the pointer names a checkpoint that does not exist.
     """
     pointer = location.find_first(_POINTERS)
     if pointer is None:
-        return None
+        return _find_linked(location)
     named = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
     found = _find_tagged(location, named)
     if found is None:
@@ -218,6 +220,25 @@ def _find_pointed(location: Location) -> Location | None:
             _advise_others(location, named),
         )
     return found
+
+
+def _find_linked(location: Location) -> Location | None:
+    """Return the directory to which a symlink such as ``latest`` or ``RUN-latest`` points.
+
+    None if there are several, or if it points elsewhere.
+    """
+    links = [
+        folder
+        for name, folder in location.folders.items()
+        if _LINK.fullmatch(name) and folder.path.is_symlink()
+    ]
+    targets = {folder.path.resolve() for folder in links}
+    beside = [
+        folder
+        for folder in location.folders.values()
+        if not folder.path.is_symlink() and folder.path.resolve() in targets
+    ]
+    return beside[0] if len(targets) == 1 and beside else None
 
 
 def _find_newest(location: Location, detect: Callable[[Location], bool]) -> Location | None:

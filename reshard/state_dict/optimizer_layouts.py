@@ -78,8 +78,13 @@ class WholeLayout:
         return dict(self.known.shapes)
 
     def sign(self, slots: Slots) -> Signature:
-        """Return the signature of a state's owner; None if there is no state."""
-        return infer_shape(slots)
+        """Return the signature of a state's owner; None if there is no state.
+
+        It is -1, which nothing has, if ranks have slices of different shapes.
+        """
+        shape = infer_shape(slots)
+        is_cut = shape is None and any(map(_differs_on_ranks, select_tensors(slots).values()))
+        return -1 if is_cut else shape
 
     def list_fqns(self, owner: Owner) -> list[str]:
         """Return the parameters of an owner."""
@@ -177,6 +182,10 @@ def _build_whole_entry(fqn: str, slot: str, value: Any) -> Entry:
 def _get_single_size(sizes: set[int]) -> Signature:
     """Return the only size; -1, which nothing has, if there are several; None if there is none."""
     return sizes.pop() if len(sizes) == 1 else -1 if sizes else None
+
+
+def _differs_on_ranks(value: Any) -> bool:
+    return as_global(value) is None
 
 
 def _is_1d(value: Any) -> bool:

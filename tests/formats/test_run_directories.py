@@ -329,6 +329,45 @@ def test_a_file_without_a_suffix_and_without_a_header_is_refused(content, tmp_pa
         reshard.open(tmp_path / "0123abcd")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("link", ["latest", "run-a-latest", "last-checkpoint"])
+@pytest.mark.parametrize("names", [("run-a-step2", "run-a-step4"), ("step_2", "step_4")])
+def test_a_symlink_chooses_the_checkpoint_of_a_run(link, names, tmp_path):
+    """Trust SpecForge 0.2 and trainers like it, which set it after a complete save."""
+    for name, step in zip(names, STEPS, strict=True):
+        dcp.save(state(step), checkpoint_id=tmp_path / name)
+    (tmp_path / link).symlink_to(names[0])
+    (tmp_path / "run-a-best").symlink_to(names[1])
+    assert_is_of(2, tmp_path)
+    with reshard.open(tmp_path) as checkpoint:
+        assert checkpoint.manifest.origin.path == str(tmp_path / names[0])
+    assert_is_of(2, tmp_path / link)
+    assert_is_of(4, tmp_path, tag=names[1])
+
+
+def test_a_model_beside_optimizers_of_ranks_has_their_name_without_a_number(tmp_path):
+    """Read what SpecForge 0.2 saves of FSDP 1 (``training/checkpoint.py``)."""
+    weights = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4, 2)}
+    torch.save({"draft_state_dict": weights, "global_step": 3}, tmp_path / "training_state.pt")
+    groups = [{"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0, 1]}]
+    for rank, parts in enumerate([(slice(6), slice(1)), (slice(0), slice(1, 8))]):
+        state = {
+            number: {
+                "step": torch.tensor(3.0),
+                "exp_avg": weight.flatten()[part] + 10,
+                "exp_avg_sq": weight.flatten()[part] + 20,
+            }
+            for number, (weight, part) in enumerate(zip(weights.values(), parts, strict=True))
+        }
+        inner = {"optimizer_state_dict": {"state": state, "param_groups": groups}}
+        torch.save({"optimizer": inner, "rng": {}}, tmp_path / f"training_state_rank{rank}.pt")
+    with reshard.open(tmp_path) as checkpoint:
+        for name, weight in weights.items():
+            assert torch.equal(checkpoint[name][...], weight)
+            assert torch.equal(checkpoint.optimizer("exp_avg")[name][...], weight + 10)
+        assert checkpoint.manifest.train.step == 3
+
+
 def test_a_tag_that_does_not_exist_lists_those_that_do(tmp_path):
     for step in STEPS:
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -75,17 +75,23 @@ def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
 def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
     """Group files by the common part of their names: name -> rank -> file; a lone file is rank 0's.
 
+    A file without a number beside files of all ranks is what the ranks share (SpecForge 0.2:
+    ``training_state.pt`` has the model, ``training_state_rank0.pt`` an optimizer).
+
     Raises:
         IncompleteError: a rank between others, or of a stated world size, has no file.
         StaleError: two files belong to one rank, or a file to a rank beyond the stated world size.
     """
     families: dict[str, dict[int, Path]] = {}
     pattern = _NUMBERED if _is_numbered_by_rank(files) else RANK
+    numbered = {_find_common_part(match) for name in files if (match := pattern.fullmatch(name))}
     for name, path in files.items():
         match = pattern.fullmatch(name)
-        common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1]) if match else path.stem
+        common = _find_common_part(match) if match else path.stem.strip("_-.") or "rank"
+        if not match and common in numbered:
+            common = f"{common}_shared"
         rank = int(match[2]) if match else 0
-        ranks = families.setdefault(common.strip("_-.") or "rank", {})
+        ranks = families.setdefault(common, {})
         if rank in ranks:
             raise StaleError(
                 path,
@@ -106,6 +112,11 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
             FETCH_MISSING,
         )
     return families
+
+
+def _find_common_part(match: re.Match[str]) -> str:
+    common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1])
+    return common.strip("_-.") or "rank"
 
 
 def _check_ranks(ranks: Mapping[int, Path]) -> None:
