@@ -57,8 +57,10 @@ class Call:
 
         The state is a dict, or a pair (dict or None, dict of ``__slots__``).
         """
-        parts = self.state if isinstance(self.state, tuple) else (self.state,)
-        for part in parts:
+        state = self.state
+        if type(state) is dict:
+            return state.get(attribute, default)
+        for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict) and attribute in part:
                 return part[attribute]
         return default

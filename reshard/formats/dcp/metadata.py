@@ -147,6 +147,7 @@ def _parse_storage(
 ) -> dict[tuple[str, Index | None], tuple[str, int, int]]:
     """Return (key, origin of the block) -> file, offset, length."""
     stored = {}
+    names: dict[str, str] = {}  # millions of blocks have a few thousand names
     for index, info in data.items():
         transforms = info.get("transform_descriptors")
         if transforms:
@@ -158,20 +159,31 @@ def _parse_storage(
         name, numbers = info.get("relative_path"), (info.get("offset"), info.get("length"))
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"impossible position {shown(numbers)} in {shown(name)}")
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or not name:
-            raise UnsafeError(
-                path,
-                f"names the file {name!r}, which is outside the directory",
-                "the metadata was tampered with: do not use this checkpoint",
-            )
+        if name not in names:
+            names[name] = _check_inside(path, name)
         origin = index.get("offset")
         at = None if origin is None else as_index(origin)
         key = index.get("fqn")
         if not isinstance(key, str):
             raise TypeError(f"{shown(key)} is not a valid key")
-        stored[key, at] = (name, *numbers)
+        stored[key, at] = (names[name], *numbers)
     return stored
+
+
+def _check_inside(path: Path, name: str) -> str:
+    """Return the name of a file, unchanged.
+
+    Raises:
+        UnsafeError: the file is outside the directory of the metadata.
+    """
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or not name:
+        raise UnsafeError(
+            path,
+            f"names the file {name!r}, which is outside the directory",
+            "the metadata was tampered with: do not use this checkpoint",
+        )
+    return name
 
 
 def _add_item(
