@@ -145,6 +145,7 @@ TRAIN: Mapping[str, Combine] = {
     "samples": _first,
     "optimizer_step": _united,
     "updates_at_start": _first,
+    "sums_optimizers": _first,
     "non_tensor_state": _united,
     "param_groups": join_groups,
     "scheduler": _first,

@@ -133,6 +133,7 @@ class TrainState:
         step: number of optimizer steps that the run took.
         optimizer_step: fqn -> number of updates that the optimizer applied to the parameter.
         updates_at_start: update counts that the optimizer may show before its first step.
+        sums_optimizers: whether ``step`` adds up the updates of all optimizers.
         non_tensor_state: fqn -> optimizer state that is neither a tensor nor a step count.
         clip: gradient norm to clip to, as the optimizer saved it; 0 means no clipping.
         rng: random states of the first rank, converted to plain values.
@@ -151,6 +152,7 @@ class TrainState:
     samples: int | None = None
     optimizer_step: Mapping[str, float] = field(default_factory=dict)
     updates_at_start: tuple[int, ...] = (0,)
+    sums_optimizers: bool = False
     non_tensor_state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     param_groups: tuple[ParamGroup, ...] = ()
     scheduler: Any = None

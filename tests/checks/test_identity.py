@@ -14,7 +14,7 @@ from reshard.checks.identity import check_identity, crosscheck, find_conflicts
 from reshard.checks.identity.counters import find_counter_conflicts
 from reshard.core import stamps
 from reshard.core.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from reshard.core.manifest import Claim, Manifest, Origin, ParamGroup, TrainState
+from reshard.core.manifest import Claim
 from reshard.errors import CorruptError, UsageError
 from tests.support.programs import run_python
 
@@ -98,15 +98,3 @@ def test_a_small_merge_imports_no_numpy_to_compare_its_files(tmp_path):
         "assert i.compared and 'numpy' not in sys.modules, sorted(sys.modules)"
     )
     run_python("-c", probe, check=True)
-
-
-@pytest.mark.parametrize(("counted", "fits"), [(8, True), (12, True), (7, False), (13, False)])
-def test_lightning_counts_the_updates_of_all_optimizers(counted, fits):
-    """A GAN's generator was updated 4 times, its discriminator 8 times."""
-    train = TrainState(
-        step=counted,
-        optimizer_step={"gen": 4, "disc": 8},
-        param_groups=(ParamGroup({}, ("gen",)), ParamGroup({}, ("disc",))),
-    )
-    manifest = Manifest(Origin("lightning", "last.ckpt"), {}, {}, ordered=True, train=train)
-    assert (not find_counter_conflicts(manifest)) == fits

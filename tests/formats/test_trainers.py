@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -45,6 +46,26 @@ def test_each_of_lightnings_schedulers_becomes_a_file_of_accelerate(tmp_path):
     loaded = [torch.load(tmp_path / "out" / name, weights_only=False) for name in names]
     assert loaded == saved["lr_schedulers"]
     assert not (tmp_path / "out" / "scheduler_2.bin").exists()
+
+
+@pytest.mark.parametrize(("counted", "fits"), [(8, True), (12, True), (7, False), (13, False)])
+def test_lightning_counts_the_updates_of_all_optimizers(counted, fits, tmp_path):
+    """A GAN's generator was updated 4 times, its discriminator 8 times."""
+    model = nn.ModuleDict({"gen": nn.Linear(2, 3), "disc": nn.Linear(3, 1)})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers = {name: torch.optim.AdamW(model[name].parameters()) for name in model}
+    for name, updates in (("gen", 4), ("disc", 8)):
+        for _ in range(updates):
+            optimizers[name].step()
+    saved = {
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict() for optimizer in optimizers.values()],
+        "pytorch-lightning_version": "2.6.5",
+        "global_step": counted,
+    }
+    torch.save(saved, tmp_path / "last.ckpt")
+    assert (not find_counter_conflicts(formats.read(tmp_path / "last.ckpt"))) == fits
 
 
 def test_a_new_scheduler_of_the_trainer_does_not_count_skipped_steps():

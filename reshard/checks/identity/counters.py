@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePath
 
-from reshard.core.manifest import Manifest
+from reshard.core.manifest import Manifest, TrainState
 
 _NAMED_STEP = re.compile(r"(?:global_step|checkpoint-|iter_)(\d+)")
 
@@ -23,7 +23,7 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
         return []
     problems = []
     applied = max(train.optimizer_step.values(), default=None)
-    if applied is not None and not _fits(manifest, applied, expected):
+    if applied is not None and not _fits(train, applied, expected):
         problems.append(
             f"the optimizer was updated {applied:g} times, but the run counts {expected} updates"
         )
@@ -40,15 +40,13 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
     return problems
 
 
-def _fits(manifest: Manifest, applied: float, expected: int) -> bool:
+def _fits(train: TrainState, applied: float, expected: int) -> bool:
     """Return whether the run's count of updates fits the largest count of its parameters."""
-    train = manifest.train
     if applied - expected in train.updates_at_start:
         return True
-    # Lightning adds up the updates of all optimizers of a module (2.6.6 ``loops/progress.py``,
-    # ``training_epoch_loop.py``). Which param groups are of one optimizer is not known.
+    # Which param groups are of one optimizer is not known.
     counts = [
         max((train.optimizer_step.get(fqn, 0) for fqn in group.fqns), default=0)
         for group in train.param_groups
     ]
-    return manifest.origin.format == "lightning" and applied <= expected <= sum(counts)
+    return train.sums_optimizers and applied <= expected <= sum(counts)
