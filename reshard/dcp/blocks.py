@@ -19,6 +19,7 @@ from reshard.engine.move.fill import fill
 from reshard.engine.planning.copies import Copy, plan_block
 from reshard.errors import DifferentError
 from reshard.system.files import SourceFiles
+from reshard.tensors.lazy import view_bytes
 
 _STAGED_BYTES = 4 << 20  # read at a time if a target is on another device, or not contiguous
 # The size of the targets that are filled at a time: a planner may create a tensor for each of them.
@@ -92,7 +93,7 @@ def _read_batch(pool: SourceFiles, batch: list[BlockRead], planner: LoadPlanner)
             continue
         filled.add(memory)
         if target.device.type == "cpu" and target.is_contiguous():
-            view = target.reshape(-1).view(torch.uint8).numpy().data
+            view = view_bytes(target)
             copies += ((copy, view) for copy in plan_block(job.entry, job.box, dtype).copies)
         else:
             staged.append((job, target))
@@ -150,7 +151,7 @@ def _fill_through_buffer(pool: SourceFiles, job: BlockRead, target: torch.Tensor
     longest = _STAGED_BYTES // dtype.itemsize
     # One buffer for all cuts: the system clears the pages of each new one.
     buffer = torch.empty(min(longest, job.box.volume), dtype=target.dtype)
-    view = buffer.view(torch.uint8).numpy().data
+    view = view_bytes(buffer)
     for cut in contiguous_cuts(job.box.shape, longest):
         copies = plan_block(job.entry, cut.shift(job.box.origin), dtype).copies
         overflowed += fill(pool, copies, view[: cut.volume * dtype.itemsize])

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from reshard.live.safe_load import load_safely
+from reshard.tensors.lazy import view_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class UnreadTensor:
         """Return the tensor."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.file.seek(self.byte_offset)
-        buffer = tensor.reshape(-1).view(torch.uint8).numpy().data
+        buffer = view_bytes(tensor)
         filled = 0
         while count := self.file.readinto(buffer[filled:]):  # type: ignore[attr-defined]
             filled += count

@@ -34,6 +34,13 @@ def read_block(pool: SourceFiles, entry: Entry, box: Box, dtype: DType | None = 
     return buffer
 
 
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    import torch
+
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
 def find_first_difference(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
     """Return the first flat element at which two tensors differ bitwise, or None.
 
@@ -160,7 +167,7 @@ class LazyTensor:
         flat = torch.empty(box.volume, dtype=self._entry.dtype.to_torch())
         if box.volume:
             window = plan_block(self._entry, box, self._entry.dtype)
-            fill(self._pool, window.copies, flat.view(torch.uint8).numpy().data)
+            fill(self._pool, window.copies, view_bytes(flat))
         # A box has no steps: elements between the steps are read and left out here.
         view = flat.reshape(shape)[tuple(slice(None, None, step) for step in steps)]
         keep = tuple(0 if dim in dropped else slice(None) for dim in range(len(shape)))
