@@ -19,7 +19,7 @@ import reshard
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.testing import Example, check_format
-from tests.support.programs import run_python
+from tests.support import forked
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -28,14 +28,22 @@ REMOVABLE = ("deepspeed", "megatron", "meta", "nanotron", "colossalai")
 FORMATS = {each.name: each for each in registry.list_built_in_formats()}
 
 
+@pytest.fixture(scope="module")
+def python():
+    """Return the command that stands for ``python``, with torch imported but not reshard."""
+    with forked.serving(["torch.distributed.checkpoint.state_dict", "safetensors.torch"]) as path:
+        yield forked.build_command(path, 0)
+
+
 @pytest.mark.parametrize("name", REMOVABLE)
-def test_without_one_format_s_folder_the_rest_works(name, tmp_path):
+def test_without_one_format_s_folder_the_rest_works(name, python, tmp_path):
     """Every other module is imported, and a checkpoint of another format is merged and split."""
     # The bytecode is copied too, if there is any: to compile all modules takes seconds.
     shutil.copytree(ROOT / "reshard", tmp_path / "reshard")
     shutil.rmtree(tmp_path / "reshard" / "formats" / name)
     source = DATA / "colossalai" / "plain" / "ckpt" if name == "deepspeed" else LLAMA
-    script = (
+    program = tmp_path / "program.py"  # its directory is the first to import from
+    program.write_text(
         "import pkgutil, importlib, importlib.util, reshard\n"
         "names = [m.name for m in pkgutil.walk_packages(reshard.__path__, 'reshard.')]\n"
         "left_out = ['__main__']\n"
@@ -50,12 +58,8 @@ def test_without_one_format_s_folder_the_rest_works(name, tmp_path):
         f"reshard.split({str(source)!r}, 'out', to='dcp', world_size=2)\n"
         "print(reshard.__file__)\n"
     )
-    done = run_python(
-        "-c",
-        script,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
-    )
+    command = [*python, str(program)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) in done.stdout
 
