@@ -1,7 +1,7 @@
 """The process that runs real DeepSpeed and our engines; see ``test_deepspeed``.
 
 ``python -m tests.trainer.deepspeed_worker JOBS.pt``: jobs by world size, in order. Each world is
-one set of ranks, forked from a server that has imported DeepSpeed. Results: ``<JOBS.pt>.done``.
+one set of ranks, forked from this process. Results: ``<JOBS.pt>.done``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,12 @@ from trainer.engines import build_engine
 from trainer.errors import TrainerError
 from trainer.resolve import resolve
 
-PRELOAD = [
-    "torch._dynamo",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # pulls in torch._inductor
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-]
-"""What DeepSpeed would import in every rank, some of it late."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def main(path):
     """Run all jobs."""
-    worlds.PRELOAD += PRELOAD
+    worlds.METHOD = "fork"  # of the process that has imported DeepSpeed
     jobs, results = torch.load(path, weights_only=False), {}
     if "nvme" in {name for _, named in jobs for name, *_ in named}:
         from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
+from tests.judges import server
 
 pytestmark = pytest.mark.judge
 
@@ -263,8 +264,9 @@ def results(root, request):
     plan.world(3)
     plan_three_ranks(plan)
     torch.save(plan.worlds, root / "jobs.pt")
+    worker = ["-m", "tests.trainer.deepspeed_worker", str(root / "jobs.pt")]
+    command = [*server.fork_python(server.DEEPSPEED), *worker]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.trainer.deepspeed_worker", str(root / "jobs.pt")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return Results(torch.load(root / "jobs.pt.done", weights_only=False))

@@ -21,6 +21,7 @@ from tests.support.crashed import crashed, warn_of
 from tests.support.ports import find_free_port
 from tests.support.programs import LIMIT_S
 
+METHOD = "forkserver"  # or "fork", in a process that has imported what the ranks need
 PRELOAD = [
     "torch",
     "torch.optim.adamw",
@@ -67,7 +68,7 @@ def _fork_again(world, *job, undo=lambda: None):
 
 
 def _fork(world, function, *args):
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(PRELOAD)
     port = find_free_port()
     pipes, processes = [], []
