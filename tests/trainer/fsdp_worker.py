@@ -1,6 +1,6 @@
-"""Runs of real ranks for test_fsdp: ``python -m tests.trainer.fsdp_worker OUT``.
+"""Runs of real ranks for test_fsdp.
 
-One process imports torch once and forks 4, then 2 ranks, then one; each goes through all its cases
+One process has imported torch and forks 4, then 2 ranks, then one; each goes through all its cases
 and rank 0 writes its results to ``OUT/<ranks>.json``, case by case. An unexpected exception is
 a finding, too.
 """
@@ -13,7 +13,6 @@ import json
 import math
 import pickle
 import shutil
-import sys
 import time
 import traceback
 import warnings
@@ -270,7 +269,7 @@ class Cases:
         """Load a checkpoint whose learning rate is an object with code."""
         place = self.place("object")
         engine = self.engine("fsdp2")
-        engine.optimizer.param_groups[0]["lr"] = Hostile()
+        engine.optimizer.param_groups[0]["lr"] = Hostile(self.out / "ran")
         write_all(place, fsdp.collect(engine, {}), engine.ranks)
         messages = self.unmoved("fsdp2", place, {})
         return [*messages, *(["3 it ran"] if (self.out / "ran").exists() else [])]
@@ -504,8 +503,11 @@ class Cases:
 class Hostile:
     """Writes a file when it is unpickled."""
 
+    def __init__(self, file):
+        self.file = file
+
     def __reduce__(self):
-        return Path.touch, (Path(sys.argv[1]) / "ran",)
+        return Path.touch, (self.file,)
 
 
 def weights(engine):
@@ -697,7 +699,3 @@ def main(out):
     gc.freeze()
     for world in (4, 2, 1):
         mp.start_processes(rank, (world, out), nprocs=world, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -6,16 +6,14 @@ The ranks run once, in one process tree, and each test reads what they found.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.support.programs import LIMIT_S, run_python
+from tests.trainer import fsdp_worker, worlds
 from tests.trainer.fsdp_worker import ENGINES, FORMS, READ_BACK, RESUMED, SAME_BITS, VARIANTS
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ["LlamaDecoderLayer", "LlamaDecoderLayer"]
 GROUPS = [[16, 0.01], [5, 0.0]]  # matrices are decayed, norms are not
 FILES = {
@@ -40,8 +38,7 @@ FILES = {
 def runs(tmp_path_factory):
     """Return (ranks, case) -> what they found."""
     out = tmp_path_factory.mktemp("fsdp")
-    done = run_python("-m", "tests.trainer.fsdp_worker", out, timeout=LIMIT_S, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
+    worlds.call(fsdp_worker.main, out)
     found = {world: json.loads((out / f"{world}.json").read_text()) for world in (1, 2, 4)}
 
     def of(world, case):

@@ -46,6 +46,11 @@ def run(world, function, *args):
     return _fork_again(world, _in_group, function, *args)
 
 
+def call(function, *args):
+    """Return what a function returns in one process without a group, which may fork."""
+    return _fork_again(1, function, *args)[0]
+
+
 def command(world, arguments):
     """Run ``python -m trainer`` with these arguments on ranks that a launcher started.
 
