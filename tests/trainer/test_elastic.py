@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import forked
+from tests.judges import server
 from tests.support.programs import LIMIT_S
 from tests.trainer import worlds
 
@@ -44,16 +44,6 @@ RUNS = {
 """
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """By default torch 2.13 keeps the store of the first world's first agent, which may be killed."""
-IMPORTED = [
-    *worlds.PRELOAD,
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "torch.distributed.fsdp",
-    "torch.distributed.launcher.api",
-    "trainer.cli",
-    "trainer.session",
-]
 AGENT = """
 import sys
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -204,18 +194,12 @@ def unbroken(tmp_path_factory):
     return worlds.train_on(1, [job])[0][0].digest
 
 
-@pytest.fixture(scope="module")
-def python():
-    """Return the command that stands for ``python``."""
-    with forked.serving(IMPORTED) as path:
-        yield forked.build_command(path, 0)
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_come_and_go_and_the_run_ends_with_the_bits_of_the_unbroken_one(
-    name, unbroken, python, tmp_path
+    name, unbroken, tmp_path
 ):
     run = tmp_path / "run"
+    python = server.fork_python(server.DEEPSPEED)
     changes, sizes = RUNS[name]
     chosen = {**FLAGS, **changes, "save": run, "save_every": EVERY, "keep": 3, "resume": "auto"}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]

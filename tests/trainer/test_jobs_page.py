@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.judges import server
 from tests.support.programs import LIMIT_S
 from tests.test_imports import ROOT
 from tests.trainer import worlds
-from tests.trainer.test_elastic import python  # noqa: F401
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.judge]
 
 SMALL = ["--steps=6", "--global-batch=12", "--seq-len=8", "--save-every=1", "--device=cpu"]
 SRUN = '#!/bin/bash\nexec "$@"\n'
@@ -50,14 +50,17 @@ sys.exit(max(rank.wait() for rank in start(2)))
 """
 
 
-def test_the_elastic_job_goes_on_with_the_ranks_that_are_left(python, tmp_path):  # noqa: F811
+def test_the_elastic_job_goes_on_with_the_ranks_that_are_left(tmp_path):
     page = (ROOT / "docs/jobs.md").read_text()
     blocks = re.findall("```bash\n(.*?)```", page, re.DOTALL)
     (script,) = [block for block in blocks if "1:4" in block]
     programs = {
         "srun": SRUN,
         "torchrun": TORCHRUN.format(
-            executable=sys.executable, python=python, small=SMALL, root=str(ROOT)
+            executable=sys.executable,
+            python=server.fork_python(server.DEEPSPEED),
+            small=SMALL,
+            root=str(ROOT),
         ),
     }
     for name, text in programs.items():
