@@ -37,14 +37,14 @@ def runs(tmp_path_factory):
     place, jobs = tmp_path_factory.mktemp("runs"), {}
     for name, key, world in [*((name, "ddp", 1) for name in MODELS), *RUNS]:
         path = f"{place}/{name} {key} {world}"
-        where = {"save": path, "log": f"{path}.jsonl"}
+        where = {"save": path, "log": f"{path}.jsonl", "is_saved": False}
         chosen = {**COMMON, **MODELS[name], "strategy": key, **where, "reduction": "canonical"}
         jobs[name, key, world] = world, chosen
     # FSDP 1 calls this SHARD_GRAD_OP: what is gathered stays until the backward pass is over.
     path = f"{place}/grad op"
-    where = {"save": path, "log": f"{path}.jsonl", "fsdp_sharding_strategy": "SHARD_GRAD_OP"}
-    chosen = {**COMMON, **MODELS["fp32"], "strategy": "fsdp", "reduction": "canonical"}
-    jobs["fp32", "grad op", 3] = 3, {**chosen, **where}
+    (_, alike) = jobs["fp32", "ddp", 1]
+    changes = {"strategy": "fsdp", "fsdp_sharding_strategy": "SHARD_GRAD_OP"}
+    jobs["fp32", "grad op", 3] = 3, {**alike, **changes, "save": path, "log": f"{path}.jsonl"}
     return worlds.trained(jobs)
 
 

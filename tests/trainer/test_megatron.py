@@ -92,7 +92,8 @@ def runs(place):
         ranks, chosen = {**GRIDS, **OTHER}[target]
         run = at(place, source, target)
         begin = {"resume": str(at(place, source)), "tag": f"global_step{HALF}"}
-        jobs[source, target] = ranks, {**begin, **chosen, "save": str(run), "log": f"{run}.jsonl"}
+        end = {"save": str(run), "log": f"{run}.jsonl", "is_saved": False}
+        jobs[source, target] = ranks, {**begin, **chosen, **end}
     return found | worlds.trained(jobs)
 
 

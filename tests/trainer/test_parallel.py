@@ -111,6 +111,7 @@ def resumed(runs, place):
                 **chosen,
                 "save": str(run),
                 "log": f"{run}.jsonl",
+                "is_saved": False,
             },
         )
     return worlds.trained(jobs)

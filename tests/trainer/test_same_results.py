@@ -63,7 +63,7 @@ def trained(tmp_path_factory):
     for world in WORLDS:
         directory = tmp_path_factory.mktemp(f"world-{world}")
         keys = [(model, strategy) for model, strategy, ranks in RUNS if ranks == world]
-        jobs = [job(directory, model, strategy=strategy) for model, strategy in keys]
+        jobs = [job(directory, model, strategy=s, is_saved=False) for model, s in keys]
         runs_of_jobs = worlds.train_on(world, jobs)[0]
         results |= {(*key, world): run for key, run in zip(keys, runs_of_jobs, strict=True)}
     return results
@@ -119,6 +119,7 @@ def test_a_resumed_run_ends_as_the_unbroken_one_from_any_stage_to_any(
                 "strategy": into,
                 "save": name,
                 "log": f"{name}.jsonl",
+                "is_saved": False,
             }
         )
     runs_of_jobs = worlds.train_on(world, jobs)[0]

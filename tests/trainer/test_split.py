@@ -90,6 +90,7 @@ def test_every_strategy_into_every_other(halves, unbroken, tmp_path, world):
             "resume": str(place),
             "steps": END,
             "save": f"{place}-on",
+            "is_saved": False,
             "log": f"{place}.jsonl",
             **UNSAID,
             **RUNS[target],

@@ -68,7 +68,7 @@ def halves(tmp_path_factory):
 
 
 def resumed(path, log):
-    return {"resume": str(path), "steps": END, "log": f"{log}.jsonl"}
+    return {"resume": str(path), "steps": END, "log": f"{log}.jsonl", "is_saved": False}
 
 
 def test_every_form_is_split_and_goes_on(halves, unbroken, tmp_path):
