@@ -245,8 +245,8 @@ VECTORIZED static int are_usual(const uint8_t *scales, Py_ssize_t count) {
 
 /* The products of one column of codes of 4 bits, in one half of each byte, and their scales. A product is
    exact as bfloat16, the upper half of a float32. */
-VECTORIZED static void decode_column(const uint8_t *codes, const uint8_t *scales, char *out,
-                                     Py_ssize_t rows, int shift) {
+VECTORIZED static void decode_unusual_column(const uint8_t *codes, const uint8_t *scales, char *out,
+                                             Py_ssize_t rows, int shift) {
     for (Py_ssize_t i = 0; i < rows; i++) {
         uint32_t code = codes[i] >> shift, scale = scales[i] ? (uint32_t)scales[i] << 23 : 1 << 22;
         float product = float_of(bits_of_e2m1(code & 7)) * float_of(scale);
@@ -268,8 +268,8 @@ VECTORIZED static void decode_usual_column(const uint8_t *codes, const uint8_t *
     }
 }
 
-static void decode_pairs(const uint8_t *codes, const uint8_t *scales, char *out, Py_ssize_t rows, int shift) {
-    (are_usual(scales, rows) ? decode_usual_column : decode_column)(codes, scales, out, rows, shift);
+static void decode_column(const uint8_t *codes, const uint8_t *scales, char *out, Py_ssize_t rows, int shift) {
+    (are_usual(scales, rows) ? decode_usual_column : decode_unusual_column)(codes, scales, out, rows, shift);
 }
 
 /* Return whether buffers have the sizes of `rows` rows of `columns` elements, and their lines. */
@@ -382,7 +382,8 @@ static PyObject *encode_pairs(PyObject *module, PyObject *args) {
     Py_ssize_t itemsize, columns, high;
     if (!PyArg_ParseTuple(args, "y*ny*w*nn", &values, &itemsize, &exponents, &codes, &columns, &high)) return NULL;
     Py_ssize_t size = itemsize > 0 ? values.len / itemsize : 0;
-    int is_right = check(high % 2 == 0 && size % 2 == 0 && codes.len == size / 2 && has_values(&values, itemsize, size) &&
+    int is_right = check(high % 2 == 0 && size % 2 == 0 && codes.len == size / 2 &&
+                         has_values(&values, itemsize, size) &&
                          is_matrix(size, exponents.len, 1, columns, high) && codes.len % columns == 0);
     if (is_right) {
         char scales[4 * PART_COLUMNS];
@@ -431,7 +432,8 @@ static PyObject *find_largest(PyObject *module, PyObject *args) {
                 char *line = (char *)lines.buf + (first / high * columns + column) * 4;
                 const char *value = (char *)values.buf + column * itemsize;
                 if (itemsize == 4) {
-                    for (Py_ssize_t row = first; row < last; row++) largest_row(value + row * columns * 4, line, count);
+                    for (Py_ssize_t row = first; row < last; row++)
+                        largest_row(value + row * columns * 4, line, count);
                     continue;
                 }
                 memset(halves, 0, sizeof halves);
@@ -448,8 +450,8 @@ static PyObject *find_largest(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* compare(values, itemsize, others, other_itemsize, lines, columns, high): bit 0 of each element of a line tells whether all
-   values of `high` rows are those of the other matrix, bit 1 whether they are these as bfloat16 */
+/* compare(values, itemsize, others, other_itemsize, lines, columns, high): bit 0 of each element of a line tells
+   whether all values of `high` rows are those of the other matrix, bit 1 whether they are these as bfloat16 */
 static PyObject *compare(PyObject *module, PyObject *args) {
     Py_buffer values, others, lines;
     Py_ssize_t itemsize, other_itemsize, columns, high;
@@ -532,8 +534,8 @@ static PyObject *compare_columns(PyObject *module, PyObject *args) {
             Py_ssize_t row = part.at / columns, column = part.at % columns;
             const char *value = (char *)values.buf + itemsize * part.at;
             char *line = (char *)lines.buf + 4 * part.line;
-            decode_pairs((uint8_t *)codes.buf + row / 2 * columns + column, (uint8_t *)exponents.buf + part.line,
-                         products, part.count, row % 2 * 4);
+            decode_column((uint8_t *)codes.buf + row / 2 * columns + column,
+                          (uint8_t *)exponents.buf + part.line, products, part.count, row % 2 * 4);
             if (itemsize == 2)
                 compare_halves_row(value, products, line, part.count);
             else
@@ -590,9 +592,9 @@ static PyObject *decode_columns(PyObject *module, PyObject *args) {
         Py_ssize_t count = height - row < width - at ? height - row : width - at;
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; i < columns; i++) {
-            decode_pairs((uint8_t *)codes.buf + (column + i) / 2 * height + row,
-                         (uint8_t *)scales.buf + (column + i) / group * height + row,
-                         (char *)out.buf + 2 * (i * width + at), count, (column + i) % 2 * 4);
+            decode_column((uint8_t *)codes.buf + (column + i) / 2 * height + row,
+                          (uint8_t *)scales.buf + (column + i) / group * height + row,
+                          (char *)out.buf + 2 * (i * width + at), count, (column + i) % 2 * 4);
         }
         Py_END_ALLOW_THREADS
     }

@@ -241,9 +241,15 @@ def test_the_module_refuses_other_sizes(built):
         built.encode(bytes(32), 4, line, bytearray(8), 4, 2, "float8_e8m0fnu")
     with pytest.raises(ValueError, match="size of the matrix"):
         built.encode(bytes(32), 2, line, bytearray(8), 4, 2, "e2m1")
-    for values, codes, high in ((32, 4, 3), (32, 8, 2), (48, 6, 2), (24, 4, 2)):
+    for values, codes, columns, high in (
+        (32, 4, 4, 3),
+        (32, 8, 4, 2),
+        (48, 6, 4, 2),
+        (24, 4, 4, 2),
+        (32, 4, 0, 2),
+    ):
         with pytest.raises(ValueError, match="size of the matrix"):
-            built.encode_pairs(bytes(values), 4, line, bytearray(codes), 4, high)
+            built.encode_pairs(bytes(values), 4, line, bytearray(codes), columns, high)
     for itemsize, columns in ((4, 0), (0, 4), (8, 4)):
         with pytest.raises(ValueError, match="size of the matrix"):
             built.find_largest(bytes(32), itemsize, bytearray(16), columns, 2)

@@ -12,16 +12,12 @@
 
 /* The compiler makes a loop for each level of the processor, of which one is chosen at run time.
    GCC knows x86-64-v4 (AVX-512) from 12 on; such a loop can be more than twice as fast. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
-#define UP_TO_AVX2 __attribute__((target_clones("avx2", "default")))
-#if __GNUC__ >= 12 && !defined(__clang__)
+#if !defined(__x86_64__) || !defined(__GLIBC__) || !defined(__GNUC__)
+#define VECTORIZED
+#elif __GNUC__ >= 12 && !defined(__clang__)
 #define VECTORIZED __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
-#define VECTORIZED UP_TO_AVX2
-#endif
-#else
-#define UP_TO_AVX2
-#define VECTORIZED
+#define VECTORIZED __attribute__((target_clones("avx2", "default")))
 #endif
 
 static inline uint32_t bits_of(float value) {
