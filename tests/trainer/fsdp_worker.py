@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
+from tests.support.combinations import choose_combinations
 from trainer.checkpoint import fsdp
 from trainer.checkpoint.contents import write_all
 from trainer.core import model, optimizer
@@ -46,11 +47,18 @@ FORMS = {
     "local": {"state_dict_type": "local"},  # the last: FSDP 1 shards without a mesh for it
 }
 FROZEN = ("embed", r"layers\.0\..*norm")
-# Trained to the end, and from each form of checkpoint: name -> strategy and settings.
+PRECISIONS = ("fp32", "bf16", "fp16")
+CHOSEN = choose_combinations(
+    product(ENGINES, PRECISIONS, FORMS),
+    needed=list(product(ENGINES, PRECISIONS[:1], FORMS)),  # of which other cases take files
+)
+# Trained to the end, and from forms of checkpoint: name -> strategy, settings and forms.
 RESUMED = {
-    f"{strategy}-{precision}": (strategy, {"precision": precision})
-    for strategy in ENGINES
-    for precision in ("fp32", "bf16", "fp16")
+    f"{strategy}-{precision}": (
+        *(strategy, {"precision": precision}),
+        *(form for form in FORMS if (strategy, precision, form) in CHOSEN),
+    )
+    for strategy, precision in product(ENGINES, PRECISIONS)
 }
 # The same, a step before and a step after, in all forms or those named.
 VARIANTS = {
@@ -172,7 +180,7 @@ class Cases:
 
     # Resuming
 
-    def resumed(self, name, strategy, chosen, forms=tuple(FORMS), *, half=2, whole=3):
+    def resumed(self, name, strategy, chosen, forms, *, half=2, whole=3):
         """Train without a break, and with one at a checkpoint of each form."""
         complete = self.engine(strategy, **chosen)
         results = {"unbroken": self.train(complete, 0, whole), "half": half, "forms": {}}
@@ -567,8 +575,8 @@ def four(cases):
 
 
 def two(cases):
-    for name, (strategy, chosen) in RESUMED.items():
-        cases.run(name, cases.resumed, name, strategy, chosen)
+    for name, (strategy, chosen, *forms) in RESUMED.items():
+        cases.run(name, cases.resumed, name, strategy, chosen, forms)
     for name, (strategy, chosen, *forms) in VARIANTS.items():
         cases.run(name, cases.soon, name, strategy, chosen, forms or tuple(FORMS))
     for name in READ_BACK:
