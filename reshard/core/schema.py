@@ -130,6 +130,18 @@ def mapping(key: Kind = ANY, item: Kind = ANY) -> Kind:
     return Kind("a dict", fault)
 
 
+def numbered(item: Kind) -> Kind:
+    """Return the kind of dicts whose values under numbers are of a kind; others may be anything."""
+    of = mapping(item=item)
+
+    def fault(value: Any) -> Fault | None:
+        if isinstance(value, dict) and any(isinstance(key, str) for key in value):
+            value = {key: each for key, each in value.items() if not isinstance(key, str)}
+        return of.fault(value)
+
+    return Kind("a dict", fault)
+
+
 def fields(**known: Kind) -> Kind:
     """Return the kind of dicts by the kinds of some keys, which may be missing."""
     of = mapping()

@@ -76,6 +76,12 @@ ROWS = (
         never_negative=("exp_avg_sq", AMSGRAD),
     ),
     OptimizerTraits(
+        "LAMB",  # pytorch-lamb, pytorch_optimizer 4.1
+        MOMENTS,
+        recomputed=("weight_norm", "adam_norm", "trust_ratio"),
+        never_negative=("exp_avg_sq",),
+    ),
+    OptimizerTraits(
         "NAdam",
         MOMENTS,
         scalars=("mu_product",),
@@ -155,7 +161,8 @@ RECOMPUTED = frozenset(name for row in ROWS for name in row.recomputed)
 PER_ELEMENT = frozenset(name for row in ROWS for name in (*row.elements, *row.optional))
 """Slots that have the shape of their parameter in every optimizer of the table."""
 
-_SCALARS = frozenset(name for row in ROWS for name in row.scalars) | RECOMPUTED
+SCALARS = frozenset(name for row in ROWS for name in row.scalars) | RECOMPUTED
+"""0-d slots of the table."""
 
 
 def find(slots: Collection[str]) -> OptimizerTraits | None:
@@ -244,4 +251,4 @@ def is_scalar(slot: str, shapes: Collection[tuple[tuple[int, ...], tuple[int, ..
     """
     if any(own for own, _ in shapes):
         return False
-    return slot in _SCALARS or any(of_parameter for _, of_parameter in shapes)
+    return slot in SCALARS or any(of_parameter for _, of_parameter in shapes)

@@ -368,6 +368,8 @@ def _iterate_unread(
         state = next(filter(None, states), {})
         if unread := state.keys() - known:
             yield members, state, unread
+    if common := ranks[0].common_state:
+        yield [fqn for members in shapes for fqn in members], common, set(common)
 
 
 def _excludes_frozen(first: ModelStates, stage: int) -> bool:

@@ -20,6 +20,7 @@ from reshard.core.schema import (
     fields,
     mapping,
     maybe,
+    numbered,
     record,
     row,
     sequence,
@@ -33,7 +34,8 @@ _RANK = a(
 _SHAPES = mapping(TEXT, SHAPE)
 _PATTERNS = maybe(sequence(TEXT))
 _TORCH = {
-    "state": mapping(item=mapping()),
+    # MADGRAD and D-Adaptation's have a counter ``k`` beside the states of the parameters.
+    "state": numbered(mapping()),
     "param_groups": sequence(fields(params=sequence(COUNT))),
 }
 

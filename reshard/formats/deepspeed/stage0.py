@@ -33,6 +33,7 @@ from reshard.formats.deepspeed.states import (
     ModelStates,
     describe_lost_state,
     make_whole_entry,
+    select_common_state,
     select_flat_slots,
 )
 from reshard.formats.deepspeed.train_state import (
@@ -101,14 +102,16 @@ def read(
         )
     states = _pair_states(wrapper, names)
     unread = [(fqns, state, _find_unread(wrapper, fqns, state)) for fqns, state in states]
-    warnings += warn_unread({name for _, _, names in unread for name in names})
+    if common := select_common_state(unwrap_optimizer(wrapper)):
+        unread.append(([fqn for fqns in names for fqn in fqns], common, set(common)))
+    warnings += warn_unread({name for _, _, slots in unread for name in slots})
     steps = _read_steps(first, states)
     train = read_train_state(first, groups=groups, steps=steps, optimizer_root=wrapper)
     train = replace(
         train,
         non_tensor_state=describe_lost_state(
-            ([fqn for fqn in fqns if fqn is not None], state, names)
-            for fqns, state, names in unread
+            ([fqn for fqn in fqns if fqn is not None], state, slots)
+            for fqns, state, slots in unread
         ),
     )
     entries = list(_read_entries(first, names, states))

@@ -18,7 +18,7 @@ from reshard.core.box import Index, whole
 from reshard.core.chunks import Chunk, contiguous
 from reshard.core.counts import check_numel
 from reshard.core.manifest import MASTER, Claim, Entry
-from reshard.errors import MIXED, CorruptError
+from reshard.errors import MIXED, CorruptError, UnsupportedError
 from reshard.formats.deepspeed.states import (
     OptimizerStates,
     Shapes,
@@ -103,7 +103,9 @@ def read_scalars(
     """Yield the 0-d values of a flat tensor's state as slots of each of its members.
 
     Every rank keeps each value: the entries have the ranks' values as replicas, which must agree.
-    Values that the next update computes again may differ: those of the first rank are taken.
+    Values that the next update computes again may differ: those of the first rank are taken. Values
+    of an optimizer that the table does not know may differ too, as the norms of NovoGrad do: they
+    are left out.
 
     Args:
         states: each rank and its state of the flat tensor.
@@ -115,10 +117,21 @@ def read_scalars(
     )
     for name in names:
         tensors = [slots[name] for slots in scalars.values()]
+        if name not in optimizers.SCALARS and _differs(name, states):
+            continue  # each rank computed it from its own part of the flat tensor
         kept = tensors[:1] if name in optimizers.RECOMPUTED else tensors
         chunks = tuple(tensor.chunk for tensor in kept)
         for fqn in fqns:
             yield Entry(fqn, name, tensors[0].dtype, (), chunks)
+
+
+def _differs(name: str, states: Iterable[tuple[OptimizerStates, Mapping[str, Any]]]) -> bool:
+    """Return whether ranks have other values of a 0-d slot; False for a dtype of no number."""
+    try:
+        values = {repr(rank.file.read_number(state[name])) for rank, state in states}
+    except UnsupportedError:
+        return False
+    return len(values) > 1
 
 
 class FlatGroup:

@@ -193,6 +193,11 @@ class OptimizerStates:
             )
         return states[index] or {}
 
+    @property
+    def common_state(self) -> dict[str, Any]:
+        """The optimizer's state that belongs to no flat tensor; see `select_common_state`."""
+        return select_common_state(self.optimizer)
+
     def require_list(self, key: str) -> list[Any]:
         """Return a list of the file.
 
@@ -203,6 +208,12 @@ class OptimizerStates:
         if values is None:
             raise CorruptError(self.file.path, f"has no {key}, but other ranks have it", MIXED)
         return list(values)
+
+
+def select_common_state(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that belongs to no parameter, such as MADGRAD's counter ``k``."""
+    state = optimizer.get("state", {})
+    return {name: value for name, value in state.items() if isinstance(name, str)}
 
 
 def select_flat_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
