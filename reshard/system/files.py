@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,11 +35,11 @@ def _choose_pool_size() -> int:
 
 
 class OpenFiles:
-    """A pool of descriptors that closes the least recently used first; safe for threads."""
+    """A pool of descriptors that closes the one that was opened first; safe for threads."""
 
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
-        self._descriptors: OrderedDict[str, Descriptor] = OrderedDict()
+        self._descriptors: dict[str, Descriptor] = {}
         self._most_open = _choose_pool_size()
         self._lock = threading.Lock()
 
@@ -62,14 +61,15 @@ class OpenFiles:
             IncompleteError: the file does not exist.
             ReshardError: it cannot be opened.
         """
+        descriptor = self._descriptors.get(path)
+        if descriptor is not None:  # without the lock, as every block of a conversion asks for it
+            return descriptor
         with self._lock:
             descriptor = self._descriptors.get(path)
             if descriptor is None:
                 descriptor = self._descriptors[path] = Descriptor(path, self._flags)
                 if len(self._descriptors) > self._most_open:
-                    self._descriptors.popitem(last=False)
-            else:
-                self._descriptors.move_to_end(path)
+                    del self._descriptors[next(iter(self._descriptors))]
             return descriptor
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
@@ -167,9 +167,12 @@ class SourceFiles(OpenFiles):
         return self._remote_files
 
 
+_HAS_PREADV = hasattr(os, "preadv")
+
+
 def _pread(descriptor: int, target: memoryview, byte_offset: int) -> int:
     """Read into ``target`` and return the number of bytes; without preadv (macOS), copy once."""
-    if hasattr(os, "preadv"):
+    if _HAS_PREADV:
         return os.preadv(descriptor, [target], byte_offset)
     data = os.pread(descriptor, len(target), byte_offset)
     target[: len(data)] = data

@@ -15,8 +15,8 @@ from reshard.system.compiled import find_compiled
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
-
+_NAMES = [dtype.name for dtype in (FLOAT32, FLOAT16, BFLOAT16)]
+_PAIRS = {(source, target) for source in _NAMES for target in _NAMES if source != target}
 
 _cast: Callable[[str, str, Buffer, Buffer], tuple[int, int]] | None = getattr(
     find_compiled("reshard.engine.move._cast"), "cast", None
@@ -32,9 +32,9 @@ def cast(
         The counts of `reshard.engine.move.cast.cast`, or None if numpy must do this cast: the
         module does not exist, it has no loop for these dtypes, or values must be clamped.
     """
-    pair = {dtype, target_dtype}
-    if _cast is None or len(pair) < 2 or not pair.issubset(_DTYPES):
+    pair = dtype.name, target_dtype.name  # a hash of text is faster than that of a DType
+    if _cast is None or pair not in _PAIRS:
         return None
-    counts = _cast(dtype.name, target_dtype.name, source, target)
+    counts = _cast(*pair, source, target)
     # The compiled loops do not clamp: numpy repeats a cast in which a value became infinite.
     return None if clamp and counts[0] else counts

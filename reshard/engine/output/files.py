@@ -10,14 +10,14 @@ from reshard.engine.output.local import build_disk_error
 from reshard.errors import DifferentError
 from reshard.system.files import Descriptor, OpenFiles
 
-BLOCK_BYTES = 512 << 10  # small enough that a block stays in a core's cache until it is read back
+BLOCK_BYTES = 256 << 10  # small enough that a block stays in a core's cache until it is read back
 
 
 def write_at(descriptor: int, data: memoryview, byte_offset: int) -> None:
     """Write all of `data`; a single system call may write less."""
-    while data:
-        count = os.pwrite(descriptor, data, byte_offset)
-        data, byte_offset = data[count:], byte_offset + count
+    done, nbytes = 0, len(data)
+    while done < nbytes:
+        done += os.pwrite(descriptor, data[done:] if done else data, byte_offset + done)
 
 
 class OutputFiles(OpenFiles):
