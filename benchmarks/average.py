@@ -4,7 +4,7 @@
 
 Writes random weights as Hugging Face files in fp32 and bf16, and as DeepSpeed's files of ZeRO 2 on
 4 ranks. The script loads all models, stacks their tensors and takes the mean. The limit is a loop
-that reads all input bytes and writes as many bytes as the mean has.
+that reads all input bytes and writes as many bytes as the mean has in fp32.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def list_contenders(paths: Sequence[Path], form: str, spans: Path) -> list[Conte
             "reshard average, to bf16",
             lambda out: [*command, f"{out}.safetensors", "--dtype", "bf16"],
         ),
-        *limits(spans, shrink=len(paths)),
+        *limits(spans, shrink=len(paths) // 2 if form == "bf16" else len(paths)),
     ]
     if form != "zero2":
         found.append(Contender("torch", lambda out: [*script, str(out), *map(str, paths)]))
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=4)
+    parser.add_argument("--count", type=int, default=4, help="an even number")
     parser.add_argument("--size", choices=list(SHAPES), default="90")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
