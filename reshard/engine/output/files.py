@@ -10,7 +10,7 @@ from reshard.engine.output.local import build_disk_error
 from reshard.errors import DifferentError
 from reshard.system.files import Descriptor, OpenFiles
 
-BLOCK_BYTES = 256 << 10  # small enough that a block stays in a core's cache until it is read back
+BLOCK_BYTES = 512 << 10  # small enough that a block stays in a core's cache until it is read back
 
 
 def write_at(descriptor: int, data: memoryview, byte_offset: int) -> None:
