@@ -333,11 +333,15 @@ class Matrix:
         """Return for each block whether its first row has the release's values."""
         import numpy as np
 
-        high, rows = self.pair.weight.block[0], range(first, first + len(values))
-        # The reader's memory is overwritten by the next read.
-        codes = [self._read_stored("codes", row, 1, reader).copy() for row in rows[::high]]
+        weight, chunk = self.pair.weight, self.pair.codes.chunks[0]
+        high, rows = weight.block[0], range(first, first + len(values))
+        codes = np.empty((len(rows[::high]), weight.columns), np.uint8)
+        for row, line in zip(rows[::high], codes, strict=True):
+            # A plan for each row would take longer than the read.
+            at = (self.number * weight.rows + row) * weight.columns
+            reader.read_bytes(chunk.file, chunk.byte_offset + at, line.data)
         sample = np.ascontiguousarray(values[::high])
-        return self._compare_codes(reader, sample, np.concatenate(codes), rows, 1)
+        return self._compare_codes(reader, sample, codes, rows, 1)
 
     def _compare_first_columns(self, reader: TileReader, values: Array, box: Box) -> Array:
         """Return for each block of transposed codes whether its first code has its value.

@@ -58,6 +58,14 @@ class TileReader:
         """
         self.fill(self._find_planner(entry).plan_block(box, dtype).copies, into)
 
+    def read_bytes(self, file: str, byte_offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes at an offset of a file.
+
+        Raises:
+            ReshardError: the file cannot be read.
+        """
+        self._filler.read_into(file, byte_offset, into)
+
     def read_run(
         self, planner: CopyPlanner, start: int, stop: int, dtype: DType, into: memoryview
     ) -> None:
