@@ -323,30 +323,46 @@ static inline void decode_part(const Decoder *decoder, const uint8_t *codes, con
         decode_row(codes, decoder->table, scales, out, columns);
 }
 
-/* decode(codes, table, scales, out, columns, high, dtype): out = table[codes] * scales */
+/* Round products to bfloat16; return how many of them are finite and became infinite. */
+VECTORIZED static uint32_t round_row(const char *products, char *out, Py_ssize_t columns) {
+    uint32_t overflowed = 0;
+    for (Py_ssize_t i = 0; i < columns; i++) {
+        uint32_t bits = load(products, i), rounded = to_bfloat16(bits);
+        uint16_t half = rounded;
+        memcpy(out + 2 * i, &half, 2);
+        overflowed += ((rounded & 0x7FFF) == 0x7F80) & (magnitude_of(bits) < 0x7F800000);
+    }
+    return overflowed;
+}
+
+/* decode(codes, table, scales, out, columns, high, dtype): out = table[codes] * scales, as float32 or, if `out` has
+   two bytes for each code, as bfloat16; returns how many finite products became infinite */
 static PyObject *decode(PyObject *module, PyObject *args) {
     Py_buffer codes, table, scales, out;
-    Py_ssize_t columns, high;
+    Py_ssize_t columns, high, overflowed = 0;
     const char *dtype;
     if (!PyArg_ParseTuple(args, "y*y*y*w*nns", &codes, &table, &scales, &out, &columns, &high, &dtype))
         return NULL;
+    Py_ssize_t itemsize = out.len == 2 * codes.len ? 2 : 4;
     int is_right = check(is_matrix(codes.len, scales.len, 4, columns, high) && table.len == 1024 &&
-                         out.len % 4 == 0 && out.len / 4 == codes.len);
+                         has_values(&out, itemsize, codes.len));
     if (is_right) {
         Decoder decoder = {table.buf, !strcmp(dtype, "float8_e4m3fn")};
+        char products[4 * PART_COLUMNS];
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t row = 0; row < codes.len / columns; row++)
-            decode_part(&decoder, (uint8_t *)codes.buf + row * columns,
-                        (char *)scales.buf + row / high * columns * 4,
-                        (char *)out.buf + row * columns * 4, columns);
+        for (Part part = {0}; take_part(&part, codes.len, columns, high);) {
+            char *into = (char *)out.buf + itemsize * part.at;
+            decode_part(&decoder, (uint8_t *)codes.buf + part.at, (char *)scales.buf + part.line * 4,
+                        itemsize == 4 ? into : products, part.count);
+            if (itemsize == 2) overflowed += round_row(products, into, part.count);
+        }
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&codes);
     PyBuffer_Release(&table);
     PyBuffer_Release(&scales);
     PyBuffer_Release(&out);
-    if (!is_right) return NULL;
-    Py_RETURN_NONE;
+    return is_right ? PyLong_FromSsize_t(overflowed) : NULL;
 }
 
 /* encode(values, itemsize, scales, codes, columns, high, format): codes = round(values / scales) */

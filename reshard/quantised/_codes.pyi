@@ -9,7 +9,7 @@ def decode(
     high: int,
     dtype: str,
     /,
-) -> None: ...
+) -> int: ...
 def encode(
     values: Buffer,
     itemsize: int,

@@ -46,15 +46,34 @@ def read_values(pool: Reader, weight: Scaled, start: int, target: memoryview) ->
         CorruptError: a scale is infinite or not a number.
         ReshardError: a file cannot be read.
     """
-    out = np.frombuffer(target, "<u2" if weight.dtype == BFLOAT16 else "<f4")
+    _read(pool, weight, start, np.frombuffer(target, "<u2" if weight.dtype == BFLOAT16 else "<f4"))
+
+
+def read_rounded(pool: Reader, weight: Scaled, start: int, target: memoryview) -> int | None:
+    """Fill ``target`` with values of a weight in bfloat16, from an element on.
+
+    Returns:
+        The number of finite values that became infinite; None if this takes two passes.
+
+    Raises:
+        CorruptError, ReshardError: as in `read_values`.
+    """
+    if weight.packed or not loops.can_round():
+        return None
+    return _read(pool, weight, start, np.frombuffer(target, "<u2"))
+
+
+def _read(pool: Reader, weight: Scaled, start: int, out: Array) -> int:
+    """Fill ``out`` from an element on; return how many finite values became infinite."""
     size = weight.rows * weight.columns
     fill = _fill_transposed if weight.transposed else _fill
-    done = 0
+    done = overflowed = 0
     while done < out.size:
         matrix, at = divmod(start + done, size)
         count = min(size - at, out.size - done)
-        fill(pool, weight, matrix, at, out[done : done + count])
+        overflowed += fill(pool, weight, matrix, at, out[done : done + count])
         done += count
+    return overflowed
 
 
 def decode_scales(raw: bytes | bytearray, dtype: DType) -> Array:
@@ -110,13 +129,14 @@ def _list_powers() -> Array:
     return powers
 
 
-def _fill(pool: Reader, weight: Scaled, matrix: int, at: int, out: Array) -> None:
-    """Fill ``out`` with values of a matrix from an element on."""
-    done = 0
+def _fill(pool: Reader, weight: Scaled, matrix: int, at: int, out: Array) -> int:
+    """Fill ``out`` with values of a matrix from an element on, like `_read`."""
+    done = overflowed = 0
     for row, column, rows, columns in _cut(weight, at, out.size):
         piece = out[done : done + rows * columns].reshape(rows, columns)
-        _decode(pool, weight, matrix, (row, column), piece)
+        overflowed += _decode(pool, weight, matrix, (row, column), piece)
         done += rows * columns
+    return overflowed
 
 
 def _cut(weight: Scaled, at: int, count: int) -> Iterator[tuple[int, int, int, int]]:
@@ -141,8 +161,8 @@ def _cut(weight: Scaled, at: int, count: int) -> Iterator[tuple[int, int, int, i
         at += rows * width
 
 
-def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], out: Array) -> None:
-    """Fill ``out`` with a block of a stored matrix, which is contiguous in the file."""
+def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], out: Array) -> int:
+    """Fill ``out`` with a block of a matrix, which is contiguous in the file, like `_read`."""
     row, column = origin
     rows, columns = out.shape
     first = (matrix * weight.rows + row) * weight.columns + column
@@ -154,11 +174,11 @@ def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], 
         values = _build_pair_table()[raw].view(np.float32)[first % 2 :][: rows * columns]
         out[...] = values.reshape(rows, columns)
         loops.multiply(out, lines, high)
-    else:
-        raw = _read_codes(pool, "block", weight, first, rows * columns)
-        dtype = weight.codes.dtype
-        table = decode_table(dtype)
-        loops.decode(raw.reshape(rows, columns), table, lines, high, out, dtype.name)
+        return 0
+    raw = _read_codes(pool, "block", weight, first, rows * columns)
+    dtype = weight.codes.dtype
+    table = decode_table(dtype)
+    return loops.decode(raw.reshape(rows, columns), table, lines, high, out, dtype.name)
 
 
 def _take_lines(
@@ -281,8 +301,8 @@ def _explain_scale(weight: Scaled, value: float, at: int) -> CorruptError:
     )
 
 
-def _fill_transposed(pool: Reader, weight: Scaled, matrix: int, at: int, out: Array) -> None:
-    """Fill ``out`` with values of a transposed matrix from an element on."""
+def _fill_transposed(pool: Reader, weight: Scaled, matrix: int, at: int, out: Array) -> int:
+    """Fill ``out`` with values of a transposed matrix from an element on; all are exact."""
     height = weight.rows  # the length of a row of the transposed matrix
     done = 0
     while done < out.size:
@@ -293,6 +313,7 @@ def _fill_transposed(pool: Reader, weight: Scaled, matrix: int, at: int, out: Ar
         piece = out[done : done + rows * columns].reshape(columns, rows)
         _transpose(pool, weight, matrix, (row, column), piece)
         done += rows * columns
+    return 0
 
 
 def _transpose(

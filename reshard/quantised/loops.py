@@ -22,22 +22,28 @@ Array = NDArray[Any]
 _compiled = find_compiled("reshard.quantised._codes")
 
 
-def decode(codes: Array, table: Array, lines: Array, high: int, out: Array, dtype: str) -> None:
-    """Write the products of codes and scales.
+def can_round() -> bool:
+    """Return whether `decode` can round to bfloat16: numpy would need as many passes as a cast."""
+    return _compiled is not None
+
+
+def decode(codes: Array, table: Array, lines: Array, high: int, out: Array, dtype: str) -> int:
+    """Write the products of codes and scales; return how many finite ones became infinite.
 
     Args:
         codes: a matrix of bytes.
         table: the 256 values of the codes, in float32.
         lines: the scales, in float32.
         high: the rows that share a line.
-        out: a matrix of float32.
+        out: a matrix of float32 or, if `can_round`, of the bits of bfloat16.
         dtype: the name of the codes' dtype.
     """
     if _compiled is not None:
-        _compiled.decode(codes, table, lines, out, codes.shape[1], high, dtype)
-        return
+        overflowed: int = _compiled.decode(codes, table, lines, out, codes.shape[1], high, dtype)
+        return overflowed
     np.take(table, codes, out=out, mode="clip")
     multiply(out, lines, high)
+    return 0
 
 
 def multiply(values: Array, lines: Array, high: int) -> None:

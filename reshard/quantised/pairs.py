@@ -68,6 +68,17 @@ class WeightValues:
 
         decode.read_values(pool, self.weight, byte_offset // self.weight.dtype.itemsize, target)
 
+    def read_rounded(self, pool: Reader, byte_offset: int, target: memoryview) -> int | None:
+        """Fill ``target`` with the values in bfloat16; see `derived.Rounding`.
+
+        Raises:
+            CorruptError, ReshardError: as in `read_into`.
+        """
+        from reshard.quantised import decode  # imports numpy
+
+        start = byte_offset // self.weight.dtype.itemsize
+        return decode.read_rounded(pool, self.weight, start, target)
+
 
 @dataclass(frozen=True, slots=True)
 class QuantisedPair:

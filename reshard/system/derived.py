@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from reshard.system import escaped
 
@@ -51,6 +51,27 @@ class Computation(Protocol):
 
         Raises:
             ReshardError: a file cannot be read, or does not hold what the computation needs.
+        """
+
+
+@runtime_checkable
+class Rounding(Protocol):
+    """A computation of float32 values that can also give them in bfloat16, in one pass."""
+
+    def read_rounded(self, pool: Reader, byte_offset: int, target: memoryview) -> int | None:
+        """Fill ``target`` with the values from an offset on, rounded to nearest even.
+
+        Args:
+            pool: reads the files.
+            byte_offset: the offset of the first of them in float32.
+            target: two bytes for each value.
+
+        Returns:
+            The number of finite values that became infinite; None if the computation cannot do this
+            here and has not filled the target.
+
+        Raises:
+            ReshardError: as in `Computation.read_into`.
         """
 
 

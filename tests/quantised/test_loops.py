@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import reshard
-from reshard.core.dtypes import BFLOAT16, BY_NAME, E8M0
+from reshard.core.dtypes import BFLOAT16, BY_NAME, E8M0, FLOAT32
+from reshard.engine.move import cast
 from reshard.quantised import decode, encode, loops
 from tests.quantised.models import (
     FP8,
@@ -68,6 +70,23 @@ def test_every_code_times_every_kind_of_scale(both, dtype):
     values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).float()
     theirs = (values[:, None] * torch.from_numpy(scales)).numpy()
     assert ((ours == theirs) | (np.isnan(ours) & np.isnan(theirs))).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("columns", [301, 4501])
+def test_products_are_rounded_like_a_cast(built, monkeypatch, dtype, columns):
+    monkeypatch.setattr(loops, "_compiled", built)
+    codes = np.random.default_rng(3).integers(0, 256, (7, columns), np.uint8)
+    scales, table = random_floats(2, columns), decode.decode_table(BY_NAME[dtype])
+    codes[:, 0] = 0x3C
+    scales[:, 0] = 3.4e38 / table[0x3C]  # finite in float32, but not in bfloat16
+    products, wanted = np.empty(codes.shape, np.float32), np.empty(codes.shape, "<u2")
+    assert loops.decode(codes, table, scales, 4, products, dtype) == 0
+    counts = cast.cast(products.reshape(-1), wanted.reshape(-1), FLOAT32, BFLOAT16, clamp=False)
+    rounded = np.empty(codes.shape, "<u2")
+    assert (loops.decode(codes, table, scales, 4, rounded, dtype), 0) == counts
+    assert counts[0] >= 7
+    assert (rounded == wanted).all()
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT8, "e2m1"])
@@ -296,3 +315,21 @@ def test_merges_write_the_same_files(both, tmp_path):
 
     ours, wanted = both(merged)
     assert ours == wanted
+
+
+def test_products_that_overflow_bfloat16_are_counted_and_clamped(both, tmp_path):
+    codes = torch.full((3, 4), 0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn)  # 448
+    codes[0] = 1
+    scales = torch.tensor([[3.4e38 / 448]])  # 448 of them round to 2 ** 128
+    model = write_model(tmp_path / "fp8", {"a.weight": codes, "a.weight_scale_inv": scales}, FP8)
+
+    def merged():
+        found = []
+        for action in ("allow", "clamp"):
+            out = tmp_path / f"{action}{len(list(tmp_path.iterdir()))}.safetensors"
+            report = reshard.merge(model, out, dtype="bf16", on_overflow=action)
+            assert report.overflowed == {"a.weight": 8}
+            found.append(load_file(out)["a.weight"].isinf().sum().item())
+        return found
+
+    assert both(merged) == [[8, 0], [8, 0]]

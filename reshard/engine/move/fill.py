@@ -10,11 +10,12 @@ from typing import Any
 from weakref import proxy
 
 from reshard.core.box import Index
+from reshard.core.dtypes import BFLOAT16
 from reshard.engine.move import compiled
 from reshard.engine.move.spans import Spans
 from reshard.engine.planning.copies import Copy, Window
 from reshard.system.checksum import crc32
-from reshard.system.derived import Derived
+from reshard.system.derived import Derived, Rounding
 from reshard.system.files import SourceFiles
 from reshard.system.paths import is_remote
 
@@ -130,11 +131,30 @@ class Filler:
         if copy.is_plain:
             self.read_into(copy.file, offset, into)
             return
+        if self._fill_rounded(copy, offset, into):
+            return
         numel = len(into) // copy.target_dtype.itemsize
         raw = self._get_buffer(numel * copy.dtype.itemsize)
         self.read_into(copy.file, offset, raw)
         shape = (numel,)
         self._cast(copy, shape, raw, (copy.dtype.itemsize,), into, 0, (copy.target_dtype.itemsize,))
+
+    def _fill_rounded(self, copy: Copy, offset: int, into: memoryview) -> bool:
+        """Fill ``into`` from a computation that can round its values; return whether it did."""
+        if (
+            copy.target_dtype != BFLOAT16
+            or copy.factor != 1.0
+            or not isinstance(copy.file, Derived)
+        ):
+            return False
+        computation = copy.file.computation
+        if not isinstance(computation, Rounding):
+            return False
+        overflowed = computation.read_rounded(self._inner, offset, into)
+        if overflowed is None or (overflowed and self._clamp):
+            return False
+        self._count(copy.fqn, overflowed, 0)
+        return True
 
     def read_shared(self, copies: Iterable[Copy]) -> None:
         """Read ranges that several of these copies share, and keep them until the next call."""
