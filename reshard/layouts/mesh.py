@@ -149,10 +149,12 @@ class MeshPlacements:
 
     Args:
         tensor: how tensor parallelism cuts the parameters that it touches; None replicates.
+        uncut: names of the tensors that are no DTensors: every rank stores the whole tensor.
     """
 
     grid: MeshGrid
     tensor: Mapping[str, Cut | None] = field(default_factory=dict)
+    uncut: frozenset[str] = frozenset()
     _known: dict[str, TensorPlacement] = field(default_factory=dict, compare=False, repr=False)
 
     def get_placement(self, fqn: str) -> TensorPlacement:
@@ -162,6 +164,8 @@ class MeshPlacements:
         return self._known[fqn]
 
     def _compute_placement(self, fqn: str) -> TensorPlacement:
+        if fqn in self.uncut:
+            return TensorPlacement((), ())
         touched, cut = fqn in self.tensor, self.tensor.get(fqn)
         # fully_shard cuts what tensor parallelism left of dim 0: a strided shard, see `Cut`.
         factor = self.grid.size("tensor") if cut and cut.dim == 0 else 1

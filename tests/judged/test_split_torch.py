@@ -42,6 +42,7 @@ from tests.trainer import worlds
 
 TWO, ONE = "menagerie_tied_frozen", "menagerie_tied"  # the models under FSDP 2 and FSDP 1
 NAMED = "fsdp1 mesh named"
+IGNORED = "fsdp2 ignored"  # with parameters that FSDP 2 does not shard
 
 
 def shapes(build, wrap="LlamaDecoderLayer"):
@@ -150,9 +151,11 @@ def trained(tmp_path_factory):
     place = tmp_path_factory.mktemp("trained")
     (place / "fsdp2").mkdir()
     (place / "fsdp1").mkdir()
+    (place / "ignored").mkdir()
     jobs = [
         ("fsdp2", worker.save, "fsdp2", TWO, place / "fsdp2"),
         ("fsdp1", worker.save, "fsdp1", ONE, place / "fsdp1"),
+        ("ignored", worker.save, IGNORED, ONE, place / "ignored"),
     ]
     losses = worlds.run(2, run_in_turn, jobs)[0]
     return place, losses
@@ -191,6 +194,14 @@ def loaded(trained, deepspeed, tmp_path_factory):
             state, step, _ = deepspeed
             made = split(state, out / "deepspeed", fix_ranks(FORMS["dcp"][0], 4))
             jobs.append(("deepspeed", worker.from_deepspeed, made, state, step, 2))
+        if world < 4:
+            plain, told = place / "ignored", {"model": shapes(ONE)} if world == 3 else {}
+            lay_out = lambda s, n=world, told=told: rank_files.lay_out_fsdp2(  # noqa: E731
+                s, of_ranks(n, **told), grid(n)
+            )
+            for source in ("ranks", "dcp"):
+                made = split(plain / source, out / f"{world}-ignored-{source}", lay_out)
+                jobs.append((f"ignored {source}", resumed, IGNORED, ONE, "pair", made, plain))
         for rank in worlds.run(world, run_in_turn, jobs):
             for name, result in rank.items():
                 found.setdefault((world, name), []).append(result)
@@ -204,7 +215,7 @@ def loaded(trained, deepspeed, tmp_path_factory):
 
 
 def test_pytorch_loads_every_bit_of_every_form(loaded):
-    assert len(loaded) == sum(len(a) + len(b) for a, b in AT.values()) + 5
+    assert len(loaded) == sum(len(a) + len(b) for a, b in AT.values()) + 9
     for name, ranks in loaded.items():
         for result in ranks:
             assert result.get("at") is None, (name, result["at"])
@@ -217,6 +228,8 @@ def test_training_continues_bitwise(loaded, trained):
         assert loaded[2, name][0]["losses"] == losses["fsdp2"], name
     for name in AT[2][1]:
         assert loaded[2, f"flat {name}"][0]["losses"] == losses["fsdp1"], name
+    for source in ("ranks", "dcp"):
+        assert loaded[2, f"ignored {source}"][0]["losses"] == losses["ignored"], source
 
 
 @pytest.mark.parametrize("world", [3, 4])
@@ -228,7 +241,8 @@ def test_other_sizes_continue_as_from_pytorchs_own_checkpoint(loaded, trained, w
     for name, result in loaded.items():
         if name[1] == "deepspeed":
             continue
-        wanted = losses["fsdp1" if name[1].startswith("flat") else "fsdp2"]
+        runs = {"flat": "fsdp1", "ignored": "ignored"}
+        wanted = losses[runs.get(name[1].split()[0], "fsdp2")]
         found = [float.fromhex(loss) for loss in result[0].get("losses", wanted)]
         assert found == pytest.approx(list(map(float.fromhex, wanted)), rel=1e-6), name
 

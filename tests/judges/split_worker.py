@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -52,7 +53,8 @@ def live(ranks, kind, build, seed=7):
     """Return a model in one of torch's wrappers, and its optimizer with two groups.
 
     ``kind`` is the wrapper, then in any order: ``mesh`` for FSDP 1 on a device mesh, ``named`` for
-    one whose axis has a name, ``orig`` for use_orig_params, an optimizer other than AdamW.
+    one whose axis has a name, ``orig`` for use_orig_params, ``ignored`` for parameters that FSDP 2
+    leaves plain, an optimizer other than AdamW.
     """
     wrapper, *said = kind.split()
     torch.manual_seed(seed)
@@ -62,7 +64,10 @@ def live(ranks, kind, build, seed=7):
     if wrapper == "fsdp2":
         for layer in model.llama.model.layers:
             fully_shard(layer, mesh=mesh)
-        model = fully_shard(model, mesh=mesh)
+        ignored = {model.odd, model.small} if "ignored" in said else None
+        model = fully_shard(model, mesh=mesh, ignored_params=ignored)
+        for parameter in ignored or ():
+            parameter.register_post_accumulate_grad_hook(partial(average_gradient, ranks.world))
     if wrapper == "fsdp1":
         model = Fsdp1(
             model,
@@ -73,6 +78,12 @@ def live(ranks, kind, build, seed=7):
         )
     make = next((OPTIMIZERS[word] for word in said if word in OPTIMIZERS), torch.optim.AdamW)
     return model, make(grouped(model, units=wrapper == "fsdp1" and "orig" not in said), lr=1e-2)
+
+
+def average_gradient(world, parameter):
+    """Average the gradient of a parameter that FSDP does not reduce."""
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= world
 
 
 OPTIMIZERS = {"nadam": torch.optim.NAdam, "asgd": partial(torch.optim.ASGD, t0=1.0)}

@@ -123,7 +123,8 @@ def lay_out_fsdp2(
     values = torch_state_dict.build_weights(
         state, dtype=request.dtype, divided=build_is_divided(state, model)
     )
-    placements = MeshPlacements(grid, find_tensor_cuts(grid, request.tensor, values))
+    uncut = frozenset(value.owner for value in values.values() if not value.divided)
+    placements = MeshPlacements(grid, find_tensor_cuts(grid, request.tensor, values), uncut)
     moments = None if weights_only else torch_state_dict.build_optimizer(state, naming.keyed, model)
     if moments is not None:
         _refuse_factored(state)
@@ -131,8 +132,8 @@ def lay_out_fsdp2(
     def lay_out_rank(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict(values)
         if whole_weights:
-            uncut = WholeSlots()
-            weights = OrderedDict((name, uncut(value)) for name, value in values.items())
+            whole = WholeSlots()
+            weights = OrderedDict((name, whole(value)) for name, value in values.items())
         names = naming.format_pair(rank, grid.world)
         for name, root in assign_files(names, weights, moments).items():
             stamp = state.stamp(name, rank, grid.world)
@@ -213,7 +214,11 @@ def _refuse_factored(state: WritableState) -> None:
 
 
 def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callable[[Weight], bool]:
-    """Return a function that tells parameters, which are cut, from buffers, which are whole."""
+    """Return a function that tells parameters, which are cut, from what each rank has whole.
+
+    Buffers are whole, and so are the parameters that the source's run left to no FSDP unit
+    (``ignored_params``, ``ignored_modules``).
+    """
     owned = {member.fqn for member in state.members}
     owned |= state.manifest.frozen
     # DeepSpeed's files list their buffers.
@@ -226,13 +231,14 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
     def divided(weight: Weight) -> bool:
         if not weight.shape or weight.is_buffer:
             return False
+        # As a parameter of an FSDP unit, several ranks would have blocks of it.
+        if weight.shape[0] > 1 and _is_stored_whole(weight) and by_rows():
+            return False
         if model is not None:
             return _is_parameter(model, weight.fqn)
         # FSDP shards parameters alone, so a weight that is stored in several blocks is a parameter.
         if marks_buffers or weight.fqn in owned or len(_find_boxes(weight)) > 1:
             return True
-        if weight.shape[0] > 1 and by_rows():  # as a parameter, several ranks would hold blocks
-            return False
         if not weight.dtype.can_train:
             return False
         if state.groups:
@@ -245,6 +251,16 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
         return True
 
     return divided
+
+
+def _is_stored_whole(weight: Weight) -> bool:
+    """Return whether rank files have a copy on each rank, or DCP has one block.
+
+    One block in one rank file may be the part of a flat parameter that this rank has.
+    """
+    chunks = [chunk for chunk in weight.value.chunks if chunk.box.volume]
+    one_box = len({chunk.box for chunk in chunks}) == 1
+    return one_box and (len(chunks) > 1 or chunks[0].file.endswith(".distcp"))
 
 
 def _find_boxes(weight: Weight) -> set[Box]:
