@@ -11,13 +11,14 @@ from typing import Any
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
 from reshard.core.location import list_missing_ranks
-from reshard.errors import FETCH_MISSING, TWO_RUNS, IncompleteError, StaleError
+from reshard.errors import FETCH_MISSING, TWO_RUNS, IncompleteError, StaleError, shown
 from reshard.formats.pytorch.directory import RANK, is_of_rank
 from reshard.state_dict import tree
 from reshard.state_dict.tree import ParsedTree
 
 _NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"world_size_(\d+)")
+_SHARED = "_shared"  # added to the name of a file that all ranks share
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         match = pattern.fullmatch(name)
         common = _find_common_part(match) if match else path.stem.strip("_-.") or "rank"
         if not match and common in numbered:
-            common = f"{common}_shared"
+            common += _SHARED
         rank = int(match[2]) if match else 0
         ranks = families.setdefault(common, {})
         if rank in ranks:
@@ -112,6 +113,27 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
             FETCH_MISSING,
         )
     return families
+
+
+def refuse_copies(families: Mapping[str, OpenedRanks]) -> None:
+    """Check that a file that the ranks share has nothing that a rank's file has too.
+
+    Raises:
+        StaleError: it has. It may be a copy of a rank's file, or of another run.
+    """
+    for stem, ranks in families.items():
+        shared = families.get(f"{stem}{_SHARED}")
+        if shared is None:
+            continue
+        file, root = next(iter(shared.files.values())), next(iter(shared.trees.values()))
+        for rank, own in ranks.trees.items():
+            if isinstance(root, dict) and isinstance(own, dict) and root.keys() & own.keys():
+                name = next(key for key in root if key in own)
+                raise StaleError(
+                    file.path,
+                    f"has {shown(name)}, and so has {Path(ranks.files[rank].path).name}",
+                    TWO_RUNS,
+                )
 
 
 def _find_common_part(match: re.Match[str]) -> str:

@@ -20,7 +20,7 @@ from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.huggingface import reader as of_huggingface
 from reshard.formats.pytorch import directory, provenance
 from reshard.formats.pytorch.directory import find_dcp_parts, is_rank_file
-from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family
+from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family, refuse_copies
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import name_in_model
 from reshard.state_dict import assemble, sections
@@ -145,6 +145,7 @@ def _read_stages(
     )
     grouped = group_by_family(dict(parts_of_model))
     families = {stem: OpenedRanks.open(files) for stem, files in grouped.items()}
+    refuse_copies(families)
     keyed = f"{key or ''}."
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)
     given = (stem for stem, files in grouped.items() if chosen in {p.name for p in files.values()})
