@@ -40,7 +40,7 @@ INLINED uint32_t load_value(const char *values, Py_ssize_t itemsize, Py_ssize_t 
     uint16_t half;
     if (itemsize == 4) return load(values, index);
     memcpy(&half, values + 2 * index, 2);
-    return (uint32_t)half << 16;
+    return from_bfloat16(half);
 }
 
 VECTORIZED static void decode_row(const uint8_t *codes, const char *table, const char *scales,
@@ -102,9 +102,11 @@ VECTORIZED static void encode_row(const char *values, Py_ssize_t itemsize, const
         encode_values(values, 4, scales, codes, columns, format);
 }
 
-/* Scales that are exponents of two, as float32. */
-VECTORIZED static void raise_row(const uint8_t *exponents, char *scales, Py_ssize_t columns) {
-    for (Py_ssize_t i = 0; i < columns; i++) store(scales, i, exponents[i] ? (uint32_t)exponents[i] << 23 : 1 << 22);
+/* The bits as float32 of a scale that is stored as an exponent of two; the smallest is subnormal. */
+static inline uint32_t bits_of_power(uint8_t exponent) { return exponent ? (uint32_t)exponent << 23 : 1 << 22; }
+
+VECTORIZED static void decode_powers(const uint8_t *exponents, char *scales, Py_ssize_t columns) {
+    for (Py_ssize_t i = 0; i < columns; i++) store(scales, i, bits_of_power(exponents[i]));
 }
 
 /* The code of 4 bits of a bfloat16: subtracts the scale from its exponent. */
@@ -248,8 +250,8 @@ VECTORIZED static int are_usual(const uint8_t *scales, Py_ssize_t count) {
 VECTORIZED static void decode_unusual_column(const uint8_t *codes, const uint8_t *scales, char *out,
                                              Py_ssize_t rows, int shift) {
     for (Py_ssize_t i = 0; i < rows; i++) {
-        uint32_t code = codes[i] >> shift, scale = scales[i] ? (uint32_t)scales[i] << 23 : 1 << 22;
-        float product = float_of(bits_of_e2m1(code & 7)) * float_of(scale);
+        uint32_t code = codes[i] >> shift;
+        float product = float_of(bits_of_e2m1(code & 7)) * float_of(bits_of_power(scales[i]));
         uint16_t half = bits_of(product) >> 16 | (code & 8) << 12;
         memcpy(out + 2 * i, &half, 2);
     }
@@ -323,17 +325,7 @@ static inline void decode_part(const Decoder *decoder, const uint8_t *codes, con
         decode_row(codes, decoder->table, scales, out, columns);
 }
 
-/* Round products to bfloat16; return how many of them are finite and became infinite. */
-VECTORIZED static uint32_t round_row(const char *products, char *out, Py_ssize_t columns) {
-    uint32_t overflowed = 0;
-    for (Py_ssize_t i = 0; i < columns; i++) {
-        uint32_t bits = load(products, i), rounded = to_bfloat16(bits);
-        uint16_t half = rounded;
-        memcpy(out + 2 * i, &half, 2);
-        overflowed += ((rounded & 0x7FFF) == 0x7F80) & (magnitude_of(bits) < 0x7F800000);
-    }
-    return overflowed;
-}
+CAST_LOOP(float32_to_bfloat16, uint32_t, AS_IS, uint16_t, to_bfloat16, 0x7F80, 0)
 
 /* decode(codes, table, scales, out, columns, high, dtype): out = table[codes] * scales, as float32 or, if `out` has
    two bytes for each code, as bfloat16; returns how many finite products became infinite */
@@ -354,7 +346,7 @@ static PyObject *decode(PyObject *module, PyObject *args) {
             char *into = (char *)out.buf + itemsize * part.at;
             decode_part(&decoder, (uint8_t *)codes.buf + part.at, (char *)scales.buf + part.line * 4,
                         itemsize == 4 ? into : products, part.count);
-            if (itemsize == 2) overflowed += round_row(products, into, part.count);
+            if (itemsize == 2) overflowed += float32_to_bfloat16(products, into, part.count).overflowed;
         }
         Py_END_ALLOW_THREADS
     }
@@ -415,7 +407,7 @@ static PyObject *encode_pairs(PyObject *module, PyObject *args) {
                 encode_half_rows(value, next, exponent, packed, part.count);
                 continue;
             }
-            raise_row(exponent, scales, part.count);
+            decode_powers(exponent, scales, part.count);
             encode_row(value, itemsize, scales, packed, part.count, &FORMATS[E2M1]);
             encode_row(next, itemsize, scales, upper, part.count, &FORMATS[E2M1]);
             for (Py_ssize_t i = 0; i < part.count; i++) packed[i] |= upper[i] << 4;
@@ -455,7 +447,7 @@ static PyObject *find_largest(PyObject *module, PyObject *args) {
                 memset(halves, 0, sizeof halves);
                 for (Py_ssize_t row = first; row < last; row++)
                     largest_half_row(value + row * columns * 2, halves, count);
-                for (Py_ssize_t i = 0; i < count; i++) store(line, i, (uint32_t)halves[i] << 16);
+                for (Py_ssize_t i = 0; i < count; i++) store(line, i, from_bfloat16(halves[i]));
             }
         }
         Py_END_ALLOW_THREADS

@@ -16,12 +16,8 @@
 #define HAS_F16C_LOOP 0
 #endif
 
-/* Elements in one call of a loop, so that its counters need only 32 bits, like the elements. */
+/* Elements in one call of a loop, whose counters have 32 bits, like the elements. */
 enum { BLOCK = 1 << 20 };
-
-typedef struct {
-    uint32_t overflowed, flushed;
-} Counts;
 
 /* A NaN keeps its sign and its upper bits, like numpy's npy_floatbits_to_halfbits. */
 static inline uint32_t to_float16(uint32_t bits) {
@@ -37,30 +33,13 @@ static inline uint32_t to_float16(uint32_t bits) {
     return made | (bits >> 16 & 0x8000);
 }
 
-#define LOOP(name, Source, widen, Target, narrow, INFINITE, COUNTS_ZEROS)                        \
-    VECTORIZED static Counts name(const char *source, char *target, Py_ssize_t count) {          \
-        uint32_t overflowed = 0, flushed = 0;                                                    \
-        for (Py_ssize_t i = 0; i < count; i++) {                                                 \
-            Source stored; /* copied, as buffers need not be aligned */                          \
-            memcpy(&stored, source + i * sizeof(Source), sizeof(Source));                        \
-            uint32_t bits = widen(stored), made = narrow(bits);                                  \
-            Target result = made;                                                                \
-            memcpy(target + i * sizeof(Target), &result, sizeof(Target));                        \
-            int32_t magnitude = magnitude_of(bits), size = made & 0x7FFF;                        \
-            if (INFINITE) overflowed += (size == INFINITE) & (magnitude < 0x7F800000);           \
-            if (COUNTS_ZEROS) flushed += (size == 0) & (magnitude != 0);                         \
-        }                                                                                        \
-        Counts counts = {overflowed, flushed};                                                   \
-        return counts;                                                                           \
-    }
-
 /* clang-format off */
-LOOP(float32_to_bfloat16, uint32_t, AS_IS, uint16_t, to_bfloat16, 0x7F80, 0)
-LOOP(float32_to_float16_by_bits, uint32_t, AS_IS, uint16_t, to_float16, 0x7C00, 1)
-LOOP(bfloat16_to_float16, uint16_t, from_bfloat16, uint16_t, to_float16, 0x7C00, 1)
-LOOP(float16_to_bfloat16, uint16_t, from_float16, uint16_t, to_bfloat16, 0, 0)
-LOOP(float16_to_float32, uint16_t, from_float16, uint32_t, AS_IS, 0, 0)
-LOOP(bfloat16_to_float32, uint16_t, from_bfloat16, uint32_t, AS_IS, 0, 0)
+CAST_LOOP(float32_to_bfloat16, uint32_t, AS_IS, uint16_t, to_bfloat16, 0x7F80, 0)
+CAST_LOOP(float32_to_float16_by_bits, uint32_t, AS_IS, uint16_t, to_float16, 0x7C00, 1)
+CAST_LOOP(bfloat16_to_float16, uint16_t, from_bfloat16, uint16_t, to_float16, 0x7C00, 1)
+CAST_LOOP(float16_to_bfloat16, uint16_t, from_float16, uint16_t, to_bfloat16, 0, 0)
+CAST_LOOP(float16_to_float32, uint16_t, from_float16, uint32_t, AS_IS, 0, 0)
+CAST_LOOP(bfloat16_to_float32, uint16_t, from_bfloat16, uint32_t, AS_IS, 0, 0)
 /* clang-format on */
 
 #if HAS_F16C_LOOP

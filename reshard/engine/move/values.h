@@ -57,4 +57,27 @@ static inline uint32_t from_float16(uint16_t bits) {
 /* The conversion of float32 in loops that a macro makes for every dtype. */
 #define AS_IS(bits) (bits)
 
+/* How many finite values a cast made infinite, and how many others it made zero. */
+typedef struct {
+    uint32_t overflowed, flushed;
+} Counts;
+
+/* A loop that casts contiguous values. INFINITE is the infinity of a target that can overflow, or 0. */
+#define CAST_LOOP(name, Source, widen, Target, narrow, INFINITE, COUNTS_ZEROS)                 \
+    VECTORIZED static Counts name(const char *source, char *target, Py_ssize_t count) {        \
+        uint32_t overflowed = 0, flushed = 0;                                                  \
+        for (Py_ssize_t i = 0; i < count; i++) {                                               \
+            Source stored; /* copied, as buffers need not be aligned */                        \
+            memcpy(&stored, source + i * sizeof(Source), sizeof(Source));                      \
+            uint32_t bits = widen(stored), made = narrow(bits);                                \
+            Target result = made;                                                              \
+            memcpy(target + i * sizeof(Target), &result, sizeof(Target));                      \
+            int32_t magnitude = magnitude_of(bits), size = made & 0x7FFF;                      \
+            if (INFINITE) overflowed += (size == INFINITE) & (magnitude < 0x7F800000);         \
+            if (COUNTS_ZEROS) flushed += (size == 0) & (magnitude != 0);                       \
+        }                                                                                      \
+        Counts counts = {overflowed, flushed};                                                 \
+        return counts;                                                                         \
+    }
+
 #endif
