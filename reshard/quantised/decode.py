@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.core.dtypes import BFLOAT16, E4M3, E5M2, E8M0, FLOAT16, FLOAT32, UINT8, DType
+from reshard.engine.move.tiles import find_reader
 from reshard.errors import CorruptError
 from reshard.quantised import loops
 from reshard.quantised.scaled import Scaled
@@ -170,12 +171,12 @@ def _decode(pool: Reader, weight: Scaled, matrix: int, origin: tuple[int, int], 
     high = rows // len(lines)
     if weight.packed:
         start, stop = first // 2, -(-(first + rows * columns) // 2)
-        raw = _read_codes(pool, "block", weight, start, stop - start)
+        raw = _read_codes(pool, "codes of a block", weight, start, stop - start)
         values = _build_pair_table()[raw].view(np.float32)[first % 2 :][: rows * columns]
         out[...] = values.reshape(rows, columns)
         loops.multiply(out, lines, high)
         return 0
-    raw = _read_codes(pool, "block", weight, first, rows * columns)
+    raw = _read_codes(pool, "codes of a block", weight, first, rows * columns)
     dtype = weight.codes.dtype
     table = decode_table(dtype)
     return loops.decode(raw.reshape(rows, columns), table, lines, high, out, dtype.name)
@@ -188,20 +189,20 @@ def _take_lines(
 
     If a line is that of several rows, lines of many rows are read together and kept.
     """
-    (row, column), (rows, columns), own = origin, shape, pool.kept
+    (row, column), (rows, columns) = origin, shape
     high, width = weight.block
     step = _BLOCK // weight.columns * high
     if high == 1 or not step:
         return _spread(_read_scales(pool, weight, matrix, row, rows), width, column, columns)
     start = row - row % step
-    key = weight, matrix, start
-    if getattr(own, "lined_rows", None) != key:
-        own.lined_rows = None  # what is kept counts no longer if this read fails
+
+    def read_lines() -> Array:
         scales = _read_scales(pool, weight, matrix, start, min(step, weight.rows - start))
-        own.lines = _spread(scales, width, 0, weight.columns)
-        own.lined_rows = key
+        return _spread(scales, width, 0, weight.columns)
+
+    lines = find_reader(pool).keep("lines of scales", (weight, matrix, start), read_lines)
     line = (row - start) // high
-    return np.ascontiguousarray(own.lines[line : line + 1, column : column + columns])
+    return np.ascontiguousarray(lines[line : line + 1, column : column + columns])
 
 
 def _spread(scales: Array, width: int, column: int, columns: int) -> Array:
@@ -212,15 +213,10 @@ def _spread(scales: Array, width: int, column: int, columns: int) -> Array:
 
 
 def _read_codes(pool: Reader, slot: str, weight: Scaled, first: int, count: int) -> Array:
-    """Return bytes of codes, in memory that a slot of the pool keeps for the next ones."""
-    codes: Array | None = getattr(pool.kept, slot, None)
-    if codes is None or codes.size < count:
-        codes = None  # frees the memory before the new codes need some
-        setattr(pool.kept, slot, None)
-        codes = np.empty(count, np.uint8)
-        setattr(pool.kept, slot, codes)
-    pool.read_into(weight.codes.file, weight.codes.byte_offset + first, codes[:count].data)
-    return codes[:count]
+    """Return bytes of codes, in memory that the thread's reader keeps for the next ones."""
+    codes = find_reader(pool).keep(slot, count, lambda: np.empty(count, np.uint8))
+    pool.read_into(weight.codes.file, weight.codes.byte_offset + first, codes.data)
+    return codes
 
 
 def _read_scales(pool: Reader, weight: Scaled, matrix: int, row: int, rows: int) -> Array:
@@ -352,27 +348,28 @@ def _count_kept_rows(weight: Scaled) -> int:
 def _take_strip(
     pool: Reader, weight: Scaled, matrix: int, row: int, column: int
 ) -> tuple[Array, Array]:
-    """Return the transposed codes and scales of a strip, and keep them for the next call.
+    """Return the transposed codes and scales of a strip of columns; the thread's reader keeps them.
 
     Args:
-        pool: the open files; it also keeps the stored codes of the rows.
+        pool: the open files.
         weight: where codes and scales are stored, and how.
         matrix: the number of the matrix.
         row: the first of the rows that are read together.
         column: the first column of the strip.
     """
-    own, key = pool.kept, (weight, matrix, row)
-    if getattr(own, "rows", None) != key:
-        own.rows = own.strip = None  # what is kept counts no longer if this read fails
-        rows = min(_count_kept_rows(weight), weight.rows - row)
-        nbytes = weight.columns // 2  # of a row
-        codes = _read_codes(
-            pool, "matrix", weight, (matrix * weight.rows + row) * nbytes, rows * nbytes
-        )
-        own.codes = codes.reshape(rows, nbytes)
-        own.scales = loops.transpose(_read_exponents(pool, weight, matrix, row, rows))
-        own.rows = key
-    width, first = weight.block[1], column // weight.block[1]
-    if own.strip is None or own.strip[0] != column:
-        own.strip = column, loops.transpose(own.codes, column // 2, width * _STRIP_BLOCKS // 2)
-    return own.strip[1], own.scales[first : first + _STRIP_BLOCKS]
+    reader, key, width = find_reader(pool), (weight, matrix, row), weight.block[1]
+
+    def read_rows() -> tuple[Array, Array]:
+        rows, nbytes = min(_count_kept_rows(weight), weight.rows - row), weight.row_nbytes
+        first = (matrix * weight.rows + row) * nbytes
+        codes = _read_codes(pool, "codes of rows", weight, first, rows * nbytes)
+        exponents = _read_exponents(pool, weight, matrix, row, rows)
+        return codes.reshape(rows, nbytes), loops.transpose(exponents)
+
+    def transpose() -> Array:
+        return loops.transpose(codes, column // 2, width * _STRIP_BLOCKS // 2)
+
+    codes, scales = reader.keep("rows", key, read_rows)
+    strip = reader.keep("strip", (key, column), transpose)
+    line = column // width
+    return strip, scales[line : line + _STRIP_BLOCKS]

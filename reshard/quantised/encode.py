@@ -78,11 +78,10 @@ def compare_columns(values: Array, codes: Array, scales: Array, weight: Scaled) 
     Args:
         values: whole rows of blocks.
         codes: the transposed codes: a row of bytes for each two rows of values.
-        scales: the transposed scales: a row for each row of blocks; rows behind these are ignored.
+        scales: the transposed scales: a row for each row of blocks.
         weight: where codes and scales are stored, and how.
     """
     high = weight.value_block[0]
-    scales = scales[: -(-len(values) // high)]
     return _find_same(loops.compare_columns(values, codes, scales, build_products(), high), weight)
 
 

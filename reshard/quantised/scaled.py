@@ -45,6 +45,11 @@ class Scaled:
         return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
 
     @property
+    def row_nbytes(self) -> int:
+        """The bytes of codes in a row as stored."""
+        return self.columns // (2 if self.packed else 1)
+
+    @property
     def dtype(self) -> DType:
         """The dtype of the values, in which all of them are exact."""
         return BFLOAT16 if self.packed and self.transposed else FLOAT32

@@ -21,7 +21,6 @@ from reshard.core.manifest import PARAM, Entry
 from reshard.engine.move.tiles import TileReader, find_reader
 from reshard.errors import CorruptError
 from reshard.quantised.pairs import QuantisedPair
-from reshard.quantised.scaled import Scaled
 from reshard.system.derived import Derived, Reader, list_files
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ _TILE = 1 << 20  # values
 # values are then contiguous in their file.
 _TRANSPOSED_TILE = 20 << 20
 _BAND_NBYTES = 2 << 20  # of values that are computed at a time, so that they stay in the cache
-_CODE_BYTES = 4  # for each byte of a tile's codes: it, the release's, whether it is this, scales
+_CODE_BYTES = 4  # for each byte of codes in a tile: computed, the release's, a mask, scales
 _KEPT_BYTES = 32 << 20  # both weights of a layer of GPT-OSS 20B need 27 MiB
 _BAND_BYTES = 16  # for each byte of a band: values, those of the release, and what is computed
 
@@ -68,12 +67,7 @@ def count_worker_nbytes(pair: QuantisedPair) -> int:
     weight, rows = pair.weight, _count_tile_rows(pair)
     width = rows if weight.transposed else weight.columns
     band = max(_BAND_NBYTES, weight.value_block[0] * width * FLOAT32.itemsize)
-    return _CODE_BYTES * rows * _count_row_bytes(weight) + _BAND_BYTES * band
-
-
-def _count_row_bytes(weight: Scaled) -> int:
-    """Return the number of bytes in a stored row of codes."""
-    return weight.columns // (2 if weight.packed else 1)
+    return _CODE_BYTES * rows * weight.row_nbytes + _BAND_BYTES * band
 
 
 def _count_tile_rows(pair: QuantisedPair) -> int:
@@ -226,7 +220,7 @@ class Matrix:
         weight, tile = self.pair.weight, self.find_box("values", first, count)
         (high, wide), (rows, columns) = weight.value_block, tile.shape[-2:]
         grid = -(-rows // high), -(-columns // wide)
-        shape = count, _count_row_bytes(weight)
+        shape = count, weight.row_nbytes
         codes = reader.keep("made", shape, lambda: np.empty(shape, np.uint8))
         scales = np.zeros(grid, f"<u{self.pair.scales.dtype.itemsize}")
         is_same = np.zeros(grid, np.bool_)
@@ -407,13 +401,13 @@ class Matrix:
         """
         from reshard.quantised import encode, loops
 
-        weight = self.pair.weight
+        weight, width = self.pair.weight, self.pair.weight.block[1]
         (column, row), (columns, rows) = box.origin[-2:], values.shape
-        first, line = row % weight.rows, column // weight.block[1]
+        first, lines = row % weight.rows, slice(column // width, -(-(column + columns) // width))
         scales = self._transpose_scales(first, rows, reader)
         stored = self._read_stored("codes", first, rows, reader)
         codes = loops.transpose(stored, column // 2, columns // 2)  # two in a byte
-        return encode.compare_columns(values, codes, scales[line:], weight)
+        return encode.compare_columns(values, codes, scales[lines], weight)
 
     def _transpose_scales(self, first: int, count: int, reader: TileReader) -> Array:
         """Return the release's scales of some stored rows, transposed; the reader keeps them.
@@ -476,10 +470,10 @@ class Matrix:
         import numpy as np
 
         weight = self.pair.weight
-        (high, width), columns = weight.block, weight.columns
+        high, width = weight.block
         if weight.packed:
-            width, columns = width // 2, columns // 2
-        expanded: Array = np.repeat(is_same, width, axis=1)[:, :columns]
+            width //= 2
+        expanded: Array = np.repeat(is_same, width, axis=1)[:, : weight.row_nbytes]
         return np.repeat(expanded, high, axis=0)[:rows] if high > 1 else expanded
 
 
