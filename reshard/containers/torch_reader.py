@@ -33,6 +33,8 @@ from reshard.core.manifest import Record
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
 from reshard.system.files import Section, SourceFiles, get_size, refuse_lfs_pointer
 
+_DEEPEST = 16  # of containers in a pickle that `PickleCache` keeps
+
 
 def read(
     path: str | Path,
@@ -66,9 +68,6 @@ def read(
         + ("" if size else " (the file is empty)"),
         "it is truncated or another kind of file: fetch it again",
     )
-
-
-_DEEPEST = 16  # containers in one another, in a pickle that is kept
 
 
 class PickleCache:

@@ -57,7 +57,7 @@ def _list_evidence(files: Mapping[str, SourceFile], siblings: _Siblings) -> list
     counts: Counter[str] = Counter()
     for file in files.values():
         for claim in file.claims:
-            if claim.about != FILE_NAME or siblings.names_one(file, claim):
+            if claim.about != FILE_NAME or siblings.has_claimed_name(file, claim):
                 counts[f"{claim.about} agrees with {claim.evidence}"] += 1
     return [f"{what} in {number} files" for what, number in counts.items() if number > 1]
 
@@ -80,8 +80,8 @@ class _Siblings:
         # A file that has no siblings may have been renamed.
         self._stems = {path: PurePath(name).stem for path, name in masked if counts[name] > 1}
 
-    def names_one(self, file: SourceFile, claim: Claim) -> bool:
-        """Return whether a claimed name is the file's own name or that of another rank's file.
+    def has_claimed_name(self, file: SourceFile, claim: Claim) -> bool:
+        """Return whether the name that a file claims is its own or that of another rank's file.
 
         An archive that was saved through a stream or a temporary file has another name altogether,
         which says nothing about ranks.
@@ -95,7 +95,7 @@ def _find_misplaced(files: Mapping[str, SourceFile], siblings: _Siblings) -> Ite
     for file in files.values():
         for claim in file.claims:
             expected = claim.expected
-            if claim.about == FILE_NAME and siblings.names_one(file, claim):
+            if claim.about == FILE_NAME and siblings.has_claimed_name(file, claim):
                 expected = PurePath(file.path).stem
             if expected is not None and claim.value != expected:
                 yield Conflict(

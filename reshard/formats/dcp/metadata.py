@@ -147,7 +147,7 @@ def _parse_storage(
 ) -> dict[tuple[str, Index | None], tuple[str, int, int]]:
     """Return (key, origin of the block) -> file, offset, length."""
     stored = {}
-    names: dict[str, str] = {}  # millions of blocks have a few thousand names
+    checked: set[str] = set()  # millions of blocks are in a few thousand files
     for index, info in data.items():
         transforms = info.get("transform_descriptors")
         if transforms:
@@ -159,22 +159,23 @@ def _parse_storage(
         name, numbers = info.get("relative_path"), (info.get("offset"), info.get("length"))
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"impossible position {shown(numbers)} in {shown(name)}")
-        if name not in names:
-            names[name] = _check_inside(path, name)
+        if name not in checked:
+            _check_inside(path, name)
+            checked.add(name)
         origin = index.get("offset")
         at = None if origin is None else as_index(origin)
         key = index.get("fqn")
         if not isinstance(key, str):
             raise TypeError(f"{shown(key)} is not a valid key")
-        stored[key, at] = (names[name], *numbers)
+        stored[key, at] = (name, *numbers)
     return stored
 
 
-def _check_inside(path: Path, name: str) -> str:
-    """Return the name of a file, unchanged.
+def _check_inside(path: Path, name: str) -> None:
+    """Check that a file is inside the directory of the metadata.
 
     Raises:
-        UnsafeError: the file is outside the directory of the metadata.
+        UnsafeError: it is not.
     """
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or not name:
@@ -183,7 +184,6 @@ def _check_inside(path: Path, name: str) -> str:
             f"names the file {name!r}, which is outside the directory",
             "the metadata was tampered with: do not use this checkpoint",
         )
-    return name
 
 
 def _add_item(

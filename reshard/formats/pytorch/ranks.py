@@ -116,10 +116,10 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
 
 
 def refuse_copies(families: Mapping[str, OpenedRanks]) -> None:
-    """Check that a file that the ranks share has nothing that a rank's file has too.
+    """Check that a file that the ranks share has no key of a rank's file.
 
     Raises:
-        StaleError: it has. It may be a copy of a rank's file, or of another run.
+        StaleError: it has one. It can be a copy of a rank's file, or be of another run.
     """
     for stem, ranks in families.items():
         shared = families.get(f"{stem}{_SHARED}")
@@ -127,16 +127,19 @@ def refuse_copies(families: Mapping[str, OpenedRanks]) -> None:
             continue
         file, root = next(iter(shared.files.values())), next(iter(shared.trees.values()))
         for rank, own in ranks.trees.items():
-            if isinstance(root, dict) and isinstance(own, dict) and root.keys() & own.keys():
-                name = next(key for key in root if key in own)
+            if not (isinstance(root, dict) and isinstance(own, dict)):
+                continue
+            both = [key for key in root if key in own]
+            if both:
                 raise StaleError(
                     file.path,
-                    f"has {shown(name)}, and so has {Path(ranks.files[rank].path).name}",
+                    f"has {shown(both[0])}, and so has {Path(ranks.files[rank].path).name}",
                     TWO_RUNS,
                 )
 
 
 def _find_common_part(match: re.Match[str]) -> str:
+    """Return the part of a file's name that the files of all ranks have."""
     common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1])
     return common.strip("_-.") or "rank"
 
