@@ -147,7 +147,7 @@ def _read_field(placement: Call, name: str, position: int) -> int:
     """Read a placement's field: an attribute, or an argument if its constructor pickled it."""
     value = placement.get(name)
     if value is None:
-        value = placement.items.get(name)
+        value = (placement.items or {}).get(name)
     return int(placement.args[position] if value is None else value)
 
 

@@ -1,6 +1,7 @@
 """The stack machine of a pickle: stack, memo, marks and names. It calls nothing from the file.
 
 `Machine.run` handles the opcodes that make up 95% of a checkpoint's pickle; `opcodes` has the rest.
+Two sequences of opcodes, of which DCP's metadata has millions, are handled as one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reshard.containers.pickles import sharing, trust
-from reshard.containers.pickles.values import ENCODE, PYTHON2_NAMES, Builder, Call, Global, Located
+from reshard.containers.pickles.values import (
+    ENCODE,
+    PYTHON2_NAMES,
+    Builder,
+    Call,
+    Global,
+    Located,
+    require_hashable,
+)
+from reshard.core import stamps
 from reshard.errors import UnsafeError, shown
 
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
@@ -23,6 +33,24 @@ class _Mark:
 
 
 _MARK = _Mark()
+_NO_VALUE = "a MARK in place of a value"
+_NO_NUMBER = "a number that the memo does not have"
+
+
+class _Missing:
+    """A number of the memo that the pickle has not used; there is one instance."""
+
+
+_MISSING = _Missing()
+# The types of values in the memo that `Machine.check_reference` must see.
+_CHECKED = sharing.HOLDERS | {_Missing}
+
+# What follows TUPLE1 or TUPLE2 in a call of one tuple, such as ``torch.Size``:
+# MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE.
+_CALL_WITH_TUPLE = b"\x94\x85\x94R\x94"
+# What follows EMPTY_TUPLE in an object with attributes: NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK.
+_NEW_OBJECT = b"\x81\x94}\x94("
+
 _PYTHON3_NAMES = {old: name for name, old in PYTHON2_NAMES.items()}
 
 
@@ -56,57 +84,82 @@ class Machine:
         self.builders = builders
         self.persistent = persistent
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.globals: set[str] = set()
         self.stamp: Any = None  # the attribute `stamps.KEY` of a container
         self.copied = 0  # number of container elements that calls have copied
         self._letters: dict[bytes, int] = {}  # text of one letter -> an offset of it
         self.shared = 0  # number of repeated references to containers
 
-    def run(self, handlers: Mapping[int, Handler]) -> Any:  # noqa: C901, PLR0912 - inlined for speed
+    def run(self, handlers: Mapping[int, Handler]) -> Any:  # noqa: C901, PLR0912, PLR0915 - for speed
         """Interpret until STOP and return the top of the stack; ``handlers`` maps opcodes."""
-        data, stack, memo = self.data, self.stack, self.memo
+        data, stack, memo, checked = self.data, self.stack, self.memo, _CHECKED
         at = self.position
         while True:
             # Past the end of the data this raises IndexError, which `loads` reports as damage.
             op = data[at]
             at += 1
             if op == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
-            elif op == 0x71:  # BINPUT
-                memo[data[at]] = stack[-1]
-                at += 1
+                memo.append(stack[-1])
             elif op == 0x68:  # BINGET
-                stack.append(memo[data[at]])
+                value = memo[data[at]]
                 at += 1
-                if type(stack[-1]) in sharing.HOLDERS:
-                    self.count_reference(stack[-1])
-            elif op == 0x72:  # LONG_BINPUT
-                memo[int.from_bytes(data[at : at + 4], "little")] = stack[-1]
-                at += 4
+                stack.append(value)
+                if type(value) in checked:
+                    self.check_reference(value)
+            elif op == 0x71:  # BINPUT
+                self.put(data[at])
+                at += 1
             elif op == 0x6A:  # LONG_BINGET
-                stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                value = memo[int.from_bytes(data[at : at + 4], "little")]
                 at += 4
-                if type(stack[-1]) in sharing.HOLDERS:
-                    self.count_reference(stack[-1])
+                stack.append(value)
+                if type(value) in checked:
+                    self.check_reference(value)
+            elif op == 0x72:  # LONG_BINPUT
+                self.put(int.from_bytes(data[at : at + 4], "little"))
+                at += 4
             elif op == 0x4B:  # BININT1
                 stack.append(data[at])
                 at += 1
-            elif op == 0x85:  # TUPLE1
-                stack[-1] = (require_value(stack[-1]),)
-            elif op == 0x28:  # MARK
-                stack.append(_MARK)
             elif op == 0x4D:  # BININT2
                 stack.append(data[at] | data[at + 1] << 8)
                 at += 2
+            elif op == 0x4A:  # BININT
+                stack.append(int.from_bytes(data[at : at + 4], "little", signed=True))
+                at += 4
+            elif op == 0x85:  # TUPLE1
+                stack[-1] = (require_value(stack[-1]),)
+                if data.startswith(_CALL_WITH_TUPLE, at):
+                    at += len(_CALL_WITH_TUPLE)
+                    self.position = at
+                    self.call_with_tuple()
+            elif op == 0x86:  # TUPLE2
+                pair = stack[-2], stack.pop()
+                if _MARK is pair[0] or _MARK is pair[1]:
+                    raise ValueError(_NO_VALUE)
+                stack[-1] = pair
+                if data.startswith(_CALL_WITH_TUPLE, at):
+                    at += len(_CALL_WITH_TUPLE)
+                    self.position = at
+                    self.call_with_tuple()
+            elif op == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+                if data.startswith(_NEW_OBJECT, at):
+                    at += len(_NEW_OBJECT)
+                    self.position = at
+                    self.begin_object()
+            elif op == 0x75:  # SETITEMS
+                self.set_items()
+                if data[at] == 0x62:  # BUILD
+                    at += 1
+                    self.build()
+            elif op == 0x28:  # MARK
+                stack.append(_MARK)
             elif op == 0x58:  # BINUNICODE
                 size = int.from_bytes(data[at : at + 4], "little")
                 at += 4 + size
                 stack.append(_decode_text(data, at - size, at))
-            elif op == 0x86:  # TUPLE2
-                stack[-2:] = [tuple(map(require_value, peek(stack, 2)))]
-            elif op == 0x29:  # EMPTY_TUPLE
-                stack.append(())
             elif op == 0x7D:  # EMPTY_DICT
                 stack.append({})
             elif op == 0x2E:  # STOP
@@ -117,9 +170,67 @@ class Machine:
                 handlers[op](self)
                 at = self.position
 
-    def count_reference(self, value: Any) -> None:
-        """Count one more reference to a value."""
+    def put(self, number: int) -> None:
+        """Store the top of the stack in the memo."""
+        memo = self.memo
+        if number == len(memo):
+            memo.append(self.stack[-1])
+            return
+        if not 0 <= number < len(self.data):  # a pickler counts what it stores
+            raise ValueError(_NO_NUMBER)
+        memo += [_MISSING] * (number + 1 - len(memo))
+        memo[number] = self.stack[-1]
+
+    def fetch(self, number: int) -> None:
+        """Push a value of the memo."""
+        if number < 0:
+            raise ValueError(_NO_NUMBER)
+        value = self.memo[number]
+        self.check_reference(value)
+        self.stack.append(value)
+
+    def check_reference(self, value: Any) -> None:
+        """Count one more reference to a value.
+
+        Raises:
+            ValueError: the memo does not have it.
+        """
+        if value is _MISSING:
+            raise ValueError(_NO_NUMBER)
         self.shared += sharing.may_grow(value)
+
+    def begin_object(self) -> None:
+        """Do NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE and MARK."""
+        stack = self.stack
+        value: Any = self.call(stack[-2], stack[-1])
+        state: dict[Any, Any] = {}
+        self.memo += (value, state)
+        stack[-2:] = (value, state, _MARK)
+
+    def call_with_tuple(self) -> None:
+        """Do MEMOIZE, TUPLE1, MEMOIZE, REDUCE and MEMOIZE."""
+        stack = self.stack
+        args = (stack.pop(),)
+        result = self.call(stack[-1], args)
+        self.memo += (*args, args, result)
+        stack[-1] = result
+
+    def set_items(self) -> None:
+        """Add the keys and values above the last MARK to the dict, or to the object, below it."""
+        flat = self.pop_to_mark()
+        get_items(self.stack[-1]).update(build_dict(flat))
+
+    def build(self) -> None:
+        """Set the state of an object.
+
+        Attributes of containers (``OrderedDict._metadata``) have no tensors, so they are dropped.
+        """
+        state = require_value(self.stack.pop())
+        target = self.stack[-1]
+        if isinstance(state, dict) and stamps.KEY in state:
+            self.stamp = state[stamps.KEY]
+        if isinstance(target, Call):
+            target.state = state
 
     def take(self, size: int) -> bytes:
         """Return the next ``size`` bytes of the stream."""
@@ -200,10 +311,10 @@ class Machine:
         """
         if not isinstance(target, Global) or not isinstance(args, tuple):
             raise TypeError("a call of something that is not a named global")
-        if target.name == "builtins.getattr":
-            return self.make_nested_class(*args)
         builder = self.builders.get(target.name)
         if builder is None:
+            if target.name == "builtins.getattr":
+                return self.make_nested_class(*args)
             return Call(target.name, args)
         for arg in args:
             if isinstance(arg, _SIZED):
@@ -240,7 +351,7 @@ def require_value(item: Any) -> Any:
         ValueError: the item is a MARK.
     """
     if item is _MARK:
-        raise ValueError("a MARK in place of a value")
+        raise ValueError(_NO_VALUE)
     return item
 
 
@@ -253,6 +364,30 @@ def peek(stack: list[Any], count: int) -> list[Any]:
     if len(stack) < count:
         raise ValueError("the stack is too short")
     return stack[-count:]
+
+
+def build_dict(flat: list[Any]) -> dict[Any, Any]:
+    """Return the dict of keys and values that alternate."""
+    keys = flat[::2]
+    for key in keys:
+        if type(key) is not str:
+            require_hashable(key)
+    return dict(zip(keys, flat[1::2], strict=True))
+
+
+def get_items(target: Any) -> dict[Any, Any]:
+    """Return the items of a dict or of an object that is one.
+
+    Raises:
+        TypeError: the target has no items.
+    """
+    if isinstance(target, Call):
+        if target.items is None:
+            target.items = {}
+        return target.items
+    if not isinstance(target, dict):
+        raise TypeError(f"keys are set in a {type(target).__name__}")
+    return target
 
 
 Handler = Callable[[Machine], None]

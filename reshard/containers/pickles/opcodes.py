@@ -9,9 +9,15 @@ import codecs
 from collections.abc import Callable
 from typing import Any
 
-from reshard.containers.pickles.machine import Handler, Machine, peek, require_value
+from reshard.containers.pickles.machine import (
+    Handler,
+    Machine,
+    build_dict,
+    get_items,
+    peek,
+    require_value,
+)
 from reshard.containers.pickles.values import Call, Located, require_hashable
-from reshard.core import stamps
 
 HANDLERS: dict[int, Handler] = {}
 
@@ -50,8 +56,7 @@ for _code, _literal in ((0x4E, None), (0x88, True), (0x89, False)):
     _register_constant(_code, _literal)
 for _code, _factory in ((0x5D, list), (0x8F, set)):
     _register_fresh(_code, _factory)
-for _code, _layout in ((0x4A, "<i"), (0x47, ">d")):
-    _register_fixed(_code, _layout)
+_register_fixed(0x47, ">d")  # BINFLOAT
 
 
 def _decode_long(data: bytes) -> int:
@@ -126,11 +131,7 @@ def _list(machine: Machine) -> None:
 
 @_register(0x64)  # DICT
 def _dict(machine: Machine) -> None:
-    machine.stack.append(_build_dict(machine.pop_to_mark()))
-
-
-def _build_dict(flat: list[Any]) -> dict[Any, Any]:
-    return dict(zip(map(require_hashable, flat[::2]), flat[1::2], strict=True))
+    machine.stack.append(build_dict(machine.pop_to_mark()))
 
 
 @_register(0x91)  # FROZENSET
@@ -156,28 +157,22 @@ def _extend(target: Any, values: list[Any]) -> None:
     elif isinstance(target, set):
         target.update(map(require_hashable, values))
     elif isinstance(target, Call):
-        target.elements.extend(values)
+        if target.elements is None:
+            target.elements = []
+        target.elements += values
     else:
         raise TypeError(f"items are added to a {type(target).__name__}")
+
+
+@_register(0x62)  # BUILD
+def _build(machine: Machine) -> None:
+    machine.build()
 
 
 @_register(0x73)  # SETITEM
 def _setitem(machine: Machine) -> None:
     value, key = require_value(machine.stack.pop()), require_hashable(machine.stack.pop())
-    _get_items(machine.stack[-1])[key] = value
-
-
-@_register(0x75)  # SETITEMS
-def _setitems(machine: Machine) -> None:
-    pairs = _build_dict(machine.pop_to_mark())
-    _get_items(machine.stack[-1]).update(pairs)
-
-
-def _get_items(target: Any) -> dict[Any, Any]:
-    items = target.items if isinstance(target, Call) else target
-    if not isinstance(items, dict):
-        raise TypeError(f"keys are set in a {type(target).__name__}")
-    return items
+    get_items(machine.stack[-1])[key] = value
 
 
 @_register(0x63)  # GLOBAL
@@ -206,7 +201,7 @@ def _newobj_ex(machine: Machine) -> None:
     target, args, keywords = peek(machine.stack, 3)
     value = machine.call(target, args)
     if keywords and isinstance(value, Call):
-        value.items.update(keywords)
+        get_items(value).update(keywords)
     machine.stack[-3:] = [value]
 
 
@@ -221,16 +216,6 @@ def _inst(machine: Machine) -> None:
 def _obj(machine: Machine) -> None:
     target, *args = machine.pop_to_mark()
     machine.stack.append(machine.call(target, tuple(args)))
-
-
-@_register(0x62)  # BUILD: attributes of containers (OrderedDict._metadata) have no tensors
-def _build(machine: Machine) -> None:
-    state = require_value(machine.stack.pop())
-    target = machine.stack[-1]
-    if isinstance(state, dict) and stamps.KEY in state:
-        machine.stamp = state[stamps.KEY]
-    if isinstance(target, Call):
-        target.state = state
 
 
 @_register(0x51)  # BINPERSID
@@ -262,18 +247,17 @@ def _pop_mark(machine: Machine) -> None:
 @_register(0x32)  # DUP
 def _dup(machine: Machine) -> None:
     machine.stack.append(machine.stack[-1])
-    machine.count_reference(machine.stack[-1])
+    machine.check_reference(machine.stack[-1])
 
 
 @_register(0x67)  # GET
 def _get(machine: Machine) -> None:
-    machine.stack.append(machine.memo[int(machine.take_line())])
-    machine.count_reference(machine.stack[-1])
+    machine.fetch(int(machine.take_line()))
 
 
 @_register(0x70)  # PUT
 def _put(machine: Machine) -> None:
-    machine.memo[int(machine.take_line())] = machine.stack[-1]
+    machine.put(int(machine.take_line()))
 
 
 @_register(0x49)  # INT

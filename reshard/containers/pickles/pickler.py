@@ -196,8 +196,8 @@ class Pickler:
         self.write(call.args)
         self.out += b"R" if call.args or call.name in _CALLED else b"\x81"  # REDUCE, NEWOBJ
         self.memoize(call)
-        self._write_elements(call.elements)
-        self._write_items(call.items.items())
+        self._write_elements(call.elements or ())
+        self._write_items((call.items or {}).items())
         if call.state is not None:
             self.write(call.state)
             self.out += b"b"

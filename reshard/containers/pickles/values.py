@@ -6,7 +6,7 @@ Builders construct Python's own containers; every other object becomes a `Call`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,13 +44,17 @@ class Located(bytes):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """An object that a pickle would create by calling ``name(*args)``, as a description."""
+    """An object that a pickle would create by calling ``name(*args)``, as a description.
+
+    Few objects have items or elements, and some pickles have millions of objects, so they have no
+    containers for them at first.
+    """
 
     name: str
     args: tuple[Any, ...]
     state: Any = None
-    items: dict[Any, Any] = field(default_factory=dict)
-    elements: list[Any] = field(default_factory=list)
+    items: dict[Any, Any] | None = None
+    elements: list[Any] | None = None
 
     def get(self, attribute: str, default: Any = None) -> Any:
         """Return an attribute of the object's state, as ``getattr`` would find it.
