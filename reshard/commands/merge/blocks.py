@@ -36,7 +36,7 @@ _TILE = 1 << 20  # values
 _TRANSPOSED_TILE = 20 << 20
 _BAND_NBYTES = 2 << 20  # of values that are computed at a time, so that they stay in the cache
 _CODE_BYTES = 4  # for each byte of codes in a tile: computed, the release's, a mask, scales
-_KEPT_BYTES = 32 << 20  # both weights of a layer of GPT-OSS 20B need 27 MiB
+_KEPT_BYTES = 112 << 20  # both weights of a layer of GPT-OSS 120B need 107 MiB
 _BAND_BYTES = 16  # for each byte of a band: values, those of the release, and what is computed
 
 
@@ -87,7 +87,8 @@ class KeptScales:
     """Scales that were computed with one part of a tile, until the other part is computed.
 
     The plan has codes before scales, but several threads share it, and a file that is read in its
-    order has fp32 scales first. Tiles for which there is no room are computed twice.
+    order has fp32 scales first. Tiles for which there is no room are computed twice. A tile whose
+    blocks all have the release's values needs no room, as its scales are those of the release.
     """
 
     def __init__(self) -> None:
@@ -105,6 +106,8 @@ class KeptScales:
         """Keep the scales of a tile, and which blocks have the release's values."""
         import numpy as np
 
+        if is_same.all():
+            scales, is_same = scales[:0], is_same[:0]
         kept = scales.copy(), np.packbits(is_same)
         nbytes = sum(array.nbytes for array in kept)
         with self._lock:
@@ -113,7 +116,10 @@ class KeptScales:
                 self._nbytes += nbytes
 
     def take(self, key: tuple[str, int, int]) -> tuple[Array, Array] | None:
-        """Return what is kept for a tile, and keep it no longer."""
+        """Return what `put` got for a tile, and keep it no longer.
+
+        The arrays have no rows if all blocks have the release's values.
+        """
         import numpy as np
 
         with self._lock:
@@ -182,10 +188,10 @@ class Matrix:
         weight, key = self.pair.weight, (self.values.fqn, self.number, first)
         count = min(self.tile_rows, weight.rows - first)
         kept = self.kept.take(key)
-        if kept is not None and part == "scales":
-            return kept[0]
         if kept is not None and kept[1].all():
             return self._read_stored(part, first, count, reader)
+        if kept is not None and part == "scales":
+            return kept[0]
         if weight.transposed:
             kept = None  # it has a line for each stored row, and tiles are computed by columns
         codes, scales, is_same = self._compute_tile(part, first, count, kept, reader)
