@@ -184,6 +184,10 @@ class Writer(ABC):
         """Return whether what loads the files requires a state of every trainable parameter."""
         return False
 
+    def find_random_states(self, _request: Request) -> RandomStates:
+        """Return which place the requested files have for random states; see ``random_states``."""
+        return self.random_states
+
     def describe_load(self, _request: Request) -> str:
         """Return the line that loads the requested files; see ``load_line``."""
         return self.load_line

@@ -66,6 +66,8 @@ class Request:
             source.
         live_fsdp: version of FSDP in the running program that loads the output; None: unknown.
         tag: name of DeepSpeed's tag, if the program that loads the output looks for a certain one.
+        program: writer of the library that keeps files of its own beside DeepSpeed's, if the output
+            is to have them.
         own: what the writer derived from the options for its own use; see its ``resolve``.
     """
 
@@ -94,6 +96,7 @@ class Request:
     live_groups: tuple[ParamGroup, ...] = ()
     live_fsdp: FsdpVersion | None = None
     tag: str | None = None
+    program: str | None = None
     own: Any = None
 
     @property

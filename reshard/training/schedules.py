@@ -30,6 +30,11 @@ _STEPS = "last_epoch"
 _WHOLE = ("step_size", "total_iters", "patience")  # exact only if they stay whole numbers
 
 
+def is_deepspeeds(scheduler: Any) -> bool:
+    """Return whether it is one of DeepSpeed's own schedulers, which the engine saves."""
+    return isinstance(scheduler, Mapping) and "last_batch_iteration" in scheduler
+
+
 def count_steps_per_update(train: TrainState, processes: int) -> int | None:
     """Return how many steps the scheduler makes for one update of the optimizer.
 

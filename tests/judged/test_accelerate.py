@@ -19,10 +19,22 @@ RUNS = {
     "fsdp1": {"version": 1, "type": "SHARDED"},
     "fsdp1_full": {"version": 1, "type": "FULL"},
     "ddp": {},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
 }
 MODEL = {
     "ddp": {"model": "tests.judges.library_models:net"}
 }  # its optimizer is by number; a live model tells
+ENGINES = {  # name -> run, ranks of the output, how it is written, how it is resumed
+    "zero2 at 1": ("zero2", 1, {}, {"stage": 2}),
+    "zero3 at 4": ("zero3", 4, {}, {"stage": 3}),
+    "fsdp2 as zero3": (  # DCP does not tell buffers from parameters
+        "fsdp2",
+        1,
+        {"to": "accelerate", "zero_stage": 3, "model": "tests.judges.library_models:net"},
+        {"stage": 3},
+    ),
+}
 RESUMED = [*((run, size) for run in ("fsdp2", "ddp") for size in (1, 4)), ("fsdp1_full", 1)]
 LOST = "restore no Adam state"  # of the warning about FSDP 1
 NOISE = 1e-6  # relative, of another order of summing gradients
@@ -52,6 +64,10 @@ def resumed(saved, tmp_path_factory):
             size,
             {**RUNS[run], "resume": source, "live": {}},
         )
+    for name, (run, size, options, told) in ENGINES.items():
+        out = place / f"{name} rewritten"
+        reports[name] = reshard.split(saved[0] / run / "saved", out, world_size=size, **options)
+        jobs[name] = size, {**told, "resume": out}
     own = {**RUNS["fsdp1"], "resume": saved[0] / "fsdp1" / "saved"}
     jobs |= {"own": (2, own), "own live": (2, {**own, "live": {}})}
     return JUDGE.run(place, jobs), reports
@@ -69,6 +85,19 @@ def test_the_run_continues_at_the_same_rates(run, size, how, saved, resumed):
     assert seen["losses"] == pytest.approx(unbroken["losses"][worker.SAVED :], rel=NOISE)
     assert seen["moments"] > 0
     assert not [text for text in seen["warnings"] if LOST in text]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_deepspeed_continues_at_the_same_rates(name, saved, resumed):
+    """Accelerate's own ``load_state`` finds scheduler, registered object and random states."""
+    run, size, _, _ = ENGINES[name]
+    unbroken, seen = saved[1][run], resumed[0][name]
+    assert isinstance(seen, dict), seen
+    assert seen["seen"] == worker.SAVED
+    assert seen["rates"] == unbroken["rates"][worker.SAVED :]
+    assert seen["last_epoch"] == worker.SAVED * size
+    assert seen["losses"] == pytest.approx(unbroken["losses"][worker.SAVED :], rel=NOISE)
+    assert "load_state" in resumed[1][name].load_line
 
 
 def test_the_report_states_what_was_copied_and_what_to_set(resumed):

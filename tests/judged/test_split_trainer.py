@@ -40,6 +40,8 @@ RESUMED = {  # name -> which run, ranks, how it is written, how the Trainer resu
     "fsdp2 at 4": ("fsdp2", 4, {}, RUNS["fsdp2"]),
     "fsdp2 at 1": ("fsdp2", 1, {"state_dict_type": "unsharded", "model": True}, {"kind": "one"}),
     "deepspeed at 2": ("deepspeed", 2, {}, RUNS["deepspeed"]),
+    "deepspeed at 2, as saved": ("deepspeed", 2, {"to": None}, RUNS["deepspeed"]),
+    "deepspeed at 1, as saved": ("deepspeed", 1, {"to": None}, RUNS["deepspeed"]),
     "deepspeed at 1": ("deepspeed", 1, {"zero_stage": 3}, {"kind": "deepspeed", "stage": 3}),
     "deepspeed as ddp": (
         "deepspeed",
@@ -62,7 +64,7 @@ RESUMED = {  # name -> which run, ranks, how it is written, how the Trainer resu
     ),
 }
 OTHER_GROUPS = "deepspeed as ddp, without a file of groups"
-UNBROKEN = ("ddp at 2", "deepspeed at 2")  # nothing has changed
+UNBROKEN = ("ddp at 2", "deepspeed at 2", "deepspeed at 2, as saved")  # nothing has changed
 SAME_GENERATORS = (*UNBROKEN, "ddp as fsdp2", "ddp as full", "deepspeed as ddp")
 
 
@@ -80,14 +82,14 @@ def written(saved, tmp_path_factory):
     groups.write_text(json.dumps(TRAINERS))
     made = {}
     for name, (run, ranks, how, _) in RESUMED.items():
-        options = dict(how)
+        options = {"to": "hf-trainer", **how}
         if "param_groups" in options:
             options["param_groups"] = groups
         if options.pop("model", None):
             options["model"] = "tests.judges.resume_worker:model"
         out = place / name
-        report = reshard.split(saved[run][0], out, to="hf-trainer", world_size=ranks, **options)
-        made[name] = report, out / "checkpoint-3"
+        report = reshard.split(saved[run][0], out, world_size=ranks, **options)
+        made[name] = report, out / "checkpoint-3" if options["to"] else out
     return made
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from transformers import get_linear_schedule_with_warmup
 
 import reshard.accelerate
+from tests.judges import deepspeed_train, deepspeed_trainers, ranks
 from tests.judges import library_models as models
-from tests.judges import ranks
 from tests.judges.library_accelerate import Counter
 from tests.judges.library_cpu import pass_for_gpus
 
@@ -44,6 +45,21 @@ def plugin(told: dict[str, Any]) -> FullyShardedDataParallelPlugin | None:
     )
 
 
+def deepspeed_plugin(told: dict[str, Any]) -> DeepSpeedPlugin | None:
+    """Return the plugin of the ZeRO stage asked for; None without DeepSpeed."""
+    if "stage" not in told:
+        return None
+    deepspeed_train.start_rank()
+    deepspeed_trainers.configure_accelerate()
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
+        "zero_optimization": {"stage": told["stage"]},
+        "gradient_clipping": 0.0,  # as the other runs; Accelerate sets 1.0
+        "zero_allow_untested_optimizer": True,
+    }
+    return DeepSpeedPlugin(hf_ds_config=config)
+
+
 def build(accelerator: Accelerator, told: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return the prepared model, optimizer and scheduler, whose lengths are in process steps."""
     torch.manual_seed(7)
@@ -52,21 +68,27 @@ def build(accelerator: Accelerator, told: dict[str, Any]) -> tuple[Any, Any, Any
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
     else:
-        model, optimizer = accelerator.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if "stage" in told:  # Accelerate prepares an engine's scheduler only with its model
+            return accelerator.prepare(model, optimizer, _make_scheduler(accelerator, optimizer))
+        model, optimizer = accelerator.prepare(model, optimizer)
+    return model, optimizer, accelerator.prepare(_make_scheduler(accelerator, optimizer))
+
+
+def _make_scheduler(accelerator: Accelerator, optimizer: Any) -> Any:
     processes = accelerator.num_processes
-    scheduler = get_linear_schedule_with_warmup(optimizer, WARMUP * processes, TOTAL * processes)
-    return model, optimizer, accelerator.prepare(scheduler)
+    return get_linear_schedule_with_warmup(optimizer, WARMUP * processes, TOTAL * processes)
 
 
 def work(job: ranks.Job, rank: int) -> None:
     """Train, save and go on, or resume; rank 0 writes what it saw."""
-    if job.world > 1 or "version" in job.told:
+    if job.world > 1 or {"version", "stage"} & job.told.keys():
         ranks.join_group(job, rank)
     torch.set_num_threads(1)
-    sharded = plugin(job.told)
-    accelerator = Accelerator(cpu=sharded is None, fsdp_plugin=sharded)
+    sharded, engine = plugin(job.told), deepspeed_plugin(job.told)
+    accelerator = Accelerator(
+        cpu=sharded is None and engine is None, fsdp_plugin=sharded, deepspeed_plugin=engine
+    )
     model, optimizer, scheduler = build(accelerator, job.told)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
@@ -104,7 +126,8 @@ def work(job: ranks.Job, rank: int) -> None:
 
 def moments(optimizer: Any) -> int:
     """Return how many parameters have an Adam state."""
-    return sum("exp_avg" in state for state in optimizer.optimizer.state.values())
+    inner = getattr(optimizer.optimizer, "optimizer", optimizer.optimizer)  # in DeepSpeed's
+    return sum("exp_avg" in state for state in inner.state.values())
 
 
 if __name__ == "__main__":

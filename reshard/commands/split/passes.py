@@ -293,7 +293,7 @@ def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateC
     files, policy = manifest.train.rng_files, request.rng
     has_none = manifest.train.rng is None and not files
     # A writer with random states of its own has handled them in `adapt`.
-    if conversion.writer.random_states == "own" or (has_none and not policy):
+    if conversion.writer.find_random_states(request) == "own" or (has_none and not policy):
         return conversion
     if policy == "drop" or request.weights_only:
         reason = "--rng drop" if policy == "drop" else "--weights-only"
@@ -326,7 +326,7 @@ def _find_obstacle_to_random_states(
     """Return why random states can be neither kept nor derived, or None."""
     manifest, request, writer = conversion.manifest, conversion.request, conversion.writer
     files, where = manifest.train.rng_files, manifest.origin.path
-    if writer.random_states == "none":
+    if writer.find_random_states(request) == "none":
         return UnsupportedError(
             f"--to {writer.name}", "has no place for the random states of ranks"
         )

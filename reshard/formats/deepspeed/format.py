@@ -25,6 +25,7 @@ from reshard.naming.options import ModelNames
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
+    from reshard.formats.base import RandomStates
     from reshard.formats.request import Request
     from reshard.formats.target_options import TargetOptions
     from reshard.layouts.model_parallel.traits import Traits
@@ -139,7 +140,12 @@ class _DeepSpeedWriter(Writer):
         # Lightning and Accelerate load these tags, whatever ``latest`` says.
         is_known = name == _LIGHTNING_TAG or directory.ACCELERATE_TAG.fullmatch(name)
         is_fixed = source.origin.format == NAME and is_known
-        return replace(request, own=grid_options, tag=name if is_fixed else None)
+        return replace(
+            request,
+            own=grid_options,
+            tag=name if is_fixed else None,
+            program=_find_program(source) if request.keeps_layout else None,
+        )
 
     @staticmethod
     def _describe_grid(request: Request) -> dict[str, Any]:
@@ -182,10 +188,14 @@ class Native(_DeepSpeedWriter):
         """Return the stage, and the grid of model-parallel ranks if there is one."""
         return request.describe_zero()
 
+    def find_random_states(self, request: Request) -> RandomStates:
+        """Return that only a library has a place for random states, beside the engine's files."""
+        return "per rank" if request.program else "none"
+
     def describe_load(self, request: Request) -> str:
         """Return the line, with what DeepSpeed needs to load weights without an optimizer."""
         if not request.weights_only:
-            return self.load_line
+            return _LOAD_LINES.get(request.program, self.load_line)
         at_stage_3 = ", load_optimizer_states=False" if request.zero_stage == 3 else ""
         return f'engine.load_checkpoint("{{path}}", load_module_only=True{at_stage_3})'
 
@@ -205,13 +215,53 @@ class Native(_DeepSpeedWriter):
                 " them (FSDP units and safetensors files have their own order)",
                 "pass the model: --model config.json|DIR|module:factory",
             )
-        return write.lay_out(
+        laid_out = write.lay_out(
             state,
             weights_only=request.weights_only,
             config=request.engine_config,
             tag=request.tag,
             **self._describe_grid(request),
         )
+        if request.program is None or request.weights_only:
+            return laid_out
+        return _add_files_of_program(laid_out, state, request)
+
+
+_LOAD_LINES: dict[str | None, str] = {
+    "accelerate": 'accelerator.load_state("{path}")',
+    "hf-trainer": 'trainer.train(resume_from_checkpoint="{path}")',
+}
+
+
+def _find_program(source: Manifest) -> str | None:
+    """Return the writer of the library that saved files beside the engine's; None if none did."""
+    from reshard.training import trainer_run
+
+    train = source.train
+    if source.origin.format != NAME:
+        return None
+    if train.trainer_state is not None and not trainer_run.is_document(train.trainer_state):
+        return "hf-trainer"
+    # ``save_state`` writes each rank's random states, and DeepSpeed alone has no such files.
+    is_named = directory.ACCELERATE_TAG.fullmatch(PurePath(source.origin.path).name)
+    return "accelerate" if is_named and (train.rng_files or train.kept_files) else None
+
+
+def _add_files_of_program(laid_out: LaidOut, state: WritableState, request: Request) -> LaidOut:
+    """Add the files from which Accelerate or HF Trainer resumes beside the engine's."""
+    from reshard.containers import skeletons
+    from reshard.formats.trainers import accelerate, hf_trainer
+    from reshard.training import schedules
+
+    if request.program == "accelerate":
+        ranks = request.world_size
+        files = list(accelerate.lay_out_accelerate_extras(state, ranks, engine=True))
+        notes = tuple(schedules.describe_changes(state.manifest, ranks))
+    else:
+        files = list(hf_trainer.lay_out_extras(state, request))
+        notes = tuple(hf_trainer.describe_derived(state, request))
+    skeleton = skeletons.join([laid_out.skeleton, *files])
+    return laid_out._replace(skeleton=skeleton, notes=(*laid_out.notes, *notes))
 
 
 class Universal(_DeepSpeedWriter):

@@ -118,19 +118,45 @@ class Dcp(_TorchWriter):
         return conversion.request.own is not None
 
 
-class Accelerate(_StateDicts):
-    """Accelerate's directory of an FSDP run, of DDP, or of one process."""
+class _OrDeepSpeed(_StateDicts):
+    """A writer of state dicts, or of DeepSpeed's checkpoint with a library's files beside it."""
+
+    def has_separate_masters(self, _source: Manifest, options: TargetOptions) -> bool:
+        """Return whether to write DeepSpeed's checkpoint: if a ZeRO stage is given.
+
+        Raises:
+            UsageError: both a ZeRO stage and a state dict type are given.
+        """
+        if options.zero_stage is not None and options.state_dict_type is not None:
+            raise UsageError("--zero-stage", "and --state-dict-type exclude each other here")
+        return options.zero_stage is not None
+
+    def describe(self, request: Request) -> str:
+        """Return the ZeRO stage or the state dict type."""
+        return request.describe_zero() if request.separate_masters else request.state_dict_type
+
+    @staticmethod
+    def _keeps_in_engine(name: str, request: Request) -> bool:
+        return registry.find_writer("deepspeed").keeps_value(name, request)
+
+
+class Accelerate(_OrDeepSpeed):
+    """Accelerate's directory of a DeepSpeed or FSDP run, of DDP, or of one process."""
 
     name = "accelerate"
     load_line = 'accelerator.load_state("{path}")'
-    options = ("state_dict_type", "rank_files", "device")
+    options = ("zero_stage", "state_dict_type", "rank_files", "device")
     random_states = "per rank"
 
     def _may_be_unsharded(self, source: Manifest) -> bool:
         return source.origin.format == "accelerate"
 
+    def keeps_value(self, name: str, request: Request) -> bool:
+        """Return whether DeepSpeed's checkpoint keeps the value."""
+        return request.separate_masters and self._keeps_in_engine(name, request)
 
-class HFTrainer(_StateDicts):
+
+class HFTrainer(_OrDeepSpeed):
     """A ``checkpoint-N`` of HF Trainer: with DeepSpeed, FSDP, DDP or one process."""
 
     name = "hf-trainer"
@@ -147,22 +173,13 @@ class HFTrainer(_StateDicts):
         Raises:
             UsageError: both a ZeRO stage and a state dict type are given.
         """
-        if options.zero_stage is not None:
-            if options.state_dict_type is not None:
-                raise UsageError("--zero-stage", "and --state-dict-type exclude each other here")
-            return True
-        return options.state_dict_type is None and source.origin.format in _DEEPSPEED
-
-    def describe(self, request: Request) -> str:
-        """Return the ZeRO stage or the state dict type."""
-        if request.separate_masters:
-            return request.describe_zero()
-        return request.state_dict_type
+        is_like_source = options.state_dict_type is None and source.origin.format in _DEEPSPEED
+        return super().has_separate_masters(source, options) or is_like_source
 
     def keeps_value(self, name: str, request: Request) -> bool:
         """Return whether DeepSpeed's checkpoint keeps the value, or the name of the directory."""
         if request.separate_masters:
-            return registry.find_writer("deepspeed").keeps_value(name, request)
+            return self._keeps_in_engine(name, request)
         return name == "step"
 
     def find_companion_folders(

@@ -88,12 +88,15 @@ def _note_keys(state: WritableState, request: Request) -> Iterator[str]:
 
 
 def lay_out_accelerate(state: WritableState, request: Request) -> LaidOut:
-    """Lay out Accelerate's directory of an FSDP run, of DDP, or of one process.
+    """Lay out Accelerate's directory of a DeepSpeed or FSDP run, of DDP, or of one process.
 
     Raises:
         UsageError: a form that Accelerate does not load.
         ReshardError: as the layout of that form.
     """
+    if request.separate_masters:
+        request = replace(request, tag=request.tag or accelerate.TAG, program="accelerate")
+        return registry.find_writer("deepspeed").lay_out(state, request)
     is_unsharded = request.state_dict_type == "unsharded"
     lay_out = accelerate.lay_out_unsharded if is_unsharded else _lay_out_for_accelerate
     return LaidOut(lay_out(state, request), _note_changes_for_accelerate(state, request))

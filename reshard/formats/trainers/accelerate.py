@@ -27,6 +27,7 @@ from reshard.state_dict.slots import lay_out_optimizer
 from reshard.training import copied_files, rng, schedules
 from reshard.training.state import WritableState
 
+TAG = "pytorch_model"  # DeepSpeed's folder of the first model
 _WEIGHTS = "model.safetensors"
 _SCHEDULER = "scheduler.bin"
 
@@ -46,13 +47,23 @@ def lay_out_unsharded(state: WritableState, request: Request) -> Skeleton:
     return skeletons.join(parts)
 
 
-def lay_out_accelerate_extras(state: WritableState, ranks: int) -> Iterator[Skeleton]:
+def lay_out_accelerate_extras(
+    state: WritableState, ranks: int, *, engine: bool = False
+) -> Iterator[Skeleton]:
     """Yield the files that Accelerate's ``load_state`` needs beside weights and optimizer.
 
     ``load_state`` reads its count of steps from the file of each rank's random states, and
     continues without that file if it cannot be loaded (``load_accelerator_state``).
+
+    Args:
+        engine: whether DeepSpeed trains: its engine saves the loss scaler, and a scheduler of its
+            own (``Accelerator.save_state``).
     """
     beside = torch_state_dict.collect_extra_state(state.manifest.train)
+    if engine:
+        beside = {key: value for key, value in beside.items() if key != "scaler"}
+        if schedules.is_deepspeeds(beside.get("scheduler")):
+            del beside["scheduler"]
     factor = schedules.find_factor(state.manifest, ranks)
     files = dict(state.manifest.train.kept_files)
     if "scheduler" in beside and (state.regrouped or _SCHEDULER not in files):

@@ -28,7 +28,7 @@ from reshard.formats.trainers import hf_param_groups
 from reshard.model.adapter_names import find_saved_names
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import lay_out_optimizer
-from reshard.training import rng, trainer_run
+from reshard.training import rng, schedules, trainer_run
 from reshard.training.batch import BATCH, BATCH_BEFORE
 from reshard.training.state import WritableState
 
@@ -50,7 +50,7 @@ def is_checkpoint(name: str) -> bool:
 
 def lay_out_run(state: WritableState, checkpoint: Skeleton, request: Request) -> Skeleton:
     """Lay out the run directory around one form of weights and optimizer."""
-    beside = () if request.weights_only else _lay_out_extras(state, request)
+    beside = () if request.weights_only else lay_out_extras(state, request)
     parts = [checkpoint, *beside]
     return skeletons.move_into(skeletons.join(parts), name_directory(state))
 
@@ -83,9 +83,10 @@ def lay_out_unsharded(state: WritableState, request: Request) -> Skeleton:
     return skeletons.join([weights, optimizer])
 
 
-def _lay_out_extras(state: WritableState, request: Request) -> Iterator[Skeleton]:
+def lay_out_extras(state: WritableState, request: Request) -> Iterator[Skeleton]:
+    """Yield the Trainer's files beside weights and optimizer."""
     ranks = request.world_size
-    if not (request.separate_masters and _is_deepspeed_scheduler(_get_scheduler(state))):
+    if not (request.separate_masters and schedules.is_deepspeeds(_get_scheduler(state))):
         yield torch_writer.lay_out_object("scheduler.pt", build_scheduler(state))
     for rank, kept in enumerate(state.rng):
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
@@ -122,11 +123,6 @@ def _get_scheduler(state: WritableState) -> Any:
 
 def _is_torch_scheduler(scheduler: Any) -> bool:
     return isinstance(scheduler, dict) and "last_epoch" in scheduler
-
-
-def _is_deepspeed_scheduler(scheduler: Any) -> bool:
-    """Return whether it is one of DeepSpeed's own schedulers, stored in its model states."""
-    return isinstance(scheduler, dict) and "last_batch_iteration" in scheduler
 
 
 def _build_trainer_state(state: WritableState) -> dict[str, Any]:
@@ -178,7 +174,7 @@ def describe_derived(state: WritableState, request: Request) -> Iterator[str]:
         counted = scheduler["last_epoch"]
         if counted != state.scheduler_step:
             yield f"the scheduler has counted {counted} steps at step {state.step}"
-    elif not (deepspeed and _is_deepspeed_scheduler(scheduler)):
+    elif not (deepspeed and schedules.is_deepspeeds(scheduler)):
         yield (
             f"scheduler.pt is created: a LambdaLR at step {state.scheduler_step} (the Trainer"
             " loads no optimizer without one)"
