@@ -96,7 +96,8 @@ def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
         CorruptError: one of them is damaged.
     """
     files = copied_files.find(location)
-    opened = {name: torch_reader.read(path) for name, path in files.items()}
+    of_torch = {name: path for name, path in files.items() if not copied_files.is_of_hook(name)}
+    opened = {name: torch_reader.read(path) for name, path in of_torch.items()}
     shown = {
         Path(name).stem: file
         for name, file in opened.items()

@@ -12,7 +12,7 @@ Source: Accelerate 1.15 ``checkpointing.py`` (``save_accelerator_state``, ``save
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from reshard.containers.pickles.objects import iterate_parts
@@ -29,6 +29,10 @@ ITEM = "item"  # kind of an entry whose elements are the bytes of a range of a f
 TENSOR = "client tensor"  # kind of an entry for a tensor in one of a script's own values
 SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 _OWN = re.compile(r"custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
+# Functions that a program registers with ``register_save_state_pre_hook`` save models into folders
+# of their own with ``save_pretrained``: diffusers' examples ``unet/`` and ``unet_ema/``.
+_CONFIGS = ("config.json", "adapter_config.json")
+_MODEL_FILE = re.compile(r".*\.(safetensors|bin|json)")
 # ``save_accelerator_state`` writes one for each process, so they identify the directory.
 _OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
 
@@ -36,15 +40,26 @@ _OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
 def find(location: Location) -> dict[str, str]:
     """Return the files that Accelerate reads back whole, name -> path; schedulers are among them.
 
-    The result is empty if the directory is not Accelerate's.
+    Files of models that the program's own hooks saved have names with a folder. The result is empty
+    if the directory is not Accelerate's.
     """
     if not any(map(_OF_ACCELERATE.fullmatch, location.files)):
         return {}
-    return {
+    found = {
         name: str(path)
         for name, path in location.files.items()
         if (is_accelerates_own(name) or SCHEDULER.fullmatch(name)) and is_torch_file(path)
     }
+    for folder, inner in location.folders.items():
+        if any(name in inner.files for name in _CONFIGS):
+            names = filter(_MODEL_FILE.fullmatch, inner.files)
+            found |= {f"{folder}/{name}": str(inner.files[name]) for name in names}
+    return found
+
+
+def is_of_hook(name: str) -> bool:
+    """Return whether a kept file is part of a model that a hook of the program saved."""
+    return "/" in name
 
 
 def is_accelerates_own(name: str) -> bool:
@@ -78,6 +93,16 @@ def describe_lost(kept: Mapping[str, str]) -> list[str]:
     """Return a note for each file that a target cannot hold, with the consequence."""
     own = [name for name in kept if is_accelerates_own(name)]
     return [f"{name} was not copied: {_WHY[_get_stem(name)]}" for name in own]
+
+
+def describe_lost_models(kept: Mapping[str, str], copied: Container[str]) -> list[str]:
+    """Return a note for each folder of a program's hooks that is not among the copied files."""
+    left = [name for name in kept if is_of_hook(name) and name not in copied]
+    folders = dict.fromkeys(name.partition("/")[0] for name in left)
+    return [
+        f"{folder}/ was not copied: a function of the program saved it beside the checkpoint"
+        for folder in folders
+    ]
 
 
 _WHY = {

@@ -19,7 +19,7 @@ RUNS = {
     "fsdp1": {"version": 1, "type": "SHARDED"},
     "fsdp1_full": {"version": 1, "type": "FULL"},
     "ddp": {},
-    "zero2": {"stage": 2},
+    "zero2": {"stage": 2, "hook": True},
     "zero3": {"stage": 3},
 }
 MODEL = {
@@ -98,6 +98,19 @@ def test_deepspeed_continues_at_the_same_rates(name, saved, resumed):
     assert seen["last_epoch"] == worker.SAVED * size
     assert seen["losses"] == pytest.approx(unbroken["losses"][worker.SAVED :], rel=NOISE)
     assert "load_state" in resumed[1][name].load_line
+
+
+def test_models_that_hooks_saved_are_copied(saved, tmp_path):
+    """Check that ``load_state`` hooks find their folder, and that other layouts report its loss."""
+    source = saved[0] / "zero2/saved"
+    reshard.split(source, tmp_path / "three", world_size=3)
+    names = {path.name for path in (source / "llama").iterdir()}
+    assert {"config.json", "model.safetensors"} <= names
+    for name in names:
+        copied = tmp_path / "three" / "llama" / name
+        assert copied.read_bytes() == (source / "llama" / name).read_bytes()
+    report = reshard.split(source, tmp_path / "dcp", to="dcp")
+    assert any(text.startswith("llama/ was not copied") for text in report.notes)
 
 
 def test_the_report_states_what_was_copied_and_what_to_set(resumed):

@@ -92,6 +92,8 @@ def work(job: ranks.Job, rank: int) -> None:
     model, optimizer, scheduler = build(accelerator, job.told)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
+    if job.told.get("hook"):
+        accelerator.register_save_state_pre_hook(_save_language_model)
     begin, resumed = 0, job.told.get("resume")
     live = job.told.get("live")
     warnings = ranks.record_warnings()
@@ -122,6 +124,12 @@ def work(job: ranks.Job, rank: int) -> None:
     found["at_end"] = scheduler.scheduler.last_epoch
     if rank == 0:
         torch.save(found, job.result)
+
+
+def _save_language_model(models: list[Any], _weights: list[Any], directory: str) -> None:
+    """Save a part of the model into a folder, as the hooks of diffusers' examples do."""
+    if dist.get_rank() == 0:
+        models[0].module.llama.save_pretrained(f"{directory}/llama")
 
 
 def moments(optimizer: Any) -> int:

@@ -72,7 +72,7 @@ def lay_out_accelerate_extras(
     for name, path in files.items():
         scaled = (
             None
-            if factor == 1 or copied_files.is_accelerates_own(name)
+            if factor == 1 or not copied_files.SCHEDULER.fullmatch(name)
             else schedules.scale_file(path, factor)
         )
         if scaled is None:
