@@ -10,9 +10,11 @@ Source: transformers 5.23 ``modeling_utils.py`` (``save_pretrained``,
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.core.box import Index
@@ -32,6 +34,7 @@ Form = Literal["memory", "published"]
 
 FORMS: tuple[Form, ...] = ("memory", "published")
 FILE_FORMATS = frozenset({"huggingface", "safetensors"})  # formats that hold published models
+_MTP = "mtp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,15 @@ class Published:
         aliases: names in memory that files leave out -> the name under which the value is written.
         unsaved: names in memory of values that no file holds.
         spellings: further names of published tensors in files -> the name that is written.
+        predictors: matches the published names of layers of multi-token prediction, which the
+            class of the model ignores, and ``MtpModel`` reads; None if the model has none.
     """
 
     conversion: FormConversion
     aliases: Mapping[str, str]
     unsaved: frozenset[str]
     spellings: Mapping[str, str]
+    predictors: re.Pattern[str] | None = None
 
     def recognize_form(self, manifest: Manifest) -> Form:
         """Return the form that weights have: the one in memory, or the published one.
@@ -61,9 +67,10 @@ class Published:
         """
         conversion = self.conversion
         stored = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} - self.unsaved
+        foreign = stored - conversion.after.keys() - self.spellings.keys()
         unknown = {
             "memory": stored - conversion.before.keys(),
-            "published": stored - conversion.after.keys() - self.spellings.keys(),
+            "published": set(filterfalse(self._is_predictor, foreign)),
         }
         fitting: list[Form] = [form for form in FORMS if not unknown[form]]
         if not fitting:
@@ -76,6 +83,13 @@ class Published:
         is_of_files = manifest.origin.format in FILE_FORMATS
         return fitting[-1] if is_of_files and not conversion.changes_nothing else fitting[0]
 
+    def _is_predictor(self, fqn: str) -> bool:
+        known = fqn in self.conversion.after or fqn in self.spellings
+        return not known and self.predictors is not None and bool(self.predictors.match(fqn))
+
+    def _list_predictors(self, manifest: Manifest) -> list[str]:
+        return [e.fqn for e in manifest.of_kind(*WEIGHT_KINDS) if self._is_predictor(e.fqn)]
+
     def knows(self, manifest: Manifest) -> bool:
         """Return whether all weights have names of this model, in one of its forms."""
         try:
@@ -85,9 +99,10 @@ class Published:
         return True
 
     def fits(self, manifest: Manifest) -> bool:
-        """Return whether weights are in the published form; see `recognize_form`."""
+        """Return whether weights are in the published form, and the model has all in memory."""
         try:
-            return self.recognize_form(manifest) == "published"
+            is_published = self.recognize_form(manifest) == "published"
+            return is_published and not self._list_predictors(manifest)
         except UsageError:
             return False
 
@@ -117,9 +132,18 @@ class Published:
         """Return a published training state under the names and shapes in memory.
 
         Raises:
+            UnsupportedError: the state has layers that the model does not have in memory.
             ReshardError: see `FormConversion.apply`.
         """
         stored = dict.fromkeys(entry.fqn for entry in manifest.entries.values())
+        beside = self._list_predictors(manifest)
+        if beside:
+            raise UnsupportedError(
+                self.conversion.model,
+                "does not have layers of multi-token prediction in memory, but the source has"
+                f" {some(beside, 1)}",
+                "keep the published names",
+            )
         usual = {name: self.spellings[name] for name in stored if name in self.spellings}
         manifest = rename_some(manifest, usual) if usual else manifest
         return self.conversion.invert().apply(manifest)
@@ -161,7 +185,24 @@ def trace_published(root: nn.Module, source: str) -> Published | None:
     after = _revert(root, state, shapes, source)
     conversion = FormConversion(source, shapes, after)
     conversion.prove()
-    return Published(conversion, aliases, unsaved, _find_spellings(root, state, conversion))
+    spellings = _find_spellings(root, state, conversion)
+    return Published(conversion, aliases, unsaved, spellings, _match_predictors(root))
+
+
+def _match_predictors(root: Any) -> re.Pattern[str] | None:
+    """Return what matches the names of layers of multi-token prediction in a model's files.
+
+    They are numbered after the other layers, or ``mtp`` is before their names.
+
+    Source: transformers 5.23 ``modeling_layers.py`` (``MtpModel``).
+    """
+    text = getattr(root.config, "get_text_config", lambda: root.config)()
+    first, count = (getattr(text, name, None) for name in ("num_hidden_layers", "num_mtp_layers"))
+    ignored = getattr(root, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = [_MTP] if any(_MTP in pattern for pattern in ignored) else []
+    if isinstance(first, int) and isinstance(count, int):
+        patterns += [rf"(.*\.)?layers\.{number}\." for number in range(first, first + count)]
+    return re.compile("|".join(patterns)) if patterns else None
 
 
 def _revert(

@@ -78,7 +78,8 @@ def test_layers_that_predict_more_tokens_go_with_qwen3_next(tmp_path):
     save_file(weights | more, path, {"format": "pt"})
     sizes = {"tp": 2, "pp": 2, "ep": 2, "dp": 2}
     reshard.split(sources.model, tmp_path / "megatron", to="megatron", weights_only=True, **sizes)
-    reshard.merge(tmp_path / "megatron", tmp_path / "back")
+    report = reshard.merge(tmp_path / "megatron", tmp_path / "back")
+    assert report.warnings == []
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == (weights | more).keys()
     assert all(torch.equal(back[name], value) for name, value in (weights | more).items())

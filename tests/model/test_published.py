@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard import formats
@@ -109,6 +109,29 @@ def test_weights_move_between_memory_and_the_published_form(name, tmp_path):
     assert {name for name in model.state_dict() if name not in published.aliases} == {
         entry.fqn for entry in memory.entries.values()
     }
+
+
+def test_layers_of_multi_token_prediction_are_parts_of_the_published_form(tmp_path):
+    """Ignored by transformers, whose models do not have them in memory."""
+    sizes = TEXT | {"head_dim": 8, "moe_intermediate_size": 12, "n_routed_experts": 2}
+    config = transformers.AutoConfig.for_model(
+        "glm4_moe", **sizes, num_experts_per_tok=1, first_k_dense_replace=1
+    )
+    transformers.Glm4MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    weights = load_file(path)
+    last = {k.replace(".1.", ".2.", 1): v.clone() for k, v in weights.items() if ".layers.1." in k}
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(16, 32)}
+    save_file(weights | last | extra, path, {"format": "pt"})
+    report = reshard.merge(tmp_path / "model", tmp_path / "out")
+    assert report.warnings == []
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {*weights, *last, *extra}
+    with pytest.raises(UnsupportedError, match="layers of multi-token prediction in memory"):
+        reshard.merge(tmp_path / "model", tmp_path / "again", names="module")
+    foreign = {"model.layers.3.eh_proj.weight": torch.ones(16, 32)}
+    save_file(weights | foreign, path, {"format": "pt"})
+    report = reshard.merge(tmp_path / "model", tmp_path / "other")
+    assert any("does not have model.layers.3.eh_proj.weight" in text for text in report.warnings)
 
 
 @pytest.fixture(scope="module")
