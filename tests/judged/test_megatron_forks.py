@@ -190,3 +190,17 @@ def test_missing_settings_are_reported_as_assumptions(tmp_path):
     assert torch.equal(
         value, read_expected(KEPT / "gpt_neox/tp2pp2")["params"]["2.attention.dense.bias"]
     )
+
+
+@pytest.mark.parametrize("kinds", ["local", "sparse_fixed"])
+def test_attention_that_transformers_lacks_keeps_its_names(kinds, tmp_path):
+    """``flash`` computes what ``global`` does."""
+    copy = shutil.copytree(KEPT / "gpt_neox/tp2pp2/run", tmp_path / "run")
+    (path,) = copy.glob("*/configs/*.yml")
+    text = path.read_text()
+    for kind, has_config in (("flash", True), (kinds, False)):
+        setting = f'"attention_config": [[["global", "{kind}"], "all"]]'
+        path.write_text(f"{text.rstrip().removesuffix('}')}, {setting}}}")
+        report = reshard.merge(copy, tmp_path / kind)
+        assert (tmp_path / kind / "config.json").exists() is has_config
+        assert has_config or any("sparse attention" in text for text in report.changes)

@@ -111,6 +111,44 @@ def test_every_setting_of_megatron_is_refused_where_no_family_knows_it(name):
     assert any(f"({name} 'other')" in text for text in found), found
 
 
+@pytest.mark.parametrize(
+    ("family", "released"),
+    [
+        ("phi3", {"attention_bias": False}),
+        ("mixtral", {"mlp_bias": False}),
+        ("gpt_oss", {"experts_per_token": 4, "initial_context_length": 4096}),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
+        ("nemotron_h", {"norm_eps": 1e-5, "rope_theta": 10000}),
+    ],
+)
+def test_settings_of_released_models_that_transformers_ignores_are_accepted(family, released):
+    """Phi-4, GPT-OSS and Nemotron 3 state them."""
+    own = families.load_families()[family]
+    assert not [*config_keys.find_changing_keys(released, own.config, own.neutral, {})]
+
+
+def test_a_list_of_balancing_losses_does_not_change_a_model():
+    family = families.load_families()["mixtral"]
+    args = {**SMOLLM3, "no_rope_freq": None, "num_experts": 4, "moe_router_topk": 2}
+    for kinds, mismatches in (
+        (["aux_loss", "seq_aux_loss"], []),
+        ("none", []),
+        (
+            "sinkhorn",
+            ["routing by Sinkhorn's algorithm (moe_router_load_balancing_type 'sinkhorn')"],
+        ),
+    ):
+        own = {**args, "moe_router_load_balancing_type": kinds}
+        assert family.find_mismatches(megatron_traits.parse_args(own, "args")) == mismatches
+
+
+def test_gated_units_of_bigscience_are_no_family_s():
+    args = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "glu_activation": "geglu"}
+    for family in families.load_families().values():
+        mismatches = family.find_mismatches(megatron_traits.parse_args(args, "args"))
+        assert "gated linear units (glu_activation geglu)" in mismatches
+
+
 def test_a_file_without_what_a_family_needs_is_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("families: {mine: {config: {model_type: mine}}}")

@@ -20,6 +20,7 @@ from reshard.system.paths import as_path
 FOLDER = "configs"
 _POSITIONS = {"rotary": "rope"}
 _BIASES = ("use_bias_in_attn_linear", "use_bias_in_mlp", "use_bias_in_norms")
+_WHOLE_ATTENTION = {"global", "flash"}  # two implementations of the same
 _KINDS = fields(
     **dict.fromkeys(("rotary_emb_base", "rotary_pct", "layernorm_epsilon"), maybe(NUMBER)),
     **dict.fromkeys(("activation", "pos_emb", "norm"), maybe(TEXT)),
@@ -109,6 +110,9 @@ def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
     features = {
         "one norm for attention and feed-forward layer (gpt_j_tied)": settings.get("gpt_j_tied"),
         "gated linear units (activation)": str(settings.get("activation")).endswith("glu"),
+        "sparse attention (attention_config)": bool(
+            _list_attention(settings.get("attention_config")) - _WHOLE_ATTENTION
+        ),
         "experts (moe_num_experts)": (settings.get("moe_num_experts") or 1) != 1,
         "scaled widths (use_mup)": settings.get("use_mup"),
         "layers without biases": any(settings.get(name) is False for name in _BIASES),
@@ -117,3 +121,10 @@ def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
         ),
     }
     return [feature for feature, is_used in features.items() if is_used]
+
+
+def _list_attention(value: Any) -> set[str]:
+    """Return the kinds of attention, as ``[[["local", "global"], "all"]]`` states them."""
+    if isinstance(value, list):
+        return set[str]().union(*map(_list_attention, value))
+    return {value} - {"all"} if isinstance(value, str) else set()

@@ -18,7 +18,7 @@ from reshard.layouts.model_parallel.rules import load_document
 from reshard.units import shorten
 
 ANY = "any"  # no value of the key changes what the family computes
-EACH = "each"  # a list, each of whose elements is one of these
+EACH = "each"  # one of these, or a list of them
 NEUTRAL = mapping(  # the structure of a section with neutral values
     item=either(sequence(), record(each=sequence()), a(f"the word {ANY}", lambda v: v == ANY))
 )
@@ -115,5 +115,6 @@ def _is_neutral(value: Any, allowed: Any) -> bool:
     if allowed == ANY:
         return True
     if isinstance(allowed, Mapping):
-        return isinstance(value, list) and all(each in allowed[EACH] for each in value)
+        values = value if isinstance(value, list) else [value]
+        return all(each in allowed[EACH] for each in values)
     return value in allowed
