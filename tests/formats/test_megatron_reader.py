@@ -441,6 +441,23 @@ def test_layers_lie_over_stages_as_megatron_lays_them(given, wanted):
     assert [list(stages) for stages in Arguments("args", given).list_layers()] == wanted
 
 
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [
+        (None, 1),
+        ("E|tmL", 1),
+        ("Et|m|L", 1),
+        ([["embedding", "decoder"], ["mtp"], ["loss"]], 1),
+        ({"class": "PipelineParallelLayerLayout", "state": {"input_data": "Etm|L"}}, 0),
+        ([[{"class": "LayerType", "args": (5,)}], ["loss"]], 0),
+    ],
+)
+def test_a_layout_states_the_stage_that_predicts_more_tokens(layout, stage):
+    values = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": layout}
+    assert Arguments("args", values).locate_mtp(2) == stage
+    assert Arguments("args", {**values, "mtp_num_layers": None}).locate_mtp(2) is None
+
+
 def test_layers_that_do_not_divide_are_refused():
     args = Arguments("args", {"num_layers": 7, "pipeline_model_parallel_size": 2})
     with pytest.raises(CorruptError, match="7 layers over 2 pipeline stages"):

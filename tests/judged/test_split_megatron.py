@@ -57,6 +57,11 @@ ROUTES = [
     Route("llama_pp2vpp2", Grid(tp=2, pp=2)),
     Route("llama", Grid(tp=2, pp=2, vpp=2)),
     Route("llama_uneven", Grid(tp=2)),
+    Route("llama_vpp_layout", Grid(pp=2, vpp=2, layout="E|tt|t|tL")),
+    Route("llama_mtp_pp4", Grid(pp=4, layout="Ett|t|tm|L"), form="torch_dist"),
+    Route("llama_mtp_pp4", Grid(tp=2, pp=2)),
+    Route("llama_mtp_distopt", Grid(pp=4, layout="Ett|t|tm|L"), form="torch_dist"),
+    Route("llama_mtp_distopt", Grid(tp=2, dp=2), to="torch_dist"),
     Route("llama_tp4", Grid(pp=2, first=1), options={"stage_layers": "1,3"}),
     Route("llama_odd_tp2", Grid(), options={"vocab_size": 101}),
     Route("llama_odd_tp2", Grid(tp=4), options={"vocab_size": 101}),
@@ -357,13 +362,14 @@ def test_down_projections_of_another_width_are_refused(latent, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("mtp", [0, 2])
-def test_megatron_accepts_the_layout_that_states_uneven_stages(mtp):
+@pytest.mark.parametrize(("mtp", "mtp_at"), [(0, None), (2, None), (1, 3)])
+def test_megatron_accepts_the_layout_that_states_uneven_stages(mtp, mtp_at):
     """The layers of multi-token prediction are in it, too: Megatron counts them."""
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    stated = describe_stages((2, 1, 2, 1), Sizes(pipeline=4), mtp)
+    counts = (2, 1, 2, 1) if mtp_at is None else (2, 2, 1, 1, 0)
+    stated = describe_stages(counts, Sizes(pipeline=len(counts)), mtp, mtp_at)
     layout = PipelineParallelLayerLayout.from_str(
-        stated["pipeline_model_parallel_layout"], pipeline_model_parallel_size=4
+        stated["pipeline_model_parallel_layout"], pipeline_model_parallel_size=len(counts)
     )
     layout.validate_layer_layout(num_layers=6, mtp_num_layers=mtp)

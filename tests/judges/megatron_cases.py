@@ -78,6 +78,7 @@ EXPERTS: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
+    "llama_mtp": LLAMA | {"mtp_num_layers": 1},
     "llama_fused": LLAMA | {"fused": True},
     "gpt2": GPT2,
     "gpt2_fused": GPT2 | {"fused": True},
@@ -138,6 +139,7 @@ class Grid:
         etp: the experts' tensor-parallel size; None is ``tp``.
         first: ``--decoder-first-pipeline-num-layers``.
         sp: sequence parallel.
+        layout: ``--pipeline-model-parallel-layout``.
     """
 
     tp: int = 1
@@ -148,6 +150,7 @@ class Grid:
     etp: int | None = None
     first: int | None = None
     sp: bool = False
+    layout: str | None = None
 
     @property
     def world(self) -> int:
@@ -251,6 +254,9 @@ _ROWS = [
     Case("llama_pp2vpp2", "llama", Grid(pp=2, vpp=2), "fp32"),
     Case("llama_tp2pp2vpp2", "llama", Grid(tp=2, pp=2, vpp=2)),
     Case("llama_uneven", "llama", Grid(pp=2, first=1)),
+    Case("llama_vpp_layout", "llama", Grid(pp=2, vpp=2, layout="E|tt|t|tL"), "fp32"),
+    Case("llama_mtp_pp4", "llama_mtp", Grid(pp=4, layout="Ett|t|tm|L"), "fp32"),
+    Case("llama_mtp_distopt", "llama_mtp", Grid(pp=4, layout="Ett|t|tm|L"), **SHARDED),
     Case("llama_tp4", "llama", Grid(tp=4)),
     Case("llama_odd_tp2", "llama", Grid(tp=2), vocabulary=101),
     Case("llama_distopt_tp2dp2", "llama", Grid(tp=2, dp=2), **EVERY),

@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import (
@@ -56,9 +57,17 @@ def lay_grid(grid: Grid) -> None:
         grid.vpp,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp,
+        get_embedding_ranks=partial(_list_embedding_ranks, grid) if grid.layout else None,
     )
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
+
+
+def _list_embedding_ranks(grid: Grid, ranks: list[int]) -> list[int]:
+    """Return the ranks of a pipeline with a copy of the embedding (Megatron-LM's pretrain_gpt)."""
+    stages = (grid.layout or "").split("|")
+    last = next((at for at, stage in enumerate(stages) if "m" in stage), len(stages) - 1)
+    return sorted({ranks[0], ranks[last % len(ranks)]})
 
 
 def config_of(case: Case) -> TransformerConfig:
@@ -80,6 +89,7 @@ def config_of(case: Case) -> TransformerConfig:
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp,
         num_layers_in_first_pipeline_stage=grid.first,
+        pipeline_model_parallel_layout=grid.layout,
         sequence_parallel=grid.sp,
     )
     for name, value in FAMILIES[case.family].get("yarn", {}).items():
@@ -137,9 +147,11 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
         core = StatefulLatentCore if family.get("fused") else LatentCore
         for layer in layers:
             layer.submodules.self_attention.submodules.core_attention = core
+    mtp = get_gpt_mtp_block_spec(config, spec, False, chunk) if config.mtp_num_layers else None
     model = GPTModel(
         config,
         spec,
+        mtp_block_spec=mtp,
         vocab_size=case.padded_vocabulary,
         max_sequence_length=SEQUENCE,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),

@@ -194,4 +194,10 @@ def _logits(run: Run) -> Tensor:
     positions = torch.arange(SEQUENCE).expand_as(tokens)
     mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
     model.eval()
-    return model(tokens, positions, mask).float()
+    if not run.config.mtp_num_layers:
+        return model(tokens, positions, mask).float()
+    found: list[Tensor] = []  # by the output layer: for multi-token prediction first
+    hook = model.output_layer.register_forward_hook(lambda *each: found.append(each[-1][0]))
+    model(tokens, positions, mask, labels=tokens)
+    hook.remove()
+    return found[-1].transpose(0, 1).float()

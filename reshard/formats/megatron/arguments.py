@@ -26,7 +26,14 @@ _GLU = (
     "liglu",
 )  # of bigscience's --glu-activation (its activations.py)
 _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})")
-_DECODER = "t"
+_LAYOUT = "pipeline_model_parallel_layout"
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_DECODER, _PREDICTOR = "t", "m"
+_LETTERS = {  # names of a layer, and its value of LayerType (``core/transformer/enums.py``)
+    **dict.fromkeys(("decoder", "t", "4"), _DECODER),
+    **dict.fromkeys(("mtp", "m", "5"), _PREDICTOR),
+}
 _PARALLEL = (  # their product is at most the number of ranks, times the chunks of pipeline ranks
     *("tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
@@ -34,7 +41,7 @@ _PARALLEL = (  # their product is at most the number of ranks, times the chunks 
 )
 _COUNTS = (
     *("world_size", "data_parallel_size", "num_layers", "encoder_num_layers", "num_experts"),
-    *("num_moe_experts", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("num_moe_experts", *_ENDS),
 )
 _KNOWN = fields(**dict.fromkeys((*_PARALLEL, *_COUNTS), maybe(INTEGER)))
 _OWN_CONFIGS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
@@ -156,6 +163,12 @@ class Arguments:
             return None
         return self.number("ddp_bucket_size") or max(_BUCKET, 1_000_000 * self.dp * self.cp)
 
+    @property
+    def states_layers(self) -> bool:
+        """Whether the layers of each stage are stated, and not the same in each by default."""
+        names = (_LAYOUT, *_ENDS, *_COUNTED_ENDS)
+        return any(self.values.get(name) not in (None, False) for name in names)
+
     def list_layers(self) -> tuple[tuple[int, ...], ...]:
         """Return the number of transformer layers as ``layers[chunk][stage]``.
 
@@ -165,15 +178,12 @@ class Arguments:
         Raises:
             CorruptError: the stages do not divide the layers.
         """
-        layout = self.values.get("pipeline_model_parallel_layout")
-        if isinstance(layout, Call):
-            layout = layout.get("input_data")
+        layout = self._list_stated_layers()
         if layout:
-            return self._arrange_in_rows(_parse_layout(self.source, layout))
-        ends = [self.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+            return self._arrange_in_rows([stage.count(_DECODER) for stage in layout])
+        ends = [self.values.get(name) for name in _ENDS]
         # With these flags the embedding and the loss count as a layer of the first and last chunk.
-        embedding = int(self.flag("account_for_embedding_in_pipeline_split"))
-        loss = int(self.flag("account_for_loss_in_pipeline_split"))
+        embedding, loss = (int(self.flag(name)) for name in _COUNTED_ENDS)
         total = self.number("num_layers", "encoder_num_layers") + embedding + loss
         free = self.pp - sum(end is not None for end in ends)
         rest = total - sum(end for end in ends if end is not None)
@@ -192,6 +202,31 @@ class Arguments:
         counts[0] -= embedding
         counts[-1] -= loss
         return self._arrange_in_rows(counts)
+
+    def locate_mtp(self, chunks: int) -> int | None:
+        """Return the number of the chunk with layers of multi-token prediction, or None.
+
+        Source: ``transformer/multi_token_prediction.py`` (``mtp_on_this_rank``).
+
+        Args:
+            chunks: number of chunks of all stages, in the order in which layers pass through them.
+
+        Raises:
+            CorruptError: the layout cannot be parsed.
+        """
+        if not self.mtp:
+            return None
+        stages = enumerate(self._list_stated_layers())
+        return next((at for at, stage in stages if _PREDICTOR in stage), chunks - 1)
+
+    def _list_stated_layers(self) -> list[str]:
+        """Return the letters of the layers of each chunk, if a layout states them; else nothing."""
+        layout = self.values.get(_LAYOUT)
+        if isinstance(layout, Call):
+            layout = layout.get("input_data")
+        elif isinstance(layout, Mapping):  # what `to_plain` makes of a call
+            layout = layout.get("state", {}).get("input_data")
+        return _parse_layout(self.source, layout) if layout else []
 
     def _arrange_in_rows(self, counts: list[int]) -> tuple[tuple[int, ...], ...]:
         if len(counts) % self.pp:
@@ -280,8 +315,8 @@ def parse(value: Any, source: str) -> Arguments:
     return args
 
 
-def _parse_layout(source: str, layout: Any) -> list[int]:
-    """Return the decoder layers of each stage of a layout.
+def _parse_layout(source: str, layout: Any) -> list[str]:
+    """Return the letters of the layers of each stage of a layout.
 
     A layout is text like ``Et|(tt|)*3tL``, or lists of names.
 
@@ -297,14 +332,15 @@ def _parse_layout(source: str, layout: Any) -> list[int]:
                     source, f"has a pipeline layout of too many layers: {layout[:60]!r}"
                 )
             text = pattern.sub(lambda m: m[1] * int(m[2]), text)
-        return [stage.count(_DECODER) for stage in text.split("|")]
+        return text.split("|")
     expect(source, layout, sequence(sequence()), "args.pipeline_model_parallel_layout")
-    return [sum(map(_is_decoder, stage)) for stage in layout]
+    return ["".join(map(_find_letter, stage)) for stage in layout]
 
 
-def _is_decoder(layer: Any) -> bool:
+def _find_letter(layer: Any) -> str:
     name = layer.name if isinstance(layer, Global) else layer
     if isinstance(layer, Call):
         name = layer.args[0] if layer.args else ""
-    # "4" is the value of LayerType.decoder (``core/transformer/enums.py``).
-    return isinstance(name, (str, int)) and str(name).lower() in ("decoder", "t", "4")
+    elif isinstance(layer, Mapping):  # what `to_plain` makes of a call
+        name = next(iter(layer.get("args", ())), "")
+    return _LETTERS.get(str(name).lower(), "-") if isinstance(name, (str, int)) else "-"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.location import Location
@@ -115,6 +116,7 @@ class Megatron(Writer):
         Raises:
             UsageError: ``--stage-layers`` is not a list of numbers.
         """
+        from reshard.formats.megatron.arguments import Arguments
         from reshard.formats.megatron.write.choice import MegatronOptions
         from reshard.layouts.model_parallel.sizes import Sizes
         from reshard.layouts.model_parallel.stages import parse_stage_layers
@@ -126,6 +128,19 @@ class Megatron(Writer):
             # chunk.
             keeps = args.get("pipeline_model_parallel_size") == sizes.pipeline
             virtual = (args.get("virtual_pipeline_model_parallel_size") if keeps else None) or 1
+        stage_layers, mtp_at = parse_stage_layers(options.stage_layers), None
+        own = Arguments(source.origin.path, args)
+        if (
+            stage_layers is None
+            and own.states_layers
+            and (own.pp, own.vp)
+            == (
+                sizes.pipeline,
+                virtual,
+            )
+        ):
+            stage_layers = tuple(chain.from_iterable(own.list_layers()))
+            mtp_at = own.locate_mtp(len(stage_layers))
         distributed = options.distributed_optimizer
         if distributed is None:
             distributed = args.get("use_distributed_optimizer") is True
@@ -137,7 +152,8 @@ class Megatron(Writer):
             form=options.ckpt_format
             or ("torch_dist" if source.origin.form == "torch_dist" else "torch"),
             data=request.world_size // sizes.model,
-            stage_layers=parse_stage_layers(options.stage_layers),
+            stage_layers=stage_layers,
+            mtp_at=mtp_at,
             distributed=distributed,
             adam=options.adam,
             impl=options.transformer_impl or ("local" if is_local else "transformer_engine"),

@@ -41,13 +41,13 @@ from reshard.formats.megatron.directory import GridPosition
 from reshard.formats.megatron.frozen import Element, Sample, sample_tensor
 from reshard.formats.megatron.optimizer import FlatStates, RankParam
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
-from reshard.formats.megatron.share import list_experts
+from reshard.formats.megatron.share import find_norm, list_experts
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.tree import as_global
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
 
-_FINAL_NORM = re.compile(r"(^|\.)final_(layer)?norm\.")
+_FINAL_NORM = re.compile(r"(?!mtp\.)(.*\.)?final_(layer)?norm\.")
 _EMBEDDING = re.compile(r"(^|\.)word_embeddings\.")
 _SEED, _SEED_BYTES = "the seed of its random states", 8
 _LAYER_WISE = (
@@ -209,7 +209,7 @@ def _add_claims(rank: GridPosition, file: RankFile, args: Arguments) -> dict[str
 def _claim_stage(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
     """Yield the claim of a file that has the final norm, or lacks it, about its pipeline stage.
 
-    Only the last stage has the norm.
+    Only the last stage has the norm, unless it has no layers but those of multi-token prediction.
 
     Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py``
     (``has_final_layernorm_in_this_stage``), ``megatron/model/transformer.py`` of 2.x
@@ -217,9 +217,10 @@ def _claim_stage(rank: GridPosition, file: RankFile, args: Arguments) -> Iterato
     """
     params = [name for chunk in file.chunks for name in chunk.params]
     # In a model with other names no stage would have the norm, so a file must show a known name.
-    is_known = any(_FINAL_NORM.search(name) or _EMBEDDING.search(name) for name in params)
-    if args.pp > 1 and is_known:
-        has_norm = any(map(_FINAL_NORM.search, params))
+    is_known = any(_FINAL_NORM.match(name) or _EMBEDDING.search(name) for name in params)
+    counts = list(chain.from_iterable(args.list_layers())) if args.mtp else [1]
+    if args.pp > 1 and is_known and find_norm(counts, mtp=args.mtp > 0) == len(counts) - 1:
+        has_norm = any(map(_FINAL_NORM.match, params))
         stages = {False: "one before the last", True: "the last"}
         expected = stages[rank.pp == args.pp - 1]
         yield Claim("pipeline stage", stages[has_norm], "its list of parameters", expected)

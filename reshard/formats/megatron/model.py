@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from reshard.core.box import Box, Index
 from reshard.core.manifest import Entry
@@ -11,7 +11,14 @@ from reshard.formats.megatron import grid, names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import GridPosition
 from reshard.formats.megatron.optimizer import RankParam
-from reshard.formats.megatron.share import ChunkShare, ParameterIndex, Spot, list_experts
+from reshard.formats.megatron.share import (
+    ChunkShare,
+    ParameterIndex,
+    Spot,
+    find_norm,
+    list_experts,
+    make_spot,
+)
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.model_parallel.shards import list_blocks
 
@@ -22,8 +29,7 @@ def index_parameters(whole: Mapping[str, Entry], table: Table) -> ParameterIndex
 
 
 def _locate(fqn: str, table: Table) -> Spot:
-    layer = names.find_layer(fqn)
-    return Spot(layer, names.find_expert(fqn, table), layer is None and order.is_embedding(fqn))
+    return make_spot(fqn, names.find_layer(fqn), names.find_expert(fqn, table))
 
 
 def list_params(
@@ -45,8 +51,8 @@ def list_params(
         fqns = list(index.find(share))
         if share.ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
             fqns.append(names.OUTPUT)  # the last stage has a copy of the tied embedding
-        if share.ends and args.mtp and args.pp > 1 and names.EMBEDDING in whole:
-            fqns.append(names.EMBEDDING)  # and one for its MTP layers
+        if share.has_mtp and not share.begins and names.EMBEDDING in whole:
+            fqns.append(names.EMBEDDING)  # MTP layers have a copy, too
         ordered = sorted(fqns, key=order.sort_key)
         shapes = {fqn: _get_local_shape(fqn, whole, rank, args, table) for fqn in ordered}
         dtypes = {fqn: _get_stored(fqn, whole).dtype.name for fqn in ordered}
@@ -61,16 +67,18 @@ def list_params(
 
 def _list_shares(rank: GridPosition, args: Arguments) -> Iterator[ChunkShare]:
     """Yield the share of each model chunk of a rank."""
-    counts = args.list_layers()
-    starts = [0, *accumulate(count for stages in counts for count in stages)]
+    counts = list(chain.from_iterable(args.list_layers()))
+    starts = [0, *accumulate(counts)]
     experts = list_experts(rank.ep, args.ep, args.experts)
-    for number, stages in enumerate(counts):
-        first = starts[number * args.pp + rank.pp]
+    norm, mtp = find_norm(counts, mtp=args.mtp > 0), args.locate_mtp(len(counts))
+    for at in range(rank.pp, len(counts), args.pp):
         yield ChunkShare(
-            range(first, first + stages[rank.pp]),
+            range(starts[at], starts[at + 1]),
             experts,
-            begins=rank.pp == 0 and number == 0,
-            ends=rank.pp == args.pp - 1 and number == len(counts) - 1,
+            begins=at == 0,
+            ends=at == len(counts) - 1,
+            has_norm=at == norm,
+            has_mtp=at == mtp,
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from reshard.formats.megatron import names
 
@@ -85,6 +86,7 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
     "mlp.dense_4h_to_h.",
 )
 _MTP = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
+_FINAL_NORM = re.compile(r"decoder\.final_(layer)?norm\.")
 _IN_MTP = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "final_layernorm.")
 _OUTSIDE = (
     "word_embeddings.",
@@ -173,6 +175,15 @@ def _sort_in_layer(fqn: str, inner: str) -> SortKey:
 def is_embedding(fqn: str) -> bool:
     """Return whether the first stage holds a parameter before its layers."""
     return _EMBEDDING.match(fqn) is not None
+
+
+def find_part(fqn: str) -> Literal["embedding", "norm", "mtp", "head"]:
+    """Return the part of the model that has a parameter outside the layers."""
+    if is_embedding(fqn):
+        return "embedding"
+    if _MTP.fullmatch(fqn):
+        return "mtp"
+    return "norm" if _FINAL_NORM.match(fqn) else "head"
 
 
 def _find_prefix(prefixes: Sequence[str], name: str) -> int:

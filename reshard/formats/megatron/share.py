@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from reshard.formats.megatron import order
 
 T = TypeVar("T")
+
+# The parts of a model: the embedding, the layers, the norm behind them, the layers of multi-token
+# prediction (MTP), and what the last stage has.
+Part = Literal["embedding", "layers", "norm", "mtp", "head"]
 
 
 class Spot(NamedTuple):
     """The position of a parameter in the whole model.
 
     Args:
-        layer: number of the layer; None: before the first layer or after the last.
+        part: the part of the model.
+        layer: number of the layer among ``layers``.
         expert: number of the expert; None: not a parameter of an expert.
-        begins: whether a parameter outside the layers comes before them.
     """
 
+    part: Part
     layer: int | None
     expert: int | None
-    begins: bool = False
+
+
+def make_spot(fqn: str, layer: int | None, expert: int | None) -> Spot:
+    """Return the position of a parameter.
+
+    Args:
+        layer: number of its layer; None: it is in no layer, or in one of multi-token prediction.
+    """
+    return Spot("layers" if layer is not None else order.find_part(fqn), layer, expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +45,46 @@ class ChunkShare:
 
     Args:
         experts: numbers of the experts of each layer.
-        begins, ends: whether it has the parameters before the layers, and those after them.
+        begins, ends: whether it is the first or the last chunk.
+        has_norm: whether it has the norm behind the layers.
+        has_mtp: whether it has the layers of multi-token prediction.
     """
 
     layers: range
     experts: range
     begins: bool
     ends: bool
+    has_norm: bool
+    has_mtp: bool
 
     def list_spots(self) -> Iterator[Spot]:
         """Yield every position in the share that a parameter may have."""
         if self.begins:
-            yield Spot(None, None, begins=True)
+            yield Spot("embedding", None, None)
         for layer in self.layers:
-            yield Spot(layer, None)
-            yield from (Spot(layer, expert) for expert in self.experts)
+            yield Spot("layers", layer, None)
+            yield from (Spot("layers", layer, expert) for expert in self.experts)
+        if self.has_norm:
+            yield Spot("norm", None, None)
+        if self.has_mtp:
+            yield Spot("mtp", None, None)
+            yield from (Spot("mtp", None, expert) for expert in self.experts)
         if self.ends:
-            yield Spot(None, None)
-            # Layers of multi-token prediction (MTP), which may have experts, follow the last layer.
-            yield from (Spot(None, expert) for expert in self.experts)
+            yield Spot("head", None, None)
+
+
+def find_norm(layers: Sequence[int], *, mtp: bool) -> int:
+    """Return the number of the chunk with the norm behind the layers.
+
+    Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py``
+    (``has_final_layernorm_in_this_stage``).
+
+    Args:
+        layers: number of layers of each chunk.
+        mtp: whether the model has layers of multi-token prediction.
+    """
+    last = len(layers) - 1
+    return max((at for at, count in enumerate(layers) if count), default=last) if mtp else last
 
 
 def list_experts(rank: int, ranks: int, experts: int) -> range:

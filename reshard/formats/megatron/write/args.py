@@ -52,13 +52,16 @@ def adapt(
     return adapted
 
 
-def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes, mtp: int = 0) -> dict[str, Any]:
+def describe_stages(
+    counts: tuple[int, ...] | None, sizes: Sizes, mtp: int = 0, mtp_at: int | None = None
+) -> dict[str, Any]:
     """Return the args that state the layers of each stage.
 
     Args:
         counts: layers of the first chunk of each stage, then of the second chunks; None: the same
             in each.
-        mtp: number of layers of multi-token prediction, which are on the last stage.
+        mtp: number of layers of multi-token prediction.
+        mtp_at: the position of their stage in ``counts``; None: the last one.
     """
     ends = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
     ends += [f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")]
@@ -66,14 +69,18 @@ def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes, mtp: int = 0) 
     # The written counts do not include the embedding or the loss.
     for part in ("embedding", "loss"):
         stated[f"account_for_{part}_in_pipeline_split"] = False
-    if counts is None or len(set(counts)) == 1:
+    if counts is None:
         return stated
-    if sizes.virtual > 1 or len(set(counts[1:-1])) > 1:
-        layers = "|".join("t" * count for count in counts)
-        stated["num_layers_per_virtual_pipeline_stage"] = None
+    last = len(counts) - 1
+    mtp_at = last if mtp_at is None or not mtp else mtp_at
+    if len(set(counts)) == 1 and mtp_at == last:
+        return stated
+    if sizes.virtual > 1 or len(set(counts[1:-1])) > 1 or mtp_at != last:
         # Megatron compares the number of "m" with mtp_num_layers (core/transformer/
         # pipeline_parallel_layer_layout.py, ``validate_layer_layout``).
-        return {**stated, "pipeline_model_parallel_layout": f"E{layers}{'m' * mtp}L"}
+        layers = ["t" * count + "m" * mtp * (at == mtp_at) for at, count in enumerate(counts)]
+        stated["num_layers_per_virtual_pipeline_stage"] = None
+        return {**stated, "pipeline_model_parallel_layout": f"E{'|'.join(layers)}L"}
     first, last = counts[0], counts[-1]
     return {**stated, **dict(zip(ends, (first, last, first, last), strict=True))}
 

@@ -45,6 +45,7 @@ class MegatronOptions:
     Args:
         data: number of data-parallel ranks; only ``args`` depends on it.
         stage_layers: number of layers of each stage; None: the same in each.
+        mtp_at: number of the stage with layers of multi-token prediction; None: the last one.
         distributed: whether the distributed optimizer loads the state.
         adam: the Adam whose state is written; None: the source's, else ``fused``.
         impl: the implementation of the layers, which decides their names.
@@ -57,6 +58,7 @@ class MegatronOptions:
     form: CkptFormat = "torch"
     data: int = 1
     stage_layers: tuple[int, ...] | None = None
+    mtp_at: int | None = None
     distributed: bool = False
     adam: Adam | None = None
     impl: TransformerImpl = "transformer_engine"
@@ -198,6 +200,7 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
         counts=wanted.stage_layers,
         stated=args.get("num_layers") if has_own_configs(args) else None,
         grouped=wanted.impl != "local" and bool(args.get("moe_grouped_gemm")),
+        mtp_at=wanted.mtp_at,
     )
     missing = arguments.list_missing({"num_layers": places.layers, **args})
     if missing:
@@ -242,7 +245,9 @@ def _adapt_args(
 ) -> dict[str, Any]:
     """Return Megatron's arguments, as the options and the precision of the new run change them."""
     adapted = arguments.adapt(args, wanted.sizes, wanted.data, layers=places.layers, padded=padded)
-    adapted.update(arguments.describe_stages(wanted.stage_layers, wanted.sizes, places.mtp))
+    adapted.update(
+        arguments.describe_stages(wanted.stage_layers, wanted.sizes, places.mtp, wanted.mtp_at)
+    )
     adapted["transformer_impl"] = wanted.impl
     if places.has_experts:
         adapted["moe_grouped_gemm"] = places.grouped  # it decides the names of experts

@@ -13,7 +13,14 @@ from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import names, order
-from reshard.formats.megatron.share import ChunkShare, ParameterIndex, Spot, list_experts
+from reshard.formats.megatron.share import (
+    ChunkShare,
+    ParameterIndex,
+    Spot,
+    find_norm,
+    list_experts,
+    make_spot,
+)
 from reshard.layouts.model_parallel import shards, stages
 from reshard.layouts.model_parallel.patterns import Pattern
 from reshard.layouts.model_parallel.rules import RuleMatch, Table
@@ -53,8 +60,7 @@ class KnownWeight:
     @property
     def spot(self) -> Spot:
         """Its position in the model."""
-        begins = self.layer is None and order.is_embedding(self.found.name)
-        return Spot(self.layer, self.expert, begins)
+        return make_spot(self.found.name, self.layer, self.expert)
 
     @property
     def expert(self) -> int | None:
@@ -186,6 +192,7 @@ class WeightLocations:
         stated: number of layers where some may have no parameters; None: the last one has some.
         dialect: of the module's names: ``te`` or ``local``.
         grouped: whether a module holds all experts of a rank (``moe_grouped_gemm``).
+        mtp_at: number of the chunk with the layers of multi-token prediction; None: the last one.
     """
 
     def __init__(
@@ -198,6 +205,7 @@ class WeightLocations:
         counts: Sequence[int] | None,
         stated: int | None,
         grouped: bool,
+        mtp_at: int | None = None,
     ) -> None:
         self.grouped = grouped
         last = max((each.layer for each in weights if each.layer is not None), default=-1)
@@ -213,6 +221,7 @@ class WeightLocations:
         self._tied = embedding if tied else None  # what the last stage has once more
         self.mtp = 1 + max((each.mtp for each in weights if each.mtp is not None), default=-1)
         self._looked_up = embedding if self.mtp else None  # by its MTP layers
+        self.mtp_at = len(self._chunks) - 1 if mtp_at is None else mtp_at
 
     @property
     def has_experts(self) -> bool:
@@ -261,17 +270,20 @@ class WeightLocations:
             UsageError: the sizes do not divide the model.
         """
         at = self._chunks.index((rank.stage, chunk))
+        layers = stages.assign_layers(self._sizes, self.layers, self._counts)
         share = ChunkShare(
-            stages.assign_layers(self._sizes, self.layers, self._counts)[at],
+            layers[at],
             self.list_rank_experts(rank),
             begins=at == 0,
             ends=at == len(self._chunks) - 1,
+            has_norm=at == find_norm([*map(len, layers)], mtp=self.mtp > 0),
+            has_mtp=at == self.mtp_at,
         )
         own = [self._place_weight(known, share, rank) for known in self._model.find(share)]
         copied = self._looked_up or self._tied
         if copied and self._sizes.pipeline > 1:
             own = [replace(x, shared=x.known is copied) for x in own]
-        if self._looked_up and share.ends and not share.begins:
+        if self._looked_up and share.has_mtp and not share.begins:
             own.append(replace(self._place_weight(self._looked_up, share, rank), shared=True))
         if self._tied and share.ends and not share.begins:
             own.append(replace(self._place_weight(self._tied, share, rank), name=HEAD, shared=True))
