@@ -105,9 +105,17 @@ def build_manifest(
     if model:
         tied |= {a: k for a, k in model.tied.items() if k in entries and a not in weights}
     entries, all_marked = _mark_buffers(entries, state, parts, parsed, model)
+    ignored = flat_params.find_ignored(parts.model, state, model) if model else frozenset[str]()
     with SourceFiles() as pool:
         read, entries = model_optimizers.select_optimizers(
-            parts, entries, units, model, parsed, pool, by_trainer=origin.format == "hf-trainer"
+            parts,
+            entries,
+            units,
+            model,
+            parsed,
+            pool,
+            by_trainer=origin.format == "hf-trainer",
+            ignored=ignored,
         )
     trained = _name_as_trained(entries, read)
     entries = trained or entries
@@ -348,7 +356,10 @@ def _resolve_flat_params(
         for value in parts.optimizers.values():
             shapes.update(optimizer_state.collect_shapes(value))
         return flat_params.resolve(parts.model, where=parsed.where, model=model, shapes=shapes)
-    return parts.model, flat_params.build_units(model) if model else []
+    if model is None:
+        return parts.model, []
+    ignored = flat_params.find_ignored(parts.model, parts.model, model)
+    return parts.model, flat_params.build_units(model, ignored)
 
 
 def _resolve_fairscale(

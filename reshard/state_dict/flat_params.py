@@ -13,7 +13,7 @@ Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py`` (local state dicts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -89,13 +89,35 @@ def resolve(
     if views:
         ordered = {fqn: origins.sort_slices(view) for fqn, view in views.items()}
         return {**rest, **_resolve_views(ordered, known, where)}, []
+    known = {fqn: shape for fqn, shape in shapes.items() if fqn not in rest}
     units = [
-        _resolve_unit(prefix, flat, flats, model, shapes, where) for prefix, flat in flats.items()
+        _resolve_unit(prefix, flat, flats, model, known, rest, where)
+        for prefix, flat in flats.items()
     ]
     tensors: dict[str, Any] = {}
     for unit, value in zip(units, flats.values(), strict=True):
         tensors.update(unit.build_tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
     return {**tensors, **rest}, units
+
+
+def find_ignored(
+    stored: Mapping[str, Any], resolved: Mapping[str, Any], model: ModelShapes
+) -> frozenset[str]:
+    """Return the parameters beside sharded ones of which every rank stores a copy.
+
+    They are those that FSDP ignored.
+
+    Args:
+        stored: the model's state dict as the files have it.
+        resolved: the same without flat parameters and slices.
+    """
+    if not any(isinstance(leaf, GlobalTensor) for leaf in stored.values()):
+        return frozenset()
+    return frozenset(
+        fqn
+        for fqn, leaf in stored.items()
+        if fqn in model.parameters and isinstance(leaf, LocalTensors) and resolved[fqn] is leaf
+    )
 
 
 def _collect_flats(state: Mapping[str, Any], where: str) -> dict[str, GlobalTensor]:
@@ -202,9 +224,14 @@ def _resolve_unit(
     flats: Mapping[str, GlobalTensor],
     model: ModelShapes | None,
     shapes: Mapping[str, Index],
+    ignored: Container[str],
     where: str,
 ) -> FlatUnit:
-    """Find the members of one flat parameter."""
+    """Find the members of one flat parameter.
+
+    Args:
+        ignored: the parameters that are stored by themselves (``ignored_modules`` of FSDP).
+    """
     total = prod(flat.shape)
     given = {unit.prefix: unit for unit in model.units} if model else {}
     if model and given:
@@ -215,14 +242,15 @@ def _resolve_unit(
                 f" there; it creates {', '.join(map(_describe_unit, list(given)[:4]))}",
                 "pass --wrap with the wrapping of the run",
             )
-        members = [(fqn, model.parameters[fqn]) for fqn in given[prefix].members]
+        own = (fqn for fqn in given[prefix].members if fqn not in ignored)
+        members = [(fqn, model.parameters[fqn]) for fqn in own]
     else:
         # FSDP puts a parameter into the innermost wrapped module that contains it.
-        nested = [other for other in flats if other != prefix and _is_inside(other, prefix)]
+        nested = [other for other in flats if other != prefix and is_inside(other, prefix)]
         members = [
             (fqn, shape)
             for fqn, shape in shapes.items()
-            if _is_inside(fqn, prefix) and not any(_is_inside(fqn, other) for other in nested)
+            if is_inside(fqn, prefix) and not any(is_inside(fqn, other) for other in nested)
         ]
     if not members:
         raise UnsupportedError(
@@ -239,7 +267,8 @@ def _describe_unit(prefix: str) -> str:
     return repr(prefix) if prefix else "the root module"
 
 
-def _is_inside(fqn: str, prefix: str) -> bool:
+def is_inside(fqn: str, prefix: str) -> bool:
+    """Return whether a parameter or module is inside the module of this name."""
     return not prefix or fqn.startswith(f"{prefix}.")
 
 
@@ -263,12 +292,13 @@ def build_unit(
     return FlatUnit(prefix, tuple(Member(fqn, s, starts[fqn]) for fqn, s in members), total)
 
 
-def build_units(model: ModelShapes) -> list[FlatUnit]:
+def build_units(model: ModelShapes, ignored: Container[str]) -> list[FlatUnit]:
     """Build the units of a model whose optimizer is flat and whose weights are not."""
     units = []
     for unit in model.units:
-        members = [(fqn, model.parameters[fqn]) for fqn in unit.members]
-        units.append(build_unit(unit.prefix, members, sum(prod(s) for _, s in members), ""))
+        members = [(fqn, model.parameters[fqn]) for fqn in unit.members if fqn not in ignored]
+        if members:
+            units.append(build_unit(unit.prefix, members, sum(prod(s) for _, s in members), ""))
     return units
 
 

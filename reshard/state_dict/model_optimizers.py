@@ -28,6 +28,7 @@ def select_optimizers(
     pool: SourceFiles,
     *,
     by_trainer: bool,
+    ignored: frozenset[str],
 ) -> tuple[list[ParsedOptimizer], dict[str, Entry]]:
     """Return the model's optimizers, and the weights with trained ones marked as parameters.
 
@@ -35,12 +36,13 @@ def select_optimizers(
         weights: entries by fqn, with their kinds as known so far.
         units: the model's flat parameters, including those that were already resolved.
         by_trainer: whether HF Trainer saved the checkpoint.
+        ignored: the parameters beside flat ones that FSDP did not shard.
 
     Raises:
         ReshardError: as `optimizer_state.read`.
     """
     read: dict[sections.Path, ParsedOptimizer] = {}
-    known = KnownParameters({}, units, parsed.world, ordered=parsed.ordered)
+    known = KnownParameters({}, units, parsed.world, ordered=parsed.ordered, ignored=ignored)
     if model is not None:
         divisions = divide_parameters(model) if by_trainer else ()
         known = replace(known, ordered=True, model=model.source, divisions=divisions)

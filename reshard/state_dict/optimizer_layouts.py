@@ -40,6 +40,7 @@ class KnownParameters:
         shapes: in model order; buffers may be among them.
         divisions: ways in which the training program may have divided the parameters into groups.
         model: the description of the model that the shapes are from; empty if a file has them.
+        ignored: parameters that FSDP 1 did not shard: every rank has their whole state.
     """
 
     shapes: Mapping[str, Index]
@@ -48,6 +49,7 @@ class KnownParameters:
     ordered: bool = True
     divisions: Sequence[Sequence[Sequence[str]]] = ()
     model: str = ""
+    ignored: frozenset[str] = frozenset()
 
 
 def infer_shape(slots: Slots) -> Index | None:
@@ -98,6 +100,11 @@ class WholeLayout:
         """
         yield _build_whole_entry(owner, slot, value)
 
+    def _is_piece(self, value: Any) -> bool:
+        """Return whether ranks have 1-d pieces of a tensor, or copies as of an ignored one."""
+        is_copied = isinstance(value, LocalTensors) and as_global(value) is not None
+        return _is_1d(value) or (is_copied and bool(self.known.ignored))
+
 
 @dataclass(frozen=True, slots=True)
 class RunLayout(WholeLayout):
@@ -106,14 +113,15 @@ class RunLayout(WholeLayout):
     shards: int = 1
 
     def list_candidates(self) -> Mapping[Owner, Signature]:
-        """Return each parameter with its number of elements."""
-        return {fqn: prod(shape) for fqn, shape in self.known.shapes.items()}
+        """Return each parameter with the number of elements that the ranks of a replica have."""
+        copies = dict.fromkeys(self.known.ignored, self.shards)
+        return {fqn: prod(shape) * copies.get(fqn, 1) for fqn, shape in self.known.shapes.items()}
 
     def sign(self, slots: Slots) -> Signature:
         """Return the number of elements that the ranks of a replica have together."""
         sizes = set()
         for value in _select_cut(slots):
-            replicas = _split_replicas(value, self.shards) if _is_1d(value) else None
+            replicas = _split_replicas(value, self.shards) if self._is_piece(value) else None
             sizes |= (
                 {sum(c.box.volume for c in pieces) for pieces in replicas} if replicas else {-1}
             )
@@ -121,7 +129,7 @@ class RunLayout(WholeLayout):
 
     def build_entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
         """Yield one entry, with the chunks of all replicas."""
-        if _is_0d(value):
+        if _is_0d(value) or owner in self.known.ignored:
             yield _build_whole_entry(owner, slot, value)
             return
         shape = self.known.shapes[owner]
@@ -140,23 +148,43 @@ class UnitLayout(WholeLayout):
     shards: int = 1
 
     def list_candidates(self) -> Mapping[Owner, Signature]:
-        """Return each unit with the number of elements in a rank's piece."""
-        return {unit: -(-unit.numel // self.shards) for unit in self.known.units}
+        """Return each unit, and each ignored parameter, with the number of elements on a rank."""
+        units = {unit: -(-unit.numel // self.shards) for unit in self.known.units}
+        shapes = self.known.shapes
+        alone = {fqn: prod(shapes[fqn]) for fqn in self.known.ignored if fqn in shapes}
+        owners: dict[Owner, Signature] = {**units, **alone}
+        return owners if not alone else {o: owners[o] for o in sorted(owners, key=self._find_place)}
+
+    def _find_place(self, owner: Owner) -> float:
+        """Return a number by which units and ignored parameters have the order of FSDP's model.
+
+        A module has its own ignored parameters first, then its flat parameter, then its children.
+        """
+        numbers = {fqn: number for number, fqn in enumerate(self.known.shapes)}
+        if owner in self.known.ignored:
+            return numbers[owner]
+        inside = [fqn for fqn in numbers if flat_params.is_inside(fqn, owner.prefix)]
+        first = numbers[inside[0]] - 0.5
+        own = (fqn for fqn in inside if fqn.rpartition(".")[0] == owner.prefix)
+        return max((numbers[f] + 0.5 for f in own if f in self.known.ignored), default=first)
 
     def sign(self, slots: Slots) -> Signature:
-        """Return the number of elements in a rank's piece."""
+        """Return the number of elements on a rank."""
         sizes = set()
         for value in _select_cut(slots):
-            sizes |= {c.box.volume for c in value.pieces.values()} if _is_1d(value) else {-1}
+            is_piece = self._is_piece(value)
+            sizes |= {c.box.volume for c in value.pieces.values()} if is_piece else {-1}
         return _get_single_size(sizes)
 
     def list_fqns(self, owner: Owner) -> list[str]:
         """Return the parameters of a unit."""
+        if owner in self.known.ignored:
+            return [owner]
         return [member.fqn for member in owner.members]
 
     def build_entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
         """Yield one entry for each member; all of them have the unit's 0-d values."""
-        if _is_0d(value):
+        if _is_0d(value) or owner in self.known.ignored:
             yield from (_build_whole_entry(fqn, slot, value) for fqn in self.list_fqns(owner))
             return
         pieces = [

@@ -43,6 +43,7 @@ from tests.trainer import worlds
 TWO, ONE = "menagerie_tied_frozen", "menagerie_tied"  # the models under FSDP 2 and FSDP 1
 NAMED = "fsdp1 mesh named"
 IGNORED = "fsdp2 ignored"  # with parameters that FSDP 2 does not shard
+IGNORED1 = "fsdp1 orig ignored"
 
 
 def shapes(build, wrap="LlamaDecoderLayer"):
@@ -152,10 +153,12 @@ def trained(tmp_path_factory):
     (place / "fsdp2").mkdir()
     (place / "fsdp1").mkdir()
     (place / "ignored").mkdir()
+    (place / "ignored1").mkdir()
     jobs = [
         ("fsdp2", worker.save, "fsdp2", TWO, place / "fsdp2"),
         ("fsdp1", worker.save, "fsdp1", ONE, place / "fsdp1"),
         ("ignored", worker.save, IGNORED, ONE, place / "ignored"),
+        ("ignored1", worker.save, IGNORED1, ONE, place / "ignored1"),
     ]
     losses = worlds.run(2, run_in_turn, jobs)[0]
     return place, losses
@@ -202,6 +205,9 @@ def loaded(trained, deepspeed, tmp_path_factory):
             for source in ("ranks", "dcp"):
                 made = split(plain / source, out / f"{world}-ignored-{source}", lay_out)
                 jobs.append((f"ignored {source}", resumed, IGNORED, ONE, "pair", made, plain))
+            flat = place / "ignored1"
+            made = split(flat / "ranks", out / f"{world}-ignored1", lay_out, **TOLD)
+            jobs.append(("ignored flat", resumed, IGNORED, ONE, "pair", made, flat))
         for rank in worlds.run(world, run_in_turn, jobs):
             for name, result in rank.items():
                 found.setdefault((world, name), []).append(result)
@@ -215,7 +221,7 @@ def loaded(trained, deepspeed, tmp_path_factory):
 
 
 def test_pytorch_loads_every_bit_of_every_form(loaded):
-    assert len(loaded) == sum(len(a) + len(b) for a, b in AT.values()) + 9
+    assert len(loaded) == sum(len(a) + len(b) for a, b in AT.values()) + 11
     for name, ranks in loaded.items():
         for result in ranks:
             assert result.get("at") is None, (name, result["at"])

@@ -53,7 +53,7 @@ def live(ranks, kind, build, seed=7):
     """Return a model in one of torch's wrappers, and its optimizer with two groups.
 
     ``kind`` is the wrapper, then in any order: ``mesh`` for FSDP 1 on a device mesh, ``named`` for
-    one whose axis has a name, ``orig`` for use_orig_params, ``ignored`` for parameters that FSDP 2
+    one whose axis has a name, ``orig`` for use_orig_params, ``ignored`` for parameters that FSDP
     leaves plain, an optimizer other than AdamW.
     """
     wrapper, *said = kind.split()
@@ -61,13 +61,13 @@ def live(ranks, kind, build, seed=7):
     model = getattr(torch_models, build)()
     names = ("fsdp",) if "named" in said else None
     mesh = init_device_mesh("cpu", (ranks.world,), mesh_dim_names=names)
+    ignored = {model.odd, model.small} if "ignored" in said else None
+    for parameter in ignored or ():
+        parameter.register_post_accumulate_grad_hook(partial(average_gradient, ranks.world))
     if wrapper == "fsdp2":
         for layer in model.llama.model.layers:
             fully_shard(layer, mesh=mesh)
-        ignored = {model.odd, model.small} if "ignored" in said else None
         model = fully_shard(model, mesh=mesh, ignored_params=ignored)
-        for parameter in ignored or ():
-            parameter.register_post_accumulate_grad_hook(partial(average_gradient, ranks.world))
     if wrapper == "fsdp1":
         model = Fsdp1(
             model,
@@ -75,6 +75,7 @@ def live(ranks, kind, build, seed=7):
             device_id=torch.device("cpu"),
             device_mesh=mesh if "mesh" in said else None,
             use_orig_params="orig" in said,
+            ignored_states=ignored,
         )
     make = next((OPTIMIZERS[word] for word in said if word in OPTIMIZERS), torch.optim.AdamW)
     return model, make(grouped(model, units=wrapper == "fsdp1" and "orig" not in said), lr=1e-2)

@@ -144,6 +144,8 @@ def _fsdp1_sharded() -> list[Case]:
             ("_dcp_ws4", 4, "dcp", f"{kind}, dcp.save of {{model, optim}}"),
         )
     ]
+    raw = ("fsdp1", "sharded", "raw")
+    ignored: dict[str, Any] = {"ignored": True, "told": True, "wrap": LLAMA_LAYER}
     hybrid = {"strategy": "HYBRID_SHARD"}
     zero2 = {"strategy": "_HYBRID_SHARD_ZERO2"}
     return [
@@ -168,6 +170,9 @@ def _fsdp1_sharded() -> list[Case]:
         _case("fsdp1_sharded_mixed_dcp", 2, *row, "dcp", "MixedPrecision", mixed=True),
         _case("fsdp1_sharded_no_shard", 2, *row, "rank_pair", "whole", strategy="NO_SHARD"),
         _case("fsdp1_sharded_mlp_ws4", 4, *row, "rank_pair", "", build="mlp", policy="nested"),
+        _case(
+            "fsdp1_sharded_ignored_ws4", 4, *raw, "rank_pair", "raw optimizer", **mesh, **ignored
+        ),
         _case("fsdp1_sharded_model_only", 4, "fsdp1", "sharded", None, "rank_pair", "no optimizer"),
         _case(
             "fsdp1_dcp_get_state_dict",
@@ -251,6 +256,8 @@ def _fsdp1_local() -> list[Case]:
         ),
         _case("fsdp1_local_orig_bf16_ws4", 4, *row, pair, "padded to 8", **orig, **bf16),
         _case("fsdp1_local_orig_mixed", 2, *row, pair, "padded to 8", mixed=True, **orig, **layer),
+        _case("fsdp1_local_flat_ignored_ws4", 4, *row, pair, "ignored", ignored=True, **layer),
+        _case("fsdp1_local_orig_ignored", 2, *row, pair, "", ignored=True, **orig, **layer),
         _case("fsdp1_local_orig_mlp_ws4", 4, *row, pair, "nested units", **orig, **blocks),
         _case(
             "fsdp1_local_optim_sharded_ws4",

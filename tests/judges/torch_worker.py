@@ -91,6 +91,7 @@ class Setup:
     mesh: bool = False  # FSDP1: a device mesh, which makes DTensors of its shards
     grid: str = "flat"  # FSDP2: flat, hsdp (2 x 2), tensor (2 x 2), or only tensor parallel
     columns: bool = False  # FSDP2: matrices are cut along dim 1 where that divides
+    ignored: bool = False  # FSDP1: two of Menagerie's parameters, which every rank keeps whole
     mixed: bool = False
     recompute: bool = False  # activation checkpointing, which wraps modules, too
     groups: str = "one"  # one, decay, units, named, named_decay
@@ -135,6 +136,9 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
     elif hybrid:
         mesh = init_device_mesh(DEVICE_TYPE, shape)
         where["process_group"] = (mesh.get_group(1), mesh.get_group(0))
+    ignored = [model.odd, model.llama.lm_head.weight] if setup.ignored else []
+    for parameter in ignored:
+        parameter.register_post_accumulate_grad_hook(functools.partial(_average_gradient, world))
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return FullyShardedDataParallel(
         model,
@@ -142,9 +146,16 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
         auto_wrap_policy=POLICIES[setup.policy],
         mixed_precision=bf16 if setup.mixed else None,
         use_orig_params=setup.orig,
+        ignored_states=ignored or None,
         device_id=torch.device(DEVICE),
         **where,
     )
+
+
+def _average_gradient(world: int, parameter: Tensor) -> None:
+    """Average the gradient of a parameter that FSDP does not reduce."""
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= world
 
 
 def fsdp2(model: nn.Module, setup: Setup, world: int) -> nn.Module:

@@ -226,13 +226,13 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
     marks_buffers = marks_buffers and state.manifest.all_buffers_marked
     marks_buffers = marks_buffers or state.manifest.origin.format.startswith("deepspeed")
     # Computed once, and only for the few sources that leave the question open.
-    by_rows = cache(lambda: _is_sharded_by_rows(state))
+    by_fsdp = cache(lambda: _is_sharded_by_fsdp(state))
 
     def divided(weight: Weight) -> bool:
         if not weight.shape or weight.is_buffer:
             return False
         # As a parameter of an FSDP unit, several ranks would have blocks of it.
-        if weight.shape[0] > 1 and _is_stored_whole(weight) and by_rows():
+        if weight.shape[0] > 1 and _is_stored_whole(weight) and by_fsdp():
             return False
         if model is not None:
             return _is_parameter(model, weight.fqn)
@@ -268,13 +268,15 @@ def _find_boxes(weight: Weight) -> set[Box]:
     return {chunk.box for chunk in weight.value.chunks if chunk.box.volume}
 
 
-def _is_sharded_by_rows(state: WritableState) -> bool:
-    """Return whether the source's ranks stored weights in shards, all cut along dim 0 as by FSDP.
+def _is_sharded_by_fsdp(state: WritableState) -> bool:
+    """Return whether the source's ranks stored weights in flat parameters, or in shards of rows.
 
     A tensor-parallel run cuts some weights along dim 1, and leaves some parameters whole.
     """
     if state.manifest.origin.format not in _SHARDED:
         return False
+    if torch_state_dict.has_flat_storage(state.manifest):
+        return True
     cut = [(weight, boxes) for weight in state.weights if len(boxes := _find_boxes(weight)) > 1]
     return bool(cut) and all(
         box.shape[1:] == weight.shape[1:] for weight, boxes in cut for box in boxes
