@@ -169,6 +169,7 @@ MANIFEST: Mapping[str, Combine] = {  # every field except the entries
     "unused_copies": _one_after_another,
     "frozen": _any_of,
     "trained_dtypes": _united,
+    "placements": _united,
     "wrapped_names": _united,
     "unnamed_optimizers": _each_once,
     "unnamed": _first_given,

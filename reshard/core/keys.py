@@ -321,6 +321,7 @@ def _rename_manifest(
         tied=tied,
         frozen=frozenset(map(new, manifest.frozen)),
         trained_dtypes={new(fqn): dtype for fqn, dtype in manifest.trained_dtypes.items()},
+        placements={new(fqn): placement for fqn, placement in manifest.placements.items()},
         # The recorded name of a renamed tensor would bring its old name back.
         wrapped_names={
             fqn: listed for fqn, listed in manifest.wrapped_names.items() if new(fqn) == fqn

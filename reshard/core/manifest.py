@@ -27,6 +27,7 @@ MASTER = "master"
 WEIGHT_KINDS = (PARAM, BUFFER, MASTER)
 
 Key = tuple[str, str]  # (kind, fqn)
+Placement = tuple[tuple[str, int | None], ...]  # mesh axes, each with the dim that it cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +265,8 @@ class Manifest:
         tied_copies: entries of aliases that a file stores again, as bytes of their own.
         unused_copies: copies in the files that the model does not use.
         trained_dtypes: fqn -> dtype of the parameter in the module.
+        placements: fqn -> the axes of the device mesh of the source's DTensor, each with the dim
+            that it cuts; None: it replicates. An axis without a name is called "".
         wrapped_names: fqn -> name with wrapper prefixes that the optimizer lists, where the two
             differ.
         unnamed_optimizers: paths of optimizer states that no parameter name belongs to.
@@ -289,6 +292,7 @@ class Manifest:
     unused_copies: tuple[Entry, ...] = ()
     frozen: frozenset[str] = frozenset()
     trained_dtypes: Mapping[str, DType] = field(default_factory=dict)
+    placements: Mapping[str, Placement] = field(default_factory=dict)
     wrapped_names: Mapping[str, str] = field(default_factory=dict)
     unnamed_optimizers: tuple[str, ...] = ()
     unnamed: UnnamedOptimizer | None = None

@@ -60,6 +60,7 @@ def replace_tensors(
         tied_copies=tuple(tied_copies),
         frozen=frozenset(name for name, is_frozen in frozen.items() if is_frozen),
         trained_dtypes=_drop_unknown(dtypes),
+        placements={},  # the other side's module cuts tensors in its own way
         # The recorded name of a renamed tensor would bring its old name back.
         wrapped_names={
             fqn: listed for fqn, listed in manifest.wrapped_names.items() if names(fqn) == (fqn,)

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
 from reshard.core.box import Box, Index, row_major
+from reshard.core.manifest import Placement
 from reshard.errors import UnsupportedError, UsageError
 from reshard.layouts.partition import Cut, compute_mesh_box
 
@@ -29,7 +30,7 @@ Role = Literal["replicate", "shard", "tensor"]
 Cuts = Sequence[Cut | None]  # one for each mesh axis; None replicates
 
 ROLES: Mapping[str, Role] = {  # in the order in which fully_shard joins them
-    **dict.fromkeys(("replicate", "dp_replicate", "ddp"), "replicate"),
+    **dict.fromkeys(("replicate", "replica", "dp_replicate", "ddp"), "replicate"),
     **dict.fromkeys(("dp", "dp_shard", "dp_shard_cp", "fsdp", "shard", "data_parallel"), "shard"),
     **dict.fromkeys(("tp", "tensor", "tensor_parallel"), "tensor"),
 }
@@ -66,7 +67,7 @@ class MeshGrid:
 
     Args:
         names: names of its axes; torch loads a DTensor only into a model on a mesh with the same
-            names. A single axis without a name shards.
+            names. A single axis shards, unless its name is one of tensor parallelism.
         device: its type, which must be the model's as well: ``cuda``, ``cpu`` ...
     """
 
@@ -86,8 +87,8 @@ class MeshGrid:
         Raises:
             UnsupportedError: the role of an axis is not known.
         """
-        if self.names is None and len(self.sizes) == 1:
-            return ("shard",)
+        if len(self.sizes) == 1:
+            return (get_role(self.names[0] if self.names else ""),)
         unknown = next((name for name in self.names or ("",) if name not in ROLES), None)
         if unknown is not None:
             raise UnsupportedError(
@@ -150,11 +151,13 @@ class MeshPlacements:
     Args:
         tensor: how tensor parallelism cuts the parameters that it touches; None replicates.
         uncut: names of the tensors that are no DTensors: every rank stores the whole tensor.
+        dims: the dims other than 0 that the shard axis cuts (``shard_placement_fn``), by name.
     """
 
     grid: MeshGrid
     tensor: Mapping[str, Cut | None] = field(default_factory=dict)
     uncut: frozenset[str] = frozenset()
+    dims: Mapping[str, int] = field(default_factory=dict)
     _known: dict[str, TensorPlacement] = field(default_factory=dict, compare=False, repr=False)
 
     def get_placement(self, fqn: str) -> TensorPlacement:
@@ -167,12 +170,48 @@ class MeshPlacements:
         if fqn in self.uncut:
             return TensorPlacement((), ())
         touched, cut = fqn in self.tensor, self.tensor.get(fqn)
-        # fully_shard cuts what tensor parallelism left of dim 0: a strided shard, see `Cut`.
-        factor = self.grid.size("tensor") if cut and cut.dim == 0 else 1
-        cuts = {"replicate": None, "shard": Cut(0, factor), "tensor": cut}
+        dim = self.dims.get(fqn, 0)
+        # fully_shard cuts what tensor parallelism left of a dim: a strided shard, see `Cut`.
+        factor = self.grid.size("tensor") if cut and cut.dim == dim else 1
+        cuts = {"replicate": None, "shard": Cut(dim, factor), "tensor": cut}
         roles = self.grid.roles
         axes = tuple(a for a, role in enumerate(roles) if touched or role != "tensor")
         return TensorPlacement(axes, tuple(cuts[roles[axis]] for axis in axes))
+
+
+def get_role(name: str) -> Role:
+    """Return the role of the only axis of a mesh, which programs name as they like."""
+    return ROLES.get(name, "shard")
+
+
+def find_only_axis(placements: Collection[Placement]) -> str:
+    """Return the name of the axis over which FSDP sharded all DTensors of a source.
+
+    It is empty if the axis has no name, or if there are several axes.
+    """
+    axes = {tuple(name for name, _ in placement) for placement in placements}
+    name = axes.pop()[0] if len(axes) == 1 and len(next(iter(axes))) == 1 else ""
+    return name if get_role(name) == "shard" else ""
+
+
+def find_sharded_dims(
+    placements: Mapping[str, Placement], shapes: Mapping[str, Index], size: int
+) -> dict[str, int]:
+    """Return the dims but 0 that FSDP cut in the source, where such a cut is even again.
+
+    torch refuses an uneven one (2.13 ``_fsdp_param.py``, ``_init_sharded_param``).
+
+    Args:
+        size: number of ranks of the new shard axis.
+    """
+    dims = {}
+    for fqn, placement in placements.items():
+        alone = len(placement) == 1
+        for name, dim in placement:
+            role = get_role(name) if alone else ROLES.get(name)
+            if role == "shard" and dim and fqn in shapes and shapes[fqn][dim] % size == 0:
+                dims[fqn] = dim
+    return dims
 
 
 def parse_mesh(text: str, device: str) -> MeshGrid:

@@ -26,7 +26,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from reshard.core.box import Index
+from reshard.core.manifest import Placement
 from reshard.errors import UnsupportedError, UsageError
+from reshard.layouts.mesh import ROLES
 from reshard.layouts.partition import Cut
 from reshard.model import ModelShapes
 
@@ -56,12 +58,14 @@ class TensorPlan:
         source: the file or the model that the plan comes from.
         embeddings: parameters of the model's Embeddings; None if no model is known.
         from_user: whether the user wrote the plan: every pattern must then match a parameter.
+        by_name: whether each pattern is the name of a parameter.
     """
 
     source: str
     styles: Mapping[str, Style]
     embeddings: frozenset[str] | None = None
     from_user: bool = False
+    by_name: bool = False
 
 
 def read(path: Path, model: ModelShapes | None = None) -> TensorPlan:
@@ -100,6 +104,18 @@ def get_declared_plan(model: ModelShapes) -> TensorPlan:
     named = {pattern: _TRANSFORMERS.get(s, s) for pattern, s in model.tensor_plan.items()}
     styles = {pattern: style for pattern, style in named.items() if style is not None}
     return TensorPlan(model.source, styles, model.embeddings)
+
+
+def get_stored_plan(where: str, placements: Mapping[str, Placement]) -> TensorPlan | None:
+    """Return how the source's own tensor-parallel axis cuts its DTensors; None without one."""
+    cuts = {
+        fqn: dim
+        for fqn, placement in placements.items()
+        for name, dim in placement
+        if ROLES.get(name) == "tensor"
+    }
+    styles = {fqn: "replicate" if dim is None else dim for fqn, dim in cuts.items()}
+    return TensorPlan(where, styles, by_name=True) if styles else None
 
 
 def find_cuts(
@@ -149,6 +165,8 @@ def _find_style(plan: TensorPlan, fqn: str) -> tuple[str, Style] | None:
     Raises:
         UsageError: several matching patterns have different styles.
     """
+    if plan.by_name:
+        return (fqn, plan.styles[fqn]) if fqn in plan.styles else None
     module, _, _ = fqn.rpartition(".")
     for name in filter(None, (fqn, module)):
         hits = [(p, style) for p, style in plan.styles.items() if _matches(p, name)]

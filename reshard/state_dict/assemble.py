@@ -135,6 +135,7 @@ def build_manifest(
         tied=tied,
         frozen=_find_frozen(train, all_entries, entries),
         trained_dtypes={fqn: entry.dtype for fqn, entry in entries.items()},
+        placements={fqn: tensor.placement for fqn, tensor in weights.items() if tensor.placement},
         warnings=(*warnings, *parsed.notes, *notes),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
         unnamed=next((one.why_unnamed for one in read if one.why_unnamed), None),

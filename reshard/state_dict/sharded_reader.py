@@ -17,6 +17,7 @@ from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, pars
 from reshard.core.box import Box, Index, as_index
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
+from reshard.core.manifest import Placement
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
 from reshard.layouts.partition import Cut, compute_mesh_box
 
@@ -24,13 +25,13 @@ _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"
 _NEWER = "a newer torch than reshard supports saved it: save it with DCP instead"
 
-Described = tuple[DType, Index, tuple[Chunk, ...], str]
+Described = tuple[DType, Index, tuple[Chunk, ...], str, Placement]
 
 
 def describe_shards(file: TorchFile, call: Call) -> Described | None:
-    """Return dtype, global shape, this rank's chunks and the device type of the mesh.
+    """Return dtype, global shape, this rank's chunks, and the mesh's device type and placement.
 
-    The device is empty for a ShardedTensor. None: the call is not a sharded tensor.
+    The last two are empty for a ShardedTensor. None: the call is not a sharded tensor.
 
     A tensor whose class computes its elements from others is not described either.
 
@@ -51,9 +52,11 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
         dtype, shape = parse_dtype(call.args[1], file.path), as_index(call.args[2])
         if kind == _DTENSOR:
             chunks = tuple(_read_dtensor(file, call, shape, dtype))
-            device = call.get("_spec").get("mesh").get("_device_type")
-            return dtype, shape, chunks, device if isinstance(device, str) else ""
-        return dtype, shape, tuple(_read_sharded_tensor(file, call, shape, dtype)), ""
+            spec = call.get("_spec")
+            device = _get_of_mesh(spec.get("mesh"), "device_type")
+            placement = _read_placement(file, spec)
+            return dtype, shape, chunks, device if isinstance(device, str) else "", placement
+        return dtype, shape, tuple(_read_sharded_tensor(file, call, shape, dtype)), "", ()
     except (  # pickled objects of another form raise these where the code below reads them
         IndexError,
         KeyError,
@@ -126,6 +129,22 @@ def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> li
         )
     chunk = _place_shard(file, call.get("_local_tensor"), box, dtype)
     return [chunk] if box.volume or not prod(shape) else []
+
+
+def _read_placement(file: TorchFile, spec: Call) -> Placement:
+    """Return the axes of a DTensor's mesh with their cuts; nothing for several unnamed axes."""
+    cuts = [_parse_placement(file, placement) for placement in spec.get("placements")]
+    names = _get_of_mesh(spec.get("mesh"), "mesh_dim_names") or ("",)
+    if len(names) != len(cuts) or not all(isinstance(name, str) for name in names):
+        return ()
+    dims = [None if cut is None else cut.dim for cut in cuts]
+    return tuple(zip(names, dims, strict=True))
+
+
+def _get_of_mesh(mesh: Call, name: str) -> Any:
+    """Return an attribute of a mesh, which torch before 2.10 stores as a public one."""
+    value = mesh.get(f"_{name}")
+    return mesh.get(name) if value is None else value
 
 
 def _parse_placement(file: TorchFile, placement: Call) -> Cut | None:

@@ -12,7 +12,7 @@ from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.core.box import Index
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
-from reshard.core.manifest import SourceFile
+from reshard.core.manifest import Placement, SourceFile
 from reshard.errors import MIXED, CorruptError, shown
 from reshard.state_dict import sharded_reader
 
@@ -23,12 +23,14 @@ class GlobalTensor:
 
     Args:
         device: device type of a DTensor's mesh; empty if none is stated.
+        placement: how the axes of that mesh cut the tensor; empty if it is not stated.
     """
 
     dtype: DType
     shape: Index
     chunks: tuple[Chunk, ...]
     device: str = ""
+    placement: Placement = ()
 
 
 @dataclass(frozen=True, slots=True)

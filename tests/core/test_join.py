@@ -45,6 +45,7 @@ def part(name: str, **train: Any) -> Manifest:
         tied_copies=(entry,),
         frozen=frozenset({name}),
         trained_dtypes={name: FLOAT32},
+        placements={name: (("dp", 0),)},
         wrapped_names={name: name},
         unnamed_optimizers=(name,),
         unused_copies=(entry,),

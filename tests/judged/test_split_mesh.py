@@ -70,6 +70,23 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, plan, mesh, tmp_
         assert_alike(drop_stamp(tmp_path / "out" / name), torch.load(source / "ranks" / name))
 
 
+@pytest.mark.parametrize("mesh", [FLAT, TENSOR, "tp=2"])
+def test_rank_files_keep_their_cuts_and_the_name_of_a_single_axis(trained, mesh, tmp_path):
+    source = trained[0] / mesh / "ranks"
+    named = {} if mesh == FLAT else {"mesh": mesh}
+    reshard.split(source, tmp_path / "out", to="fsdp2", model=MODEL, **named)
+    for path in source.iterdir():
+        assert_alike(drop_stamp(tmp_path / "out" / path.name), torch.load(path))
+
+
+def test_rank_files_keep_the_dim_that_fsdp_cut(torch_made, tmp_path):
+    source = torch_made / "fsdp2_ranks_columns" / "ckpt"
+    model = "tests.judges.torch_models:menagerie"
+    reshard.split(source, tmp_path / "out", to="fsdp2", model=model)
+    for path in source.iterdir():
+        assert_alike(drop_stamp(tmp_path / "out" / path.name), torch.load(path))
+
+
 def drop_stamp(path):
     """Return the content of a rank file without the stamp, which names source and layout."""
     state = torch.load(path)

@@ -205,9 +205,9 @@ def loaded(trained, deepspeed, tmp_path_factory):
             for source in ("ranks", "dcp"):
                 made = split(plain / source, out / f"{world}-ignored-{source}", lay_out)
                 jobs.append((f"ignored {source}", resumed, IGNORED, ONE, "pair", made, plain))
-            flat = place / "ignored1"
-            made = split(flat / "ranks", out / f"{world}-ignored1", lay_out, **TOLD)
-            jobs.append(("ignored flat", resumed, IGNORED, ONE, "pair", made, flat))
+            local = place / "ignored1"
+            made = split(local / "ranks", out / f"{world}-ignored1", lay_out, **TOLD)
+            jobs.append(("ignored flat", resumed, IGNORED, ONE, "pair", made, local))
         for rank in worlds.run(world, run_in_turn, jobs):
             for name, result in rank.items():
                 found.setdefault((world, name), []).append(result)

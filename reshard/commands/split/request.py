@@ -133,7 +133,7 @@ def _parse_mesh(options: SplitOptions, device: str) -> MeshGrid | None:
 def _choose_tensor_plan(
     manifest: Manifest, grid: MeshGrid | None, model: ModelShapes | None, options: SplitOptions
 ) -> TensorPlan | None:
-    """Return how a tensor-parallel axis cuts: the user's plan, else that of the model.
+    """Return how a tensor-parallel axis cuts: the user's plan, the source's, or the model's.
 
     Raises:
         UsageError: there is a plan and no such axis.
@@ -144,6 +144,9 @@ def _choose_tensor_plan(
         return None
     if options.tp_plan is not None:
         return tensor_parallel.read(as_path(options.tp_plan), model)
+    stored = tensor_parallel.get_stored_plan(manifest.origin.path, manifest.placements)
+    if stored is not None:
+        return stored
     if model is None:
         model = describe_beside(manifest)
     return tensor_parallel.get_declared_plan(model) if model else None

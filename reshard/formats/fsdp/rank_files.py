@@ -27,7 +27,8 @@ from reshard.core.manifest import Keyed, Skeleton
 from reshard.errors import IncompleteError, UsageError
 from reshard.formats.request import Request
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
-from reshard.layouts.mesh import MeshGrid, MeshPlacements
+from reshard.layouts import mesh
+from reshard.layouts.mesh import MeshGrid, MeshPlacements, find_sharded_dims
 from reshard.layouts.partition import Cut
 from reshard.layouts.tensor_parallel import TensorPlan, find_cuts
 from reshard.model import ModelShapes
@@ -124,7 +125,9 @@ def lay_out_fsdp2(
         state, dtype=request.dtype, divided=build_is_divided(state, model)
     )
     uncut = frozenset(value.owner for value in values.values() if not value.divided)
-    placements = MeshPlacements(grid, find_tensor_cuts(grid, request.tensor, values), uncut)
+    shapes = {weight.fqn: weight.shape for weight in state.weights}
+    dims = find_sharded_dims(state.manifest.placements, shapes, grid.size("shard"))
+    placements = MeshPlacements(grid, find_tensor_cuts(grid, request.tensor, values), uncut, dims)
     moments = None if weights_only else torch_state_dict.build_optimizer(state, naming.keyed, model)
     if moments is not None:
         _refuse_factored(state)
@@ -232,7 +235,8 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
         if not weight.shape or weight.is_buffer:
             return False
         # As a parameter of an FSDP unit, several ranks would have blocks of it.
-        if weight.shape[0] > 1 and _is_stored_whole(weight) and by_fsdp():
+        is_dtensor = weight.fqn in state.manifest.placements
+        if weight.shape[0] > 1 and not is_dtensor and _is_stored_whole(weight) and by_fsdp():
             return False
         if model is not None:
             return _is_parameter(model, weight.fqn)
@@ -275,6 +279,9 @@ def _is_sharded_by_fsdp(state: WritableState) -> bool:
     """
     if state.manifest.origin.format not in _SHARDED:
         return False
+    placements = state.manifest.placements.values()
+    if placements:
+        return any(mesh.ROLES.get(axis) != "tensor" for each in placements for axis, _ in each)
     if torch_state_dict.has_flat_storage(state.manifest):
         return True
     cut = [(weight, boxes) for weight in state.weights if len(boxes := _find_boxes(weight)) > 1]

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.skeletons import LaidOut
-from reshard.core.manifest import Skeleton, TrainState
+from reshard.core.manifest import Manifest, Skeleton, TrainState
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.dcp import saved_keys
@@ -19,7 +19,7 @@ from reshard.formats.fsdp import flat_files, rank_files
 from reshard.formats.pytorch.directory import NAME
 from reshard.formats.request import Request
 from reshard.formats.trainers import accelerate, hf_param_groups, hf_trainer
-from reshard.layouts.mesh import MeshGrid
+from reshard.layouts.mesh import MeshGrid, find_only_axis
 from reshard.layouts.tensor_parallel import TensorPlan
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
@@ -135,7 +135,7 @@ def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
     """
     if request.fsdp_version == 1:
         model = _require_units(request, "--fsdp-version 1")
-        grid = _choose_grid(rank_files.VERL, request)
+        grid = _choose_grid(rank_files.VERL, request, state.manifest)
         skeleton = flat_files.lay_out_fsdp1_sharded(state, model, request, grid)
     else:
         skeleton = _lay_out_rank_files(state, request, rank_files.VERL)
@@ -316,18 +316,20 @@ def _require_units(request: Request, by: str) -> ModelShapes:
 def _lay_out_rank_files(
     state: WritableState, request: Request, naming: rank_files.FileNames
 ) -> Skeleton:
-    return rank_files.lay_out_fsdp2(state, request, _choose_grid(naming, request), naming=naming)
+    grid = _choose_grid(naming, request, state.manifest)
+    return rank_files.lay_out_fsdp2(state, request, grid, naming=naming)
 
 
-def _choose_grid(naming: rank_files.FileNames, request: Request) -> MeshGrid:
-    """Return the requested mesh, else the usual one of a single axis.
+def _choose_grid(naming: rank_files.FileNames, request: Request, source: Manifest) -> MeshGrid:
+    """Return the requested mesh, else a single axis under its usual name or that of the source.
 
     Raises:
         UsageError: no reader of such files creates that mesh.
     """
     if request.grid is None:
-        usual = naming.meshes[0] if naming.meshes else None
-        return MeshGrid((request.world_size,), usual, request.device)
+        own = find_only_axis(source.placements.values())
+        names = naming.meshes[0] if naming.meshes else (own,) if own else None
+        return MeshGrid((request.world_size,), names, request.device)
     if naming.meshes and request.grid.names not in naming.meshes:
         known = (",".join(f"{name}=N" for name in names) for names in naming.meshes)
         raise UsageError(
