@@ -13,7 +13,7 @@ from reshard.core.manifest import PARAM, Entry, UnnamedOptimizer
 from reshard.model import ModelShapes
 from reshard.model.weight_decay import divide_parameters
 from reshard.state_dict import flat_params, optimizer_state, sections
-from reshard.state_dict.optimizer_layouts import KnownParameters
+from reshard.state_dict.optimizer_layouts import KnownParameters, find_blocks
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.tree import ParsedTree, format_path
 from reshard.system.files import SourceFiles
@@ -48,8 +48,9 @@ def select_optimizers(
         known = replace(known, ordered=True, model=model.source, divisions=divisions)
     for path, value in parts.optimizers.items():
         optimizer = ParsedOptimizer()
-        for shapes in _list_candidates(optimizer_state.count_parameters(value), weights, model):
-            optimizer = optimizer_state.read(value, replace(known, shapes=shapes), pool)
+        count = optimizer_state.count_parameters(value)
+        for possible in _list_possible(known, count, weights, model):
+            optimizer = optimizer_state.read(value, possible, pool)
             if optimizer.entries or any(group.fqns for group in optimizer.groups):
                 break
         read[path] = optimizer
@@ -59,6 +60,24 @@ def select_optimizers(
         fqn: replace(entry, kind=PARAM) if fqn in trained else entry
         for fqn, entry in weights.items()
     }
+
+
+def _list_possible(
+    known: KnownParameters, count: int, weights: Mapping[str, Entry], model: ModelShapes | None
+) -> Iterator[KnownParameters]:
+    """Yield what may be known of an optimizer's parameters, until their numbers fit in one way.
+
+    Shapes usually suffice. Next, a state must be stored in the same blocks as its weight, which
+    tells buffers and parameters that FSDP ignored from sharded ones.
+    """
+    frozen = [model.frozen, frozenset[str]()] if model and model.frozen else [frozenset[str]()]
+    for without_state in frozen:
+        for shapes in _list_candidates(count, weights, model):
+            yield replace(known, shapes=shapes, frozen=without_state)
+    blocks = {fqn: find_blocks(entry.chunks) for fqn, entry in weights.items()}
+    if any(len(each) > 1 for each in blocks.values()):
+        for shapes in _list_candidates(count, weights, model):
+            yield replace(known, shapes=shapes, blocks=blocks)
 
 
 def _list_candidates(

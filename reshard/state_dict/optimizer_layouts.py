@@ -8,12 +8,12 @@ Sources: torch 2.13 ``distributed/fsdp/_optim_utils.py``, ``_init_utils.py`` (hy
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard.core.box import Index
+from reshard.core.box import Box, Index
 from reshard.core.chunks import Chunk
 from reshard.core.manifest import Entry
 from reshard.errors import CorruptError
@@ -41,6 +41,9 @@ class KnownParameters:
         divisions: ways in which the training program may have divided the parameters into groups.
         model: the description of the model that the shapes are from; empty if a file has them.
         ignored: parameters that FSDP 1 did not shard: every rank has their whole state.
+        frozen: parameters that have no state.
+        blocks: the blocks in which the files store each weight; its state, cut like it, must have
+            the same ones. Empty: not compared.
     """
 
     shapes: Mapping[str, Index]
@@ -50,6 +53,8 @@ class KnownParameters:
     divisions: Sequence[Sequence[Sequence[str]]] = ()
     model: str = ""
     ignored: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
+    blocks: Mapping[str, frozenset[Box]] = field(default_factory=dict)
 
 
 def infer_shape(slots: Slots) -> Index | None:
@@ -77,7 +82,11 @@ class WholeLayout:
 
     def list_candidates(self) -> Mapping[Owner, Signature]:
         """Return the possible owners of a state, each with the signature that it would have."""
-        return dict(self.known.shapes)
+        known = self.known
+        signs: dict[Owner, Signature] = dict(known.shapes)
+        if known.blocks:
+            signs = {fqn: (shape, known.blocks.get(fqn)) for fqn, shape in known.shapes.items()}
+        return signs | self._mark_frozen()
 
     def sign(self, slots: Slots) -> Signature:
         """Return the signature of a state's owner; None if there is no state.
@@ -86,7 +95,15 @@ class WholeLayout:
         """
         shape = infer_shape(slots)
         is_cut = shape is None and any(map(_differs_on_ranks, select_tensors(slots).values()))
-        return -1 if is_cut else shape
+        if is_cut or shape is None or not self.known.blocks:
+            return -1 if is_cut else shape
+        tensors = filter(None, map(as_global, select_tensors(slots).values()))
+        blocks = {find_blocks(tensor.chunks) for tensor in tensors if tensor.shape == shape}
+        return (shape, blocks.pop()) if len(blocks) == 1 else -1
+
+    def _mark_frozen(self) -> dict[Owner, Signature]:
+        """Return signatures that no state has."""
+        return {fqn: ("frozen", fqn) for fqn in self.known.frozen if fqn in self.known.shapes}
 
     def list_fqns(self, owner: Owner) -> list[str]:
         """Return the parameters of an owner."""
@@ -115,7 +132,8 @@ class RunLayout(WholeLayout):
     def list_candidates(self) -> Mapping[Owner, Signature]:
         """Return each parameter with the number of elements that the ranks of a replica have."""
         copies = dict.fromkeys(self.known.ignored, self.shards)
-        return {fqn: prod(shape) * copies.get(fqn, 1) for fqn, shape in self.known.shapes.items()}
+        sizes = {fqn: prod(shape) for fqn, shape in self.known.shapes.items()}
+        return {fqn: n * copies.get(fqn, 1) for fqn, n in sizes.items()} | self._mark_frozen()
 
     def sign(self, slots: Slots) -> Signature:
         """Return the number of elements that the ranks of a replica have together."""
@@ -194,6 +212,11 @@ class UnitLayout(WholeLayout):
         ]
         for fqn, tensor in owner.build_tensors(pieces).items():
             yield Entry(fqn, slot, tensor.dtype, tensor.shape, tensor.chunks)
+
+
+def find_blocks(chunks: Iterable[Chunk]) -> frozenset[Box]:
+    """Return the blocks of a tensor that the files store."""
+    return frozenset(chunk.box for chunk in chunks if chunk.box.volume)
 
 
 def _build_whole_entry(fqn: str, slot: str, value: Any) -> Entry:

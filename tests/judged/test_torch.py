@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import reshard
 from tests.judged.expected import read_expected
-from tests.judges import torch_judge
+from tests.judges import torch_judge, torch_models
 from tests.judges.torch_cases import CASES
 from tests.support.sample_tensors import same
 
@@ -133,6 +134,26 @@ def test_ranks_are_counted_by_shards_if_no_file_states_them(stem, torch_made, tm
         for name, value in expected["params"].items():
             assert same(checkpoint[name][...], value), name
         assert checkpoint.manifest.has_optimizer
+
+
+def test_a_model_tells_which_members_of_several_groups_are_frozen(tmp_path):
+    """Of three blocks of the same shapes, the last has no state."""
+    model = torch_models.mlp_frozen()
+    matrices, others = [], []
+    for parameter in model.parameters():
+        (matrices if parameter.ndim > 1 else others).append(parameter)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.arange(8).view(2, 4)).backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "checkpoint.pt")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with reshard.open(tmp_path, model="tests.judges.torch_models:mlp_frozen") as checkpoint:
+        found = checkpoint.optimizer("exp_avg")
+        assert found.keys() == trained.keys()
+        for name, parameter in trained.items():
+            assert same(found[name][...], optimizer.state[parameter]["exp_avg"]), name
 
 
 @pytest.mark.parametrize("case", REFUSED, scope="module")

@@ -380,6 +380,7 @@ def _fsdp2() -> list[Case]:
     pair = "rank_pair"
     hsdp = {"grid": "hsdp"}
     tensor = {"grid": "tensor"}
+    twin = "menagerie_twin"
     return [
         _case("fsdp2_ranks", 2, *row, pair, "DTensors, raw optimizer by index"),
         _case("fsdp2_ranks_ws4", 4, *row, pair, "rank 3 has no row of `small`"),
@@ -389,6 +390,7 @@ def _fsdp2() -> list[Case]:
         _case("fsdp2_ranks_tied_frozen", 2, *row, pair, "", build="menagerie_tied_frozen"),
         _case("fsdp2_ranks_unused", 2, *row, pair, "no state of it", build="menagerie_unused"),
         _case("fsdp2_ranks_bf16", 2, *row, "rank_one", "", build="menagerie_bf16"),
+        _case("fsdp2_ranks_ignored", 2, *row, pair, "two are plain", ignored=True, build=twin),
         _case("fsdp2_ranks_groups", 2, *row, pair, "two groups by index", groups="decay"),
         _case("fsdp2_ranks_named", 2, *row, pair, "param_names", groups="named"),
         _case("fsdp2_ranks_named_groups_ws4", 4, *row, pair, "", groups="named_decay"),
@@ -420,6 +422,7 @@ def _fsdp2() -> list[Case]:
         _case("fsdp2_dcp_flattened", 2, "fsdp2", "gets", "flattened", "dcp", "", groups="decay"),
         _case("fsdp2_dcp_raw", 2, *row, "dcp", "optim.state.0.exp_avg"),
         _case("fsdp2_dcp_raw_groups", 2, *row, "dcp", "two groups by index", groups="decay"),
+        _case("fsdp2_dcp_raw_twin", 2, *row, "dcp", "a buffer looks like one", build=twin),
         _case("fsdp2_dcp_raw_named", 2, *row, "dcp", "param_names", groups="named_decay"),
     ]
 

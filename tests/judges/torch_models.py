@@ -14,7 +14,14 @@ VOCABULARY = 64
 class Menagerie(nn.Module):
     """A tiny Llama with grouped-query attention, and members whose shapes divide by nothing."""
 
-    def __init__(self, *, tied: bool = False, frozen: bool = False, unused: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        tied: bool = False,
+        frozen: bool = False,
+        unused: bool = False,
+        twin: bool = False,
+    ) -> None:
         super().__init__()
         self.odd = nn.Parameter(torch.randn(7, 13))
         self.small = nn.Parameter(torch.randn(3))
@@ -24,6 +31,8 @@ class Menagerie(nn.Module):
             self.unused = nn.Parameter(torch.randn(5, 2))
         self.register_buffer("running", torch.randn(5))
         self.register_buffer("count", torch.tensor(0))
+        if twin:
+            self.register_buffer("twin", torch.randn(3))  # with the shape of a parameter
         self.register_buffer("scratch", torch.zeros(4), persistent=False)
         self.llama = LlamaForCausalLM(_llama(tied=tied))
 
@@ -118,6 +127,10 @@ def menagerie_tied_frozen() -> nn.Module:
 
 def menagerie_unused() -> nn.Module:
     return Menagerie(unused=True)
+
+
+def menagerie_twin() -> nn.Module:
+    return Menagerie(twin=True)
 
 
 def menagerie_bf16() -> nn.Module:

@@ -91,7 +91,7 @@ class Setup:
     mesh: bool = False  # FSDP1: a device mesh, which makes DTensors of its shards
     grid: str = "flat"  # FSDP2: flat, hsdp (2 x 2), tensor (2 x 2), or only tensor parallel
     columns: bool = False  # FSDP2: matrices are cut along dim 1 where that divides
-    ignored: bool = False  # FSDP1: two of Menagerie's parameters, which every rank keeps whole
+    ignored: bool = False  # two of Menagerie's parameters, which every rank keeps whole
     mixed: bool = False
     recompute: bool = False  # activation checkpointing, which wraps modules, too
     groups: str = "one"  # one, decay, units, named, named_decay
@@ -136,9 +136,6 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
     elif hybrid:
         mesh = init_device_mesh(DEVICE_TYPE, shape)
         where["process_group"] = (mesh.get_group(1), mesh.get_group(0))
-    ignored = [model.odd, model.llama.lm_head.weight] if setup.ignored else []
-    for parameter in ignored:
-        parameter.register_post_accumulate_grad_hook(functools.partial(_average_gradient, world))
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return FullyShardedDataParallel(
         model,
@@ -146,10 +143,18 @@ def fsdp1(model: nn.Module, setup: Setup, world: int) -> nn.Module:
         auto_wrap_policy=POLICIES[setup.policy],
         mixed_precision=bf16 if setup.mixed else None,
         use_orig_params=setup.orig,
-        ignored_states=ignored or None,
+        ignored_states=_ignore(model, world) if setup.ignored else None,
         device_id=torch.device(DEVICE),
         **where,
     )
+
+
+def _ignore(model: nn.Module, world: int) -> list[nn.Parameter]:
+    """Return the parameters that FSDP leaves to the program, which averages their gradients."""
+    ignored = [model.odd, model.llama.lm_head.weight]
+    for parameter in ignored:
+        parameter.register_post_accumulate_grad_hook(functools.partial(_average_gradient, world))
+    return ignored
 
 
 def _average_gradient(world: int, parameter: Tensor) -> None:
@@ -179,7 +184,8 @@ def fsdp2(model: nn.Module, setup: Setup, world: int) -> nn.Module:
     for module in reversed(list(model.modules())):
         if isinstance(module, units):
             fully_shard(module, mesh=mesh, **chosen)
-    return fully_shard(model, mesh=mesh, **chosen)
+    ignored = set(_ignore(model, world)) if setup.ignored else None
+    return fully_shard(model, mesh=mesh, ignored_params=ignored, **chosen)
 
 
 def _by_columns(world: int, parameter: nn.Parameter) -> Shard | None:
