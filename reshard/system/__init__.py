@@ -2,6 +2,7 @@
 
 paths       local paths, and URLs of object stores
 files       pools of open files, and reads of bounded size
+ranges      byte ranges of files that are fetched together
 remote      object stores
 escaped     the decoded bytes of an escaped text in a file, read like a file
 derived     bytes that are computed when they are read, read like a file

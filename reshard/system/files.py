@@ -7,6 +7,8 @@ import os
 import resource
 import threading
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from reshard.errors import DAMAGED, CorruptError, IncompleteError, ReshardError
 from reshard.system import escaped, signals
 from reshard.system.derived import Derived, Kept
 from reshard.system.paths import as_path, is_remote
+from reshard.system.ranges import Range, merge_ranges
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -136,18 +139,29 @@ class SourceFiles(OpenFiles):
         self.read_into(path, byte_offset, memoryview(buffer))
         return bytes(buffer)
 
-    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """Fetch ranges (file, byte offset, nbytes) in object stores now, with concurrent requests.
+    def prefetch(self, ranges: Iterable[Range]) -> list[Range]:
+        """Fetch ranges (file, byte offset, nbytes) that will be read next, many at a time.
 
-        Ranges of local files are ignored, because reading them in advance saves no time.
+        Those in object stores are fetched now, with concurrent requests. The system is asked to
+        read those of local files, which may be on a network, and this call does not wait for it.
 
         Returns:
             The ranges that are now kept in memory, until they are dropped or the pool is closed.
+
+        Raises:
+            IncompleteError, ReshardError: as in `OpenFiles.open`.
         """
-        remote = [each for each in ranges if is_remote(each[0])]
+        remote: list[Range] = []
+        for path, parts in groupby(merge_ranges(ranges), itemgetter(0)):
+            if isinstance(path, Derived) or escaped.is_escaped(path):
+                continue
+            if is_remote(path):
+                remote += parts
+            else:
+                self.open(path).announce(parts)
         return self._remote().prefetch(remote) if remote else []
 
-    def drop(self, kept: Iterable[tuple[str, int, int]]) -> None:
+    def drop(self, kept: Iterable[Range]) -> None:
         """Free ranges that `prefetch` has kept."""
         if self._remote_files is not None:
             self._remote_files.drop(kept)
@@ -168,6 +182,7 @@ class SourceFiles(OpenFiles):
 
 
 _HAS_PREADV = hasattr(os, "preadv")
+_HAS_FADVISE = hasattr(os, "posix_fadvise")
 
 
 def _pread(descriptor: int, target: memoryview, byte_offset: int) -> int:
@@ -194,10 +209,17 @@ class Section:
         self.start = start
         self.nbytes = nbytes
         self._pool = pool
-        first = nbytes if nbytes <= self._WHOLE else self._END
+        (_, first), (tail, left) = self.find_ends(start, nbytes)
         self._head = pool.read(path, start, first)
-        self._tail_offset = max(first, nbytes - self._END)
-        self._tail = pool.read(path, start + self._tail_offset, nbytes - self._tail_offset)
+        self._tail_offset = tail - start
+        self._tail = pool.read(path, tail, left) if left else b""
+
+    @classmethod
+    def find_ends(cls, start: int, nbytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the two ranges (byte offset, nbytes) of the file that are read at the start."""
+        first = nbytes if nbytes <= cls._WHOLE else cls._END
+        tail = max(first, nbytes - cls._END)
+        return (start, first), (start + tail, nbytes - tail)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return the bytes at an offset from the section's start.
@@ -241,6 +263,13 @@ class Descriptor:
             raise IncompleteError(path, "does not exist", "was the checkpoint moved?") from error
         except OSError as error:
             raise ReshardError(path, f"cannot be opened: {error.strerror}") from error
+
+    def announce(self, ranges: Iterable[Range]) -> None:
+        """Tell the system that ranges of this file will be read, so that it begins to read them."""
+        # Not every file system takes such advice, and none has to follow it.
+        with contextlib.suppress(OSError):
+            for _, byte_offset, nbytes in ranges if _HAS_FADVISE else ():
+                os.posix_fadvise(self.number, byte_offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at ``byte_offset``.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -33,6 +36,26 @@ def test_a_header_costs_few_requests(files, proxy):
     assert len(list((EXAMPLE / "global_step4").glob("*.pt"))) == 8
     assert len(checkpoint) <= 2 * 8  # rank files of some hundred records each
     assert len(proxy.seen) <= 40
+
+
+def test_blocks_of_all_ranks_are_fetched_at_a_time(files, proxy):
+    reshard.split("s3://bucket/run", "s3://bucket/blocks/dcp", to="dcp", world_size=8)
+    lock, waiting, most = threading.Lock(), [0], []
+
+    def count(_method, path, _number):
+        if ".distcp" in path:
+            with lock:
+                waiting[0] += 1
+                most.append(waiting[0])
+            time.sleep(0.2)
+            with lock:
+                waiting[0] -= 1
+
+    proxy.reset()
+    proxy.fault = count
+    reshard.inspect("s3://bucket/blocks/dcp")
+    assert max(most) >= 4  # of 8 files, each of which has some hundred small blocks
+    assert len(most) <= 2 * 8
 
 
 def test_a_checkpoint_is_written_to_a_store(files, whole, monkeypatch):

@@ -37,13 +37,13 @@ _NO_VALUE = "a MARK in place of a value"
 _NO_NUMBER = "a number that the memo does not have"
 
 
-class _Missing:
+class _Unused:
     """A number of the memo that the pickle has not used; there is one instance."""
 
 
-_MISSING = _Missing()
+_UNUSED = _Unused()
 # The types of values in the memo that `Machine.check_reference` must see.
-_CHECKED = sharing.HOLDERS | {_Missing}
+_CHECKED = sharing.HOLDERS | {_Unused}
 
 # What follows TUPLE1 or TUPLE2 in a call of one tuple, such as ``torch.Size``:
 # MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE.
@@ -178,7 +178,7 @@ class Machine:
             return
         if not 0 <= number < len(self.data):  # a pickler counts what it stores
             raise ValueError(_NO_NUMBER)
-        memo += [_MISSING] * (number + 1 - len(memo))
+        memo += [_UNUSED] * (number + 1 - len(memo))
         memo[number] = self.stack[-1]
 
     def fetch(self, number: int) -> None:
@@ -195,7 +195,7 @@ class Machine:
         Raises:
             ValueError: the memo does not have it.
         """
-        if value is _MISSING:
+        if value is _UNUSED:
             raise ValueError(_NO_NUMBER)
         self.shared += sharing.may_grow(value)
 

@@ -6,6 +6,7 @@ which only the pickle inside the item states.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.dcp.archives import ArchiveCache
 from reshard.formats.dcp.metadata import Block
 from reshard.system.files import Section, SourceFiles, get_size
+from reshard.system.ranges import Range
 
 ZIP = b"PK"  # the first bytes of a torch.save archive
+_BATCH = 512  # blocks whose archives are opened together
 _MIXED = "the file and .metadata belong to different saves: fetch the checkpoint again as a whole"
 
 
@@ -47,12 +50,37 @@ class ItemReader:
             for path, size in self._sizes.items()
         }
 
-    def read_chunk(self, path: Path, block: Block, dtype: DType) -> Chunk | Call:
-        """Return a block's chunk; or the `Call` of a tensor whose class computes its elements.
+    def read_chunks(self, stored: Sequence[tuple[Path, Block, DType]]) -> list[Chunk | Call]:
+        """Return for each block its chunk, or the `Call` of a tensor that its class computes.
+
+        The files are read one after the other, and the ends of many archives are fetched at a time:
+        over a network, each read by itself would take a round trip.
+
+        Args:
+            stored: blocks, with the paths of their files and the dtypes of their tensors.
 
         Raises:
-            CorruptError: the stored tensor is not the announced one.
+            CorruptError: a stored tensor is not the announced one.
         """
+        places = [(str(path), block.byte_offset, block.nbytes) for path, block, _ in stored]
+        order = sorted(range(len(stored)), key=places.__getitem__)
+        found: dict[int, Chunk | Call] = {}
+        for start in range(0, len(order), _BATCH):
+            batch = order[start : start + _BATCH]
+            fetched = self._pool.prefetch(self._list_ends(places[number] for number in batch))
+            for number in batch:
+                found[number] = self._read_chunk(*stored[number])
+            self._pool.drop(fetched)
+        return [found[number] for number in range(len(stored))]
+
+    def _list_ends(self, places: Iterable[Range]) -> Iterator[Range]:
+        """Yield the ranges that are read first, of all archives that their files can contain."""
+        for name, start, nbytes in places:
+            if start + nbytes <= self._get_size(name):
+                for offset, count in Section.find_ends(start, nbytes):
+                    yield name, offset, count
+
+    def _read_chunk(self, path: Path, block: Block, dtype: DType) -> Chunk | Call:
         section = self._find_section(str(path), block)
         if section is None:
             return self._read_from_stream(str(path), block, dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,14 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
     with SourceFiles() as pool:
         items = ItemReader(pool)
         leaves: dict[str, Any] = {}
+        places = [
+            (_find_data_file(location, block.file), block, stored.dtype)
+            for stored in about.tensors.values()
+            for block in stored.blocks
+        ]
+        found = iter(items.read_chunks(places))
         for key, stored in about.tensors.items():
-            blocks = [
-                items.read_chunk(_find_data_file(location, block.file), block, stored.dtype)
-                for block in stored.blocks
-            ]
+            blocks = list(islice(found, len(stored.blocks)))
             chunks = tuple(each for each in blocks if isinstance(each, Chunk))
             # A block that is not a chunk is of a tensor whose class computes its elements: only its
             # description is kept.

@@ -13,16 +13,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from reshard.errors import CorruptError, IncompleteError, ReshardError
+from reshard.system.ranges import Range
 from reshard.system.remote.attempts import attempt
 from reshard.system.remote.store import Store, find_store, get_version
 
 _BLOCK = 256 << 10
 _KEPT = 64  # blocks in the cache of a process: 16 MiB
 _SMALL = 64 << 10  # bytes; smaller reads use the cache
-_GAP = 64 << 10  # bytes; ranges with a smaller gap between them are fetched as one
-_SPAN = 8 << 20  # bytes; upper limit of a range that is merged from several
-
-Range = tuple[str, int, int]  # url, byte offset, nbytes
 
 
 class ShortBodyError(OSError):
@@ -179,13 +176,13 @@ class RemoteFiles:
                 "it became shorter while it was read: is a job still writing to it?",
             )
 
-    def prefetch(self, ranges: Iterable[Range]) -> list[Range]:
-        """Fetch ranges concurrently, neighbouring ones as one; return those kept until `drop`."""
-        spans = list(_merge_ranges(ranges))
-        if spans:
-            for span, data in zip(spans, fetch_ranges(find_store(spans[0][0]), spans), strict=True):
+    def prefetch(self, ranges: list[Range]) -> list[Range]:
+        """Fetch ranges concurrently, and return them; they are kept until `drop`."""
+        if ranges:
+            store = find_store(ranges[0][0])
+            for span, data in zip(ranges, fetch_ranges(store, ranges), strict=True):
                 self._store(span, data)
-        return spans
+        return ranges
 
     def drop(self, kept: Iterable[Range]) -> None:
         """Free ranges that `prefetch` has fetched."""
@@ -218,19 +215,3 @@ class RemoteFiles:
             return False
         target[:] = memoryview(data)[first : first + len(target)]
         return True
-
-
-def _merge_ranges(ranges: Iterable[Range]) -> Iterable[Range]:
-    """Yield the ranges sorted, with those merged that are close together."""
-    last: Range | None = None
-    for url, offset, nbytes in sorted(ranges):
-        if last is not None:
-            stop = max(last[1] + last[2], offset + nbytes)
-            near = last[0] == url and offset <= last[1] + last[2] + _GAP
-            if near and stop - last[1] <= _SPAN:
-                last = (url, last[1], stop - last[1])
-                continue
-            yield last
-        last = (url, offset, nbytes)
-    if last is not None:
-        yield last
