@@ -13,5 +13,7 @@ batch         the batch arithmetic of another number of ranks
 copied_files  files that are copied unchanged
 companion_files
               config, tokenizer and processor files of the model; the progress of a run
+sentence_modules
+              the modules of a SentenceTransformer, each of which has files of its own
 trainer_run   what a run of ``python -m trainer`` states in ``trainer_state.json``
 """

@@ -26,7 +26,7 @@ from reshard.system.files import SourceFiles, read_small_file
 from reshard.system.paths import as_path
 from reshard.tensors import replicas, weights
 from reshard.tensors.weights import Tied, Weights
-from reshard.training import companion_files
+from reshard.training import companion_files, sentence_modules
 from reshard.training.companion_files import Companions, match_config
 
 if TYPE_CHECKING:
@@ -289,6 +289,12 @@ def lay_out(merge: Merge) -> Merge:
 def _lay_out_directory(merge: Merge) -> Merge:
     """Return the merge with a directory in Hugging Face's layout, and notes on its config."""
     texts = build_companions(merge)
+    names = (entry.fqn for entry, _ in merge.weights.tensors)
+    modules = sentence_modules.compare(merge.list_config_places(), names)
+    merge.notes.warnings += modules.warnings
+    merge = replace(
+        merge, has_config_of_other_model=merge.has_config_of_other_model or modules.are_whole
+    )
     if merge.companions.config is None:
         merge.notes.warnings.append(_NO_CONFIG)
     skeleton = writer.lay_out(

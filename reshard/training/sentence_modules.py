@@ -1,0 +1,74 @@
+"""Explain the weights of a SentenceTransformer, which saves each of its modules by itself.
+
+``modules.json`` lists the modules: a ``name`` (``0``, ``1``, ...) and a ``path``, the module's
+folder, which is empty for the first one. In the state dict of the whole model, which engines save,
+all names begin with the name of a module.
+
+Source: sentence-transformers 6.2 ``base/model.py`` (``save_pretrained``); the model is an
+``nn.Sequential``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.system.files import read_small_file
+from reshard.units import some
+
+_LIST = "modules.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """How weights relate to the modules beside them.
+
+    Attributes:
+        warnings: what the user must know of an output with these weights.
+        are_whole: whether the weights have the names of the whole model, not of its first module.
+    """
+
+    warnings: tuple[str, ...] = ()
+    are_whole: bool = False
+
+
+def compare(directories: Iterable[Path], fqns: Iterable[str]) -> Modules:
+    """Compare the names of weights with the first ``modules.json`` in some directories."""
+    path = next((each / _LIST for each in directories if (each / _LIST).is_file()), None)
+    listed = _read(path) if path else {}
+    if path is None or not listed:
+        return Modules()
+    if all(fqn.partition(".")[0] in listed for fqn in fqns):
+        note = (
+            f"the names begin with the modules that {path} lists, so transformers cannot load them:"
+            " load them into the SentenceTransformer (model.load_state_dict), and save it"
+        )
+        return Modules((note,), are_whole=True)
+    files = (
+        path.parent / folder / name for folder in listed.values() if folder for name in _WEIGHTS
+    )
+    left = [str(file.relative_to(path.parent)) for file in files if file.is_file()]
+    if not left:
+        return Modules()
+    note = (
+        f"weights of other modules of the SentenceTransformer were not read: {some(left)}; the"
+        " output has those of its first module alone, and"
+        f" SentenceTransformer({str(path.parent)!r}) loads all"
+    )
+    return Modules((note,))
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Return the folder of each module by its name; nothing if another program wrote the file."""
+    try:
+        content: Any = json.loads(read_small_file(path))
+    except ValueError:
+        return {}
+    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+        return {}
+    pairs = [(each.get("name"), each.get("path")) for each in content]
+    return {name: at for name, at in pairs if isinstance(name, str) and isinstance(at, str)}
