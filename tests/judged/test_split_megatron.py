@@ -62,6 +62,8 @@ ROUTES = [
     Route("llama_mtp_pp4", Grid(tp=2, pp=2)),
     Route("llama_mtp_distopt", Grid(pp=4, layout="Ett|t|tm|L"), form="torch_dist"),
     Route("llama_mtp_distopt", Grid(tp=2, dp=2), to="torch_dist"),
+    Route("moe_latent_tp2ep2", Grid(pp=2, dp=2, ep=2)),
+    Route("moe_latent_tp2ep2", Grid(tp=2, sp=True), form="torch_dist", to="torch_dist"),
     Route("llama_tp4", Grid(pp=2, first=1), options={"stage_layers": "1,3"}),
     Route("llama_odd_tp2", Grid(), options={"vocab_size": 101}),
     Route("llama_odd_tp2", Grid(tp=4), options={"vocab_size": 101}),
@@ -104,7 +106,7 @@ def has_same_steps(route):
     An interleaved schedule has other micro batches, and experts are balanced within a rank's.
     """
     case = CASES[route.case]
-    sparse = route.case.startswith(("mixtral", "qwen_moe"))
+    sparse = route.case.startswith(("mixtral", "qwen_moe", "moe_latent"))
     return route.grid.vpp == case.grid.vpp and (not sparse or route.grid.dp == case.grid.dp)
 
 

@@ -118,6 +118,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_router_load_balancing_type": "none",  # transformers' own loss has no such part
         "moe_ffn_hidden_size": 24,
     },
+    "moe_latent": LLAMA | EXPERTS | {"moe_latent_size": 16},
     "qwen_moe": LLAMA
     | {
         "num_moe_experts": 4,
@@ -285,6 +286,7 @@ _ROWS = [
     Case("mixtral_distopt_ep2dp4", "mixtral", Grid(dp=4, ep=2), **SHARDED),
     Case("mixtral_grouped_ep2", "mixtral_grouped", Grid(dp=2, ep=2)),
     Case("mixtral_grouped_tp2", "mixtral_grouped", Grid(tp=2, sp=True)),
+    Case("moe_latent_tp2ep2", "moe_latent", Grid(tp=2, dp=2, ep=2, sp=True), "fp32"),
     Case("qwen_moe_ep2", "qwen_moe", Grid(dp=2, ep=2)),
     Case("qwen3_moe_tp2ep2", "qwen3_moe", Grid(tp=2, dp=2, ep=2, sp=True), "fp32", adam="torch"),
 ]

@@ -235,6 +235,7 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         if experts
         else None,
         moe_shared_expert_intermediate_size=family.get("moe_shared_expert_intermediate_size"),
+        moe_latent_size=family.get("moe_latent_size"),
         moe_grouped_gemm=family.get("moe_grouped_gemm", False),
         moe_use_legacy_grouped_gemm=family.get("moe_use_legacy_grouped_gemm", False),
         moe_token_dispatcher_type="allgather",

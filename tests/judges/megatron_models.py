@@ -22,6 +22,7 @@ from megatron.core.transformer import (
     multi_latent_attention,
 )
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from reshard.testing.megatron import fused
@@ -142,6 +143,8 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
             multi_latent_attention=config.multi_latent_attention,
         )
         layers = [spec]
+    if config.moe_latent_size:
+        moe_layer.HAVE_TE, moe_layer.TELinear = True, fused.WholeLinear
     if config.multi_latent_attention:
         multi_latent_attention.HAVE_TE = False  # 0.16.1 has it True without the package
         core = StatefulLatentCore if family.get("fused") else LatentCore

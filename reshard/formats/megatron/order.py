@@ -72,6 +72,8 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
     "pre_mlp_layernorm.",
     "post_attention_layernorm.",
     "mlp.router.",
+    "mlp.fc1_latent_proj.",
+    "mlp.fc2_latent_proj.",
     "mlp.experts.",
     "mlp.shared_experts.gate_weight",
     "mlp.shared_experts.linear_fc1.",
