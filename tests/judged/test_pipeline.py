@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
 from reshard.errors import CorruptError, IncompleteError
@@ -61,6 +62,17 @@ def test_rank_files_state_the_stages_and_keep_the_models_order(trained, form):
     with reshard.open(trained / "three_axes" / form) as checkpoint:
         assert checkpoint.manifest.origin.mesh == {"world": 8, "pp": 2}
         assert list(checkpoint) == list(read_expected(trained / "three_axes")["weights"])
+
+
+def test_dcp_of_numbered_stages_keeps_its_keys(trained, tmp_path):
+    source = trained / "three_axes" / "dcp_of_stages"
+    reshard.split(source, tmp_path / "out", world_size=3)
+    keys = [
+        FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+        for path in (source, tmp_path / "out")
+    ]
+    assert keys[0] == keys[1]
+    assert reshard.diff(source, tmp_path / "out").same
 
 
 def test_the_report_says_that_a_group_was_cut_short(trained):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import reshard
 from reshard.core import stamps
@@ -85,6 +86,20 @@ def test_rank_files_keep_the_dim_that_fsdp_cut(torch_made, tmp_path):
     reshard.split(source, tmp_path / "out", to="fsdp2", model=model)
     for path in source.iterdir():
         assert_alike(drop_stamp(tmp_path / "out" / path.name), torch.load(path))
+
+
+def test_buffers_beside_weights_that_both_axes_cut_stay_plain(torch_made, tmp_path):
+    source = torch_made / "fsdp2_dcp_2d_ws4" / "ckpt"
+    reshard.split(source, tmp_path / "out", to="fsdp2", world_size=2)
+    weights = torch.load(tmp_path / "out" / "model_rank0.pt")
+    plain = {name for name, tensor in weights.items() if not isinstance(tensor, DTensor)}
+    assert plain - {stamps.KEY} == {"running", "count"}
+
+
+def test_one_file_names_parameters_if_a_buffer_has_the_same_shape(torch_made, tmp_path):
+    source = torch_made / "fsdp2_ranks_ignored" / "ckpt"
+    reshard.split(source, tmp_path / "out.pt", to="torch")
+    assert reshard.diff(source, tmp_path / "out.pt").same
 
 
 def drop_stamp(path):

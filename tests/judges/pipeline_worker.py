@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 STEPS = 3
 LAYERS = 4
 WIDTH, INNER, VOCABULARY = 6, 12, 10
-FORMS = ("numbered", "apart", "named", "dcp", "dcp_by_group")
+FORMS = ("numbered", "apart", "named", "dcp", "dcp_by_group", "dcp_of_stages")
 WHOLE = StateDictOptions(full_state_dict=True)
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -136,5 +136,8 @@ def save(ranks, sizes, place, groups):
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=place / "dcp_by_group")
     flat = get_optimizer_state_dict(model, optimizer, options=FLATTENED)
     dcp.save({"model": weights, "optimizer": flat}, checkpoint_id=place / "dcp")
+    stage = mesh.get_local_rank("pp")
+    keyed = {f"model_{stage}": model.state_dict(), f"optim_{stage}": optimizer.state_dict()}
+    dcp.save(keyed, checkpoint_id=place / "dcp_of_stages")
     if rank == 0:
         torch.save(told, place / "expected.pt")

@@ -275,7 +275,8 @@ def _find_boxes(weight: Weight) -> set[Box]:
 def _is_sharded_by_fsdp(state: WritableState) -> bool:
     """Return whether the source's ranks stored weights in flat parameters, or in shards of rows.
 
-    A tensor-parallel run cuts some weights along dim 1, and leaves some parameters whole.
+    A tensor-parallel run cuts some weights along dim 1, and leaves some parameters whole, unless
+    FSDP shards what is left: then no trained weight is whole.
     """
     if state.manifest.origin.format not in _SHARDED:
         return False
@@ -285,9 +286,11 @@ def _is_sharded_by_fsdp(state: WritableState) -> bool:
     if torch_state_dict.has_flat_storage(state.manifest):
         return True
     cut = [(weight, boxes) for weight in state.weights if len(boxes := _find_boxes(weight)) > 1]
-    return bool(cut) and all(
-        box.shape[1:] == weight.shape[1:] for weight, boxes in cut for box in boxes
-    )
+    by_rows = all(box.shape[1:] == weight.shape[1:] for weight, boxes in cut for box in boxes)
+    names = {weight.fqn for weight, _ in cut}
+    trained = (member.weight for member in state.members)
+    every = all(weight.fqn in names for weight in trained if weight.shape and weight.shape[0] > 1)
+    return bool(cut) and (by_rows or (every and bool(state.groups)))
 
 
 def _is_parameter(model: ModelShapes, fqn: str) -> bool:

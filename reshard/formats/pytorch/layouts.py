@@ -23,6 +23,7 @@ from reshard.layouts.mesh import MeshGrid, find_only_axis
 from reshard.layouts.tensor_parallel import TensorPlan
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
+from reshard.state_dict.optimizer_names import can_name_groups
 from reshard.state_dict.slots import WholeSlots
 from reshard.training import copied_files, schedules, trainer_run
 from reshard.training.state import (
@@ -199,8 +200,11 @@ def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
     root: dict[str, Any] = {"model": OrderedDict(weights)}
     if not request.weights_only:
         # With several groups, the numbers do not show which of two like parameters is in which.
+        # Nor does a file of whole tensors show which of two like tensors is a buffer.
+        shapes = {weight.fqn: weight.shape for weight in state.weights}
+        named = len(state.groups) > 1 or not can_name_groups(shapes, state.groups)
         root["optimizer"] = torch_state_dict.build_optimizer(
-            state, "index", request.model, named=len(state.groups) > 1
+            state, "index", request.model, named=named
         )
         beside = torch_state_dict.collect_extra_state(state.manifest.train)
         root.update((key, value) for key, value in beside.items() if key not in root)

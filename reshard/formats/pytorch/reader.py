@@ -23,7 +23,7 @@ from reshard.formats.pytorch.directory import find_dcp_parts, is_rank_file
 from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family, refuse_copies
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import name_in_model
-from reshard.state_dict import assemble, sections
+from reshard.state_dict import assemble, sections, tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 from reshard.training import copied_files, trainer_run
 from reshard.training.trainer_run import TrainerRun
@@ -32,6 +32,8 @@ _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
 _LATEST = "latest"  # Composer's symlink
+_LAYER = re.compile(r"(.+?)\.(\d+)\.")
+_STAGE = re.compile(r"(\w*?[A-Za-z])[_.-]?(\d+)")
 Collected = tuple[ParsedTree, list[str]]  # a tree, and warnings about it
 
 _COPY = "{} is assumed to be the same model as {}, which is not read"
@@ -67,6 +69,8 @@ def read(
     else:
         chosen, location = location.chosen, Location(location.directories)
         saved, key = _read_stages(location, key, chosen)
+        if key is None and len(saved) == 1:
+            saved = _divide_stages(*saved[0])
         trainer = beside.read_trainer_state(location)
     first = saved[0][0]
     run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
@@ -84,7 +88,7 @@ def read(
     if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "has no effect without --model")
     if len(saved) > 1:
-        manifest = _join_stages(saved, origin, key, model_hint)
+        manifest = _join_stages(saved, origin, key, model_hint, world=_count_ranks(saved))
     else:
         manifest = assemble.build_manifest(
             first, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
@@ -223,15 +227,70 @@ def _find_stages(families: Iterable[OpenedRanks], key: str | None) -> list[set[i
     return list(ranks.values()) if len(ranks) > 1 and apart and all(ranks) else []
 
 
+def _divide_stages(whole: ParsedTree, warnings: list[str]) -> list[Collected]:
+    """Return each pipeline stage of a tree that has all of them under numbered keys.
+
+    Those are ``model_0``, ``model_1`` ... and ``optim_0`` ..., where every stage has other layers
+    of one list (``layers.3``). Models of which this is not true are not stages.
+    """
+    numbered: dict[str, dict[int, str]] = {}
+    root = whole.root if isinstance(whole.root, dict) else {}
+    for name in root:
+        if match := _STAGE.fullmatch(str(name)):
+            numbered.setdefault(match[1], {})[int(match[2])] = name
+    every = {stem: keys for stem, keys in numbered.items() if sorted(keys) == [*range(len(keys))]}
+    layers = {
+        stem: [_find_layers(root[keys[number]]) for number in sorted(keys)]
+        for stem, keys in every.items()
+        if len(keys) > 1
+    }
+    models = [stem for stem, stages in layers.items() if _are_apart(stages)]
+    if len(models) != 1:
+        return [(whole, warnings)]
+    count = len(every[models[0]])
+    of_stages = [keys for keys in every.values() if len(keys) == count]
+    other = {name: n for keys in of_stages for n, name in keys.items()}
+    return [
+        (
+            replace(whole, root={k: v for k, v in root.items() if other.get(k, stage) == stage}),
+            warnings if stage == 0 else [],
+        )
+        for stage in range(count)
+    ]
+
+
+def _find_layers(state: Any) -> set[tuple[str, int]]:
+    """Return the layers of a state dict: the name of their list, and their number in it."""
+    matches = map(_LAYER.match, tree.collect_tensors(state))
+    return {(match[1], int(match[2])) for match in matches if match}
+
+
+def _are_apart(stages: Sequence[set[tuple[str, int]]]) -> bool:
+    """Return whether every stage has other layers, all of one list."""
+    lists = set.intersection(*({name for name, _ in layers} for layers in stages))
+    return bool(lists) and len(set().union(*stages)) == sum(map(len, stages))
+
+
+def _count_ranks(saved: Sequence[Collected]) -> int:
+    """Return the number of ranks whose files the stages are in, which stages of one tree share."""
+    ranks = {tuple(found.files): found.world for found, _ in saved}
+    return sum(ranks.values())
+
+
 def _join_stages(
-    saved: Sequence[Collected], origin: Origin, key: str | None, model_hint: ModelHint | None
+    saved: Sequence[Collected],
+    origin: Origin,
+    key: str | None,
+    model_hint: ModelHint | None,
+    *,
+    world: int,
 ) -> Manifest:
     """Join all pipeline stages, whose optimizers each number their own parameters."""
     stages = [
         assemble.build_manifest(found, origin, key=key, warnings=warnings)
         for found, warnings in saved
     ]
-    mesh = {"world": sum(stage.origin.world for stage in stages), "pp": len(stages)}
+    mesh = {"world": world, "pp": len(stages)}
     joined = join(stages)
     joined = replace(joined, origin=replace(joined.origin, mesh=mesh))
     if model_hint is None:
