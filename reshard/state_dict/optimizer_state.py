@@ -202,7 +202,8 @@ def _parse_key(key: Any) -> Any:
 def _unflatten(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
     """Undo ``flatten_optimizer_state_dict``, where each parameter is a group of its own.
 
-    Keys are ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<hyper-parameter>``.
+    Keys are ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<hyper-parameter>``. A program that
+    flattens the nested state dict has the number of a group for ``<fqn>``, and its ``params``.
     """
     state: dict[Any, Slots] = {}
     hypers: dict[str, dict[str, Any]] = {}
@@ -217,7 +218,7 @@ def _unflatten(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[st
         if part == _STATE:
             fqn, name = _split_owner(rest, hypers)
             state.setdefault(fqn, {}).update(nested_slots.flatten({name: item}, is_tensor))
-    return state, [{**hyper, "params": [fqn]} for fqn, hyper in hypers.items()]
+    return state, [{"params": [fqn], **hyper} for fqn, hyper in hypers.items()]
 
 
 def _merge_equal_groups(

@@ -6,7 +6,10 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import reshard
 from tests.judged.expected import read_expected
@@ -154,6 +157,28 @@ def test_a_model_tells_which_members_of_several_groups_are_frozen(tmp_path):
         assert found.keys() == trained.keys()
         for name, parameter in trained.items():
             assert same(found[name][...], optimizer.state[parameter]["exp_avg"]), name
+
+
+def test_a_state_dict_that_its_program_flattened_keeps_the_groups(tmp_path):
+    """Keys are ``optimizer.param_groups.0.lr``, with the group's names under ``params``."""
+    model = torch_models.mlp()
+    named = list(model.named_parameters())
+    groups = [{"params": named[:3]}, {"params": named[3:], "weight_decay": 0.3}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.arange(8).view(2, 4)).backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    flat, _ = flatten_state_dict({"model": weights, "optimizer": moments})
+    dcp.save(flat, checkpoint_id=tmp_path, no_dist=True)
+    with reshard.open(tmp_path) as checkpoint:
+        found = checkpoint.optimizer("exp_avg")
+        for name, parameter in named:
+            assert same(found[name][...], optimizer.state[parameter]["exp_avg"]), name
+        kept = checkpoint.manifest.train.param_groups
+        assert [list(group.fqns) for group in kept] == [
+            [name for name, _ in named[:3]],
+            [name for name, _ in named[3:]],
+        ]
 
 
 @pytest.mark.parametrize("case", REFUSED, scope="module")
