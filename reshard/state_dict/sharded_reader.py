@@ -8,7 +8,7 @@ Sources: torch 2.13 ``distributed/_shard/sharded_tensor/api.py`` (``__getstate__
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -71,6 +71,45 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
             f"contains a {kind} of unknown structure ({type(error).__name__}: {error})",
             _NEWER,
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Saver:
+    """What a sharded tensor states about the rank that saved it.
+
+    Args:
+        rank: its number among all ranks.
+        world: the number of all ranks.
+        needed: whether every rank has a block of the tensor that no other has.
+    """
+
+    rank: int
+    world: int
+    needed: bool
+
+
+def read_saver(call: Call) -> Saver | None:
+    """Return what a tensor states; None if it is not sharded, or older.
+
+    torch stores a DTensor's rank since 2.10.
+    """
+    kind = call.name.rsplit(".", 1)[-1]
+    try:
+        if kind == _SHARDED_TENSOR:
+            group = call.state[2]
+            rank, world = group.get("global_rank"), group.get("global_world_size")
+            needed = False  # a rank without elements has no block
+        elif kind == _DTENSOR:
+            spec = call.get("_spec")
+            mesh = spec.get("mesh")
+            rank, world = mesh.get("_rank"), prod(mesh.get("_rank_map").shape)
+            cuts = [placement.name.endswith("Shard") for placement in spec.get("placements")]
+            needed = all(cuts) and prod(_read_mesh_sizes(mesh)) == world
+        else:
+            return None
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError):
+        return None  # another version of torch; `describe_shards` refuses what cannot be read
+    return Saver(rank, world, needed) if type(rank) is type(world) is int else None
 
 
 def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:

@@ -16,6 +16,8 @@ from reshard.core.manifest import Placement, SourceFile
 from reshard.errors import MIXED, CorruptError, shown
 from reshard.state_dict import sharded_reader
 
+_SAVER_DEPTH = 6  # of the containers in which a file's sharded tensors are looked for
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
@@ -114,6 +116,18 @@ def convert_file(file: TorchFile, rank: int = 0) -> Any:
         return _convert(file.root, lambda value: _convert_leaf(file, rank, value), {})
     except RecursionError as error:
         raise CorruptError(file.path, "its containers are nested too deep") from error
+
+
+def find_saver(file: TorchFile) -> sharded_reader.Saver | None:
+    """Return what the sharded tensors of a file state about its rank; None if they do not."""
+    root = file.root if isinstance(file.root, (dict, list, tuple)) else ()
+    savers = {
+        saver
+        for _, node in walk(root, _SAVER_DEPTH)
+        for value in (node.values() if isinstance(node, dict) else node)
+        if isinstance(value, Call) and (saver := sharded_reader.read_saver(value))
+    }
+    return max(savers, key=lambda saver: saver.needed, default=None)
 
 
 def _convert_leaf(file: TorchFile, rank: int, value: Any) -> Any:

@@ -163,7 +163,13 @@ def test_the_last_rank_is_missing(copied, refused):
     source = copied("fsdp2_ranks_ws4")
     (source / "model_rank3.pt").unlink()
     (source / "optim_rank3.pt").unlink()
-    refused(source, CorruptError, "'odd'", "of 91 elements", "missing")
+    refused(source, IncompleteError, "model_rank0.pt of a run of 4 ranks", "rank 3")
+
+
+def test_a_file_of_another_rank_is_named(copied, refused):
+    source = copied("fsdp2_ranks_ws4")
+    shutil.copy(source / "model_rank1.pt", source / "model_rank2.pt")
+    refused(source, CorruptError, "model_rank2.pt", "tensors of rank 1", "model_rank1.pt")
 
 
 def test_the_last_of_a_stated_world_is_missing(copied, refused):
@@ -193,7 +199,7 @@ def test_stale_ranks_of_a_larger_world(copied, torch_made, refused):
     source = copied("fsdp2_ranks")
     for path in (torch_made / "fsdp2_ranks_ws4" / "ckpt").glob("*_rank[23].pt"):
         shutil.copy(path, source)
-    refused(source, CorruptError, "'odd'", "overlap", "world sizes are mixed")
+    refused(source, CorruptError, "model_rank2.pt", "run of 4 ranks, but the other files of 2")
 
 
 def test_two_world_sizes_side_by_side(copied, refused):

@@ -159,6 +159,7 @@ def test_a_model_tells_which_members_of_several_groups_are_frozen(tmp_path):
             assert same(found[name][...], optimizer.state[parameter]["exp_avg"]), name
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_state_dict_that_its_program_flattened_keeps_the_groups(tmp_path):
     """Keys are ``optimizer.param_groups.0.lr``, with the group's names under ``params``."""
     model = torch_models.mlp()

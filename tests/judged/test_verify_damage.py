@@ -223,7 +223,7 @@ DAMAGES = [
         differs=False,
     ),
     Row("a rank's file missing", "ZeRO 3", d.remove(OPTIM.format(1)), "complete", None, 1),
-    Row("the same of DTensors", "DTensor ranks", d.remove("model_rank1.pt"), "coverage", None),
+    Row("the same of DTensors", "DTensor ranks", d.remove("model_rank1.pt"), "complete", None),
     Row(
         "a data file missing",
         "Accelerate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from reshard.errors import FETCH_MISSING, TWO_RUNS, IncompleteError, StaleError,
 from reshard.formats.pytorch.directory import RANK, is_of_rank
 from reshard.state_dict import tree
 from reshard.state_dict.tree import ParsedTree
+from reshard.system.paths import as_path
 
 _NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"world_size_(\d+)")
@@ -34,8 +36,11 @@ class OpenedRanks:
 
         Raises:
             CorruptError: a file is damaged.
+            StaleError: a file is a copy of another rank's, or of a run with other ranks.
+            IncompleteError: the tensors of some rank are missing.
         """
         opened = {rank: torch_reader.read(path) for rank, path in sorted(files.items())}
+        _check_savers(opened)
         return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
     def select(self, ranks: Container[int]) -> OpenedRanks:
@@ -142,6 +147,41 @@ def _find_common_part(match: re.Match[str]) -> str:
     """Return the part of a file's name that the files of all ranks have."""
     common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1])
     return common.strip("_-.") or "rank"
+
+
+def _check_savers(files: Mapping[int, TorchFile]) -> None:
+    """Check that files are of different ranks of one run, by what their tensors state."""
+    found = {rank: tree.find_saver(file) for rank, file in files.items()}
+    savers = {rank: saver for rank, saver in found.items() if saver is not None}
+    if not savers:
+        return
+    usual, _ = Counter(saver.world for saver in savers.values()).most_common(1)[0]
+    by_rank: dict[int, TorchFile] = {}
+    for number, saver in savers.items():
+        file = files[number]
+        if saver.world != usual:
+            raise StaleError(
+                file.path,
+                f"has tensors of a run of {saver.world} ranks, but the other files of {usual}",
+                TWO_RUNS,
+            )
+        other = by_rank.setdefault(saver.rank, file)
+        if other is not file:
+            raise StaleError(
+                file.path,
+                f"has the tensors of rank {saver.rank}, and so has {as_path(other.path).name}",
+                "one of them is a copy, or of another run: fetch both again from their ranks",
+            )
+    path = as_path(next(iter(files.values())).path)
+    are_ranks = len(savers) == len(files) and (len(files) > 1 or is_of_rank(path.name))
+    missing = list_missing_ranks(by_rank, usual)
+    if missing and are_ranks and all(saver.needed for saver in savers.values()):
+        raise IncompleteError(
+            path.parent,
+            f"contains {path.name} of a run of {usual} ranks, but no such file with the"
+            f" tensors of rank {', '.join(map(str, missing))}",
+            FETCH_MISSING,
+        )
 
 
 def _check_ranks(ranks: Mapping[int, Path]) -> None:
