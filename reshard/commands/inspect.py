@@ -192,7 +192,7 @@ class Inspection(Report):
             "on disk",
             f"{units.show_bytes(disk)} in {files}; tensors {units.show_bytes(logical)}",
         )
-        yield format_row("optimizer", "yes" if manifest.has_optimizer else "no")
+        yield format_row("optimizer", _describe_optimizer(manifest))
         yield format_row("values", describe_leaves(count_leaves(manifest)))
         yield format_row("complete", f"yes, {files} of all ranks, every element once")
 
@@ -204,6 +204,15 @@ class Inspection(Report):
         if self.never_updated:
             shown = units.some(self.never_updated, _SHOWN)
             yield format_row("not updated", f"{shown} (frozen, or without a gradient so far)")
+
+
+def _describe_optimizer(manifest: Manifest) -> str:
+    if manifest.has_optimizer:
+        return "yes"
+    is_left_out = manifest.unnamed_optimizers or manifest.unnamed
+    if is_left_out or manifest.train.non_tensor_state:
+        return "stored, but left out"
+    return "no"
 
 
 def inspect(path: formats.Paths, options: InspectOptions | None = None) -> Inspection:

@@ -131,6 +131,22 @@ def test_a_long_label_widens_the_column(tmp_path):
     assert len({line[17] == " " and line[18] != " " for line in lines[1:]}) == 1
 
 
+def test_an_optimizer_that_is_left_out_is_not_denied(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    held = optimizer.state_dict()
+    for state in held["state"].values():  # as an optimizer that packs its moments
+        state["exp_avg"] = {"codes": torch.zeros(8, dtype=torch.uint8)}
+        del state["exp_avg_sq"]
+    torch.save({"model": model.state_dict(), "optimizer": held}, tmp_path / "x.pt")
+    inspection = reshard.inspect(tmp_path / "x.pt")
+    assert "  optimizer   stored, but left out" in inspection.lines()
+    assert not inspection.to_json()["optimizer"]
+    assert any("left out" in warning for warning in inspection.to_json()["warnings"])
+
+
 def test_one_tensor_is_in_the_singular(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
     text = str(reshard.inspect(tmp_path / "x.safetensors"))
