@@ -27,6 +27,7 @@ PROVED = (  # neighbours are of one kind: they take turns in the two forms of a 
     "gpt_oss",
     "qwen3_next",
     "qwen3_5_text",
+    families.CONFIGS["nemotron"],
 )
 # Megatron-core does not build these: their names are those of Megatron-Bridge, a fork, or NeMo 2.
 NAMED = (

@@ -149,11 +149,21 @@ class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
         return torch.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
+class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
+    """The same of a layer norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalized x, multiplied by ``1 + weight``, plus the bias."""
+        return torch.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+_ZERO_CENTERED = {"RMSNorm": ZeroCenteredRMSNorm, "LayerNorm": ZeroCenteredLayerNorm}
+
+
 def _make_norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any) -> Any:
     """Return PyTorch's norm, marked for sequence parallelism as in fused_layer_norm.py."""
     if config.layernorm_zero_centered_gamma:
-        assert config.normalization == "RMSNorm"
-        norm = ZeroCenteredRMSNorm(hidden_size, eps)
+        norm = _ZERO_CENTERED[config.normalization](hidden_size, eps)
     else:
         norm = getattr(torch.nn, config.normalization)(normalized_shape=hidden_size, eps=eps)
     for param in norm.parameters():

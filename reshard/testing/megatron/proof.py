@@ -42,11 +42,12 @@ STEPS = (CONVERT, LOAD, LOGITS, MERGE, MOMENTS, PUBLISHED, RANKS)
 _SHOWN = 4
 # Configurations of families for which the defaults of their class cannot be proved. transformers
 # raises the steps of a Mamba layer to time_step_min, but Megatron does not. Megatron-Bridge builds
-# Exaone 4 only without a window.
+# Exaone 4 only without a window. The class of Nemotron has no default for its heads.
 CONFIGS = {
     "exaone4": """{"model_type": "exaone4", "sliding_window": null, "layer_types":
         ["full_attention", "full_attention", "full_attention", "full_attention"],
         "num_hidden_layers": 4}""",
+    "nemotron": """{"model_type": "nemotron", "head_dim": 128, "num_key_value_heads": 8}""",
     "nemotron_h": """{"model_type": "nemotron_h", "time_step_min": 1e-9, "layers_block_type":
         ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"]}""",
     "nemotron_h_moe": """{"model_type": "nemotron_h", "time_step_min": 1e-9, "layers_block_type":
