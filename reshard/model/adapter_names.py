@@ -21,6 +21,7 @@ MAGNITUDE = "lora_magnitude_vector"
 IN, OUT = ("lora_A", "lora_embedding_A"), ("lora_B", "lora_embedding_B")
 START_AT_ZERO = ("lora_B", "lora_embedding_A")  # LoraLayer.reset_lora_parameters
 LORA = "LORA"
+TRAINED_TOKENS = "TRAINABLE_TOKENS"
 PROMPTS = "prompt_encoder"
 METHODS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     LORA: (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"), (MAGNITUDE,)),
@@ -42,6 +43,7 @@ METHODS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "PREFIX_TUNING": ((PROMPTS,),),
     "PROMPT_TUNING": ((PROMPTS,),),
     "ROAD": (("road_theta", "road_alpha"),),
+    TRAINED_TOKENS: (),  # rows of embeddings alone, as those beside LoRA
     "VERA": (("vera_lambda_b", "vera_lambda_d"),),
 }
 """peft_type -> names of the tensors of an adapted layer, in the layer's order. A layer has all

@@ -249,6 +249,34 @@ def test_a_tied_base(form, made, tmp_path):
     assert loaded.config.tie_word_embeddings is (form in ("tokens", "tied"))
 
 
+@pytest.mark.parametrize("factory", ["llama", "llama_tied"])
+def test_trained_tokens_alone(factory, tmp_path):
+    """Check an adapter of rows of the embedding, which no LoRA matrices accompany."""
+    base = save_base(models.build(factory), tmp_path / "base")
+    config = peft.TrainableTokensConfig(
+        task_type="CAUSAL_LM", token_indices=[7, 1, 5], target_modules=["embed_tokens"]
+    )
+    adapted = peft.get_peft_model(read_model(base), config)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for value in adapted.parameters():
+            if value.requires_grad:
+                value.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    live = models.compute_logits(adapted)
+    got, report = merged(tmp_path / "adapter", base, tmp_path / "out")
+    assert report.adapter["token_rows"] == {"model.embed_tokens.weight": 3}
+    want = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in got.items())
+    loaded = read_model(tmp_path / "out")
+    torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
+    reshard.merge(tmp_path / "adapter", tmp_path / "alone", adapter="default")
+    name = "adapter_model.safetensors"
+    saved, written = (load_file(tmp_path / place / name) for place in ("adapter", "alone"))
+    assert saved.keys() == written.keys()
+    assert all(torch.equal(saved[fqn], written[fqn]) for fqn in saved)
+
+
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_one_of_two_tied_weights_is_refused_or_untied(target, made, tmp_path):
     form = {"r": 3, "target_modules": ["q_proj", target]}

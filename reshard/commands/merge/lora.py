@@ -19,7 +19,7 @@ from reshard.core.manifest import PARAM, Entry, Manifest
 from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.formats import placeholders, registry
 from reshard.model import library
-from reshard.model.adapter_names import LORA, add_root, find_parts
+from reshard.model.adapter_names import LORA, TOKENS, TRAINED_TOKENS, add_root, find_parts
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.system.files import SourceFiles
@@ -37,6 +37,9 @@ from reshard.units import some
 
 _COMPARED = 8  # weights of the run that are compared with the base
 _COMPARED_ELEMENTS = 1 << 14  # of each compared weight
+_MERGED = (LORA, TRAINED_TOKENS)
+_HEAD = "lm_head.weight"
+_HEAD_ROWS = f"lm_head.{TOKENS}"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -59,10 +62,11 @@ def add_adapter(merge: Merge) -> Merge:
     if selected.adapter is None:
         raise AssertionError(path)
     config_of_adapter = selected.adapter.config
-    if config_of_adapter.method != LORA:
+    if config_of_adapter.method not in _MERGED:
         raise UnsupportedError(
             config_of_adapter.path,
-            f"has peft_type {config_of_adapter.method!r}, but {MERGE_LORA} supports only {LORA}",
+            f"has peft_type {config_of_adapter.method!r}, but {MERGE_LORA} supports only"
+            f" {' and '.join(_MERGED)}",
             f"write the adapter with --adapter {selected.adapter.name}, and add it to the base with"
             " PeftModel.from_pretrained and merge_and_unload",
         )
@@ -70,6 +74,8 @@ def add_adapter(merge: Merge) -> Merge:
     entries = [entry for entry, _ in chosen.tensors]
     base, notes = _open_base(path, options)
     merge.notes.derived += notes
+    if is_tied(config):
+        entries = _leave_out_rows_of_head(entries, base)
     base = _choose_form(base, companions, merging.list_layers(entries))
     merged = merging.merge_adapter(base, entries, selected.adapter.config, is_tied=is_tied(config))
     warnings = merge.notes.warnings
@@ -117,6 +123,24 @@ def _read_adapter(selected: Merge) -> Weights:
     placeholders.refuse(manifest, manifest.entries.values())
     chosen = weights.select(manifest, "keep")
     return passes.compare_copies(replace(selected, weights=chosen)).weights
+
+
+def _leave_out_rows_of_head(entries: list[Entry], base: Manifest) -> list[Entry]:
+    """Leave out the trained rows of a head that the base stores only as its embedding.
+
+    TRAINABLE_TOKENS saves the rows of the embedding under both names. Rows with other values stay,
+    and `merge_adapter` refuses them.
+    """
+    if any(entry.fqn.endswith(_HEAD) for entry in base.entries.values()):
+        return entries
+    rows = [entry for entry in entries if entry.fqn.endswith(f".{TOKENS}")]
+    heads = [entry for entry in rows if entry.fqn.endswith(f".{_HEAD_ROWS}")]
+    others = [entry for entry in rows if entry not in heads]
+    if len(heads) != 1 or len(others) != 1 or heads[0].shape != others[0].shape:
+        return entries
+    with SourceFiles() as pool:
+        differs = find_first_difference(pool, heads[0], others[0]) is not None
+    return entries if differs else [entry for entry in entries if entry is not heads[0]]
 
 
 def _open_base(path: Path, options: MergeOptions) -> tuple[Manifest, list[str]]:

@@ -37,6 +37,7 @@ from reshard.model.adapter_names import (
     SAVED_MODULE,
     TOKENS,
     TRAINED,
+    TRAINED_TOKENS,
     AdapterPart,
     add_root,
     find_methods,
@@ -106,6 +107,8 @@ def _read(path: Path) -> AdapterConfig:
             SAVE_WITH_PEFT,
         )
     expect(path, values, _KIND)
+    if kind == TRAINED_TOKENS:  # PEFT 0.21 ``tuners/trainable_tokens/config.py``
+        values = {**values, "trainable_token_indices": values.get("token_indices")}
     if kind != LORA:
         return AdapterConfig(path, values)
     expect(path, values, _LORA_KIND)

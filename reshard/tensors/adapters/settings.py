@@ -25,6 +25,7 @@ _NEUTRAL = frozenset(
         *("layers_pattern", "modules_to_save", "trainable_token_indices", "ensure_weight_tying"),
         *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("megatron_core", "qalora_group_size", "velora_config"),
+        *("token_indices", "init_weights"),  # of TRAINABLE_TOKENS
     )
 )
 _WHY = {
