@@ -9,7 +9,8 @@ from reshard.containers.json_files import format_json
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry, OutputFile, Skeleton
 
-INDEX = "model.safetensors.index.json"
+STEM = "model"  # of the names of transformers' files
+INDEX = f"{STEM}.safetensors.index.json"
 METADATA = {"format": "pt"}  # as transformers writes it: the framework is PyTorch
 
 
@@ -19,27 +20,30 @@ def lay_out(
     max_shard_bytes: int,
     texts: Mapping[str, bytes],
     metadata: Mapping[str, str],
+    stem: str = STEM,
 ) -> Skeleton:
     """Lay out shards with their index (none for a single shard), and the given small files.
 
     Args:
         tensors: entries in state-dict order, each with the dtype to write.
         texts: name -> content of the files beside the weights.
+        stem: how the names of all files of weights begin.
     """
     shards = list(_divide(tensors, max_shard_bytes))
     files = [OutputFile.from_bytes(name, data) for name, data in sorted(texts.items())]
     entries: list[Entry] = []
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        name = "model.safetensors"
+        name = f"{stem}.safetensors"
         if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
         laid_out = lay_out_file(name, shard, metadata)
         files += laid_out.files
         entries += laid_out.entries
         weight_map.update((entry.fqn, name) for entry, _ in shard)
     if len(shards) > 1:
-        files.append(OutputFile.from_bytes(INDEX, _build_index(weight_map, tensors)))
+        index = f"{stem}.safetensors.index.json"
+        files.append(OutputFile.from_bytes(index, _build_index(weight_map, tensors)))
     return Skeleton(tuple(files), tuple(entries))
 
 

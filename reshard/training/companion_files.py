@@ -71,6 +71,14 @@ def find_companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
     return Companions(None, None, ())
 
 
+def is_of_diffusers(config: Mapping[str, Any] | None) -> bool:
+    """Return whether a config is one of diffusers' models, which it loads by other file names.
+
+    Source: diffusers 0.42 ``configuration_utils.py`` (``to_json_string``).
+    """
+    return config is not None and {"_class_name", "_diffusers_version"} <= config.keys()
+
+
 def list_model_files(directory: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
     """Return the files of a directory that belong to a model, except its config."""
     children = [child for child in sorted(directory.iterdir()) if child.is_file()]

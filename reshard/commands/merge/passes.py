@@ -27,11 +27,12 @@ from reshard.system.paths import as_path
 from reshard.tensors import replicas, weights
 from reshard.tensors.weights import Tied, Weights
 from reshard.training import companion_files, sentence_modules
-from reshard.training.companion_files import Companions, match_config
+from reshard.training.companion_files import Companions, is_of_diffusers, match_config
 
 if TYPE_CHECKING:
     from reshard.tensors.adapters.config import AdapterConfig
 
+_DIFFUSERS = "diffusion_pytorch_model"  # diffusers 0.42 ``utils/constants.py``
 _NO_CONFIG = (
     "there is no config.json beside the checkpoint, and transformers cannot load the output without"
     " one; copy the model's config.json and tokenizer into the output, or merge with --hf-dir DIR"
@@ -302,6 +303,7 @@ def _lay_out_directory(merge: Merge) -> Merge:
         max_shard_bytes=merge.options.max_shard_bytes,
         texts=texts,
         metadata=writer.METADATA,
+        stem=_DIFFUSERS if is_of_diffusers(merge.companions.config) else writer.STEM,
     )
     return replace(merge, skeleton=skeleton)
 
@@ -312,6 +314,8 @@ def build_companions(merge: Merge) -> dict[str, bytes]:
     texts = {path.name: read_small_file(path) for path in companions.others}
     if companions.config is None:
         return texts
+    if is_of_diffusers(companions.config):  # it states no dtype and no vocabulary
+        return texts | {"config.json": format_json(companions.config)}
     dtype = find_main_dtype(
         (each, entry.numel) for entry, each in tensors if each.family == "float"
     )
