@@ -142,7 +142,7 @@ class Published:
                 self.conversion.model,
                 "does not have layers of multi-token prediction in memory, but the source has"
                 f" {some(beside, 1)}",
-                "keep the published names",
+                "keep the published names with --names hf, or the source's with --names source",
             )
         usual = {name: self.spellings[name] for name in stored if name in self.spellings}
         manifest = rename_some(manifest, usual) if usual else manifest
