@@ -102,6 +102,13 @@ def test_one_file_names_parameters_if_a_buffer_has_the_same_shape(torch_made, tm
     assert reshard.diff(source, tmp_path / "out.pt").same
 
 
+def test_the_report_names_parameters_that_the_new_run_must_ignore(torch_made, tmp_path):
+    source = torch_made / "fsdp2_ranks_ignored" / "ckpt"
+    report = reshard.split(source, tmp_path / "out", to="fsdp2", world_size=3)
+    (note,) = [note for note in report.notes if "plain tensors" in note]
+    assert note.startswith("odd, llama.lm_head.weight: ")
+
+
 def drop_stamp(path):
     """Return the content of a rank file without the stamp, which names source and layout."""
     state = torch.load(path)

@@ -32,6 +32,7 @@ from reshard.training.state import (
     describe_slots_of_flat_tensors,
 )
 from reshard.training.trainer_run import TrainerRun
+from reshard.units import some
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # parts that Accelerate's directory can store
 
@@ -124,7 +125,8 @@ def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
     if source.origin.format == "fsdp" and source.keyed == "fqn":
         naming = replace(naming, keyed="fqn")
     skeleton = _lay_out_rank_files(state, request, naming)
-    return LaidOut(skeleton, (*_note_tensor_plan(state, request), *_note_changes(state, request)))
+    cuts = (*_note_tensor_plan(state, request), *_note_plain(state, request))
+    return LaidOut(skeleton, (*cuts, *_note_changes(state, request)))
 
 
 def lay_out_verl(state: WritableState, request: Request) -> LaidOut:
@@ -413,6 +415,18 @@ def _note_tensor_plan(state: WritableState, request: Request) -> tuple[str, ...]
         if grid is None or tensor is None
         else (_describe_tensor_cuts(state, request.model, grid, tensor),)
     )
+
+
+def _note_plain(state: WritableState, request: Request) -> Iterator[str]:
+    """Yield a note on the trained parameters that every rank's file has as a plain tensor."""
+    is_divided = rank_files.build_is_divided(state, request.model)
+    trained = (member.weight for member in state.members)
+    plain = [weight.fqn for weight in trained if weight.shape and not is_divided(weight)]
+    if plain:
+        yield (
+            f"{some(plain)}: plain tensors on each rank, as in the source, whose run did"
+            " not shard them; the new run must ignore the same parameters (ignored_params)"
+        )
 
 
 def _describe_tensor_cuts(
