@@ -126,12 +126,16 @@ def test_other_models_of_the_file_are_found_by_key(case, place, expected):
                 assert same(checkpoint[name][...], value), name
 
 
-@pytest.mark.parametrize("stem", ["{}_{}.pt", "{}-{}.bin", "{}{}.pth"])
+STEMS = ["{}_{}.pt", "{}-{}.bin", "{}{}.pth", "{}-{:05}-of-00002.pt", "rank{1}_{0}.pt"]
+STEMS += ["{}_rank_{}_world_size_2.pt", "{}_rank{}of2.pt"]
+
+
+@pytest.mark.parametrize("stem", STEMS)
 def test_ranks_are_counted_by_shards_if_no_file_states_them(stem, torch_made, tmp_path):
     source = torch_made / "fsdp2_ranks" / "ckpt"
     for path in source.glob("*_rank*.pt"):
         kind, rank = path.stem.split("_rank")
-        shutil.copy(path, tmp_path / stem.format(kind, rank))
+        shutil.copy(path, tmp_path / stem.format(kind, int(rank)))
     expected = read_expected(source.parent)
     with reshard.open(tmp_path) as checkpoint:
         for name, value in expected["params"].items():

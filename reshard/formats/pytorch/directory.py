@@ -20,9 +20,11 @@ _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
 _WEIGHTS, _OPTIMIZER = "weights", "optimizer"
 # The rank is between one of these words and the suffix.
 _SUFFIX = "|".join(map(re.escape, SUFFIXES))
+OF_WORLD = r"(?:[-_.]?(?:of|world_size)[-_.]?\d+)?"  # behind the number of a rank
 RANK = re.compile(
-    rf"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)*(?:{_SUFFIX}))$"
+    rf"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+){OF_WORLD}((?:\.\w+)*(?:{_SUFFIX}))$"
 )
+_RANK_FIRST = re.compile(rf"^(rank[-_]?\d+)[-_.](\w+)({_SUFFIX})$")
 _STRONG = re.compile(  # a directory with one of these is a training checkpoint, not only a model
     r"optim(izer)?(_\d+)?\.(bin|pt|pth)|scheduler(_\d+)?\.(bin|pt)|trainer_state\.json"
     r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"
@@ -93,7 +95,12 @@ def _is_of_dcp(folder: Location) -> bool:
 
 def is_of_rank(name: str) -> bool:
     """Return whether a file's name has the number of a rank."""
-    return RANK.fullmatch(name) is not None
+    return match_rank(name) is not None
+
+
+def match_rank(name: str) -> re.Match[str] | None:
+    """Return the match of a file's name with `RANK`, also if the rank is its first word."""
+    return RANK.fullmatch(_RANK_FIRST.sub(r"\2_\1\3", name))
 
 
 def is_part(name: str) -> bool:

@@ -13,13 +13,13 @@ from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
 from reshard.core.location import list_missing_ranks
 from reshard.errors import FETCH_MISSING, TWO_RUNS, IncompleteError, StaleError, shown
-from reshard.formats.pytorch.directory import RANK, is_of_rank
+from reshard.formats.pytorch.directory import OF_WORLD, is_of_rank, match_rank
 from reshard.state_dict import tree
 from reshard.state_dict.tree import ParsedTree
 from reshard.system.paths import as_path
 
-_NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
-_WORLD = re.compile(r"world_size_(\d+)")
+_NUMBERED = re.compile(rf"^(.*?)[-_.]?(\d+){OF_WORLD}((?:\.[a-z]+)+)$")
+_WORLD = re.compile(r"(?:world_size|(?<=\d)[-_.]?of)[-_.]?(\d+)")
 _SHARED = "_shared"  # added to the name of a file that all ranks share
 
 
@@ -89,10 +89,10 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         StaleError: two files belong to one rank, or a file to a rank beyond the stated world size.
     """
     families: dict[str, dict[int, Path]] = {}
-    pattern = _NUMBERED if _is_numbered_by_rank(files) else RANK
-    numbered = {_find_common_part(match) for name in files if (match := pattern.fullmatch(name))}
+    find = _NUMBERED.fullmatch if _is_numbered_by_rank(files) else match_rank
+    numbered = {_find_common_part(match) for name in files if (match := find(name))}
     for name, path in files.items():
-        match = pattern.fullmatch(name)
+        match = find(name)
         common = _find_common_part(match) if match else path.stem.strip("_-.") or "rank"
         if not match and common in numbered:
             common += _SHARED
