@@ -54,15 +54,21 @@ def read_flat(location: Location) -> ParsedTree:
 def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
     about = metadata.read(find_metadata_files(location))
     objects = {key: block for key, block in about.objects.items() if block is not None}
+    used = {block.file for stored in about.tensors.values() for block in stored.blocks}
+    used |= {block.file for block in objects.values()}
+    paths = {name: location.files.get(name) or location.find_nested(name) for name in used}
     with SourceFiles() as pool:
         items = ItemReader(pool)
         leaves: dict[str, Any] = {}
         places = [
-            (_find_data_file(location, block.file), block, stored.dtype)
+            (path, block, stored.dtype)
             for stored in about.tensors.values()
             for block in stored.blocks
+            if (path := paths[block.file])
         ]
         found = iter(items.read_chunks(places))
+        # Only now: if the files that exist belong to another save, none of its files is missing.
+        present = _require_all(location, paths)
         for key, stored in about.tensors.items():
             blocks = list(islice(found, len(stored.blocks)))
             chunks = tuple(each for each in blocks if isinstance(each, Chunk))
@@ -75,11 +81,7 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
             shape = about.shapes.get(key)
             leaves[key] = leaf if shape is None else restore(location, key, leaf, shape)
         for key, block in objects.items():
-            leaves[key] = tree.convert_file(
-                items.read_object(_find_data_file(location, block.file), block)
-            )
-    used = {block.file for stored in about.tensors.values() for block in stored.blocks}
-    used |= {block.file for block in objects.values()}
+            leaves[key] = tree.convert_file(items.read_object(present[block.file], block))
     parsed = ParsedTree(
         root=leaves,
         where=str(location),
@@ -137,15 +139,16 @@ def find_metadata_files(location: Location) -> list[Path]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def _find_data_file(location: Location, name: str) -> Path:
-    path = location.files.get(name) or location.find_nested(name)
-    if path is None:
-        raise IncompleteError(
-            location,
-            f"{name} is missing",
-            FETCH_MISSING,
-        )
-    return path
+def _require_all(location: Location, paths: Mapping[str, Path | None]) -> dict[str, Path]:
+    """Return the paths of the data files by name.
+
+    Raises:
+        IncompleteError: one of them does not exist.
+    """
+    missing = sorted(name for name, path in paths.items() if path is None)
+    if missing:
+        raise IncompleteError(location, f"{missing[0]} is missing", FETCH_MISSING)
+    return {name: path for name, path in paths.items() if path is not None}
 
 
 def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
