@@ -68,6 +68,11 @@ def group_by_box(chunks: Iterable[Chunk]) -> dict[Box, list[Chunk]]:
     return copies
 
 
+def find_boxes(chunks: Iterable[Chunk]) -> frozenset[Box]:
+    """Return the boxes that chunks store, without boxes that have no elements."""
+    return frozenset(chunk.box for chunk in chunks if chunk.box.volume)
+
+
 ChunkPart = tuple[int, int, int, Box | None, DType]
 """A part of a tensor in one contiguous range of a file: byte offset, start and stop of the smallest
 flat run that contains the part, the part's box (None if the part is the whole run), dtype.

@@ -9,11 +9,12 @@ from dataclasses import replace
 from itertools import takewhile
 
 from reshard.core.box import Index
+from reshard.core.chunks import find_boxes
 from reshard.core.manifest import PARAM, Entry, UnnamedOptimizer
 from reshard.model import ModelShapes
 from reshard.model.weight_decay import divide_parameters
 from reshard.state_dict import flat_params, optimizer_state, sections
-from reshard.state_dict.optimizer_layouts import KnownParameters, find_blocks
+from reshard.state_dict.optimizer_layouts import KnownParameters
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.tree import ParsedTree, format_path
 from reshard.system.files import SourceFiles
@@ -74,7 +75,7 @@ def _list_possible(
     for without_state in frozen:
         for shapes in _list_candidates(count, weights, model):
             yield replace(known, shapes=shapes, frozen=without_state)
-    blocks = {fqn: find_blocks(entry.chunks) for fqn, entry in weights.items()}
+    blocks = {fqn: find_boxes(entry.chunks) for fqn, entry in weights.items()}
     if any(len(each) > 1 for each in blocks.values()):
         for shapes in _list_candidates(count, weights, model):
             yield replace(known, shapes=shapes, blocks=blocks)

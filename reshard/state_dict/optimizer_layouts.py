@@ -8,13 +8,13 @@ Sources: torch 2.13 ``distributed/fsdp/_optim_utils.py``, ``_init_utils.py`` (hy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from reshard.core.box import Box, Index
-from reshard.core.chunks import Chunk
+from reshard.core.chunks import Chunk, find_boxes
 from reshard.core.manifest import Entry
 from reshard.errors import CorruptError
 from reshard.state_dict import flat_params, nested_slots
@@ -98,7 +98,7 @@ class WholeLayout:
         if is_cut or shape is None or not self.known.blocks:
             return -1 if is_cut else shape
         tensors = filter(None, map(as_global, select_tensors(slots).values()))
-        blocks = {find_blocks(tensor.chunks) for tensor in tensors if tensor.shape == shape}
+        blocks = {find_boxes(tensor.chunks) for tensor in tensors if tensor.shape == shape}
         return (shape, blocks.pop()) if len(blocks) == 1 else -1
 
     def _mark_frozen(self) -> dict[Owner, Signature]:
@@ -212,11 +212,6 @@ class UnitLayout(WholeLayout):
         ]
         for fqn, tensor in owner.build_tensors(pieces).items():
             yield Entry(fqn, slot, tensor.dtype, tensor.shape, tensor.chunks)
-
-
-def find_blocks(chunks: Iterable[Chunk]) -> frozenset[Box]:
-    """Return the blocks of a tensor that the files store."""
-    return frozenset(chunk.box for chunk in chunks if chunk.box.volume)
 
 
 def _build_whole_entry(fqn: str, slot: str, value: Any) -> Entry:

@@ -157,7 +157,7 @@ def test_the_trainer_of_transformers_continues_at_other_ranks(trained, launch):
     )
     assert levels(report) == {
         "deepspeed stage 2, 1 rank": {"trajectory"},
-        "deepspeed stage 2, 2 ranks": {"trajectory", "bitwise"},
+        "deepspeed stage 2, 2 ranks": ALL,
     }
     assert find_worst(report, 0) < 1e-6
 

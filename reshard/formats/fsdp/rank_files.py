@@ -22,7 +22,7 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.pickles.canonical import Canonicalizer
-from reshard.core.box import Box
+from reshard.core.chunks import find_boxes
 from reshard.core.manifest import Keyed, Skeleton
 from reshard.errors import IncompleteError, UsageError
 from reshard.formats.request import Request
@@ -241,7 +241,7 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
         if model is not None:
             return _is_parameter(model, weight.fqn)
         # FSDP shards parameters alone, so a weight that is stored in several blocks is a parameter.
-        if marks_buffers or weight.fqn in owned or len(_find_boxes(weight)) > 1:
+        if marks_buffers or weight.fqn in owned or len(find_boxes(weight.value.chunks)) > 1:
             return True
         if not weight.dtype.can_train:
             return False
@@ -267,11 +267,6 @@ def _is_stored_whole(weight: Weight) -> bool:
     return one_box and (len(chunks) > 1 or chunks[0].file.endswith(".distcp"))
 
 
-def _find_boxes(weight: Weight) -> set[Box]:
-    """Return the blocks of a weight that the source's ranks stored."""
-    return {chunk.box for chunk in weight.value.chunks if chunk.box.volume}
-
-
 def _is_sharded_by_fsdp(state: WritableState) -> bool:
     """Return whether the source's ranks stored weights in flat parameters, or in shards of rows.
 
@@ -285,7 +280,11 @@ def _is_sharded_by_fsdp(state: WritableState) -> bool:
         return any(mesh.ROLES.get(axis) != "tensor" for each in placements for axis, _ in each)
     if torch_state_dict.has_flat_storage(state.manifest):
         return True
-    cut = [(weight, boxes) for weight in state.weights if len(boxes := _find_boxes(weight)) > 1]
+    cut = [
+        (weight, boxes)
+        for weight in state.weights
+        if len(boxes := find_boxes(weight.value.chunks)) > 1
+    ]
     by_rows = all(box.shape[1:] == weight.shape[1:] for weight, boxes in cut for box in boxes)
     names = {weight.fqn for weight, _ in cut}
     trained = (member.weight for member in state.members)

@@ -130,15 +130,8 @@ class Megatron(Writer):
             virtual = (args.get("virtual_pipeline_model_parallel_size") if keeps else None) or 1
         stage_layers, mtp_at = parse_stage_layers(options.stage_layers), None
         own = Arguments(source.origin.path, args)
-        if (
-            stage_layers is None
-            and own.states_layers
-            and (own.pp, own.vp)
-            == (
-                sizes.pipeline,
-                virtual,
-            )
-        ):
+        has_same_stages = (own.pp, own.vp) == (sizes.pipeline, virtual)
+        if stage_layers is None and own.states_layers and has_same_stages:
             stage_layers = tuple(chain.from_iterable(own.list_layers()))
             mtp_at = own.locate_mtp(len(stage_layers))
         distributed = options.distributed_optimizer
