@@ -10,16 +10,25 @@ from reshard.errors import CorruptError
 from reshard.system.files import read_small_file
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        CorruptError: the file is not JSON.
+    """
+    try:
+        return json.loads(read_small_file(path))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(path, f"is not JSON: {error}") from error
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that contains an object.
 
     Raises:
         CorruptError: the file is not JSON, or its value is not an object.
     """
-    try:
-        config = json.loads(read_small_file(path))
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(path, f"is not JSON: {error}") from error
+    config = read_json(path)
     if not isinstance(config, dict):
         raise CorruptError(path, "is not a JSON object")
     return config

@@ -96,7 +96,7 @@ def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
         CorruptError: one of them is damaged.
     """
     files = copied_files.find(location)
-    of_torch = {name: path for name, path in files.items() if not copied_files.is_of_hook(name)}
+    of_torch = copied_files.select_torch_files(files)
     opened = {name: torch_reader.read(path) for name, path in of_torch.items()}
     shown = {
         Path(name).stem: file

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.core.box import Index
@@ -46,15 +45,15 @@ class Published:
         aliases: names in memory that files leave out -> the name under which the value is written.
         unsaved: names in memory of values that no file holds.
         spellings: further names of published tensors in files -> the name that is written.
-        predictors: matches the published names of layers of multi-token prediction, which the
-            class of the model ignores, and ``MtpModel`` reads; None if the model has none.
+        mtp_names: matches the published names of layers of multi-token prediction (MTP), which
+            the class of the model ignores, and ``MtpModel`` reads; None if the model has none.
     """
 
     conversion: FormConversion
     aliases: Mapping[str, str]
     unsaved: frozenset[str]
     spellings: Mapping[str, str]
-    predictors: re.Pattern[str] | None = None
+    mtp_names: re.Pattern[str] | None = None
 
     def recognize_form(self, manifest: Manifest) -> Form:
         """Return the form that weights have: the one in memory, or the published one.
@@ -66,11 +65,11 @@ class Published:
             UsageError: the weights belong to another model.
         """
         conversion = self.conversion
-        stored = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)} - self.unsaved
+        stored = {*_list_weights(manifest)} - self.unsaved
         foreign = stored - conversion.after.keys() - self.spellings.keys()
         unknown = {
             "memory": stored - conversion.before.keys(),
-            "published": set(filterfalse(self._is_predictor, foreign)),
+            "published": foreign.difference(self._list_mtp(foreign)),
         }
         fitting: list[Form] = [form for form in FORMS if not unknown[form]]
         if not fitting:
@@ -83,12 +82,12 @@ class Published:
         is_of_files = manifest.origin.format in FILE_FORMATS
         return fitting[-1] if is_of_files and not conversion.changes_nothing else fitting[0]
 
-    def _is_predictor(self, fqn: str) -> bool:
-        known = fqn in self.conversion.after or fqn in self.spellings
-        return not known and self.predictors is not None and bool(self.predictors.match(fqn))
-
-    def _list_predictors(self, manifest: Manifest) -> list[str]:
-        return [e.fqn for e in manifest.of_kind(*WEIGHT_KINDS) if self._is_predictor(e.fqn)]
+    def _list_mtp(self, fqns: Iterable[str]) -> list[str]:
+        """Return those names of layers of multi-token prediction that the model does not have."""
+        if self.mtp_names is None:
+            return []
+        known = self.conversion.after.keys() | self.spellings.keys()
+        return [fqn for fqn in fqns if fqn not in known and self.mtp_names.match(fqn)]
 
     def knows(self, manifest: Manifest) -> bool:
         """Return whether all weights have names of this model, in one of its forms."""
@@ -102,7 +101,7 @@ class Published:
         """Return whether weights are in the published form, and the model has all in memory."""
         try:
             is_published = self.recognize_form(manifest) == "published"
-            return is_published and not self._list_predictors(manifest)
+            return is_published and not self._list_mtp(_list_weights(manifest))
         except UsageError:
             return False
 
@@ -136,7 +135,7 @@ class Published:
             ReshardError: see `FormConversion.apply`.
         """
         stored = dict.fromkeys(entry.fqn for entry in manifest.entries.values())
-        beside = self._list_predictors(manifest)
+        beside = self._list_mtp(_list_weights(manifest))
         if beside:
             raise UnsupportedError(
                 self.conversion.model,
@@ -186,10 +185,14 @@ def trace_published(root: nn.Module, source: str) -> Published | None:
     conversion = FormConversion(source, shapes, after)
     conversion.prove()
     spellings = _find_spellings(root, state, conversion)
-    return Published(conversion, aliases, unsaved, spellings, _match_predictors(root))
+    return Published(conversion, aliases, unsaved, spellings, _match_mtp(root))
 
 
-def _match_predictors(root: Any) -> re.Pattern[str] | None:
+def _list_weights(manifest: Manifest) -> list[str]:
+    return [entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)]
+
+
+def _match_mtp(root: Any) -> re.Pattern[str] | None:
     """Return what matches the names of layers of multi-token prediction in a model's files.
 
     They are numbered after the other layers, or ``mtp`` is before their names.

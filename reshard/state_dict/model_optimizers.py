@@ -50,8 +50,8 @@ def select_optimizers(
     for path, value in parts.optimizers.items():
         optimizer = ParsedOptimizer()
         count = optimizer_state.count_parameters(value)
-        for possible in _list_possible(known, count, weights, model):
-            optimizer = optimizer_state.read(value, possible, pool)
+        for assumed in _list_assumptions(known, count, weights, model):
+            optimizer = optimizer_state.read(value, assumed, pool)
             if optimizer.entries or any(group.fqns for group in optimizer.groups):
                 break
         read[path] = optimizer
@@ -63,13 +63,13 @@ def select_optimizers(
     }
 
 
-def _list_possible(
+def _list_assumptions(
     known: KnownParameters, count: int, weights: Mapping[str, Entry], model: ModelShapes | None
 ) -> Iterator[KnownParameters]:
-    """Yield what may be known of an optimizer's parameters, until their numbers fit in one way.
+    """Yield descriptions of an optimizer's parameters, to be tried one after the other.
 
-    Shapes usually suffice. Next, a state must be stored in the same blocks as its weight, which
-    tells buffers and parameters that FSDP ignored from sharded ones.
+    Shapes usually suffice. The last ones require that a state is stored in the same blocks as its
+    weight, which tells buffers and parameters that FSDP ignored from sharded ones.
     """
     frozen = [model.frozen, frozenset[str]()] if model and model.frozen else [frozenset[str]()]
     for without_state in frozen:

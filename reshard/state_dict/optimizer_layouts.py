@@ -82,10 +82,10 @@ class WholeLayout:
 
     def list_candidates(self) -> Mapping[Owner, Signature]:
         """Return the possible owners of a state, each with the signature that it would have."""
-        known = self.known
-        signs: dict[Owner, Signature] = dict(known.shapes)
-        if known.blocks:
-            signs = {fqn: (shape, known.blocks.get(fqn)) for fqn, shape in known.shapes.items()}
+        shapes, blocks = self.known.shapes, self.known.blocks
+        signs: dict[Owner, Signature] = {
+            fqn: (shape, blocks.get(fqn)) if blocks else shape for fqn, shape in shapes.items()
+        }
         return signs | self._mark_frozen()
 
     def sign(self, slots: Slots) -> Signature:
@@ -131,9 +131,11 @@ class RunLayout(WholeLayout):
 
     def list_candidates(self) -> Mapping[Owner, Signature]:
         """Return each parameter with the number of elements that the ranks of a replica have."""
-        copies = dict.fromkeys(self.known.ignored, self.shards)
-        sizes = {fqn: prod(shape) for fqn, shape in self.known.shapes.items()}
-        return {fqn: n * copies.get(fqn, 1) for fqn, n in sizes.items()} | self._mark_frozen()
+        sizes: dict[Owner, Signature] = {
+            fqn: prod(shape) * (self.shards if fqn in self.known.ignored else 1)
+            for fqn, shape in self.known.shapes.items()
+        }
+        return sizes | self._mark_frozen()
 
     def sign(self, slots: Slots) -> Signature:
         """Return the number of elements that the ranks of a replica have together."""
@@ -171,14 +173,20 @@ class UnitLayout(WholeLayout):
         shapes = self.known.shapes
         alone = {fqn: prod(shapes[fqn]) for fqn in self.known.ignored if fqn in shapes}
         owners: dict[Owner, Signature] = {**units, **alone}
-        return owners if not alone else {o: owners[o] for o in sorted(owners, key=self._find_place)}
+        if not alone:
+            return owners
+        numbers = {fqn: number for number, fqn in enumerate(shapes)}
+        order = sorted(owners, key=lambda owner: self._find_place(owner, numbers))
+        return {owner: owners[owner] for owner in order}
 
-    def _find_place(self, owner: Owner) -> float:
+    def _find_place(self, owner: Owner, numbers: Mapping[str, int]) -> float:
         """Return a number by which units and ignored parameters have the order of FSDP's model.
 
         A module has its own ignored parameters first, then its flat parameter, then its children.
+
+        Args:
+            numbers: the position of each parameter in the model.
         """
-        numbers = {fqn: number for number, fqn in enumerate(self.known.shapes)}
         if owner in self.known.ignored:
             return numbers[owner]
         inside = [fqn for fqn in numbers if flat_params.is_inside(fqn, owner.prefix)]

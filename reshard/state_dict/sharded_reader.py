@@ -75,7 +75,7 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
 
 @dataclass(frozen=True, slots=True)
 class Saver:
-    """What a sharded tensor states about the rank that saved it.
+    """The rank that saved a sharded tensor, as the tensor states it.
 
     Args:
         rank: its number among all ranks.

@@ -62,6 +62,11 @@ def is_of_hook(name: str) -> bool:
     return "/" in name
 
 
+def select_torch_files(kept: Mapping[str, str]) -> dict[str, str]:
+    """Return the kept files that torch saved, which are not part of a model of a hook."""
+    return {name: path for name, path in kept.items() if not is_of_hook(name)}
+
+
 def is_accelerates_own(name: str) -> bool:
     """Return whether only Accelerate's directories have a file for this content."""
     return _OWN.fullmatch(name) is not None

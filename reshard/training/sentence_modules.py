@@ -10,13 +10,12 @@ Source: sentence-transformers 6.2 ``base/model.py`` (``save_pretrained``); the m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from reshard.system.files import read_small_file
+from reshard.containers.json_files import read_json
+from reshard.errors import CorruptError
 from reshard.units import some
 
 _LIST = "modules.json"
@@ -25,7 +24,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """How weights relate to the modules beside them.
+    """The relation of weights to the modules of a SentenceTransformer.
 
     Attributes:
         warnings: what the user must know of an output with these weights.
@@ -65,8 +64,8 @@ def compare(directories: Iterable[Path], fqns: Iterable[str]) -> Modules:
 def _read(path: Path) -> dict[str, str]:
     """Return the folder of each module by its name; nothing if another program wrote the file."""
     try:
-        content: Any = json.loads(read_small_file(path))
-    except ValueError:
+        content = read_json(path)
+    except CorruptError:
         return {}
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
         return {}

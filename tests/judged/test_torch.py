@@ -144,7 +144,7 @@ def test_ranks_are_counted_by_shards_if_no_file_states_them(stem, torch_made, tm
 
 
 def test_a_model_tells_which_members_of_several_groups_are_frozen(tmp_path):
-    """Of three blocks of the same shapes, the last has no state."""
+    """Freeze the last of three blocks of the same shapes, which then has no state."""
     model = torch_models.mlp_frozen()
     matrices, others = [], []
     for parameter in model.parameters():

@@ -29,10 +29,10 @@ _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})
 _LAYOUT = "pipeline_model_parallel_layout"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_DECODER, _PREDICTOR = "t", "m"
+_DECODER, _MTP = "t", "m"
 _LETTERS = {  # names of a layer, and its value of LayerType (``core/transformer/enums.py``)
     **dict.fromkeys(("decoder", "t", "4"), _DECODER),
-    **dict.fromkeys(("mtp", "m", "5"), _PREDICTOR),
+    **dict.fromkeys(("mtp", "m", "5"), _MTP),
 }
 _PARALLEL = (  # their product is at most the number of ranks, times the chunks of pipeline ranks
     *("tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size"),
@@ -217,7 +217,7 @@ class Arguments:
         if not self.mtp:
             return None
         stages = enumerate(self._list_stated_layers())
-        return next((at for at, stage in stages if _PREDICTOR in stage), chunks - 1)
+        return next((at for at, stage in stages if _MTP in stage), chunks - 1)
 
     def _list_stated_layers(self) -> list[str]:
         """Return the letters of the layers of each chunk, if a layout states them; else nothing."""

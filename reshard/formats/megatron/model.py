@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 from reshard.core.box import Box, Index
 from reshard.core.manifest import Entry
@@ -15,8 +15,8 @@ from reshard.formats.megatron.share import (
     ChunkShare,
     ParameterIndex,
     Spot,
-    find_norm,
     list_experts,
+    make_share,
     make_spot,
 )
 from reshard.layouts.model_parallel.rules import Table
@@ -67,19 +67,12 @@ def list_params(
 
 def _list_shares(rank: GridPosition, args: Arguments) -> Iterator[ChunkShare]:
     """Yield the share of each model chunk of a rank."""
-    counts = list(chain.from_iterable(args.list_layers()))
-    starts = [0, *accumulate(counts)]
+    starts = [0, *accumulate(chain.from_iterable(args.list_layers()))]
+    layers = [range(start, stop) for start, stop in pairwise(starts)]
     experts = list_experts(rank.ep, args.ep, args.experts)
-    norm, mtp = find_norm(counts, mtp=args.mtp > 0), args.locate_mtp(len(counts))
-    for at in range(rank.pp, len(counts), args.pp):
-        yield ChunkShare(
-            range(starts[at], starts[at + 1]),
-            experts,
-            begins=at == 0,
-            ends=at == len(counts) - 1,
-            has_norm=at == norm,
-            has_mtp=at == mtp,
-        )
+    mtp_at = args.locate_mtp(len(layers))
+    for at in range(rank.pp, len(layers), args.pp):
+        yield make_share(at, layers, experts, mtp_at)
 
 
 def _get_stored(fqn: str, whole: Mapping[str, Entry]) -> Entry:

@@ -87,6 +87,25 @@ def find_norm(layers: Sequence[int], *, mtp: bool) -> int:
     return max((at for at, count in enumerate(layers) if count), default=last) if mtp else last
 
 
+def make_share(at: int, layers: Sequence[range], experts: range, mtp_at: int | None) -> ChunkShare:
+    """Return the share of one chunk.
+
+    Args:
+        at: number of the chunk.
+        layers: the layers of each chunk.
+        experts: as for `ChunkShare`.
+        mtp_at: number of the chunk with the layers of multi-token prediction; None: there are none.
+    """
+    return ChunkShare(
+        layers[at],
+        experts,
+        begins=at == 0,
+        ends=at == len(layers) - 1,
+        has_norm=at == find_norm([*map(len, layers)], mtp=mtp_at is not None),
+        has_mtp=at == mtp_at,
+    )
+
+
 def list_experts(rank: int, ranks: int, experts: int) -> range:
     """Return the experts of each layer that one of several expert-parallel ranks holds."""
     each = experts // ranks

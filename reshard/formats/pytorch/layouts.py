@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.skeletons import LaidOut
-from reshard.core.manifest import Manifest, Skeleton, TrainState
+from reshard.core.manifest import Manifest, Skeleton
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import registry
 from reshard.formats.dcp import saved_keys
@@ -365,7 +365,9 @@ def _note_changes_for_accelerate(state: WritableState, request: Request) -> tupl
     """Return notes on what is derived and dropped in a directory that Accelerate loads."""
     if request.weights_only:
         return ()
-    copied = {Path(name).stem for name in _list_torch_files(state.manifest.train)}
+    copied = {
+        Path(name).stem for name in copied_files.select_torch_files(state.manifest.train.kept_files)
+    }
     schedule = schedules.describe_changes(state.manifest, request.world_size)
     return (*schedule, *_describe_changes(state, *_BY_ACCELERATE, copied=copied))
 
@@ -388,7 +390,8 @@ def _describe_changes(
         copied: the parts that are copied as files of their own.
     """
     train = state.manifest.train
-    files = {n: path for n, path in _list_torch_files(train).items() if Path(n).stem not in copied}
+    of_torch = copied_files.select_torch_files(train.kept_files)
+    files = {name: path for name, path in of_torch.items() if Path(name).stem not in copied}
     described = {Path(name).stem for name in files} if storable else set[str]()
     lost = [
         f"not copied: {name}"
@@ -400,11 +403,6 @@ def _describe_changes(
         torch_state_dict.describe_derived(train) if not storable or "scaler" in storable else []
     )
     return (*derived, *lost, *describe_lost_setup(state))
-
-
-def _list_torch_files(train: TrainState) -> dict[str, str]:
-    kept = train.kept_files.items()
-    return {name: path for name, path in kept if not copied_files.is_of_hook(name)}
 
 
 def _note_tensor_plan(state: WritableState, request: Request) -> tuple[str, ...]:

@@ -150,7 +150,7 @@ class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
 
 
 class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
-    """The same of a layer norm."""
+    """A layer norm that multiplies by ``1 + weight``, as in Transformer Engine and apex."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalized x, multiplied by ``1 + weight``, plus the bias."""

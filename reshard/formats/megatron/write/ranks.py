@@ -17,8 +17,8 @@ from reshard.formats.megatron.share import (
     ChunkShare,
     ParameterIndex,
     Spot,
-    find_norm,
     list_experts,
+    make_share,
     make_spot,
 )
 from reshard.layouts.model_parallel import shards, stages
@@ -221,7 +221,8 @@ class WeightLocations:
         self._tied = embedding if tied else None  # what the last stage has once more
         self.mtp = 1 + max((each.mtp for each in weights if each.mtp is not None), default=-1)
         self._looked_up = embedding if self.mtp else None  # by its MTP layers
-        self.mtp_at = len(self._chunks) - 1 if mtp_at is None else mtp_at
+        last_chunk = len(self._chunks) - 1
+        self._mtp_at = (last_chunk if mtp_at is None else mtp_at) if self.mtp else None
 
     @property
     def has_experts(self) -> bool:
@@ -271,14 +272,7 @@ class WeightLocations:
         """
         at = self._chunks.index((rank.stage, chunk))
         layers = stages.assign_layers(self._sizes, self.layers, self._counts)
-        share = ChunkShare(
-            layers[at],
-            self.list_rank_experts(rank),
-            begins=at == 0,
-            ends=at == len(self._chunks) - 1,
-            has_norm=at == find_norm([*map(len, layers)], mtp=self.mtp > 0),
-            has_mtp=at == self.mtp_at,
-        )
+        share = make_share(at, layers, self.list_rank_experts(rank), self._mtp_at)
         own = [self._place_weight(known, share, rank) for known in self._model.find(share)]
         copied = self._looked_up or self._tied
         if copied and self._sizes.pipeline > 1:
