@@ -28,11 +28,12 @@ PROVED = (  # neighbours are of one kind: they take turns in the two forms of a 
     "qwen3_next",
     "qwen3_5_text",
     families.CONFIGS["nemotron"],
+    "exaone_moe",
 )
 # Megatron-core does not build these: their names are those of Megatron-Bridge, a fork, or NeMo 2.
 NAMED = (
     *("gemma", "gemma3_text", families.CONFIGS["exaone4"], "olmoe", "minimax_m2", "falcon_h1"),
-    *("olmo2", "olmo3", "llama4_text", "ernie4_5_moe"),
+    *("olmo2", "olmo3", "llama4_text", "ernie4_5_moe", "glm4"),
     '{"model_type": "llama4_text", "interleave_moe_layer_step": 2, "use_qk_norm": false}',
 )
 

@@ -28,7 +28,9 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
+        capturable: bool = False,  # core 0.18 and later pass it
     ) -> None:
+        assert not capturable
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

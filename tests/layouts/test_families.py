@@ -175,6 +175,16 @@ def test_dense_layers_that_are_not_the_first_ones_have_no_count():
         FORMS["count_first"].write((0, 2))
 
 
+def test_a_word_for_each_layer_states_the_dense_ones():
+    line = parse_field("{dense_layers|dense_types}")
+    assert line is not None
+    words = ["dense", "sparse", "dense", "sparse"]
+    assert line.fill("types", Traits(source="a", layers=4, dense_layers=(0, 2))) == words
+    assert line.read(words, lambda _: 4) == (0, 2)
+    with pytest.raises(ValueError, match="layers of type 'moe' are none of dense and sparse"):
+        line.read(["moe"], lambda _: 1)
+
+
 def test_an_item_of_a_mapping_is_a_setting_of_its_own():
     line = parse_field("{rope_scaling.factor=1}")
     assert line is not None
@@ -246,6 +256,55 @@ def test_arguments_of_another_program_s_model_name_its_family(name):
     traits = Traits(source="model", args=None).with_values(more)
     args = family.make_args(traits)
     assert families.choose_family(megatron_traits.parse_args(args, "args"))[0].name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cwm", "dots1", "exaone_moe", "glm4", "glm4_moe_lite", "hy_v3", "jais2", "solar_open"),
+        *("stablelm", "youtu"),
+    ],
+)
+def test_a_config_is_the_same_after_the_way_to_megatron_and_back(name):
+    family = families.load_families()[name]
+    required = {k: v for k, v in family.when.items() if not isinstance(v, list) and v != "any"}
+    sizes = {"layers": 4, "hidden": 64, "heads": 4, "groups": 4, "head_dim": 16, "ffn": 96}
+    sizes |= {"vocab": 128, "max_positions": 64, "norm_eps": 1e-6, "rope_theta": 500000.0}
+    sizes |= {"windowed": (1, 1, 1, 0), "window": 8, "rotary_percent": 0.5}
+    sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+    sizes |= {"v_head_dim": 16}
+    if family.when["is_sparse"]:
+        sizes |= {"experts": 4, "top_k": 2, "expert_ffn": 32, "shared_ffn": 64, "router_scale": 2.5}
+        sizes |= {"dense_layers": () if "is_all_sparse" in family.when else (0,), "mtp_layers": 1}
+    own = {k: v for k, v in required.items() if not isinstance(getattr(Traits, k, 0), property)}
+    config = family.make_config(Traits(source="model").with_values(sizes | own))
+    _, traits = families.read_config(config, "config.json")
+    args = family.make_args(traits)
+    _, again = families.choose_family(megatron_traits.parse_args(args, "args"), name)
+    assert family.make_config(again) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"no_rope_freq": None}, "no_rope_freq and window_attn_skip_freq do not fit together"),
+        ({"no_rope_freq": 2}, "no_rope_freq and window_attn_skip_freq do not fit together"),
+        ({"window_size": None}, "has_window is False, not True"),
+    ],
+)
+def test_the_layers_of_k_exaone_with_a_window_are_those_with_rotary_positions(changes, problem):
+    family = families.load_families()["exaone_moe"]
+    args = {"window_attn_skip_freq": [1, 1, 1, 0], "no_rope_freq": [0, 0, 0, 1]}
+    args |= {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "window_size": (7, 0)}
+    assert problem not in family.find_mismatches(megatron_traits.parse_args(args, "args"))
+    args |= changes
+    assert problem in family.find_mismatches(megatron_traits.parse_args(args, "args"))
+
+
+@pytest.mark.parametrize("model_type", config_keys.load_settings().lacking)
+def test_what_megatron_lacks_is_named(model_type):
+    with pytest.raises(UnsupportedError, match=r"Megatron-core has no arguments for \w+"):
+        families.read_config({"model_type": model_type}, "config.json")
 
 
 @pytest.mark.parametrize(

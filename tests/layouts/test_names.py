@@ -439,11 +439,12 @@ def test_a_line_that_does_not_work_in_both_directions_is_refused(line, problem, 
 
 
 def test_every_table_s_lines_say_what_they_need():
+    known_forms = {"", *fields.FORMS, *fields.FORMS_OF_LAYERS}
     for family in families.load_families().values():
         known = {name for name in dir(Traits) if not name.startswith("_")}
         stated = [*filter(None, map(parse_field, family.args.values()))]
         known |= {field.own for field in stated}
         asked = [*filter(None, map(parse_field, family.config.values())), *stated]
         assert {*family.when, *(field.trait for field in asked)} <= known, family.name
-        assert {field.form for field in asked} <= {"", fields.OTHERS, *fields.FORMS}, family.name
+        assert {field.form for field in asked} <= known_forms, family.name
         assert all(forms.NAMES.count(line.form) for line in Spellings(family.table, {}).lines)

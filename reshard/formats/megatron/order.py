@@ -51,6 +51,7 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
     "self_attention.q_layernorm.",
     "self_attention.k_layernorm.",
     "self_attention.kv_layernorm.",
+    "self_attention.post_self_attn_layernorm.",  # of GLM-4-0414: mcore-bridge's glm4.py
     "attention.query_key_value.",
     "self_attention.query_key_value.",
     "attention.dense.",
@@ -81,6 +82,7 @@ _LAYER = (  # a name sorts by the first of these with which it begins inside its
     "mlp.linear_fc1.layer_norm_",
     "mlp.linear_fc1.",
     "mlp.linear_fc2.",
+    "mlp.post_mlp_layernorm.",
     "mlp.layer_norm_",  # of a linear layer in the place of an MLP
     "mlp.weight",
     "mlp.bias",

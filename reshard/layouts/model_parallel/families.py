@@ -98,6 +98,20 @@ class Family:
             value = config_keys.get_default_arg(name) if args.get(name) is None else args[name]
             if fields.parse_field(line) is None and value != line:
                 yield f"{name} is {value}, not {line}"
+        yield from self._find_contradictions(args)
+
+    def _find_contradictions(self, args: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the arguments that state one trait, which has a value a layer, and disagree."""
+        lists: dict[str, dict[str, Any]] = {}
+        for name, text in self.args.items():
+            line = fields.parse_field(text)
+            if line is not None and line.form in fields.LISTS:
+                value = args.get(name)
+                read = None if value is None else line.read(value, lambda _: None)
+                lists.setdefault(line.own, {})[name] = read
+        for stated in lists.values():
+            if len(set(stated.values())) > 1:
+                yield f"{' and '.join(stated)} do not fit together"
 
     def complete(self, traits: Traits) -> Traits:
         """Return the traits of a model with those that the family's arguments state."""
@@ -374,7 +388,7 @@ def read_config(
         else _find_families(model_type, path) or _find_alike(model_type, path)
     )
     if not families:
-        raise UnsupportedError(source, _describe_unknown(model_type, path), _KEEP_NAMES)
+        raise UnsupportedError(source, describe_unknown(model_type, path), _KEEP_NAMES)
     nearest: tuple[Family, list[str]] | None = None
     for family in families:
         flat = _flatten_config(config, family)
@@ -398,7 +412,7 @@ def read_config(
     )
 
 
-def _describe_unknown(model_type: str, path: Path | None) -> str:
+def describe_unknown(model_type: str, path: Path | None) -> str:
     """Return why models of a type that no family has are refused."""
     lacking = config_keys.load_settings().lacking.get(model_type)
     if lacking:

@@ -4,7 +4,7 @@
     {window?}                   the trait, which may be null
     {shared_ffn/expert_ffn}     the first trait divided by the second
     {dense_layers|count_first}  the trait in another form, by one of `FORMS`
-    {dense_layers|others}       the layers that are not in the trait
+    {dense_layers|others}       the layers that are not in it; see `FORMS_OF_LAYERS`
     {rope_scaling.factor=1}     an item of a trait that is a mapping; 1 if the mapping lacks it
 
 Each line works in both directions: `Field.fill` returns the value that a file states for a model's
@@ -27,7 +27,7 @@ _FIELD = re.compile(
     r"(?:/(?P<divisor>[a-z_0-9]+)|\|(?P<form>[a-z_0-9]+)|\.(?P<item>[a-z_0-9]+)=(?P<default>[^}]*))?"
     r"(?P<optional>\?)?\}"
 )
-OTHERS = "others"  # the form that needs the number of layers too
+LISTS = ("list", "opposite")  # forms with 0 or 1 for each layer
 KIND = "rope_type"  # the item without which a mapping such as rope_scaling has no meaning
 # Traits that `Traits` computes -> the trait from which it does, which a file's value states.
 _INVERSE = {"rows": "vocab", "shared_width": "shared_ffn"}
@@ -43,8 +43,8 @@ class FieldForm(NamedTuple):
         is_null: whether null stands for a value of the trait.
     """
 
-    write: Callable[[Any], Any]
-    read: Callable[[Any], Any]
+    write: Callable[..., Any]
+    read: Callable[..., Any]
     is_null: bool = False
 
 
@@ -132,6 +132,30 @@ FORMS: Mapping[str, FieldForm] = {
 }
 
 
+_DENSE, _SPARSE = "dense", "sparse"
+
+
+def _write_dense_types(numbers: Iterable[int], layers: int | None) -> list[str]:
+    given = set(numbers)
+    return [_DENSE if number in given else _SPARSE for number in range(layers or 0)]
+
+
+def _read_dense_types(words: list[str], _layers: int | None) -> tuple[int, ...]:
+    for word in words:
+        if word not in (_DENSE, _SPARSE):
+            raise ValueError(f"layers of type {word!r} are none of {_DENSE} and {_SPARSE}")
+    return tuple(number for number, word in enumerate(words) if word == _DENSE)
+
+
+# Forms of a list of layers' numbers that also need the number of layers, in both directions.
+FORMS_OF_LAYERS: Mapping[str, FieldForm] = {
+    # The numbers of all other layers.
+    "others": FieldForm(_list_others, lambda numbers, layers: tuple(_list_others(numbers, layers))),
+    # A word for each layer: whether its feed-forward layer has experts.
+    "dense_types": FieldForm(_write_dense_types, _read_dense_types),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """A field that stands for a trait, in the value of a key; see the module.
@@ -155,7 +179,7 @@ class Field:
     @property
     def needs_others(self) -> bool:
         """Whether `read` needs a trait that another line states."""
-        return bool(self.divisor) or self.form == OTHERS
+        return bool(self.divisor) or self.form in FORMS_OF_LAYERS
 
     @property
     def _has_null(self) -> bool:
@@ -178,8 +202,8 @@ class Field:
             if not divisor or value % divisor:
                 raise ValueError(f"{self.trait} {value} is not a multiple of {divisor}")
             return value // divisor
-        if self.form == OTHERS:
-            return _list_others(value, traits.layers)
+        if self.form in FORMS_OF_LAYERS:
+            return FORMS_OF_LAYERS[self.form].write(value, traits.layers)
         value = FORMS[self.form].write(value) if self.form else value
         if isinstance(value, Mapping):
             return dict(value)
@@ -225,8 +249,8 @@ class Field:
             return mapping or None
         if value is None and not self._has_null:
             return None
-        if self.form == OTHERS:
-            return tuple(_list_others(value, known("layers")))
+        if self.form in FORMS_OF_LAYERS:
+            return FORMS_OF_LAYERS[self.form].read(value, known("layers"))
         if self.divisor:
             divisor = known(self.divisor)
             return value * divisor if divisor else None

@@ -114,6 +114,11 @@ class Traits:
         return self.hidden is not None and self.ffn == 4 * self.hidden
 
     @property
+    def has_window(self) -> bool:
+        """Whether layers have a sliding window."""
+        return self.window is not None
+
+    @property
     def is_sparse(self) -> bool:
         """Whether its layers have experts."""
         return self.experts is not None

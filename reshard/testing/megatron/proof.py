@@ -42,8 +42,12 @@ STEPS = (CONVERT, LOAD, LOGITS, MERGE, MOMENTS, PUBLISHED, RANKS)
 _SHOWN = 4
 # Configurations of families for which the defaults of their class cannot be proved. transformers
 # raises the steps of a Mamba layer to time_step_min, but Megatron does not. Megatron-Bridge builds
-# Exaone 4 only without a window. The class of Nemotron has no default for its heads.
+# Exaone 4 only without a window. The class of Nemotron has no default for its heads, and that of
+# dots.llm1 none for its experts.
 CONFIGS = {
+    "dots1": """{"model_type": "dots1", "n_routed_experts": 128, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "norm_topk_prob": true, "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1, "max_window_layers": 2}""",
     "exaone4": """{"model_type": "exaone4", "sliding_window": null, "layer_types":
         ["full_attention", "full_attention", "full_attention", "full_attention"],
         "num_hidden_layers": 4}""",
@@ -223,8 +227,12 @@ def _make_job(proof: Proof, ranks: RankGrid, place: Path) -> LoadJob:
 def _begin(proof: Proof, dense: Grids, sparse: Grids) -> Proof:
     """Build the model, and convert it to every grid; return the proof with the grids."""
     try:
-        tiny = models.shrink(models.read_config(proof.name))
-        proof.model_type = tiny.model_type
+        config = models.read_config(proof.name)
+        proof.model_type = config.model_type
+        if _is_lacking(proof):
+            proof.refused[families.describe_unknown(proof.model_type, proof.rules)] = dense[0]
+            return proof
+        tiny = models.shrink(config)
         proof.sources = models.write_sources(tiny, proof.place)
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises is the answer
         proof.problems.append(Problem(None, "transformers", _describe_error(error)))
@@ -240,6 +248,12 @@ def _begin(proof: Proof, dense: Grids, sparse: Grids) -> Proof:
             continue
         proof.grids.append(ranks)
     return proof
+
+
+def _is_lacking(proof: Proof) -> bool:
+    """Return whether Megatron lacks a part of the model, so that no tiny one needs to be built."""
+    is_known = families.is_known(proof.model_type, proof.rules)
+    return proof.model_type in config_keys.load_settings().lacking and not is_known
 
 
 def _has_experts(config: Any) -> bool:
@@ -295,9 +309,10 @@ def _merge(proof: Proof, ranks: RankGrid) -> Iterator[str]:
     run = proof.locate_run(ranks)
     back = proof.place / f"{run.name}.back"
     assert proof.sources is not None
-    # A hybrid model's config has settings that Megatron lacks (`tables/nemotron_h.yaml`).
-    is_hybrid = proof.model_type in HYBRID
-    options: dict[str, Any] = {"hf_dir": proof.sources.model} if is_hybrid else _name_family(proof)
+    # A hybrid model's config has settings that Megatron lacks (`tables/nemotron_h.yaml`), and a
+    # family that computes the same as another type writes that type's config.
+    is_own = proof.model_type not in HYBRID and families.is_known(proof.model_type, proof.rules)
+    options: dict[str, Any] = _name_family(proof) if is_own else {"hf_dir": proof.sources.model}
     api.merge(run, back, **options, **proof.options)
     yield from _compare_directories(back, proof.sources)
 
@@ -348,9 +363,8 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 
 def _name_family(proof: Proof) -> dict[str, Any]:
     """Return the option that names the family, which Megatron's arguments may not state."""
-    assert proof.sources is not None
-    known = families.is_known(proof.model_type, proof.rules)
-    return {"family": proof.model_type} if known else {"hf_dir": proof.sources.model}
+    base = families.find_base_type(proof.model_type, proof.rules)
+    return {"family": base or proof.model_type}
 
 
 def _compare_moments(proof: Proof, ranks: RankGrid) -> Iterator[str]:
