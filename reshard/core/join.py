@@ -154,6 +154,7 @@ TRAIN: Mapping[str, Combine] = {
     "rng": _first,  # a manifest has the first rank's
     "rng_files": _each_once,
     "kept_files": _united,
+    "hook_files": _united,
     "client": _first,
     "trainer_state": _first,
     "config": _first,

@@ -140,6 +140,8 @@ class TrainState:
         rng: random states of the first rank, converted to plain values.
         rng_files: files that contain only random states, in rank order.
         kept_files: name -> path of files that are copied unchanged (see `training.copied_files`).
+        hook_files: the same for the models that hooks of Accelerate's ``save_state`` saved, each in
+            a folder of its own.
         client: values that the training script saved beside model and optimizer.
         trainer_state: content of HF Trainer's ``trainer_state.json``, or of our trainer's.
         opaque: values that reshard does not interpret; a conversion copies them or reports them
@@ -162,6 +164,7 @@ class TrainState:
     rng: Any = None
     rng_files: tuple[str, ...] = ()
     kept_files: Mapping[str, str] = field(default_factory=dict)
+    hook_files: Mapping[str, str] = field(default_factory=dict)
     client: Mapping[str, Any] = field(default_factory=dict)
     trainer_state: Mapping[str, Any] | None = None
     config: Any = None

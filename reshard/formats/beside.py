@@ -96,8 +96,7 @@ def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
         CorruptError: one of them is damaged.
     """
     files = copied_files.find(location)
-    of_torch = copied_files.select_torch_files(files)
-    opened = {name: torch_reader.read(path) for name, path in of_torch.items()}
+    opened = {name: torch_reader.read(path) for name, path in files.items()}
     shown = {
         Path(name).stem: file
         for name, file in opened.items()
@@ -108,7 +107,12 @@ def add_kept_files(manifest: Manifest, location: Location) -> Manifest:
     values = {stem: to_plain(tree.convert_file(file)) for stem, file in shown.items()}
     return replace(
         manifest,
-        train=replace(train, kept_files=files, client={**train.client, **values}),
+        train=replace(
+            train,
+            kept_files=files,
+            hook_files=copied_files.find_hook_files(location),
+            client={**train.client, **values},
+        ),
         files={**manifest.files, **{file.path: file.source() for file in opened.values()}},
         unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
     )

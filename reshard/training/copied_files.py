@@ -12,7 +12,7 @@ Source: Accelerate 1.15 ``checkpointing.py`` (``save_accelerator_state``, ``save
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 from reshard.containers.pickles.objects import iterate_parts
@@ -40,31 +40,35 @@ _OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
 def find(location: Location) -> dict[str, str]:
     """Return the files that Accelerate reads back whole, name -> path; schedulers are among them.
 
-    Files of models that the program's own hooks saved have names with a folder. The result is empty
-    if the directory is not Accelerate's.
+    The result is empty if the directory is not Accelerate's.
     """
-    if not any(map(_OF_ACCELERATE.fullmatch, location.files)):
+    if not _is_accelerates(location):
         return {}
-    found = {
+    return {
         name: str(path)
         for name, path in location.files.items()
         if (is_accelerates_own(name) or SCHEDULER.fullmatch(name)) and is_torch_file(path)
     }
-    for folder, inner in location.folders.items():
-        if any(name in inner.files for name in _CONFIGS):
-            names = filter(_MODEL_FILE.fullmatch, inner.files)
-            found |= {f"{folder}/{name}": str(inner.files[name]) for name in names}
-    return found
 
 
-def is_of_hook(name: str) -> bool:
-    """Return whether a kept file is part of a model that a hook of the program saved."""
-    return "/" in name
+def find_hook_files(location: Location) -> dict[str, str]:
+    """Return the files of models that hooks of the program saved, name with folder -> path.
+
+    The result is empty if the directory is not Accelerate's.
+    """
+    if not _is_accelerates(location):
+        return {}
+    return {
+        f"{folder}/{name}": str(path)
+        for folder, inner in location.folders.items()
+        if any(name in inner.files for name in _CONFIGS)
+        for name, path in inner.files.items()
+        if _MODEL_FILE.fullmatch(name)
+    }
 
 
-def select_torch_files(kept: Mapping[str, str]) -> dict[str, str]:
-    """Return the kept files that torch saved, which are not part of a model of a hook."""
-    return {name: path for name, path in kept.items() if not is_of_hook(name)}
+def _is_accelerates(location: Location) -> bool:
+    return any(map(_OF_ACCELERATE.fullmatch, location.files))
 
 
 def is_accelerates_own(name: str) -> bool:
@@ -75,7 +79,7 @@ def is_accelerates_own(name: str) -> bool:
 def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
     """Return the entries that fill copied files, and those of tensors in a script's own values."""
     names = {entry.fqn for entry in skeleton.entries if entry.kind == KIND}
-    kept = manifest.train.kept_files
+    kept = {**manifest.train.kept_files, **manifest.train.hook_files}
     files = [build_file(name, kept[name], get_size(kept[name])) for name in kept if name in names]
     names = {entry.fqn for entry in skeleton.entries if entry.kind == TENSOR}
     tensors = collect_own_tensors(manifest.train).items() if names else ()
@@ -100,10 +104,9 @@ def describe_lost(kept: Mapping[str, str]) -> list[str]:
     return [f"{name} was not copied: {_WHY[_get_stem(name)]}" for name in own]
 
 
-def describe_lost_models(kept: Mapping[str, str], copied: Container[str]) -> list[str]:
+def describe_lost_models(hook_files: Iterable[str], copied: Container[str]) -> list[str]:
     """Return a note for each folder of a program's hooks that is not among the copied files."""
-    left = [name for name in kept if is_of_hook(name) and name not in copied]
-    folders = dict.fromkeys(name.partition("/")[0] for name in left)
+    folders = dict.fromkeys(name.partition("/")[0] for name in hook_files if name not in copied)
     return [
         f"{folder}/ was not copied: a function of the program saved it beside the checkpoint"
         for folder in folders

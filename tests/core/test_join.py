@@ -34,6 +34,7 @@ def part(name: str, **train: Any) -> Manifest:
         param_groups=(ParamGroup({"lr": 1}, (name,)),),
         rng_files=(f"{name}.rng",),
         kept_files={f"{name}.pkl": f"/{name}.pkl"},
+        hook_files={f"{name}/config.json": f"/{name}/config.json"},
         opaque={"table": {name: 1}, name: 2},
     )
     return Manifest(
@@ -84,6 +85,7 @@ def test_what_either_part_holds_is_in_the_whole():
     assert (train.step, train.optimizer_step) == (3, {"a": 3.0, "b": 3.0})
     assert (train.non_tensor_state.keys(), train.rng_files) == ({"a", "b"}, ("a.rng", "b.rng"))
     assert train.kept_files.keys() == {"a.pkl", "b.pkl"}
+    assert train.hook_files.keys() == {"a/config.json", "b/config.json"}
     assert train.opaque == {"table": {"a": 1, "b": 1}, "a": 2, "b": 2}
     assert [group.fqns for group in train.param_groups] == [("a", "b")]
 

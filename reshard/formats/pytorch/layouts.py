@@ -365,9 +365,7 @@ def _note_changes_for_accelerate(state: WritableState, request: Request) -> tupl
     """Return notes on what is derived and dropped in a directory that Accelerate loads."""
     if request.weights_only:
         return ()
-    copied = {
-        Path(name).stem for name in copied_files.select_torch_files(state.manifest.train.kept_files)
-    }
+    copied = {Path(name).stem for name in state.manifest.train.kept_files}
     schedule = schedules.describe_changes(state.manifest, request.world_size)
     return (*schedule, *_describe_changes(state, *_BY_ACCELERATE, copied=copied))
 
@@ -390,8 +388,7 @@ def _describe_changes(
         copied: the parts that are copied as files of their own.
     """
     train = state.manifest.train
-    of_torch = copied_files.select_torch_files(train.kept_files)
-    files = {name: path for name, path in of_torch.items() if Path(name).stem not in copied}
+    files = {n: path for n, path in train.kept_files.items() if Path(n).stem not in copied}
     described = {Path(name).stem for name in files} if storable else set[str]()
     lost = [
         f"not copied: {name}"

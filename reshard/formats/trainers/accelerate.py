@@ -79,6 +79,8 @@ def lay_out_accelerate_extras(
             yield copied_files.lay_out(name, path)
         else:
             yield torch_writer.lay_out_object(name, scaled.state)
+    for name, path in state.manifest.train.hook_files.items():
+        yield copied_files.lay_out(name, path)
     if "scaler" in beside:
         yield torch_writer.lay_out_object("scaler.pt", beside["scaler"])
     count = state.manifest.train.opaque.get(ACCUMULATED, beside.get("step"))
