@@ -267,6 +267,21 @@ def _describe_unit(prefix: str) -> str:
     return repr(prefix) if prefix else "the root module"
 
 
+def find_place(prefix: str, ignored: Container[str], numbers: Mapping[str, int]) -> float:
+    """Return a number by which a unit has its place among the parameters that FSDP ignored.
+
+    In FSDP's model, a module has its own ignored parameters first, then its flat parameter, then
+    its children.
+
+    Args:
+        numbers: the position of each parameter in the model, which is that of an ignored one.
+    """
+    inside = [fqn for fqn in numbers if is_inside(fqn, prefix)]
+    first = numbers[inside[0]] - 0.5
+    own = (fqn for fqn in inside if fqn.rpartition(".")[0] == prefix)
+    return max((numbers[fqn] + 0.5 for fqn in own if fqn in ignored), default=first)
+
+
 def is_inside(fqn: str, prefix: str) -> bool:
     """Return whether a parameter or module is inside the module of this name."""
     return not prefix or fqn.startswith(f"{prefix}.")

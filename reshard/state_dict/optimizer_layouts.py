@@ -176,23 +176,11 @@ class UnitLayout(WholeLayout):
         if not alone:
             return owners
         numbers = {fqn: number for number, fqn in enumerate(shapes)}
-        order = sorted(owners, key=lambda owner: self._find_place(owner, numbers))
+        places = {
+            unit: flat_params.find_place(unit.prefix, alone, numbers) for unit in self.known.units
+        }
+        order = sorted(owners, key=lambda owner: places.get(owner, numbers.get(owner, 0)))
         return {owner: owners[owner] for owner in order}
-
-    def _find_place(self, owner: Owner, numbers: Mapping[str, int]) -> float:
-        """Return a number by which units and ignored parameters have the order of FSDP's model.
-
-        A module has its own ignored parameters first, then its flat parameter, then its children.
-
-        Args:
-            numbers: the position of each parameter in the model.
-        """
-        if owner in self.known.ignored:
-            return numbers[owner]
-        inside = [fqn for fqn in numbers if flat_params.is_inside(fqn, owner.prefix)]
-        first = numbers[inside[0]] - 0.5
-        own = (fqn for fqn in inside if fqn.rpartition(".")[0] == owner.prefix)
-        return max((numbers[f] + 0.5 for f in own if f in self.known.ignored), default=first)
 
     def sign(self, slots: Slots) -> Signature:
         """Return the number of elements on a rank."""

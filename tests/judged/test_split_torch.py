@@ -44,6 +44,7 @@ TWO, ONE = "menagerie_tied_frozen", "menagerie_tied"  # the models under FSDP 2 
 NAMED = "fsdp1 mesh named"
 IGNORED = "fsdp2 ignored"  # with parameters that FSDP 2 does not shard
 IGNORED1 = "fsdp1 orig ignored"
+FLAT_IGNORED = "fsdp1 ignored"
 
 
 def shapes(build, wrap="LlamaDecoderLayer"):
@@ -154,11 +155,13 @@ def trained(tmp_path_factory):
     (place / "fsdp1").mkdir()
     (place / "ignored").mkdir()
     (place / "ignored1").mkdir()
+    (place / "flat_ignored").mkdir()
     jobs = [
         ("fsdp2", worker.save, "fsdp2", TWO, place / "fsdp2"),
         ("fsdp1", worker.save, "fsdp1", ONE, place / "fsdp1"),
         ("ignored", worker.save, IGNORED, ONE, place / "ignored"),
         ("ignored1", worker.save, IGNORED1, ONE, place / "ignored1"),
+        ("flat_ignored", worker.save, FLAT_IGNORED, ONE, place / "flat_ignored"),
     ]
     losses = worlds.run(2, run_in_turn, jobs)[0]
     return place, losses
@@ -208,6 +211,9 @@ def loaded(trained, deepspeed, tmp_path_factory):
             local = place / "ignored1"
             made = split(local / "ranks", out / f"{world}-ignored1", lay_out, **TOLD)
             jobs.append(("ignored flat", resumed, IGNORED, ONE, "pair", made, local))
+            flat_ignored, made = place / "flat_ignored", out / f"{world}-local-ignored"
+            split(flat_ignored / "ranks", made, fix_ranks(FLAT_FORMS["local"][0], world), **TOLD)
+            jobs.append(("local ignored", resumed, FLAT_IGNORED, ONE, "local", made, flat_ignored))
         for rank in worlds.run(world, run_in_turn, jobs):
             for name, result in rank.items():
                 found.setdefault((world, name), []).append(result)
@@ -221,7 +227,7 @@ def loaded(trained, deepspeed, tmp_path_factory):
 
 
 def test_pytorch_loads_every_bit_of_every_form(loaded):
-    assert len(loaded) == sum(len(a) + len(b) for a, b in AT.values()) + 11
+    assert len(loaded) == sum(len(a) + len(b) for a, b in AT.values()) + 13
     for name, ranks in loaded.items():
         for result in ranks:
             assert result.get("at") is None, (name, result["at"])
@@ -236,6 +242,7 @@ def test_training_continues_bitwise(loaded, trained):
         assert loaded[2, f"flat {name}"][0]["losses"] == losses["fsdp1"], name
     for source in ("ranks", "dcp"):
         assert loaded[2, f"ignored {source}"][0]["losses"] == losses["ignored"], source
+    assert loaded[2, "local ignored"][0]["losses"] == losses["flat_ignored"]
 
 
 @pytest.mark.parametrize("world", [3, 4])
@@ -247,7 +254,7 @@ def test_other_sizes_continue_as_from_pytorchs_own_checkpoint(loaded, trained, w
     for name, result in loaded.items():
         if name[1] == "deepspeed":
             continue
-        runs = {"flat": "fsdp1", "ignored": "ignored"}
+        runs = {"flat": "fsdp1", "ignored": "ignored", "local": "flat_ignored"}
         wanted = losses[runs.get(name[1].split()[0], "fsdp2")]
         found = [float.fromhex(loss) for loss in result[0].get("losses", wanted)]
         assert found == pytest.approx(list(map(float.fromhex, wanted)), rel=1e-6), name

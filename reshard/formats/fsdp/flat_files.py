@@ -20,7 +20,7 @@ from reshard.core.dtypes import DType
 from reshard.core.manifest import Skeleton
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.fsdp.flat_optimizers import FlatOptimizer, OrigOptimizer
-from reshard.formats.fsdp.flat_units import Flat, build_flats
+from reshard.formats.fsdp.flat_units import Flat, build_flats, exclude_ignored, find_ignored
 from reshard.formats.fsdp.rank_files import (
     PAIR,
     VERL,
@@ -65,8 +65,9 @@ def lay_out_fsdp1_local(
         UsageError: the model lacks a weight of the source, or its wrapping is not known.
     """
     ranks, dtype, weights_only = request.world_size, request.dtype, request.weights_only
+    model = exclude_ignored(state, model)
     flats = build_flats(state, model, dtype)
-    buffers = _find_buffers(state, model)
+    plain = _find_plain(state, model, dtype)
     raw = None if weights_only else _build_raw_optimizer(state, model, flats, compute)
 
     pieces = ranks if sharded else 1
@@ -78,7 +79,7 @@ def lay_out_fsdp1_local(
             weights.update((name, build_whole_slot(value)) for name, value in values.items())
         else:
             weights.update(_build_pieces(flats, model, compute, rank, pieces))
-            weights.update((name, build_whole_slot(value)) for name, value in buffers.items())
+            weights.update((name, build_whole_slot(value)) for name, value in plain.items())
         moments = None if raw is None else raw.build_rank(rank if pieces > 1 else 0, pieces)
         yield from _lay_out_files(state, naming, weights, moments, rank, ranks)
         yield from lay_out_extras(state, request, naming, rank, version=1)
@@ -107,6 +108,7 @@ def lay_out_fsdp1_sharded(
             f"a mesh of {grid}", "FSDP 1 does not support a mesh of several axes"
         )
     placements, ranks, dtype = MeshPlacements(grid), grid.world, request.dtype
+    model = exclude_ignored(state, model)
     flats = build_flats(state, model, dtype)
     values = OrderedDict(
         torch_state_dict.build_weights(state, dtype=dtype, divided=build_is_divided(state, model))
@@ -129,7 +131,7 @@ def _build_raw_optimizer(
 ) -> FlatOptimizer | OrigOptimizer:
     """Return the raw optimizer of either setting of ``use_orig_params``."""
     if compute is None:
-        return FlatOptimizer(state, flats)
+        return FlatOptimizer(state, model, flats)
     return OrigOptimizer(state, model, flats, compute)
 
 
@@ -164,12 +166,15 @@ def _lay_out_files(
         yield torch_writer.lay_out_object(name, root, slot_of=WholeSlots(), stamp=stamp)
 
 
-def _find_buffers(state: WritableState, model: ModelShapes) -> dict[str, Value]:
-    every = torch_state_dict.build_weights(state)
-    names = [*model.buffers, *(a for a, first in model.tied.items() if first in model.buffers)]
+def _find_plain(state: WritableState, model: ModelShapes, dtype: DType | None) -> dict[str, Value]:
+    """Return the weights that are in no flat parameter: parameters that FSDP ignores, buffers."""
+    every = torch_state_dict.build_weights(state, dtype=dtype)
+    owners = {fqn: weight.fqn for fqn, weight in find_ignored(state, model).items()}
+    owners |= {name: name for name in model.buffers}
+    owners |= {alias: owners[first] for alias, first in model.tied.items() if first in owners}
     missing = [name for name in model.buffers if name not in every]
     if missing:
         raise IncompleteError(
             state.manifest.origin.path, f"has no {missing[0]!r}, but {model.source} has it"
         )
-    return {name: every[model.tied.get(name, name)] for name in names}
+    return {name: every[owner] for name, owner in owners.items()}

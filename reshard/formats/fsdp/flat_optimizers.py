@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,10 @@ from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
 from reshard.errors import UnsupportedError
-from reshard.formats.fsdp.flat_units import Flat, iterate_run
+from reshard.formats.fsdp.flat_units import Flat, find_ignored, iterate_run
 from reshard.layouts.partition import compute_equal_piece
 from reshard.model import ModelShapes
-from reshard.state_dict import nested_slots, torch_state_dict
+from reshard.state_dict import flat_params, nested_slots, torch_state_dict
 from reshard.state_dict.slots import build_whole_slot
 from reshard.training.shared_scalars import build_shared_scalars
 from reshard.training.state import (
@@ -48,6 +48,11 @@ class _FlatState:
     step: float | None = None
     non_tensors: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def key(self) -> str:
+        """The name of the flat parameter."""
+        return self.flat.key
+
     def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
         """Return a rank's pieces, padded with zeros to equal length."""
         start, stop = compute_equal_piece(self.flat.numel, ranks, rank)
@@ -59,11 +64,25 @@ class _FlatState:
         return nested_slots.unflatten({**slots, **self.scalars, **self.non_tensors})
 
 
-_FlatGroup = tuple[dict[str, Any], list[_FlatState]]
+@dataclass(frozen=True, slots=True)
+class _WholeState:
+    """The optimizer's state of a parameter that FSDP ignores, which every rank has whole."""
+
+    key: str
+    slots: Mapping[str, Any]
+
+    def build_rank(self, _rank: int, _ranks: int) -> Mapping[str, Any]:
+        """Return the whole state."""
+        return self.slots
 
 
-def _build_flat_groups(state: WritableState, flats: Sequence[Flat]) -> list[_FlatGroup]:
-    """Return hyper-parameters and flat parameters of each group, in the model's order."""
+_FlatGroup = tuple[dict[str, Any], list[_FlatState | _WholeState]]
+
+
+def _build_flat_groups(
+    state: WritableState, model: ModelShapes, flats: Sequence[Flat]
+) -> list[_FlatGroup]:
+    """Return hyper-parameters and the optimizer's parameters of each group, in FSDP's order."""
     optimizer = _build_optimizer(state)
     group_of = {
         member.fqn: (number, member)
@@ -74,18 +93,39 @@ def _build_flat_groups(state: WritableState, flats: Sequence[Flat]) -> list[_Fla
         ({name: value for name, value in group.items() if name != "params"}, [])
         for group in optimizer["param_groups"]
     ]
-    for flat in flats:
-        owners = [group_of.get(weight.fqn) for _, weight in flat.members]
+    ignored = find_ignored(state, model)
+    for owner in _sort_owners(model, flats, ignored):
+        if isinstance(owner, str):
+            fqn = ignored[owner].fqn
+            if fqn in group_of:
+                slots = optimizer["state"].get(fqn, {})
+                groups[group_of[fqn][0]][1].append(_WholeState(owner, slots))
+            continue
+        owners = [group_of.get(weight.fqn) for _, weight in owner.members]
         owned = [each for each in owners if each is not None]
         if not owned:
             continue
         numbers = {number for number, _ in owned}
         if len(numbers) > 1 or len(owned) < len(owners):
-            _refuse_unit(flat, owners)
+            _refuse_unit(owner, owners)
         (number,) = numbers
         members = [member for _, member in owned]
-        groups[number][1].append(_build_flat_state(state, flat, members))
+        groups[number][1].append(_build_flat_state(state, owner, members))
     return groups
+
+
+def _sort_owners(
+    model: ModelShapes, flats: Sequence[Flat], ignored: Container[str]
+) -> list[Flat | str]:
+    """Return the flat parameters, and the ignored ones by name, in the order of FSDP's model."""
+    numbers = {fqn: number for number, fqn in enumerate(model.parameters)}
+    alone = [(float(number), fqn) for fqn, number in numbers.items() if fqn in ignored]
+    if not alone:
+        return [*flats]
+    placed: list[tuple[float, Flat | str]] = [
+        (flat_params.find_place(flat.unit.prefix, ignored, numbers), flat) for flat in flats
+    ]
+    return [owner for _, owner in sorted([*placed, *alone], key=lambda each: each[0])]
 
 
 def _refuse_unit(flat: Flat, owners: Sequence[tuple[int, TrainedParameter] | None]) -> None:
@@ -162,14 +202,14 @@ def _build_scalars(unit: str, stepped: Sequence[TrainedParameter]) -> dict[str, 
 class FlatOptimizer:
     """The optimizer of ``use_orig_params=False``: flat parameters, numbered through the groups."""
 
-    def __init__(self, state: WritableState, flats: Sequence[Flat]) -> None:
-        self._groups = _build_flat_groups(state, flats)
+    def __init__(self, state: WritableState, model: ModelShapes, flats: Sequence[Flat]) -> None:
+        self._groups = _build_flat_groups(state, model, flats)
 
     def build_rank(self, rank: int, ranks: int) -> dict[str, Any]:
         """Return the optimizer of one rank."""
         groups = (
-            (hyper, [(each.flat.key, each.build_rank(rank, ranks)) for each in flat_states])
-            for hyper, flat_states in self._groups
+            (hyper, [(each.key, each.build_rank(rank, ranks)) for each in states])
+            for hyper, states in self._groups
         )
         return torch_state_dict.assemble_optimizer(groups, named=False)
 
@@ -199,17 +239,24 @@ class OrigOptimizer:
         groups = (
             (
                 hyper,
-                [(each.fqn, self._slice_member(each, runs[each.fqn], ranks)) for each in members],
+                [
+                    (each.fqn, self._slice_member(each, runs.get(each.fqn), ranks))
+                    for each in members
+                ],
             )
             for hyper, members in self._groups
         )
         return torch_state_dict.assemble_optimizer(groups, named=self._needs_names)
 
     def _slice_member(
-        self, member: TrainedParameter, span: tuple[int, int], ranks: int
+        self, member: TrainedParameter, span: tuple[int, int] | None, ranks: int
     ) -> dict[str, Any]:
-        """Return a rank's slices; a single rank has whole tensors (FSDP 1 is NO_SHARD there)."""
-        start, stop = span
+        """Return a rank's slices; a single rank has whole tensors (FSDP 1 is NO_SHARD there).
+
+        Args:
+            span: the elements that the rank has; None for all, of a parameter that FSDP ignores.
+        """
+        start, stop = span or (0, member.weight.value.numel)
         if start >= stop:
             return {}
         slots = _build_step(member.step, member.slots)
@@ -218,7 +265,7 @@ class OrigOptimizer:
                 slots[name] = build_whole_tensor(entry, entry.dtype)
                 continue
             parts = tuple(iterate_run([(0, entry)], start, stop))
-            shape = entry.shape if ranks == 1 else (stop - start,)
+            shape = entry.shape if ranks == 1 or span is None else (stop - start,)
             slots[name] = Slot(Storage(entry.dtype, stop - start, parts), shape)
         return nested_slots.unflatten(
             {**slots, **torch_state_dict.get_non_tensor_state(self._state, member)}

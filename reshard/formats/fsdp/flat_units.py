@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_writer import Part, Slot, Storage
@@ -11,6 +11,7 @@ from reshard.core.box import flat_span, run_boxes
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Entry
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.fsdp.rank_files import build_is_divided
 from reshard.layouts import flat_param
 from reshard.layouts.partition import compute_equal_piece
 from reshard.model import ModelShapes, Unit
@@ -85,6 +86,34 @@ def iterate_run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> 
         for box in run_boxes(entry.shape, first - at, last - at):
             offset = flat_span(box, entry.shape)[0] + at - start
             yield Part(entry.kind, entry.fqn, entry.shape, box, offset)
+
+
+def exclude_ignored(state: WritableState, model: ModelShapes) -> ModelShapes:
+    """Return the model with units that lack the parameters which the source's run did not shard.
+
+    Raises:
+        IncompleteError, UsageError: as `build_flats`.
+    """
+    weights = {weight.fqn: weight for weight in state.weights}
+    is_divided = build_is_divided(state, model)
+    units = []
+    for unit in model.units:
+        found = {fqn: _find_weight(state, weights, model, fqn) for fqn in unit.members}
+        members = tuple(fqn for fqn, weight in found.items() if is_divided(weight))
+        units.append(replace(unit, members=members))
+    return replace(model, units=tuple(unit for unit in units if unit.members))
+
+
+def find_ignored(state: WritableState, model: ModelShapes) -> dict[str, Weight]:
+    """Return the weights of the parameters that are in no unit of a model, in its order.
+
+    Raises:
+        IncompleteError, UsageError: as `build_flats`.
+    """
+    weights = {weight.fqn: weight for weight in state.weights}
+    members = {fqn for unit in model.units for fqn in unit.members}
+    alone = (fqn for fqn in model.parameters if fqn not in members)
+    return {fqn: _find_weight(state, weights, model, fqn) for fqn in alone}
 
 
 def build_flats(state: WritableState, model: ModelShapes, dtype: DType | None) -> list[Flat]:

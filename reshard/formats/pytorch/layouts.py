@@ -111,8 +111,11 @@ def lay_out_fsdp(state: WritableState, request: Request) -> LaidOut:
         UsageError: a form that FSDP does not load, or flat parameters of an unknown model.
         ReshardError: as the layout of that form.
     """
-    lay_out = _lay_out_local if request.state_dict_type == "local" else _lay_out_for_accelerate
-    return LaidOut(lay_out(state, request), _note_changes_for_accelerate(state, request))
+    is_local = request.state_dict_type == "local"
+    lay_out = _lay_out_local if is_local else _lay_out_for_accelerate
+    plain = _note_plain(state, request, "ignored_states") if is_local else ()
+    notes = (*plain, *_note_changes_for_accelerate(state, request))
+    return LaidOut(lay_out(state, request), notes)
 
 
 def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
@@ -125,7 +128,7 @@ def lay_out_fsdp2(state: WritableState, request: Request) -> LaidOut:
     if source.origin.format == "fsdp" and source.keyed == "fqn":
         naming = replace(naming, keyed="fqn")
     skeleton = _lay_out_rank_files(state, request, naming)
-    cuts = (*_note_tensor_plan(state, request), *_note_plain(state, request))
+    cuts = (*_note_tensor_plan(state, request), *_note_plain(state, request, "ignored_params"))
     return LaidOut(skeleton, (*cuts, *_note_changes(state, request)))
 
 
@@ -412,15 +415,19 @@ def _note_tensor_plan(state: WritableState, request: Request) -> tuple[str, ...]
     )
 
 
-def _note_plain(state: WritableState, request: Request) -> Iterator[str]:
-    """Yield a note on the trained parameters that every rank's file has as a plain tensor."""
+def _note_plain(state: WritableState, request: Request, keyword: str) -> Iterator[str]:
+    """Yield a note on the trained parameters that every rank's file has as a plain tensor.
+
+    Args:
+        keyword: FSDP's argument for the parameters that it leaves whole.
+    """
     is_divided = rank_files.build_is_divided(state, request.model)
     trained = (member.weight for member in state.members)
     plain = [weight.fqn for weight in trained if weight.shape and not is_divided(weight)]
     if plain:
         yield (
             f"{some(plain)}: plain tensors on each rank, as in the source, whose run did"
-            " not shard them; the new run must ignore the same parameters (ignored_params)"
+            f" not shard them; the new run must ignore the same parameters ({keyword})"
         )
 
 
