@@ -25,13 +25,14 @@ _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"
 _NEWER = "a newer torch than reshard supports saved it: save it with DCP instead"
 
-Described = tuple[DType, Index, tuple[Chunk, ...], str, Placement]
+Described = tuple[DType, Index, tuple[Chunk, ...], str, Placement, str]
 
 
 def describe_shards(file: TorchFile, call: Call) -> Described | None:
     """Return dtype, global shape, this rank's chunks, and the mesh's device type and placement.
 
-    The last two are empty for a ShardedTensor. None: the call is not a sharded tensor.
+    The last two are empty for a ShardedTensor. The description of the division over ranks follows.
+    None: the call is not a sharded tensor.
 
     A tensor whose class computes its elements from others is not described either.
 
@@ -55,8 +56,17 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
             spec = call.get("_spec")
             device = _get_of_mesh(spec.get("mesh"), "device_type")
             placement = _read_placement(file, spec)
-            return dtype, shape, chunks, device if isinstance(device, str) else "", placement
-        return dtype, shape, tuple(_read_sharded_tensor(file, call, shape, dtype)), "", ()
+            device = device if isinstance(device, str) else ""
+            return dtype, shape, chunks, device, placement, _describe_division(file, spec)
+        shards = tuple(_read_sharded_tensor(file, call, shape, dtype))
+        return (
+            dtype,
+            shape,
+            shards,
+            "",
+            (),
+            f"in {len(call.state[1].get('shards_metadata'))} shards",
+        )
     except (  # pickled objects of another form raise these where the code below reads them
         IndexError,
         KeyError,
@@ -178,6 +188,14 @@ def _read_placement(file: TorchFile, spec: Call) -> Placement:
         return ()
     dims = [None if cut is None else cut.dim for cut in cuts]
     return tuple(zip(names, dims, strict=True))
+
+
+def _describe_division(file: TorchFile, spec: Call) -> str:
+    """Return the mesh of a DTensor and how it cuts the tensor as text, the same on all ranks."""
+    sizes = "x".join(map(str, _read_mesh_sizes(spec.get("mesh"))))
+    cuts = (_parse_placement(file, placement) for placement in spec.get("placements"))
+    placements = (f"Shard({cut.dim})" if cut else "Replicate()" for cut in cuts)
+    return f"over a mesh of {sizes} ranks by ({', '.join(placements)})"
 
 
 def _get_of_mesh(mesh: Call, name: str) -> Any:

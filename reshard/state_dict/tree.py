@@ -13,8 +13,9 @@ from reshard.core.box import Index
 from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Placement, SourceFile
-from reshard.errors import MIXED, CorruptError, shown
+from reshard.errors import MIXED, TWO_RUNS, CorruptError, StaleError, shown
 from reshard.state_dict import sharded_reader
+from reshard.system.paths import as_path
 
 _SAVER_DEPTH = 6  # of the containers in which a file's sharded tensors are looked for
 
@@ -26,6 +27,7 @@ class GlobalTensor:
     Args:
         device: device type of a DTensor's mesh; empty if none is stated.
         placement: how the axes of that mesh cut the tensor; empty if it is not stated.
+        division: how the ranks divided the tensor, as text; empty if it is not stated.
     """
 
     dtype: DType
@@ -33,6 +35,7 @@ class GlobalTensor:
     chunks: tuple[Chunk, ...]
     device: str = ""
     placement: Placement = ()
+    division: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ def join_trees(trees: Sequence[Any], names: Sequence[str]) -> JoinedTree:
 
     Raises:
         CorruptError: ranks disagree on a tensor's shape, dtype or kind.
+        StaleError: ranks divided a tensor in different ways.
     """
     joiner = _Joiner()
     try:
@@ -241,6 +245,13 @@ def _join_tensors(values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
                 f"{format_path(path)!r} is {_describe(value)}, but {_describe(first)} in"
                 f" {first_name}",
                 MIXED,
+            )
+        if isinstance(value, GlobalTensor) and value.division != first.division:
+            raise StaleError(
+                name,
+                f"has {format_path(path)!r} {value.division}, but {as_path(first_name).name} has it"
+                f" {first.division}",
+                TWO_RUNS,
             )
         if isinstance(value, GlobalTensor):
             chunks += value.chunks

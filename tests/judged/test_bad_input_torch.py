@@ -28,6 +28,7 @@ import reshard
 from reshard.errors import (
     CorruptError,
     IncompleteError,
+    StaleError,
     UnrecognisedError,
     UnsafeError,
     UnsupportedError,
@@ -170,6 +171,28 @@ def test_a_file_of_another_rank_is_named(copied, refused):
     source = copied("fsdp2_ranks_ws4")
     shutil.copy(source / "model_rank1.pt", source / "model_rank2.pt")
     refused(source, CorruptError, "model_rank2.pt", "tensors of rank 1", "model_rank1.pt")
+
+
+@pytest.mark.parametrize(
+    ("case", "other", "words"),
+    [
+        (
+            "fsdp2_ranks_ws4",
+            "fsdp2_ranks_2d_ws4",
+            ("mesh of 2 ranks by (Shard(0)), but model_rank0.pt has it over a mesh of 4 ranks",),
+        ),
+        (
+            "fsdp1_sharded_shardedtensor_ws4",
+            "fsdp1_sharded_hybrid_ws4",
+            ("in 2 shards, but model_rank0.pt has it in 4 shards",),
+        ),
+    ],
+)
+def test_a_rank_of_another_mesh_is_named(copied, torch_made, refused, case, other, words):
+    """Check files of runs with the same number of ranks."""
+    source = copied(case)
+    shutil.copy(torch_made / other / "ckpt" / "model_rank3.pt", source)
+    refused(source, StaleError, "model_rank3.pt", *words)
 
 
 def test_the_last_of_a_stated_world_is_missing(copied, refused):
