@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from tests.judged.expected import read_expected
 from tests.judges import pipeline_worker as worker
 from tests.trainer import worlds
@@ -57,7 +57,7 @@ def test_groups_have_the_parameters_of_all_stages(trained, run, form):
     assert decays == [0.1, 0.0][: len(told["groups"])]
 
 
-@pytest.mark.parametrize("form", ["numbered", "apart", "named"])
+@pytest.mark.parametrize("form", worker.RANKS)
 def test_rank_files_state_the_stages_and_keep_the_models_order(trained, form):
     with reshard.open(trained / "three_axes" / form) as checkpoint:
         assert checkpoint.manifest.origin.mesh == {"world": 8, "pp": 2}
@@ -73,6 +73,34 @@ def test_dcp_of_numbered_stages_keeps_its_keys(trained, tmp_path):
     ]
     assert keys[0] == keys[1]
     assert reshard.diff(source, tmp_path / "out").same
+
+
+def test_folders_of_stages_are_joined_whichever_level_is_passed(trained, tmp_path):
+    """Check that a stage alone is read with a warning, and that stages need names of their own."""
+    run = tmp_path / "run" / "step_3"
+    shutil.copytree(trained / "three_axes" / "stage_folders", run)
+    torch.save({"lr_scheduler": {"last_epoch": 3}}, run / "extra.pt")
+    with reshard.open(run.parent) as checkpoint:
+        manifest = checkpoint.manifest
+        assert (manifest.origin.format, manifest.origin.mesh) == ("dcp", {"world": 8, "pp": 2})
+        assert manifest.train.step == 3
+        assert manifest.train.scheduler == {"last_epoch": 3}
+    with reshard.open(run / "pp1") as checkpoint:
+        assert "head.weight" in checkpoint
+        assert "embed.weight" not in checkpoint
+        (warning,) = checkpoint.manifest.warnings
+        assert warning == f"{run}/pp1 is one of 2 pipeline stages: pass {run} to read all of them"
+    shutil.rmtree(run / "pp1")
+    shutil.copytree(run / "pp0", run / "pp1")
+    with pytest.raises(
+        UnsupportedError, match=r"pp1: contains 'embed.*, and so does .*pp0: the na"
+    ):
+        reshard.open(run)
+    (run / "pp1").rename(run / "pp2")
+    with pytest.raises(
+        IncompleteError, match="contains the pipeline stages pp0 and pp2, but not stage 1"
+    ):
+        reshard.open(run)
 
 
 def test_the_report_says_that_a_group_was_cut_short(trained):

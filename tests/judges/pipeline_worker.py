@@ -25,7 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 STEPS = 3
 LAYERS = 4
 WIDTH, INNER, VOCABULARY = 6, 12, 10
-FORMS = ("numbered", "apart", "named", "dcp", "dcp_by_group", "dcp_of_stages")
+RANKS = ("numbered", "apart", "named", "bare_numbers", "rank_folders")  # a file of each rank
+FORMS = (*RANKS, "dcp", "dcp_by_group", "dcp_of_stages", "stage_folders")
 WHOLE = StateDictOptions(full_state_dict=True)
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -129,6 +130,9 @@ def save(ranks, sizes, place, groups):
     rank = ranks.rank
     raw = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": STEPS}
     torch.save(raw, place / "numbered" / f"state_rank_{rank}.pt")
+    torch.save(raw, place / "bare_numbers" / f"{rank}.pt")
+    (place / "rank_folders" / f"rank_{rank}").mkdir()
+    torch.save(raw, place / "rank_folders" / f"rank_{rank}" / "checkpoint.pt")
     torch.save(model.state_dict(), place / "apart" / f"model_rank_{rank}.pt")
     torch.save(optimizer.state_dict(), place / "apart" / f"optim_rank_{rank}.pt")
     weights, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
@@ -139,5 +143,9 @@ def save(ranks, sizes, place, groups):
     stage = mesh.get_local_rank("pp")
     keyed = {f"model_{stage}": model.state_dict(), f"optim_{stage}": optimizer.state_dict()}
     dcp.save(keyed, checkpoint_id=place / "dcp_of_stages")
+    size = ranks.world // sizes[0]
+    of_stages = [dist.new_group(range(n, n + size)) for n in range(0, ranks.world, size)]
+    own = place / "stage_folders" / f"pp{stage}"
+    dcp.save(raw, checkpoint_id=own, process_group=of_stages[stage])
     if rank == 0:
         torch.save(told, place / "expected.pt")

@@ -6,6 +6,7 @@ Libraries number the files of ranks in different ways; the patterns here cover w
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from reshard.containers.torch_detect import SUFFIXES, is_torch_file
@@ -18,6 +19,9 @@ NAME = "torch"
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
 # NeMo RL 0.4 ``native_checkpoint.py``; elsewhere, a folder ``weights`` is a whole checkpoint.
 _WEIGHTS, _OPTIMIZER = "weights", "optimizer"
+# Programs save each pipeline stage, or each rank, into a folder of its own: ``pp0``, ``rank_1``.
+_STAGE_FOLDER = re.compile(r"(?:(?:pp|pipe|pipeline)(?:[-_]?(?:stage|rank))?|stage)[-_]?(\d+)")
+_RANK_FOLDER = re.compile(r"(?:global[-_]?)?rank[-_]?(\d+)")
 # The rank is between one of these words and the suffix.
 _SUFFIX = "|".join(map(re.escape, SUFFIXES))
 OF_WORLD = r"(?:[-_.]?(?:of|world_size)[-_.]?\d+)?"  # behind the number of a rank
@@ -42,6 +46,8 @@ def detect(location: Location) -> bool:
         or any(map(dcp.is_hf_shard, location.files))
         or any(map(is_part, location.files))
         or bool(find_dcp_parts(location))
+        or bool(find_stage_folders(location))
+        or bool(find_rank_folders(location))
     )
 
 
@@ -74,6 +80,46 @@ def find_dcp_parts(location: Location) -> dict[str, Location]:
     return parts
 
 
+def find_stage_folders(location: Location) -> dict[int, Location]:
+    """Return the folders of pipeline stages by number, in order; empty if there are not several."""
+    folders = _find_numbered(location, _STAGE_FOLDER)
+    # Without a stage 0, ``stage1`` and ``stage2`` are the phases of a training.
+    are_stages = len(folders) > 1 and (0 in folders or not _is_phase(folders))
+    is_saved = all(dcp.detect(each) or find_torch_files(each) for each in folders.values())
+    return folders if are_stages and is_saved else {}
+
+
+def _is_phase(folders: Mapping[int, Location]) -> bool:
+    return any(folder.name.startswith("stage") for folder in folders.values())
+
+
+def find_rank_folders(location: Location) -> dict[int, Location]:
+    """Return the folders of ranks by number; empty if one of them has no ``torch.save`` file."""
+    folders = _find_numbered(location, _RANK_FOLDER)
+    return folders if all(map(find_torch_files, folders.values())) else {}
+
+
+def _find_numbered(location: Location, pattern: re.Pattern[str]) -> dict[int, Location]:
+    """Return the folders whose names match a pattern, by number, in order."""
+    numbered = {
+        int(match[1]): folder
+        for name, folder in location.folders.items()
+        if (match := pattern.fullmatch(name))
+    }
+    return dict(sorted(numbered.items()))
+
+
+def describe_stage(location: Location) -> list[str]:
+    """Return a warning if a directory is that of one of several pipeline stages."""
+    if not _STAGE_FOLDER.fullmatch(location.name) or len(location.directories) > 1:
+        return []
+    above = location.get_parent()
+    stages = find_stage_folders(above)
+    if location.name not in {stage.name for stage in stages.values()}:
+        return []
+    return [f"{location} is one of {len(stages)} pipeline stages: pass {above} to read all of them"]
+
+
 def find_whole(location: Location) -> Location | None:
     """Return the checkpoint whose model or optimizer is the folder that the user passed.
 
@@ -82,7 +128,7 @@ def find_whole(location: Location) -> Location | None:
     if location.chosen or len(location.directories) > 1 or not _FOLDER.fullmatch(location.name):
         return None
     folder = location.path if location.path.name else location.path.resolve()
-    above = Location([folder.parent])
+    above = Location([folder.parent], inner=True)
     parts = find_dcp_parts(above)
     optimizers = [name for name in parts if name.startswith("optim")]
     is_pair = location.name in parts and (len(parts), len(optimizers)) == (2, 1)
@@ -111,6 +157,8 @@ def is_part(name: str) -> bool:
 def find_torch_files(location: Location) -> dict[str, Path]:
     """Return the ``torch.save`` files, except shards of an index and the trainer's arguments.
 
+    A file in the folder of a rank has a name with the number of that rank.
+
     Raises:
         CorruptError: a file has the name of a part of the checkpoint but is not one.
     """
@@ -132,4 +180,18 @@ def find_torch_files(location: Location) -> dict[str, Path]:
                 f"is not a torch.save file ({size} bytes)" if size else "is empty",
                 "fetch it again; a node-local disk may still have it",
             )
-    return torch_files
+    return torch_files | _find_files_of_ranks(location)
+
+
+def _find_files_of_ranks(location: Location) -> dict[str, Path]:
+    """Return the files in the folders of ranks: ``rank_1/model.pt`` as ``model_rank1.pt``."""
+    folders = {n: find_torch_files(each) for n, each in find_rank_folders(location).items()}
+    in_all = set.intersection(*map(set, folders.values())) if folders else set[str]()
+    found = {}
+    for rank, files in folders.items():
+        for name, path in files.items():
+            stem = path.stem
+            if name not in in_all:  # it has the number of the rank itself: 1.pt, model_rank1.pt
+                stem = re.sub(rf"[-_.]?(rank)?[-_]?0*{rank}$", "", stem)
+            found[f"{stem}_rank{rank}{path.suffix}"] = path
+    return found

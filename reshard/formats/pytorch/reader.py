@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from reshard.containers.json_files import read_json_object
-from reshard.core.join import join
-from reshard.core.location import Location
+from reshard.core.location import Location, list_missing_ranks
 from reshard.core.manifest import Manifest, Origin, TrainState
-from reshard.errors import UnrecognisedError, UsageError
+from reshard.errors import FETCH_MISSING, IncompleteError, UnrecognisedError, UsageError
 from reshard.formats import beside, huggingface, run
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards, reader
@@ -21,9 +20,16 @@ from reshard.formats.huggingface import reader as of_huggingface
 from reshard.formats.pytorch import directory, provenance
 from reshard.formats.pytorch.directory import find_dcp_parts, is_rank_file
 from reshard.formats.pytorch.ranks import OpenedRanks, group_by_family, refuse_copies
+from reshard.formats.pytorch.stages import (
+    Collected,
+    count_ranks,
+    divide_stages,
+    find_stages,
+    join_stages,
+)
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import name_in_model
-from reshard.state_dict import assemble, sections, tree
+from reshard.state_dict import assemble, sections
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 from reshard.training import copied_files, trainer_run
 from reshard.training.trainer_run import TrainerRun
@@ -32,9 +38,6 @@ _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
 _EXTRA_STATE = "extra_state"  # VeOmni 0.1.12 ``checkpoint/dcp_checkpointer.py``
 _LATEST = "latest"  # Composer's symlink
-_LAYER = re.compile(r"(.+?)\.(\d+)\.")
-_STAGE = re.compile(r"(\w*?[A-Za-z])[_.-]?(\d+)")
-Collected = tuple[ParsedTree, list[str]]  # a tree, and warnings about it
 
 _COPY = "{} is assumed to be the same model as {}, which is not read"
 
@@ -63,21 +66,25 @@ def read(
     """
     # One rank's file stands for all of them; any other file is read by itself.
     saved: list[Collected]
+    folders: dict[int, Location] = {}
     trainer: dict[str, Any] = {}
     if location.chosen and not is_rank_file(location.chosen):
         saved = [(OpenedRanks.open({0: location.path}).join(location), [])]
     else:
         chosen, location = location.chosen, Location(location.directories)
-        saved, key = _read_stages(location, key, chosen)
-        if key is None and len(saved) == 1:
-            saved = _divide_stages(*saved[0])
+        folders = {} if chosen else directory.find_stage_folders(location)
+        if folders:
+            saved = _read_stage_folders(location, folders, key)
+        else:
+            saved, key = _read_stages(location, key, chosen)
         trainer = beside.read_trainer_state(location)
     first = saved[0][0]
+    place = next(iter(folders.values()), location)
     run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
     origin = Origin(
-        format=provenance.detect_framework(location, first, run_of_trainer),
+        format=provenance.detect_framework(place, first, run_of_trainer),
         path=str(location),
-        detail=provenance.describe_files(location),
+        detail=provenance.describe_files(place),
         versions=provenance.find_versions(first),
     )
     model_hint = ModelHint(model, wrap) if model else None
@@ -88,7 +95,7 @@ def read(
     if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "has no effect without --model")
     if len(saved) > 1:
-        manifest = _join_stages(saved, origin, key, model_hint, world=_count_ranks(saved))
+        manifest = join_stages(saved, origin, key, model_hint, world=count_ranks(saved))
     else:
         manifest = assemble.build_manifest(
             first, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
@@ -99,7 +106,7 @@ def read(
     if location.chosen:
         return replace(manifest, train=train)
     train = replace(train, rng_files=beside.list_random_files(location))
-    notes = beside.describe_recipe(location)
+    notes = [*beside.describe_recipe(location), *directory.describe_stage(location)]
     manifest = replace(manifest, train=train, warnings=(*manifest.warnings, *notes))
     return beside.add_kept_files(manifest, location)
 
@@ -131,10 +138,34 @@ def _complete_train_state(
     return train
 
 
+def _read_stage_folders(
+    location: Location, folders: Mapping[int, Location], key: str | None
+) -> list[Collected]:
+    """Read the folders of pipeline stages; files beside the folders are read with the first.
+
+    Raises:
+        IncompleteError: the folder of a stage is missing.
+    """
+    missing = list_missing_ranks(folders, max(folders) + 1)
+    if missing:
+        present = " and ".join(folder.name for folder in folders.values())
+        raise IncompleteError(
+            location,
+            f"contains the pipeline stages {present}, but not stage {', '.join(map(str, missing))}",
+            FETCH_MISSING,
+        )
+    saved = [stage for each in folders.values() for stage in _read_stages(each, key, None)[0]]
+    for stem, files in group_by_family(directory.find_torch_files(location)).items():
+        _add_part(saved[0][0], stem, OpenedRanks.open(files).join(location))
+    return saved
+
+
 def _read_stages(
     location: Location, key: str | None, chosen: str | None
 ) -> tuple[list[Collected], str | None]:
     """Read what each pipeline stage saved, like `_collect_parts`; one tree without a pipeline.
+
+    A stage may also have keys of its own in a tree of all (see `divide_stages`).
 
     Args:
         chosen: name of the rank's file that the user passed.
@@ -156,12 +187,12 @@ def _read_stages(
     families, warnings = _select_checkpoint(
         families, by_key or next(given, None) or _find_newest(families)
     )
-    stages = _find_stages(families.values(), key)
+    stages = find_stages(families.values(), key)
     if not stages:
         collected = _collect_parts(location, families, warnings)
         if key and by_key and by_key not in collected[0].root:
             key = key[len(by_key) + 1 :] or None
-        return [collected], key
+        return divide_stages(*collected) if key is None else [collected], key
     by_stage = [
         {stem: files for stem, each in families.items() if (files := each.select(ranks)).files}
         for ranks in stages
@@ -209,97 +240,6 @@ def _read_stage_alone(location: Location, families: Mapping[str, OpenedRanks]) -
     for stem, files in families.items():
         _add_part(stage, None if len(families) == 1 else stem, files.join(location))
     return stage
-
-
-def _find_stages(families: Iterable[OpenedRanks], key: str | None) -> list[set[int]]:
-    """Return the ranks of each pipeline stage, if no stage has a parameter of another."""
-    names: dict[int, set[str]] = {}
-    for family in families:
-        if len(family.files) > 1:
-            for rank, root in family.trees.items():
-                with contextlib.suppress(UnrecognisedError, UsageError):  # no model is in this file
-                    names.setdefault(rank, set()).update(sections.find(root, "", key).model)
-    # Ranks with the same names belong to one stage; two stages have no name in common.
-    ranks: dict[frozenset[str], set[int]] = {}
-    for rank, fqns in names.items():
-        ranks.setdefault(frozenset(fqns), set()).add(rank)
-    apart = len(frozenset().union(*ranks)) == sum(map(len, ranks))
-    return list(ranks.values()) if len(ranks) > 1 and apart and all(ranks) else []
-
-
-def _divide_stages(whole: ParsedTree, warnings: list[str]) -> list[Collected]:
-    """Return each pipeline stage of a tree that has all of them under numbered keys.
-
-    Those are ``model_0``, ``model_1`` ... and ``optim_0`` ..., where every stage has other layers
-    of one list (``layers.3``). Models of which this is not true are not stages.
-    """
-    numbered: dict[str, dict[int, str]] = {}
-    root = whole.root if isinstance(whole.root, dict) else {}
-    for name in root:
-        if match := _STAGE.fullmatch(str(name)):
-            numbered.setdefault(match[1], {})[int(match[2])] = name
-    every = {stem: keys for stem, keys in numbered.items() if sorted(keys) == [*range(len(keys))]}
-    layers = {
-        stem: [_find_layers(root[keys[number]]) for number in sorted(keys)]
-        for stem, keys in every.items()
-        if len(keys) > 1
-    }
-    models = [stem for stem, stages in layers.items() if _are_apart(stages)]
-    if len(models) != 1:
-        return [(whole, warnings)]
-    count = len(every[models[0]])
-    of_stages = [keys for keys in every.values() if len(keys) == count]
-    other = {name: n for keys in of_stages for n, name in keys.items()}
-    return [
-        (
-            replace(whole, root={k: v for k, v in root.items() if other.get(k, stage) == stage}),
-            warnings if stage == 0 else [],
-        )
-        for stage in range(count)
-    ]
-
-
-def _find_layers(state: Any) -> set[tuple[str, int]]:
-    """Return the layers of a state dict: the name of their list, and their number in it."""
-    matches = map(_LAYER.match, tree.collect_tensors(state))
-    return {(match[1], int(match[2])) for match in matches if match}
-
-
-def _are_apart(stages: Sequence[set[tuple[str, int]]]) -> bool:
-    """Return whether every stage has other layers, all of one list."""
-    lists = set.intersection(*({name for name, _ in layers} for layers in stages))
-    return bool(lists) and len(set().union(*stages)) == sum(map(len, stages))
-
-
-def _count_ranks(saved: Sequence[Collected]) -> int:
-    """Return the number of ranks whose files the stages are in, which stages of one tree share."""
-    ranks = {tuple(found.files): found.world for found, _ in saved}
-    return sum(ranks.values())
-
-
-def _join_stages(
-    saved: Sequence[Collected],
-    origin: Origin,
-    key: str | None,
-    model_hint: ModelHint | None,
-    *,
-    world: int,
-) -> Manifest:
-    """Join all pipeline stages, whose optimizers each number their own parameters."""
-    stages = [
-        assemble.build_manifest(found, origin, key=key, warnings=warnings)
-        for found, warnings in saved
-    ]
-    mesh = {"world": world, "pp": len(stages)}
-    joined = join(stages)
-    joined = replace(joined, origin=replace(joined.origin, mesh=mesh))
-    if model_hint is None:
-        return joined
-    note = (
-        f"the files state which parameters each stage has: --model {model_hint.model} was not"
-        " needed"
-    )
-    return replace(joined, warnings=(*joined.warnings, note))
 
 
 def _collect_parts(
