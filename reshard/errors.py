@@ -31,6 +31,7 @@ SAVE_NAMES = (
     "save again from the training script with an optimizer that stores names,"
     " Optimizer(model.named_parameters())"
 )
+REQUEST_PERMISSION = "request read permission, or copy it"
 FETCH_MISSING = (
     "copy the missing files here (a node-local disk may still hold them), or pass the directory of"
     " the node that has them as a second source"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptError
+from reshard.errors import DAMAGED, CorruptError
 from reshard.system.files import read_small_file
 
 
@@ -19,7 +19,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_small_file(path))
     except (ValueError, RecursionError) as error:
-        raise CorruptError(path, f"is not JSON: {error}") from error
+        raise CorruptError(path, f"is not JSON: {error}", DAMAGED) from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -7,8 +7,15 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
-from reshard.errors import CorruptError, ReshardError, UnrecognisedError, UsageError
+from reshard.errors import (
+    REQUEST_PERMISSION,
+    CorruptError,
+    ReshardError,
+    UnrecognisedError,
+    UsageError,
+)
 from reshard.system.paths import as_path, explain_tilde, is_remote
 
 _LISTED = 8
@@ -33,7 +40,7 @@ class Location:
     Args:
         directories: more than one if each node kept its own files.
         chosen: the name of the file that the user passed, if the user passed a file.
-        inner: whether the directories were found inside a directory that the user passed.
+        inner: whether the user did not pass the directories: they are inside of one, or above it.
     """
 
     def __init__(
@@ -55,6 +62,8 @@ class Location:
             raise UsageError("source", "the list of paths is empty", "pass at least one")
         for path in paths:
             if not path.exists():
+                if path.is_symlink():
+                    refuse_broken_link(path)
                 raise UnrecognisedError(path, "does not exist", _suggest_path(path))
         files = [path for path in paths if not path.is_dir()]
         for path in files:
@@ -86,7 +95,7 @@ class Location:
 
     def get_parent(self) -> Location:
         """Return the parent directory."""
-        return Location([directory.parent for directory in self.directories])
+        return Location([directory.parent for directory in self.directories], inner=True)
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -117,8 +126,18 @@ class Location:
                 by_name.setdefault(child.name, []).append(child)
         return {name: Location(by_name[name], inner=True) for name in sorted(by_name)}
 
+    @cached_property
+    def broken_links(self) -> dict[str, Path]:
+        """The symlinks whose targets do not exist, by name.
+
+        Raises:
+            ReshardError: a directory cannot be listed.
+        """
+        links = (child for child in self._children() if child.is_symlink())
+        return {link.name: link for link in links if not link.exists()}
+
     def _children(self) -> Iterator[Path]:
-        """Yield the directories' content; an unreadable subdirectory (lost+found) is empty.
+        """Yield the directories' content; an unreadable one (lost+found) is empty if it is inner.
 
         Raises:
             ReshardError: the user's own directory cannot be read.
@@ -128,9 +147,15 @@ class Location:
                 yield from directory.iterdir()
             except PermissionError as error:
                 if not self._inner:
-                    raise ReshardError(
-                        directory, "cannot be read", "request read permission, or copy it"
-                    ) from error
+                    raise ReshardError(directory, "cannot be read", REQUEST_PERMISSION) from error
+
+    def refuse_unreadable(self) -> None:
+        """Refuse a location whose directories cannot be listed, also if it is an inner one.
+
+        Raises:
+            ReshardError: a directory cannot be listed.
+        """
+        Location(self.directories).has_file(bool)
 
     def has_file(self, matches: Callable[[str], bool]) -> bool:
         """Return whether a file has such a name; a folder of many such files is not listed whole.
@@ -151,6 +176,17 @@ class Location:
         return None
 
 
+def refuse_broken_link(link: Path, advice: str = "") -> NoReturn:
+    """Refuse a symlink whose target does not exist.
+
+    Raises:
+        UnrecognisedError: always.
+    """
+    raise UnrecognisedError(
+        link, f"is a symlink to {link.readlink()}, which does not exist", advice
+    )
+
+
 def _suggest_path(missing: Path) -> str:
     """Return advice about a path that does not exist, from the names beside it."""
     if is_remote(str(missing)):
@@ -162,6 +198,8 @@ def _suggest_path(missing: Path) -> str:
     # The first part of the path that does not exist, and the directory that should contain it.
     chain = [missing, *missing.parents]
     wrong = next(each for each in chain if each.parent.exists())
+    if wrong.is_symlink():
+        return f"{wrong} is a symlink to {wrong.readlink()}, which does not exist"
     names: list[str] = []
     with contextlib.suppress(OSError):  # the parent can be a file, or not readable
         names = [child.name for child in wrong.parent.iterdir()]

@@ -159,16 +159,21 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
         manifest = _read_as(below, None, hints)
         note = f"{below} was read, the only run in {location}"
         return replace(manifest, warnings=(*manifest.warnings, note))
-    _refuse_lfs_pointers(location)
+    _refuse_missing_weights(location)
     raise UnrecognisedError(location, "not a recognized checkpoint", unclear.suggest(location))
 
 
-def _refuse_lfs_pointers(location: Location) -> None:
-    """Refuse a location whose weights are pointers of Git LFS, which no format detects."""
+def _refuse_missing_weights(location: Location) -> None:
+    """Refuse files of weights that are empty or pointers of Git LFS, which no format detects."""
     paths = [location.path] if location.chosen else location.files.values()
     with SourceFiles() as files:
         for path in paths:
-            if path.suffix in {".safetensors", *SUFFIXES} and path.stat().st_size >= _LFS_HEAD:
+            if path.suffix not in {".safetensors", *SUFFIXES}:
+                continue
+            nbytes = path.stat().st_size
+            if nbytes == 0:
+                raise IncompleteError(path, "is empty", "fetch it again")
+            if nbytes >= _LFS_HEAD:
                 refuse_lfs_pointer(path, files.read(str(path), 0, _LFS_HEAD))
 
 

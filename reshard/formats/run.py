@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from reshard.core.location import Location
+from reshard.core.location import Location, refuse_broken_link
 from reshard.errors import UnrecognisedError
 from reshard.system.files import MAX_POINTER, read_small_file
 from reshard.units import some
@@ -48,6 +48,7 @@ def find_checkpoint(
 
     Raises:
         UnrecognisedError: there are several, and neither pointer, number nor tag chooses one.
+        ReshardError: the chosen one cannot be read.
     """
     if detect(location) and tag is None:
         return location
@@ -56,11 +57,12 @@ def find_checkpoint(
     chosen = (
         _find_tagged(location, tag)
         if tag
-        else _find_pointed(location) or _find_newest(location, detect)
+        else _find_pointed(location, detect) or _find_newest(location, detect)
     )
     if chosen:
         found = find_checkpoint(chosen, None, detect, depth - 1)
         if found is None:
+            chosen.refuse_unreadable()
             raise UnrecognisedError(
                 chosen,
                 f"is the checkpoint that {location} points to, but it contains no checkpoint; its"
@@ -202,7 +204,7 @@ def parse_number(name: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def _find_pointed(location: Location) -> Location | None:
+def _find_pointed(location: Location, detect: Callable[[Location], bool]) -> Location | None:
     """Return the checkpoint that the run's pointer names, or the symlink that is one.
 
     Raises:
@@ -210,7 +212,8 @@ def _find_pointed(location: Location) -> Location | None:
     """
     pointer = location.find_first(_POINTERS)
     if pointer is None:
-        return _find_linked(location)
+        _refuse_broken_link(location, lambda name: name in _POINTERS or _LINK.fullmatch(name))
+        return _find_linked(location, detect)
     named = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
     found = _find_tagged(location, named)
     if found is None:
@@ -222,30 +225,51 @@ def _find_pointed(location: Location) -> Location | None:
     return found
 
 
-def _find_linked(location: Location) -> Location | None:
+def _refuse_broken_link(location: Location, names_checkpoint: Callable[[str], object]) -> None:
+    """Refuse a run in which a symlink that names its checkpoint points to nothing.
+
+    Raises:
+        UnrecognisedError: there is such a symlink, whose target has the name of a checkpoint.
+    """
+    for name, link in location.broken_links.items():
+        if names_checkpoint(name) and re.search(r"\d", link.readlink().name):
+            refuse_broken_link(link, _advise_others(location, name))
+
+
+def _find_linked(location: Location, detect: Callable[[Location], bool]) -> Location | None:
     """Return the directory to which a symlink such as ``latest`` or ``RUN-latest`` points.
 
-    None if there are several, or if it points elsewhere.
+    None if there are several.
     """
-    links = [
-        folder
+    links = {
+        name: folder
         for name, folder in location.folders.items()
         if _LINK.fullmatch(name) and folder.path.is_symlink()
-    ]
-    targets = {folder.path.resolve() for folder in links}
-    beside = [
-        folder
-        for folder in location.folders.values()
-        if not folder.path.is_symlink() and folder.path.resolve() in targets
-    ]
-    return beside[0] if len(targets) == 1 and beside else None
+    }
+    targets = {folder.path.resolve() for folder in links.values()}
+    if len(targets) != 1:
+        return None
+    # The checkpoint itself may be a symlink to another disk.
+    for name, folder in location.folders.items():
+        if name not in links and folder.path.resolve() in targets:
+            return folder
+    elsewhere = next(iter(links.values()))
+    return elsewhere if find_checkpoint(elsewhere, None, detect, 1) else None
 
 
 def _find_newest(location: Location, detect: Callable[[Location], bool]) -> Location | None:
-    """Return the checkpoint of the highest number; None if no number has a checkpoint."""
+    """Return the checkpoint of the highest number; None if no number has a checkpoint.
+
+    Raises:
+        UnrecognisedError: the highest number is that of a symlink to nothing.
+    """
     # The highest number may be an interrupted save. `find_checkpoint` refuses it, because an older
     # checkpoint is not what the user expects.
     numbers = list_numbered(location)
+    highest = max(numbers, default=-1)
+    _refuse_broken_link(
+        location, lambda name: (number := parse_number(name)) is not None and number > highest
+    )
     if any(find_checkpoint(folder, None, detect, 1) for folder in numbers.values()):
         return numbers[max(numbers)]
     return None

@@ -242,10 +242,10 @@ def suggest(location: Location) -> str:
             " that it was made from"
         )
     if location.chosen:
-        above = Location([location.path.parent])
+        above = Location([location.path.parent], inner=True)
         return f"pass the checkpoint's directory, {above}" if _is_run(above) else _KINDS
     beneath = [folder for name, folder in location.folders.items() if not name.startswith(".")]
-    above = Location([location.path.resolve().parent])
+    above = Location([location.path.resolve().parent], inner=True)
     found = [str(above)] if _is_run(above) else []
     found = found or [str(folder) for folder in beneath if registry.detect(folder)]
     if found:

@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import DAMAGED, CorruptError, IncompleteError, ReshardError
+from reshard.errors import DAMAGED, REQUEST_PERMISSION, CorruptError, IncompleteError, ReshardError
 from reshard.system import escaped, signals
 from reshard.system.derived import Derived, Kept
 from reshard.system.paths import as_path, is_remote
@@ -262,7 +262,7 @@ class Descriptor:
         except FileNotFoundError as error:
             raise IncompleteError(path, "does not exist", "was the checkpoint moved?") from error
         except OSError as error:
-            raise ReshardError(path, f"cannot be opened: {error.strerror}") from error
+            raise build_read_error(path, "opened", error) from error
 
     def announce(self, ranges: Iterable[Range]) -> None:
         """Tell the system that ranges of this file will be read, so that it begins to read them."""
@@ -283,7 +283,7 @@ class Descriptor:
                 rest = target[done:] if done else target
                 count = _pread(self.number, rest, byte_offset + done)
             except OSError as error:
-                raise ReshardError(self.path, f"cannot be read: {error.strerror}") from error
+                raise build_read_error(self.path, "read", error) from error
             if count == 0:
                 raise CorruptError(
                     self.path,
@@ -306,6 +306,12 @@ class Descriptor:
             self.close()
 
 
+def build_read_error(path: str | Path, verb: str, error: OSError) -> ReshardError:
+    """Return the error to raise for a system error while a file is opened or read."""
+    advice = REQUEST_PERMISSION if isinstance(error, PermissionError) else ""
+    return ReshardError(path, f"cannot be {verb}: {error.strerror}", advice)
+
+
 def get_size(path: str | Path) -> int:
     """Return the size of a file in bytes.
 
@@ -318,7 +324,7 @@ def get_size(path: str | Path) -> int:
     except FileNotFoundError as error:
         raise IncompleteError(path, "does not exist") from error
     except OSError as error:
-        raise ReshardError(path, f"cannot be read: {error.strerror}") from error
+        raise build_read_error(path, "read", error) from error
 
 
 def refuse_lfs_pointer(path: str | Path, head: bytes) -> None:
@@ -358,4 +364,4 @@ def read_small_file(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
     try:
         return as_path(path).read_bytes()
     except OSError as error:
-        raise ReshardError(path, f"cannot be read: {error.strerror}") from error
+        raise build_read_error(path, "read", error) from error

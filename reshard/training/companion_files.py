@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.containers.json_files import format_json, read_json_object
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
-from reshard.core.location import get_directory
+from reshard.core.location import Location, get_directory
 from reshard.core.manifest import Entry, Manifest, OutputFile, Skeleton, find_most_common_dtype
 from reshard.errors import UsageError
 from reshard.quantised.statement import CONFIG, OTHERS, remove_statement
@@ -56,6 +56,7 @@ def find_companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
     Raises:
         UsageError: ``hf_dir`` was given and has no config.json.
         CorruptError: config.json is not JSON.
+        ReshardError: the directory cannot be read.
     """
     inner = (path / folder for folder in CONFIG_FOLDERS for path in near)
     candidates = [hf_dir] if hf_dir else [*near, *inner]
@@ -80,9 +81,13 @@ def is_of_diffusers(config: Mapping[str, Any] | None) -> bool:
 
 
 def list_model_files(directory: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Return the files of a directory that belong to a model, except its config."""
-    children = [child for child in sorted(directory.iterdir()) if child.is_file()]
-    return tuple(child for child in children if _is_model_file(child.name, config))
+    """Return the files of a directory that belong to a model, except its config.
+
+    Raises:
+        ReshardError: the directory cannot be read.
+    """
+    files = Location([directory]).files
+    return tuple(path for name, path in files.items() if _is_model_file(name, config))
 
 
 def is_model_config(path: Path) -> bool:

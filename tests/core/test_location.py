@@ -9,7 +9,13 @@ import torch
 
 import reshard
 from reshard.core.location import Location
-from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, UsageError
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    ReshardError,
+    UnrecognisedError,
+    UsageError,
+)
 from reshard.formats import beside, read
 
 
@@ -146,3 +152,44 @@ def test_no_path_at_all():
 def test_an_empty_name_of_a_base_model_is_no_path(tmp_path):
     write(tmp_path / "adapter_config.json", b'{"base_model_name_or_path": ""}')
     assert beside.find_model(Location.from_paths([tmp_path]), None) is None
+
+
+@pytest.mark.parametrize("asked", ["link", "link/deeper"])
+def test_a_symlink_to_nothing_is_named(tmp_path, asked):
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(UnrecognisedError) as caught:
+        Location.from_paths([tmp_path / asked])
+    assert "link is a symlink to gone, which does not exist" in str(caught.value).replace(
+        ": is", " is"
+    )
+
+
+@pytest.fixture
+def deny(monkeypatch):
+    """Return a function that makes a directory one whose names this user may not read."""
+    listed = Path.iterdir
+
+    def deny(denied):
+        def list_others(path):
+            if path == denied:
+                raise PermissionError(13, "Permission denied", str(path))
+            return listed(path)
+
+        monkeypatch.setattr(Path, "iterdir", list_others)
+
+    return deny
+
+
+def test_the_directory_above_a_checkpoint_may_be_unreadable(tmp_path, deny):
+    save(tmp_path / "run" / "model.pt", 2)
+    deny(tmp_path)
+    assert weight(tmp_path / "run") == 2
+
+
+def test_an_unreadable_checkpoint_of_a_run_is_not_called_interrupted(tmp_path, deny):
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}" / "model.pt")
+    (tmp_path / "latest").write_text("step-2")
+    deny(tmp_path / "step-2")
+    with pytest.raises(ReshardError, match="step-2: cannot be read\n  -> request read permission"):
+        read(tmp_path)

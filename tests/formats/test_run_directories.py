@@ -345,6 +345,34 @@ def test_a_symlink_chooses_the_checkpoint_of_a_run(link, names, tmp_path):
     assert_is_of(4, tmp_path, tag=names[1])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_symlinked_checkpoints_are_those_of_the_run(tmp_path):
+    """Follow links to another disk, and refuse the newest if its target is gone."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    for step in STEPS:
+        dcp.save(state(step), checkpoint_id=disk / f"step_{step}")
+    (run / "step_2").symlink_to(disk / "step_2")
+    (run / "latest").symlink_to(disk / "step_4")
+    assert_is_of(4, run)
+    (run / "step_4").symlink_to(disk / "step_4")
+    (run / "latest").unlink()
+    (run / "latest").symlink_to("step_2")
+    assert_is_of(2, run)
+    (run / "latest").unlink()
+    assert_is_of(4, run)
+    shutil.rmtree(disk / "step_4")
+    for link in ("step_4", "latest"):
+        with pytest.raises(UnrecognisedError, match="which does not exist") as refused:
+            reshard.open(run)
+        lines = refused.value.lines
+        assert lines[0].startswith(f"{run / link}: is a symlink to ")
+        assert lines[1].endswith("choose another one with --tag; there are step_2")
+        if link == "step_4":
+            (run / "latest").symlink_to("step_4")
+    assert_is_of(2, run, tag="step_2")
+
+
 def test_a_model_beside_optimizers_of_ranks_has_their_name_without_a_number(tmp_path):
     """Read what SpecForge 0.2 saves of FSDP 1 (``training/checkpoint.py``)."""
     weights = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4, 2)}

@@ -143,7 +143,7 @@ def detect(location: Location) -> bool:
     # A pointer to a missing directory is accepted, so that reading can report what is missing. One
     # that names another program's directory is not DeepSpeed's.
     pointer = location.find_first(_POINTERS)
-    return pointer is not None and _read_pointer(pointer) not in location.folders
+    return pointer is not None and _read_pointer(pointer, []) not in location.folders
 
 
 def locate(location: Location, tag: str | None = None) -> Location:
@@ -177,8 +177,11 @@ def locate(location: Location, tag: str | None = None) -> Location:
     )
 
 
-def _read_pointer(pointer: Path) -> str:
+def _read_pointer(pointer: Path, tags: list[str]) -> str:
     """Read the tag that a pointer file names.
+
+    Args:
+        tags: the tags beside it.
 
     Raises:
         CorruptError: it does not name a tag.
@@ -186,14 +189,18 @@ def _read_pointer(pointer: Path) -> str:
     chosen = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
     if chosen and "/" not in chosen and chosen not in (".", ".."):
         return chosen
-    raise CorruptError(pointer, f"names {chosen[:80]!r}, which is not a tag", "give --tag")
+    raise CorruptError(
+        pointer,
+        "is empty" if not chosen else f"names {chosen[:80]!r}, which is not a tag",
+        f"choose a checkpoint with --tag, e.g. --tag {tags[-1]}" if tags else "fetch it again",
+    )
 
 
 def _read_latest(location: Location, tags: list[str]) -> str:
     """Return the tag that the run's ``latest`` file names; never guess one."""
     pointer = location.find_first(_POINTERS)
     if pointer:
-        return _read_pointer(pointer)
+        return _read_pointer(pointer, tags)
     if not tags:
         raise UnrecognisedError(location, "is not a DeepSpeed checkpoint directory")
     raise UnrecognisedError(

@@ -20,6 +20,7 @@ from reshard.core.manifest import (
     index_entries,
 )
 from reshard.errors import (
+    DAMAGED,
     CorruptError,
     IncompleteError,
     StaleError,
@@ -106,7 +107,7 @@ def _read_indexed(location: Location, index: Path) -> Manifest:
         safe = all(_is_plain_name(name) for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
-            index, f"is not an index: it has no weight_map of names of files ({error})"
+            index, f"is not an index: it has no weight_map of names of files ({error})", DAMAGED
         ) from error
     if not safe:
         bad = next(name for name in names if not _is_plain_name(name))

@@ -84,7 +84,10 @@ def locate(location: Location) -> Location | None:
     above = location
     for _ in range(_DEPTH):
         # Resolved, because the parent of the relative path "." is "." again.
-        inside, above = above.name, Location([d.resolve().parent for d in above.directories])
+        inside, above = (
+            above.name,
+            Location([d.resolve().parent for d in above.directories], inner=True),
+        )
         # A module of the model may be called "model", too: the outermost such folder counts.
         outermost = inside in (_MODEL, _OPTIMIZER) and above.name != _MODEL
         if outermost and _holds_weights(above.folders.get(_MODEL), _DEPTH):
