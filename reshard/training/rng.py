@@ -27,6 +27,7 @@ from reshard.core.manifest import SourceFile
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
+from reshard.system.threads import map_files
 
 _WORDS = 624  # of 32 bits; Python stores a Mersenne Twister's position behind them
 _MAX_BYTES = 1 << 20  # of one generator's state; torch's on the CPU has 5056
@@ -88,9 +89,7 @@ def read(paths: Iterable[str]) -> tuple[RankRng, ...]:
         UnsupportedError: a generator is of another kind.
     """
     with SourceFiles() as pool:
-        return tuple(
-            _read(torch_reader.read(as_path(path), builders=AS_WRITTEN), pool) for path in paths
-        )
+        return tuple(map_files(paths, lambda path: _read(_open(path), pool)))
 
 
 def describe_files(paths: Iterable[str]) -> dict[str, SourceFile]:
@@ -99,12 +98,17 @@ def describe_files(paths: Iterable[str]) -> dict[str, SourceFile]:
     Raises:
         CorruptError: a file is damaged.
     """
-    return {path: torch_reader.read(as_path(path), builders=AS_WRITTEN).source() for path in paths}
+    named = list(paths)
+    return dict(zip(named, map_files(named, lambda path: _open(path).source()), strict=True))
 
 
 def has_states(path: str) -> bool:
     """Return whether a file has states, not only the step that Accelerate stores with them."""
-    return _find_dialect(torch_reader.read(as_path(path), builders=AS_WRITTEN)) is not None
+    return _find_dialect(_open(path)) is not None
+
+
+def _open(path: str) -> TorchFile:
+    return torch_reader.read(as_path(path), builders=AS_WRITTEN)
 
 
 def _find_dialect(file: TorchFile) -> Dialect | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import _thread
 import os
+import threading
+import time
 
 import pytest
 
-from reshard.system.threads import ThreadGroup, count_cores, parallel_for
+from reshard.system.threads import ThreadGroup, count_cores, map_files, parallel_for
 
 start = _thread.start_new_thread
 
@@ -54,3 +56,33 @@ def test_ranks_share_the_cores_of_a_machine(machine, usable, ranks, each, monkey
     monkeypatch.setattr(os, "cpu_count", lambda: machine)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)), raising=False)
     assert count_cores(ranks) == each
+
+
+def test_files_of_a_local_disk_are_read_without_threads():
+    threads = map_files(range(100), lambda _number: threading.get_ident())
+    assert set(threads) == {threading.get_ident()}
+
+
+def test_files_that_wait_for_a_network_are_read_in_threads():
+    def read(number):
+        time.sleep(0.005)
+        return number, threading.get_ident()
+
+    results = map_files(range(40), read)
+    assert [number for number, _ in results] == list(range(40))
+    assert len({thread for _, thread in results}) > 1
+
+
+def test_the_error_of_the_first_damaged_file_is_raised():
+    """Also if a thread has reported the error of a later file before."""
+    read = []
+
+    def fail(number):
+        time.sleep(0.01 if number in (0, 5) else 0.001)
+        read.append(number)
+        if number >= 5:
+            raise ValueError(number)
+
+    with pytest.raises(ValueError, match="^5$"):
+        map_files(range(1000), fail)
+    assert len(read) < 100

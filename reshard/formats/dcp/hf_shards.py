@@ -25,6 +25,7 @@ from reshard.core.manifest import SourceFile
 from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
 from reshard.formats.dcp.directory import HF_SHARD, is_hf_shard
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
+from reshard.system.threads import map_files
 
 _INFO = "DCP_SHARDING_INFO"
 
@@ -49,8 +50,8 @@ def read(location: Location) -> ParsedTree:
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     sources: dict[str, SourceFile] = {}
     seen: dict[frozenset[tuple[str, tuple[int, ...]]], Path] = {}  # blocks of a shard -> its file
-    for path in shards.values():
-        file = safetensors.read(path)
+    read = map_files(shards.values(), safetensors.read)
+    for path, file in zip(shards.values(), read, strict=True):
         sources[file.source.path] = file.source
         origins = _parse_origins(path, file.metadata)
         for fqn, chunk in file.tensors.items():

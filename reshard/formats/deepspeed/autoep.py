@@ -29,6 +29,7 @@ from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_layout import has_experts
 from reshard.formats.deepspeed.schemas import AUTOEP_LAYERS, AUTOEP_PLACEMENTS
 from reshard.formats.deepspeed.states import ModelStates, make_whole_entry
+from reshard.system.threads import map_files
 
 _PARTS = ("w1", "w2", "w3")
 _OWN_NAMES = (  # settings that replace the names of DeepSpeed's presets
@@ -202,7 +203,7 @@ def _open_experts(
     """
     if files.ranks[0].model_is_sharded:
         return {}
-    opened = {}
+    paths = {}
     for layer in layers:
         for number in range(layer.experts):
             path = files.experts.get((layer.number, number), {}).get(0)
@@ -213,8 +214,8 @@ def _open_experts(
                     f" layer_{layer.number}_expert_{number}_mp_rank_00_model_states.pt is missing",
                     FETCH_MISSING,
                 )
-            opened[layer.number, number] = torch_reader.read(path)
-    return opened
+            paths[layer.number, number] = path
+    return dict(zip(paths, map_files(paths.values(), torch_reader.read), strict=True))
 
 
 def _place_experts(

@@ -23,6 +23,7 @@ from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_layout import parse_expert_name
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.state_dict import leaves
+from reshard.system.threads import map_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,13 @@ def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
             f"belongs to an expert that the model does not have: its layers have {counts} experts",
             TWO_RUNS,
         )
-    experts = [
-        _open_expert(path, number)
-        for layer in sorted(paths)
-        for number, path in paths[layer].items()
-    ]
+    numbered = [item for layer in sorted(paths) for item in paths[layer].items()]
+    experts = map_files(numbered, lambda item: _open_expert(*item))
     _check_tensors(experts)
     return experts
 
 
-def _open_expert(path: Path, number: int) -> Expert:
+def _open_expert(number: int, path: Path) -> Expert:
     file = torch_reader.read(path)
     root = file.root if isinstance(file.root, dict) else {}
     leaves.find_opaque(file.path, root)  # raises if a weight has a form that is not read

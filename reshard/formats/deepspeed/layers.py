@@ -18,6 +18,7 @@ from reshard.core.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.deepspeed.directory import LAYER_FILE, TagFiles
 from reshard.state_dict import leaves
+from reshard.system.threads import map_files
 
 TIED = "tied_modules."
 Names = Mapping[str, Index | None]  # name -> shape, if it is known
@@ -60,16 +61,9 @@ def read_stages(
     """
     named = {name: shape for stage in stages for name, shape in stage.names.items()}
     modules = [StageModule({}, []) for _ in stages]
+    opened = _open_files(files, tensor_rank)
     at = 0  # stages are contiguous ranges of layers, so this number only grows
-    for layer, ranks in sorted(files.layers.items()):
-        if tensor_rank not in ranks:
-            raise IncompleteError(
-                files.location,
-                f"contains layer {layer} of tensor-parallel rank {min(ranks)}, but not of rank"
-                f" {tensor_rank}",
-                "copy the missing file here",
-            )
-        file = torch_reader.read(ranks[tensor_rank])
+    for layer, file in opened.items():
         tensors = _read_tensors(file, layer, named)
         owners = [n for n, stage in enumerate(stages) if stage.names.keys() & tensors.keys()]
         if not owners and at + 1 < len(stages) and _is_full(modules[at], stages[at]):
@@ -79,6 +73,22 @@ def read_stages(
         modules[at] = StageModule({**own.tensors, **tensors}, [*own.files, file])
     _check_named(files, named, modules)
     return modules
+
+
+def _open_files(files: TagFiles, tensor_rank: int) -> dict[int, TorchFile]:
+    """Open the file of each layer; return layer -> file, in order."""
+    layers = sorted(files.layers)
+    for layer in layers:
+        ranks = files.layers[layer]
+        if tensor_rank not in ranks:
+            raise IncompleteError(
+                files.location,
+                f"contains layer {layer} of tensor-parallel rank {min(ranks)}, but not of rank"
+                f" {tensor_rank}",
+                "copy the missing file here",
+            )
+    paths = [files.layers[layer][tensor_rank] for layer in layers]
+    return dict(zip(layers, map_files(paths, torch_reader.read), strict=True))
 
 
 def _is_full(module: StageModule, stage: DeclaredStage) -> bool:

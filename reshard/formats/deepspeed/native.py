@@ -54,6 +54,7 @@ from reshard.formats.deepspeed.train_state import (
 from reshard.model.weight_decay import FindDivisions, find_no_divisions
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.files import get_size
+from reshard.system.threads import map_files
 from reshard.units import some
 
 _LISTED = 4
@@ -108,8 +109,11 @@ def read(
     _require_optimizer(files, first, world_size)
     files.check_ranks(savers)
     cache = PickleCache()
-    models = [first, *(open_model(files.model[rank], cache) for rank in sorted(files.model)[1:])]
-    ranks = [open_optimizer(files.optim[rank], rank, cache) for rank in sorted(files.optim)]
+    others = sorted(files.model)[1:]
+    models = [first, *map_files(others, lambda rank: open_model(files.model[rank], cache))]
+    ranks = map_files(
+        sorted(files.optim), lambda rank: open_optimizer(files.optim[rank], rank, cache)
+    )
     _check_models(models)
     models = unwrap_names([_with_shapes(first, ranks), *models[1:]])
     _check_ranks(ranks, models[0], savers)

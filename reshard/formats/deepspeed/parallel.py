@@ -22,6 +22,7 @@ from reshard.formats.deepspeed.stage0 import unwrap_optimizer
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
 from reshard.layouts.model_parallel import combine
 from reshard.system.files import SourceFiles
+from reshard.system.threads import map_files
 
 
 def read(files: TagFiles, rules: Path | None = None) -> Manifest:
@@ -35,7 +36,7 @@ def read(files: TagFiles, rules: Path | None = None) -> Manifest:
         CorruptError: the files contradict each other.
         UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
-    firsts = [native.open_first(rank) for _, rank in sorted(files.ranks.items())]
+    firsts = map_files([rank for _, rank in sorted(files.ranks.items())], native.open_first)
     tensor = _find_tensor_size(files, firsts)
     opened = _add_layers(files, firsts, tensor) if files.layers else [(f, ()) for f in firsts]
     ranks = [

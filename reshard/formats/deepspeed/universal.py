@@ -39,6 +39,7 @@ from reshard.formats.deepspeed.states import (
 from reshard.formats.deepspeed.train_state import name_members, read_train_state
 from reshard.formats.deepspeed.universal_ranks import SourceRanks, find_source_ranks
 from reshard.layouts.model_parallel import shards
+from reshard.system.threads import map_files
 from reshard.units import counted
 
 
@@ -120,11 +121,15 @@ def _read_parameters(
     entries: list[Entry] = []
     steps: dict[str, float] = {}
     cache = PickleCache()
-    for folder in location.folders["zero"].folders.values():
-        fqn = fqns.get(folder.name) or unwrap_name(folder.name, module)
-        if fqn in module and fqn not in shapes:
-            continue  # a buffer or a frozen weight, converted to float32; the module has it as is
-        for kind, file, value in _read_folder(folder, cache):
+    trained: list[tuple[str, Location]] = []
+    for name, folder in location.folders["zero"].folders.items():
+        fqn = fqns.get(name) or unwrap_name(name, module)
+        # A buffer or a frozen weight is also there, converted to float32; the module has it as is.
+        if fqn in shapes or fqn not in module:
+            trained.append((fqn, folder))
+    read = map_files(trained, lambda each: list(_read_folder(each[1], cache)))
+    for (fqn, _), content in zip(trained, read, strict=True):
+        for kind, file, value in content:
             files[file.path] = file
             if not isinstance(value, Tensor):
                 steps[fqn] = value
@@ -147,7 +152,7 @@ def _open_models(location: Location) -> list[ModelStates]:
         int(match[1]): path for path in paths if (match := MODEL_FILE.fullmatch(path.name))
     }
     if of_model_ranks:
-        return [open_model(path) for _, path in sorted(of_model_ranks.items())]
+        return map_files([path for _, path in sorted(of_model_ranks.items())], open_model)
     sharded = {
         int(match[1]): path
         for path in paths
@@ -159,7 +164,7 @@ def _open_models(location: Location) -> list[ModelStates]:
             "has zero/ but no *_model_states.pt beside it, which stores the step and the buffers",
             "copy it here from the directory that was converted",
         )
-    return [open_model(path) for _, path in sorted(sharded.items())]
+    return map_files([path for _, path in sorted(sharded.items())], open_model)
 
 
 def _has_model_file_per_rank(models: Sequence[ModelStates]) -> bool:

@@ -37,6 +37,7 @@ from reshard.formats.huggingface.directory import (
 )
 from reshard.quantised.statement import find_statement
 from reshard.system.files import read_small_file
+from reshard.system.threads import map_files
 from reshard.units import some
 
 
@@ -83,7 +84,7 @@ def _read(location: Location) -> Manifest:
 
 def _read_unindexed(directory: Path, shards: Sequence[Path]) -> Manifest:
     """Read all shards of a save whose index is missing; each states its own tensors."""
-    read = [_read_shard(path) for path in shards]
+    read = map_files(shards, _read_shard)
     entries = [entry for tensors, _, _ in read for entry in tensors]
     manifest = _build_manifest(
         directory, entries, {source.path: source for _, source, _ in read}, set()
@@ -122,11 +123,12 @@ def _read_indexed(location: Location, index: Path) -> Manifest:
     promised: dict[str, set[str]] = {name: set() for name in names}
     for fqn, name in weight_map.items():
         promised[name].add(fqn)
-    for name in names:
-        shard = location.files.get(name)
-        if shard is None:
-            raise IncompleteError(index, f"names {name}, which is missing", "fetch that file")
-        tensors, source, seen = _read_shard(shard)
+    missing = next((name for name in names if name not in location.files), None)
+    if missing:
+        raise IncompleteError(index, f"names {missing}, which is missing", "fetch that file")
+    shards = [location.files[name] for name in names]
+    for name, shard, read in zip(names, shards, map_files(shards, _read_shard), strict=True):
+        tensors, source, seen = read
         _check_shard(index, shard, {entry.fqn for entry in tensors}, promised[name])
         entries += tensors
         sources[source.path] = source

@@ -26,6 +26,7 @@ from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.files import SourceFiles
+from reshard.system.threads import map_files
 
 _STEP = "step"
 _FILE = record(
@@ -69,8 +70,8 @@ def read(listed: CheckpointFiles, parts: PartTable, pool: SourceFiles) -> Staged
     """
     parsed = StagedOptimizer()
     chunks: dict[Key, tuple[Entry, list[Chunk]]] = {}
-    for rank in listed.optimizer:
-        file = torch_reader.read(rank.path)
+    opened = map_files([rank.path for rank in listed.optimizer], torch_reader.read)
+    for rank, file in zip(listed.optimizer, opened, strict=True):
         parsed.files.append(file)
         names = _check_names(file)
         for fqn, kind, tensor in _iterate_tensors(file, names):

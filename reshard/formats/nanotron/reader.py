@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from reshard.containers import safetensors, torch_reader
 from reshard.containers.json_files import read_json_object
 from reshard.containers.pickles import trust
+from reshard.containers.safetensors import SafetensorsFile
 from reshard.core import counts
 from reshard.core.chunks import Chunk
 from reshard.core.location import Location
@@ -18,7 +20,6 @@ from reshard.core.manifest import (
     Manifest,
     Origin,
     ParamGroup,
-    SourceFile,
     TrainState,
     find_most_common_dtype,
     index_entries,
@@ -37,6 +38,7 @@ from reshard.formats.nanotron.slices import RankPart
 from reshard.formats.nanotron.stages import Stage
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.files import SourceFiles
+from reshard.system.threads import map_files
 from reshard.units import counted, make_natural_key
 
 _TENSOR = "data"
@@ -52,17 +54,19 @@ def read(location: Location) -> Manifest:
         UnsupportedError: the checkpoint has an unknown variant of the format.
     """
     listed = directory.list_files(directory.locate(location) or location)
-    files: dict[str, SourceFile] = {}
+    paths = [rank.path for ranks in listed.weights.values() for rank in ranks]
+    opened = dict(zip(paths, map_files(paths, safetensors.read), strict=True))
     parts: dict[str, dict[tuple[int, int], RankPart]] = {}
     cuts: dict[str, ParameterCut | None] = {}
-    weights = {fqn: _read_weight(listed, fqn, files, parts, cuts) for fqn in listed.weights}
+    weights = {fqn: _read_weight(listed, fqn, opened, parts, cuts) for fqn in listed.weights}
     with SourceFiles() as pool:
         states = optimizer.read(listed, parts, pool)
+    files = {file.source.path: file.source for file in opened.values()}
     files |= {file.path: file.source() for file in states.files}
     about = _read_json(listed.location, METADATA)
     train = about.get("metas") if isinstance(about.get("metas"), dict) else {}
-    opened = [torch_reader.read(path) for path in listed.schedulers]
-    stage_list = _build_stages(states, [to_plain(file.root) for file in opened])
+    schedulers = [torch_reader.read(path) for path in listed.schedulers]
+    stage_list = _build_stages(states, [to_plain(file.root) for file in schedulers])
     whole = stages.join_stages(stage_list)
     order, ordered = _sort_weights(weights, stage_list, whole)
     versions = {"checkpoint": str(about["version"])} if "version" in about else {}
@@ -99,7 +103,7 @@ def read(location: Location) -> Manifest:
         trained_dtypes={fqn: entry.dtype for fqn, entry in weights.items()},
         warnings=tuple(_write_notes(listed, states)),
         unknown_globals=trust.list_unknown(
-            set().union(*(file.globals for file in [*states.files, *opened]))
+            set().union(*(file.globals for file in [*states.files, *schedulers]))
         ),
         ordered=ordered,
     )
@@ -108,11 +112,14 @@ def read(location: Location) -> Manifest:
 def _read_weight(
     listed: CheckpointFiles,
     fqn: str,
-    files: dict[str, SourceFile],
+    opened: Mapping[Path, SafetensorsFile],
     parts: dict[str, dict[tuple[int, int], RankPart]],
     cuts: dict[str, ParameterCut | None],
 ) -> Entry:
     """Read a parameter of all ranks; add the part of each rank to ``parts``, the cut to ``cuts``.
+
+    Args:
+        opened: the headers of all files.
 
     Raises:
         CorruptError: a file has unexpected content, or ranks contradict each other.
@@ -121,8 +128,7 @@ def _read_weight(
     first: Entry | None = None
     headers: list[Mapping[str, str]] = []
     for rank in listed.weights[fqn]:
-        file = safetensors.read(rank.path)
-        files[file.source.path] = file.source
+        file = opened[rank.path]
         headers.append(file.metadata)
         stored = file.tensors.get(_TENSOR)
         if stored is None or len(file.tensors) > 1:

@@ -17,6 +17,7 @@ from reshard.formats.pytorch.directory import OF_WORLD, is_of_rank, match_rank
 from reshard.state_dict import tree
 from reshard.state_dict.tree import ParsedTree
 from reshard.system.paths import as_path
+from reshard.system.threads import map_files
 
 _NUMBERED = re.compile(rf"^(.*?)[-_.]?(\d+){OF_WORLD}((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"(?:world_size|(?<=\d)[-_.]?of)[-_.]?(\d+)")
@@ -39,7 +40,9 @@ class OpenedRanks:
             StaleError: a file is a copy of another rank's, or of a run with other ranks.
             IncompleteError: the tensors of some rank are missing.
         """
-        opened = {rank: torch_reader.read(path) for rank, path in sorted(files.items())}
+        ranks = sorted(files)
+        read = map_files([files[rank] for rank in ranks], torch_reader.read)
+        opened = dict(zip(ranks, read, strict=True))
         _check_savers(opened)
         return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
