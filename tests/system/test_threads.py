@@ -83,6 +83,6 @@ def test_the_error_of_the_first_damaged_file_is_raised():
         if number >= 5:
             raise ValueError(number)
 
-    with pytest.raises(ValueError, match="^5$"):
+    with pytest.raises(ValueError, match=r"^5$"):
         map_files(range(1000), fail)
     assert len(read) < 100
