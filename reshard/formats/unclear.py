@@ -25,7 +25,7 @@ _MODEL = re.compile(
 )  # beside runs, the model itself
 _LEVELS = 3  # of directories below the given one, in which a run is looked for
 _SEARCHED = 100  # directories of one level: more of them are not runs
-_LOADER = "dataloader"  # prime-rl's: a file of each rank
+_OF_RANKS = ("dataloader", "rng_state")  # a file of each rank: prime-rl's, LLaMA-Factory's
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
     ".onnx": "ONNX",
@@ -156,8 +156,9 @@ def describe_unread(location: Location) -> list[str]:
     if location.name in run.PARTS:
         above = location.get_parent()
         paths += [above.files[name] for name in _find_parts_beside(above)]
-    if _LOADER in location.folders:
-        paths += find_torch_files(location.folders[_LOADER]).values()
+    for name in _OF_RANKS:
+        if name in location.folders:
+            paths += find_torch_files(location.folders[name]).values()
     files = some([str(path) for path in paths])
     return [f"{files}: not read, and not part of the output"] if paths else []
 

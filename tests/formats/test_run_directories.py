@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import nn
 
 import reshard
 from reshard.core.location import Location
@@ -147,6 +148,71 @@ def test_nemo_rl_saves_weights_and_optimizer_beside_each_other(tmp_path):
             assert checkpoint.manifest.train.scheduler == {"last_epoch": 4}
             (warning,) = checkpoint.manifest.warnings
             assert "train_dataloader.pt: not read" in warning
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_llama_factory_resumes_from_a_split_of_its_two_directories(tmp_path):
+    """LLaMA-Factory 1.0 loads the keys of both, the scheduler, and the step of metadata.json.
+
+    Source: LLaMA-Factory 0.9.5 ``v1/core/utils/checkpoint.py``, ``distributed/fsdp2.py``.
+    """
+    weight, run = torch.arange(12.0).view(6, 2), tmp_path / "checkpoint-4"
+    moments = {"step": torch.tensor(4.0), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
+    groups = [{"lr": 0.1, "params": ["weight"]}]
+    dcp.save({"weight": weight}, checkpoint_id=run / "model")
+    optimizer = {"state": {"weight": moments}, "param_groups": groups}
+    dcp.save(optimizer, checkpoint_id=run / "optimizer")
+    torch.save({"last_epoch": 4}, run / "scheduler.pt")
+    (run / "metadata.json").write_text('{"global_step": 4}')
+    (run / "CHECKPOINT_COMPLETE").touch()
+    (run / "rng_state").mkdir()
+    torch.save({"torch": torch.get_rng_state()}, run / "rng_state" / "rank_0.pt")
+    report = reshard.split(run, tmp_path / "out", world_size=3)
+    assert any("rng_state/rank_0.pt: not read" in each for each in report.warnings)
+    for name in ("model", "optimizer"):
+        before, after = (
+            dcp.FileSystemReader(at / name).read_metadata() for at in (run, tmp_path / "out")
+        )
+        assert after.planner_data == before.planner_data
+        assert len(list((tmp_path / "out" / name).glob("*.distcp"))) == 3
+    for name in ("scheduler.pt", "metadata.json", "CHECKPOINT_COMPLETE"):
+        assert (tmp_path / "out" / name).read_bytes() == (run / name).read_bytes()
+    assert reshard.diff(run, tmp_path / "out").equal
+
+
+def test_weights_and_their_optimizer_can_be_in_two_directories(tmp_path):
+    """LLaMA-Factory 1.0 saves one process so, beside the config.json that names the numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for name in ("model", "optimizer"):
+        (tmp_path / name).mkdir()
+    save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer" / "state_dict.pt")
+    with reshard.open([tmp_path / "model", tmp_path / "optimizer"]) as checkpoint:
+        held = checkpoint.optimizer("exp_avg")
+        for name, value in model.named_parameters():
+            assert torch.equal(held[name][...], optimizer.state[value]["exp_avg"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_an_optimizer_of_each_parameter_has_its_name(tmp_path):
+    """Torchtune's DistributedCheckpointer saves optimizers that update in the backward pass so."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizers = {name: torch.optim.AdamW([each]) for name, each in model.named_parameters()}
+    for number, optimizer in enumerate(optimizers.values()):
+        optimizer.param_groups[0]["params"][0].grad += number
+        optimizer.step()
+    saved = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    dcp.save({"model": model.state_dict(), "optimizer": saved}, checkpoint_id=tmp_path)
+    with reshard.open(tmp_path) as checkpoint:
+        held = checkpoint.optimizer("exp_avg")
+        assert held.keys() == saved.keys()
+        for name, state in saved.items():
+            assert torch.equal(held[name][...], state["state"][0]["exp_avg"])
 
 
 def test_verl_saves_the_state_of_its_data_loader_beside_the_actor(tmp_path):

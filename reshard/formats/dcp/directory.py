@@ -12,7 +12,12 @@ HF_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 
 def is_part(name: str) -> bool:
     """Return whether a file's name is one of DCP's."""
-    return name == METADATA or name.endswith((".distcp", ".metadata"))
+    return name.endswith(".distcp") or is_metadata(name)
+
+
+def is_metadata(name: str) -> bool:
+    """Return whether a file's name is that of the metadata of all ranks, or of one."""
+    return name.endswith(METADATA)
 
 
 def detect(location: Location) -> bool:

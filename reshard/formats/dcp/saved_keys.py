@@ -1,4 +1,4 @@
-"""Keep the keys of a DCP directory, so that the program that saved it loads the output.
+"""Keep the keys of DCP directories, so that the program that saved it loads the output.
 
 Programs name the parts of their state dicts as they like (Composer ``state.model`` and
 ``state.optimizers.DecoupledAdamW``, torchtune ``optimizer.state.0.exp_avg``, torchtitan
@@ -10,8 +10,8 @@ has to be understood.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -24,34 +24,57 @@ from reshard.core.location import Location
 from reshard.core.manifest import WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.formats.base import StateConversion
 from reshard.formats.dcp import metadata, reader, writer
+from reshard.formats.dcp.directory import is_metadata
 from reshard.formats.dcp.items import ZIP
 from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
 from reshard.formats.request import Request
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
-from reshard.system.files import SourceFiles
+from reshard.system.files import SourceFiles, get_size
 from reshard.system.paths import as_path, find_rank
 from reshard.training import copied_files
 from reshard.training.copied_files import ITEM
 from reshard.training.state import WritableState
 from reshard.units import some
 
+_NOTES = (".json", ".yaml", ".yml", ".txt", "")  # suffixes
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDirectory:
+    """The items of one DCP directory.
+
+    Args:
+        folder: its name below the top directory; empty for the top directory itself.
+        path: where its files are.
+        about: its metadata.
+    """
+
+    folder: str
+    path: str
+    about: Metadata
+
+    @property
+    def names(self) -> Mapping[str, tuple[Any, ...]]:
+        """The path of each key in the state dict, also of one that its program flattened."""
+        return reader.parse_flat_paths(self.about.paths) or self.about.paths
+
 
 @dataclass(frozen=True, slots=True)
 class SavedKeys:
-    """The items of a DCP directory.
+    """The items of a checkpoint of one or several DCP directories.
 
     Args:
-        about: its metadata.
-        directory: where its files are.
-        owners: key in ``.metadata`` -> the entry of the manifest that has the tensor.
-        beside: the source's files that are not DCP's, name below the directory -> size.
+        directories: all directories that have items.
+        owners: folder and key in ``.metadata`` -> the entry of the manifest that has the tensor.
+        top: the directory that contains them, or the only one.
+        beside: the source's other files, name below the top directory -> size.
     """
 
-    about: Metadata
-    directory: str
-    owners: Mapping[str, Key]
+    directories: Sequence[SavedDirectory]
+    owners: Mapping[tuple[str, str], Key]
+    top: str
     beside: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -59,8 +82,8 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     """Return the items of the source, if the output can have the same keys.
 
     That is so if the user chose neither another layout, nor a part of the state, nor new param
-    groups, and if all of the source is one DCP directory whose names and tensors no pass has
-    changed.
+    groups, and if all of the source is one DCP directory, or several side by side, whose names and
+    tensors no pass has changed.
 
     Raises:
         ReshardError: as `metadata.read`.
@@ -74,89 +97,122 @@ def find(conversion: StateConversion) -> SavedKeys | None:
     if request.rng in ("derive", "drop"):
         return None
     paths = {PurePosixPath(path) for path in manifest.files}
-    directories = {path.parent for path in paths if path.suffix == ".distcp"}
-    if len(directories) != 1:
+    parents = sorted({path.parent for path in paths if path.suffix == ".distcp"})
+    if not parents:
         return None
-    top = directories.pop()
-    location = Location([as_path(str(top))])
-    if not any(name.endswith(".metadata") for name in location.files):
-        return None
+    top = parents[0].parent if len(parents) > 1 else parents[0]
     if not all(path.is_relative_to(top) for path in paths):
         return None
-    prefix = f"{location}/"
+    directories = [_read_directory(parent, top) for parent in parents]
+    found = [each for each in directories if each is not None]
+    owners = _find_owners(manifest, found)
+    if len(found) < len(parents) or not owners or not _can_copy(found, owners, manifest):
+        return None
+    beside = _find_files_beside(manifest, top, several=len(parents) > 1)
+    return SavedKeys(found, owners, str(top), beside)
+
+
+def _read_directory(path: PurePosixPath, top: PurePosixPath) -> SavedDirectory | None:
+    """Return the items of a directory; None if it is neither the top one nor directly below it."""
+    location = Location([as_path(str(path))])
+    if top not in (path, path.parent) or not any(map(is_metadata, location.files)):
+        return None
+    about = metadata.read(reader.find_metadata_files(location))
+    return SavedDirectory("" if path == top else path.name, str(location), about)
+
+
+def _find_files_beside(manifest: Manifest, top: PurePosixPath, *, several: bool) -> dict[str, int]:
+    """Return the files that are copied, name below the top directory -> size.
+
+    They are the files that were read beside the items. If programs keep several DCP directories in
+    one of their own, they also keep notes there that are not tensors, such as the step in a JSON
+    file, without which they do not resume.
+    """
     beside = {
-        path.removeprefix(prefix): file.nbytes
+        path.removeprefix(f"{top}/"): file.nbytes
         for path, file in manifest.files.items()
         if not path.endswith(".distcp")
     }
-    about = metadata.read(reader.find_metadata_files(location))
-    saved = SavedKeys(about, str(location), owners={}, beside=beside)
-    found = replace(saved, owners=_find_owners(manifest, saved))
-    return found if found.owners and _can_copy(found, manifest) else None
+    if several:
+        files = Location([as_path(str(top))]).files
+        notes = {name: path for name, path in files.items() if path.suffix in _NOTES}
+        beside.update((name, get_size(str(path))) for name, path in notes.items())
+    return beside
 
 
-def _find_owners(manifest: Manifest, saved: SavedKeys) -> dict[str, Key]:
+def _find_owners(
+    manifest: Manifest, directories: Sequence[SavedDirectory]
+) -> dict[tuple[str, str], Key]:
     """Return the entry of each key; empty if an entry is not exactly one stored tensor."""
-    about = saved.about
-    keys = _ItemIndex(saved)
-    names = reader.parse_flat_paths(about.paths) or about.paths
-    owners: dict[str, Key] = {}
+    tensors = {(d.folder, key): each for d in directories for key, each in d.about.tensors.items()}
+    names = {(d.folder, key): path for d in directories for key, path in d.names.items()}
+    items = _ItemIndex(directories)
+    owners: dict[tuple[str, str], Key] = {}
     for entry in manifest.entries.values():
-        found = {keys.find(chunk) for chunk in entry.chunks}
-        key = found.pop() if len(found) == 1 else None
-        stored = about.tensors.get(key) if key is not None else None
+        found = {items.find(chunk) for chunk in entry.chunks}
+        place = found.pop() if len(found) == 1 else None
+        stored = tensors.get(place) if place is not None else None
         is_same = stored is not None and (stored.dtype, stored.shape) == (entry.dtype, entry.shape)
-        if key is None or not is_same or key in owners or key not in names:
+        if place is None or not is_same or place in owners or place not in names:
             return {}
-        if entry.kind in WEIGHT_KINDS and names[key][-1] != entry.fqn:
+        if entry.kind in WEIGHT_KINDS and names[place][-1] != entry.fqn:
             return {}
-        owners[key] = entry.key
+        owners[place] = entry.key
     # Names of one weight that are stored twice are equal; each of them gets the kept value.
     kept = {fqn: (kind, fqn) for kind, fqn in owners.values() if kind in WEIGHT_KINDS}
-    for key in about.tensors.keys() - owners.keys():
-        alias = manifest.tied.get(str(names[key][-1])) if key in names else None
+    for place in tensors.keys() - owners.keys():
+        alias = manifest.tied.get(str(names[place][-1])) if place in names else None
         if alias in kept:
-            owners[key] = kept[alias]
+            owners[place] = kept[alias]
     return owners
 
 
 class _ItemIndex:
     """Finds the key of the item that contains a chunk."""
 
-    def __init__(self, saved: SavedKeys) -> None:
-        items: dict[str, list[tuple[int, int, str]]] = {}
-        for tensor in saved.about.tensors.values():
-            for block in tensor.blocks:
-                span = (block.byte_offset, block.byte_offset + block.nbytes, block.key)
-                items.setdefault(f"{saved.directory}/{block.file}", []).append(span)
+    def __init__(self, directories: Sequence[SavedDirectory]) -> None:
+        items: dict[str, list[tuple[int, int, tuple[str, str]]]] = {}
+        for directory in directories:
+            for tensor in directory.about.tensors.values():
+                for block in tensor.blocks:
+                    place = directory.folder, block.key
+                    span = (block.byte_offset, block.byte_offset + block.nbytes, place)
+                    items.setdefault(f"{directory.path}/{block.file}", []).append(span)
         self._items = {path: sorted(spans) for path, spans in items.items()}
 
-    def find(self, chunk: Chunk) -> str | None:
-        """Return the key; None if no item contains the chunk, or the chunk is computed."""
+    def find(self, chunk: Chunk) -> tuple[str, str] | None:
+        """Return folder and key; None if no item contains the chunk, or the chunk is computed."""
         spans = self._items.get(chunk.file, [])
         at = bisect_right(spans, chunk.byte_offset, key=lambda span: span[0]) - 1
         start, stop = chunk.byte_span
         return spans[at][2] if at >= 0 and spans[at][0] <= start and stop <= spans[at][1] else None
 
 
-def _can_copy(saved: SavedKeys, manifest: Manifest) -> bool:
+def _can_copy(
+    directories: Sequence[SavedDirectory],
+    owners: Container[tuple[str, str]],
+    manifest: Manifest,
+) -> bool:
     """Return whether every other item is an archive of its own, with a path in the state dict."""
-    about = saved.about
-    if about.shapes or about.paths.keys() != about.tensors.keys() | about.objects.keys():
-        return False
+    for directory in directories:
+        about = directory.about
+        if about.shapes or about.paths.keys() != about.tensors.keys() | about.objects.keys():
+            return False
     with SourceFiles() as pool:
         return all(
-            (path := f"{saved.directory}/{block.file}") in manifest.files
+            (path := f"{directory.path}/{block.file}") in manifest.files
             and pool.read(path, block.byte_offset, len(ZIP)) == ZIP
-            for block in _list_other_blocks(saved)
+            for directory in directories
+            for block in _list_other_blocks(directory, owners)
         )
 
 
-def _list_other_blocks(saved: SavedKeys) -> Iterable[Block]:
-    about = saved.about
-    yield from filter(None, about.objects.values())
-    for key, tensor in about.tensors.items():
-        if key not in saved.owners:
+def _list_other_blocks(
+    directory: SavedDirectory, owners: Container[tuple[str, str]]
+) -> Iterable[Block]:
+    yield from filter(None, directory.about.objects.values())
+    for key, tensor in directory.about.tensors.items():
+        if (directory.folder, key) not in owners:
             yield from tensor.blocks
 
 
@@ -167,13 +223,16 @@ def lay_out(state: WritableState, saved: SavedKeys, request: Request) -> LaidOut
         ReshardError: as `writer.lay_out_leaves`.
     """
     ranks = request.world_size
-    leaves, items = _build_leaves(state, saved, dtype=request.dtype)
-    parts = [writer.lay_out_leaves(leaves, shards=ranks)]
-    files = []
+    values = _build_values(state, dtype=request.dtype)
+    parts, copied = [], []
+    for directory in saved.directories:
+        leaves, items = _build_leaves(directory, saved.owners, values)
+        parts.append(writer.lay_out_leaves(leaves, shards=ranks, directory=directory.folder))
+        copied += items
     for name, size in saved.beside.items():
-        path = f"{saved.directory}/{name}"
+        path = f"{saved.top}/{name}"
         parts.append(copied_files.lay_out(name, path))
-        files.append(copied_files.build_file(name, path, size))
+        copied.append(copied_files.build_file(name, path, size))
     notes = []
     per_rank = [name for name in saved.beside if find_rank(name) is not None]
     if per_rank and ranks != len(per_rank):
@@ -181,55 +240,63 @@ def lay_out(state: WritableState, saved: SavedKeys, request: Request) -> LaidOut
             f"{some(per_rank, 1)} belong to one rank each: the program that saved them may need"
             f" such a file for each of the {ranks} ranks"
         )
-    return LaidOut(skeletons.join(parts), tuple(notes), (*items, *files))
+    return LaidOut(skeletons.join(parts), tuple(notes), tuple(copied))
 
 
-def _build_leaves(
-    state: WritableState, saved: SavedKeys, *, dtype: DType | None
-) -> tuple[list[tuple[tuple[Any, ...], Any]], tuple[Entry, ...]]:
-    """Build the state dict of the output as leaves with their paths.
+def _build_values(state: WritableState, *, dtype: DType | None) -> dict[Key, Value]:
+    """Build every tensor of the output.
 
     Args:
         dtype: dtype of the parameters; None keeps that of each.
+    """
+    weights = torch_state_dict.build_weights(state, dtype=dtype)
+    values = {(kind, fqn): value for fqn, value in weights.items() for kind in WEIGHT_KINDS}
+    for member in state.members:
+        slots = member.slots.values()
+        values.update((each.key, torch_state_dict.build_slot(member, each)) for each in slots)
+    return values
+
+
+def _build_leaves(
+    directory: SavedDirectory,
+    owners: Mapping[tuple[str, str], Key],
+    values: Mapping[Key, Value],
+) -> tuple[list[tuple[tuple[Any, ...], Any]], list[Entry]]:
+    """Build the state dict of a directory of the output as leaves with their paths.
 
     Returns:
         The leaves, and the entries of the items that are copied.
     """
-    values: dict[Key, Value] = {}
-    weights = torch_state_dict.build_weights(state, dtype=dtype)
-    for member in state.members:
-        slots = member.slots.values()
-        values.update((each.key, torch_state_dict.build_slot(member, each)) for each in slots)
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     copied: list[Entry] = []
-    for key, path in saved.about.paths.items():
-        owner = saved.owners.get(key)
+    for key, path in directory.about.paths.items():
+        owner = owners.get((directory.folder, key))
         if owner is not None:
-            leaf: Any = weights[owner[1]] if owner[0] in WEIGHT_KINDS else values[owner]
-        elif key in saved.about.tensors:
-            leaf = _copy_tensor(saved, key, saved.about.tensors[key])
+            leaf: Any = values[owner]
+        elif key in directory.about.tensors:
+            leaf = _copy_tensor(directory, key, directory.about.tensors[key])
             copied += (item for _, item in leaf.blocks)
         else:
-            leaf = _build_item(saved, key, saved.about.objects[key])
+            leaf = _build_item(directory, key, directory.about.objects[key])
             copied.append(leaf)
         leaves.append((path, leaf))
-    return leaves, tuple(copied)
+    return leaves, copied
 
 
-def _copy_tensor(saved: SavedKeys, key: str, tensor: StoredTensor) -> CopiedTensor:
+def _copy_tensor(directory: SavedDirectory, key: str, tensor: StoredTensor) -> CopiedTensor:
     blocks = tuple(
-        (block.box, _build_item(saved, f"{key} {number}", block))
+        (block.box, _build_item(directory, f"{key} {number}", block))
         for number, block in enumerate(tensor.blocks)
         if block.box is not None
     )
     return CopiedTensor(tensor.dtype, tensor.shape, blocks)
 
 
-def _build_item(saved: SavedKeys, name: str, block: Block | None) -> Entry:
+def _build_item(directory: SavedDirectory, name: str, block: Block | None) -> Entry:
     """Return the entry of an item's bytes in the source."""
     if block is None:  # `metadata.read` refuses an object without a position
         raise AssertionError(name)
     size = (block.nbytes,)
-    path = f"{saved.directory}/{block.file}"
+    path = f"{directory.path}/{block.file}"
     chunk = contiguous(path, block.byte_offset, UINT8, whole(size))
-    return Entry(name, ITEM, UINT8, size, (chunk,))
+    return Entry(f"{directory.folder} {name}".strip(), ITEM, UINT8, size, (chunk,))

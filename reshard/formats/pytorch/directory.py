@@ -48,7 +48,21 @@ def detect(location: Location) -> bool:
         or bool(find_dcp_parts(location))
         or bool(find_stage_folders(location))
         or bool(find_rank_folders(location))
+        or _has_optimizer_apart(location)
     )
+
+
+def _has_optimizer_apart(location: Location) -> bool:
+    """Return whether some of several directories have safetensors, and others torch's files.
+
+    LLaMA-Factory 1.0 keeps the weights of one process in ``model`` and their optimizer in
+    ``optimizer``.
+    """
+    if len(location.directories) == 1:
+        return False
+    each = [Location([directory]) for directory in location.directories]
+    apart = [part for part in each if not huggingface.detect(part)]
+    return 0 < len(apart) < len(each) and any(map(find_torch_files, apart))
 
 
 def detect_loosely(location: Location) -> bool:

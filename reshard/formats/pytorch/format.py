@@ -98,6 +98,13 @@ class Dcp(_TorchWriter):
         """Return False: the optimizer has names."""
         return False
 
+    def describe_load(self, request: Request) -> str:
+        """Return the line with the directories that the source has, if there are several."""
+        own = request.own.directories if request.own is not None else ()
+        paths = [f'"{{path}}/{each.folder}"' for each in own if each.folder]
+        line = self.load_line.replace('"{path}"', paths[0] if paths else '"{path}"')
+        return ", and ".join([line, *paths[1:]])
+
     def keeps_value(self, _name: str, _request: Request) -> bool:
         """Return True: values of any name are items of the directory."""
         return True

@@ -45,7 +45,9 @@ def detect_framework(location: Location, parsed: ParsedTree, run: TrainerRun | N
     """
     present = [location.chosen] if location.chosen else [*location.files, *location.folders]
     root = parsed.root if isinstance(parsed.root, dict) else {}
-    is_dcp = any(map(dcp.is_part, present))
+    parts = [] if location.chosen else directory.find_dcp_parts(location).values()
+    # NeMo Automodel keeps the weights in shards for Hugging Face, beside DCP's optimizer.
+    is_dcp = any(map(dcp.is_part, present)) or (bool(parts) and all(map(dcp.detect, parts)))
     # In order: a library is tested before the one whose files it uses as well (HF Trainer writes
     # Accelerate's names, torchtitan DCP's).
     signs = {
