@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from reshard.core.box import Index
 from reshard.core.chunks import find_boxes
@@ -18,6 +18,7 @@ from reshard.state_dict.optimizer_layouts import KnownParameters
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.tree import ParsedTree, format_path
 from reshard.system.files import SourceFiles
+from reshard.units import some
 
 
 def select_optimizers(
@@ -50,7 +51,14 @@ def select_optimizers(
     for path, value in parts.optimizers.items():
         optimizer = ParsedOptimizer()
         count = optimizer_state.count_parameters(value)
-        for assumed in _list_assumptions(known, count, weights, model):
+        owner = weights.get(str(path[-1])) if path and count == 1 else None
+        assumptions = _list_assumptions(known, count, weights, model)
+        if owner is not None:
+            # Where updates are made during the backward pass, each parameter has an optimizer,
+            # which is saved under its name (torchtune 0.6 ``training/memory.py``).
+            alone = replace(known, shapes={owner.fqn: owner.shape}, ordered=True)
+            assumptions = chain([alone], assumptions)
+        for assumed in assumptions:
             optimizer = optimizer_state.read(value, assumed, pool)
             if optimizer.entries or any(group.fqns for group in optimizer.groups):
                 break
@@ -142,13 +150,13 @@ def _select_own(
         return [_leave_out(fitting, reason, "choose another model with --key NAME")]
     lost = [path for path in read if path not in fitting and not parts.other_models]
     if len(fitting) > 1:
-        shown = ", ".join(map(format_path, fitting))
+        shown = some(list(map(format_path, fitting)))
         text = f"{len(fitting)} optimizers are merged into one with all param groups: {shown}"
         next(iter(fitting.values())).notes.append(text)
     if not lost:
         return list(fitting.values())
-    notes = [note for path in lost for note in read[path].notes]
-    shown = ", ".join(map(format_path, lost))
+    notes = list(dict.fromkeys(note for path in lost for note in read[path].notes))
+    shown = some(list(map(format_path, lost)))
     notes.append(f"optimizers that match no parameter are left out: {shown}")
     stated = tuple(
         format_path(path) for path in lost if optimizer_state.has_state(parts.optimizers[path])
