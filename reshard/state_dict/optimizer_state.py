@@ -16,6 +16,7 @@ from reshard.core import counts
 from reshard.core.box import Index
 from reshard.core.manifest import Entry, Keyed, ParamGroup, UnnamedOptimizer
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
+from reshard.quantised import moments
 from reshard.state_dict import nested_slots
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_layouts import (
@@ -31,6 +32,7 @@ from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import GlobalTensor, LocalTensors, as_list, is_tensor
 from reshard.system.files import SourceFiles
 from reshard.training import optimizers
+from reshard.units import counted
 
 _STATE, _GROUPS = "state", "param_groups"
 _ASK = " (pass --model config.json|DIR|module:factory to name its parameters)"
@@ -144,6 +146,12 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
         )
     else:
         owned = _add_numbered(parsed, state, groups, known, pool)
+    decoded = {entry.fqn for entry in parsed.entries if moments.is_decoded(entry)}
+    if decoded:
+        parsed.notes.append(
+            f"the state of {counted(len(decoded), 'parameter')} is stored in codes of 8 or 4 bits"
+            " (torchao): its values are computed in float32"
+        )
     unnamed = 0
     listed = set(keys)
     if len(groups) == 1 and (lost := [key for key in owned if key not in listed]):

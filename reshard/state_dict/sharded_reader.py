@@ -20,6 +20,7 @@ from reshard.core.dtypes import DType
 from reshard.core.manifest import Placement
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
 from reshard.layouts.partition import Cut, compute_mesh_box
+from reshard.quantised import moments
 
 _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"
@@ -47,12 +48,14 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
                 file.path, f"contains a tensor built by {call.name}, which is not a plain tensor"
             )
         return None
-    if is_wrapped(call.get("_local_tensor")):  # torchao's moments under FSDP 2
+    held = call.get("_local_tensor")
+    if is_wrapped(held) and moments.describe(held) is None:
         return None
     try:
         dtype, shape = parse_dtype(call.args[1], file.path), as_index(call.args[2])
         if kind == _DTENSOR:
             chunks = tuple(_read_dtensor(file, call, shape, dtype))
+            dtype = moments.choose_dtype(chunks, dtype)
             spec = call.get("_spec")
             device = _get_of_mesh(spec.get("mesh"), "device_type")
             placement = _read_placement(file, spec)
@@ -123,6 +126,9 @@ def read_saver(call: Call) -> Saver | None:
 
 
 def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
+    values = moments.describe(tensor)
+    if values is not None and values.box.shape == box.shape:
+        return replace(values, box=box)
     if not isinstance(tensor, Tensor):
         raise TypeError("a shard that is not a tensor")
     if (tensor.shape, tensor.dtype) != (box.shape, dtype):

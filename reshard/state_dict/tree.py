@@ -14,6 +14,7 @@ from reshard.core.chunks import Chunk
 from reshard.core.dtypes import DType
 from reshard.core.manifest import Placement, SourceFile
 from reshard.errors import MIXED, TWO_RUNS, CorruptError, StaleError, shown
+from reshard.quantised import moments
 from reshard.state_dict import sharded_reader
 from reshard.system.paths import as_path
 
@@ -137,6 +138,9 @@ def _convert_leaf(file: TorchFile, rank: int, value: Any) -> Any:
     if isinstance(value, Tensor):
         return LocalTensors({rank: value.chunk}, value.call if isinstance(value, Array) else None)
     if isinstance(value, Call):
+        values = moments.describe(value)
+        if values is not None:
+            return LocalTensors({rank: values})
         described = sharded_reader.describe_shards(file, value)
         return GlobalTensor(*described) if described else value
     return value
@@ -238,7 +242,7 @@ def _join_tensors(values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
     for value, name in values:
         same = type(value) is type(first)
         if same and isinstance(first, GlobalTensor):
-            same = (value.shape, value.dtype) == (first.shape, first.dtype)
+            same = value.shape == first.shape and _have_one_dtype(value, first)
         if not same:
             raise CorruptError(
                 name,
@@ -258,8 +262,15 @@ def _join_tensors(values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
         else:
             pieces.update(value.pieces)
     if isinstance(first, GlobalTensor):
-        return replace(first, chunks=tuple(chunks))
+        dtype = moments.choose_dtype(chunks, first.dtype)
+        return replace(first, dtype=dtype, chunks=tuple(chunks))
     return LocalTensors(pieces)
+
+
+def _have_one_dtype(a: GlobalTensor, b: GlobalTensor) -> bool:
+    """Return whether two ranks' shards have one dtype, or one of them is stored as codes."""
+    # torchao stores no codes of a shard that is small.
+    return a.dtype == b.dtype or moments.has_codes((*a.chunks, *b.chunks))
 
 
 def _describe(value: Any) -> str:

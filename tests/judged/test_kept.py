@@ -13,12 +13,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import reshard
-from reshard.errors import UnsupportedError
 from tests.judged.expected import read_expected
 
 DATA = Path(__file__).parents[1] / "data"
 WHOLE = ["composer", "olmo_core"]  # their optimizers' states are plain tensors
-COMPUTED = ["torchao", "torchao_fsdp2"]  # theirs are of a class that computes them
+COMPUTED = ["torchao", "torchao_fsdp2", "torchao_4bit", "torchao_fp8"]  # theirs are codes
 
 
 @pytest.mark.parametrize("library", [*WHOLE, *COMPUTED])
@@ -121,25 +120,40 @@ def test_olmo_core_keeps_a_learning_rate_in_a_tensor_for_each_parameter():
     assert all(group.hyper["lr"] == torch.tensor(1e-3).item() for group in groups)
 
 
-@pytest.mark.parametrize("library", COMPUTED)
-def test_torchaos_moments_are_reported_and_never_dropped(library, tmp_path):
-    source = DATA / library / "ckpt"
-    assert not reshard.inspect(source).manifest.frozen
-    with pytest.raises(UnsupportedError, match=r"stores 'exp_avg' of '0\.weight' as an object"):
-        reshard.split(source, tmp_path / "out", to="dcp", world_size=2)
-    assert not (tmp_path / "out").exists()
+def assert_moments(path, library):
+    """Compare moments and steps with those of the live optimizer, which torchao dequantised."""
+    want = read_expected(DATA / library)["state"]
+    with reshard.open(path) as checkpoint:
+        for slot in ("exp_avg", "exp_avg_sq"):
+            held = checkpoint.optimizer(slot)
+            assert held.keys() == want.keys()
+            for name, state in want.items():
+                assert held[name].dtype == "float32"
+                assert torch.equal(held[name][...], state[slot])
+        steps = checkpoint.manifest.train.optimizer_step
+    assert steps == {name: float(state["step"]) for name, state in want.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("library", COMPUTED)
-def test_targets_without_objects_refuse_torchaos_moments_too(library, stage, tmp_path):
+def test_torchaos_moments_are_dequantised(library, tmp_path):
     source, out = DATA / library / "ckpt", tmp_path / "out"
-    with pytest.raises(UnsupportedError, match=r"stores 'exp_avg' of '0\.weight' as an object"):
-        reshard.split(source, out, to="deepspeed", zero_stage=stage)
-    assert not out.exists()
-    reshard.split(source, out, to="deepspeed", zero_stage=stage, init_optimizer="zeros")
-    with reshard.open(out) as checkpoint:
-        assert not checkpoint.optimizer("exp_avg")["0.weight"][...].any()
+    assert any("codes of 8 or 4 bits" in note for note in reshard.inspect(source).manifest.warnings)
+    assert_moments(source, library)
+    reshard.split(source, out, to="deepspeed", zero_stage=2, world_size=3)
+    assert_moments(out, library)
+
+
+def test_a_split_of_dcp_copies_torchaos_codes(tmp_path):
+    """The optimizer continues from the codes, and would quantise values to other codes."""
+    source, out = DATA / "torchao_fp8" / "ckpt", tmp_path / "out"
+    reshard.split(source, out, world_size=3)
+    assert_moments(out, "torchao_fp8")
+    was, is_now = (FileSystemReader(at).read_metadata() for at in (source, out))
+    key = "optim.state.0.weight.exp_avg"
+    assert is_now.state_dict_metadata[key] == was.state_dict_metadata[key]
+    values = reshard.split(source, tmp_path / "values", to="dcp", world_size=3)
+    assert not values.dropped
+    assert_moments(tmp_path / "values", "torchao_fp8")
 
 
 @pytest.mark.parametrize("form", ["ckpt", "ranks"])

@@ -21,6 +21,7 @@ from reshard.core.manifest import Record, SourceFile
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.dcp.archives import ArchiveCache
 from reshard.formats.dcp.metadata import Block
+from reshard.quantised import moments
 from reshard.system.files import Section, SourceFiles, get_size
 from reshard.system.ranges import Range
 
@@ -96,6 +97,9 @@ class ItemReader:
         file = self._open(section)
         tensor = file.root
         box = block.box or Box((), ())
+        values = moments.describe(tensor)
+        if values is not None and values.box.shape == box.shape:
+            return replace(values, box=box)
         if torch_objects.is_wrapped(tensor):
             described: Call = tensor
             return described

@@ -18,6 +18,7 @@ from reshard.formats.dcp.directory import METADATA
 from reshard.formats.dcp.flattened import restore
 from reshard.formats.dcp.items import ItemReader
 from reshard.formats.dcp.metadata import Metadata
+from reshard.quantised import moments
 from reshard.state_dict import tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 from reshard.system.files import SourceFiles
@@ -77,7 +78,8 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
             if len(chunks) < len(blocks):
                 leaves[key] = next(each for each in blocks if not isinstance(each, Chunk))
                 continue
-            leaf = GlobalTensor(stored.dtype, stored.shape, chunks)
+            dtype = moments.choose_dtype(chunks, stored.dtype)
+            leaf = GlobalTensor(dtype, stored.shape, chunks)
             shape = about.shapes.get(key)
             leaves[key] = leaf if shape is None else restore(location, key, leaf, shape)
         for key, block in objects.items():

@@ -29,6 +29,7 @@ from reshard.formats.dcp.items import ZIP
 from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
 from reshard.formats.request import Request
+from reshard.quantised import moments
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
 from reshard.system.files import SourceFiles, get_size
@@ -149,6 +150,8 @@ def _find_owners(
     items = _ItemIndex(directories)
     owners: dict[tuple[str, str], Key] = {}
     for entry in manifest.entries.values():
+        if moments.is_decoded(entry):
+            continue  # its codes are copied
         found = {items.find(chunk) for chunk in entry.chunks}
         place = found.pop() if len(found) == 1 else None
         stored = tensors.get(place) if place is not None else None
