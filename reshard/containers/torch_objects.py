@@ -28,7 +28,9 @@ _TORCH_DTYPE = re.compile(r"torch\.(float|complex|q?u?int|bits)\d\w*")
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _FLOAT8, _TRAINING = "torchao.float8.fsdp_utils", "torchao.prototype.quantized_training"
 _GROUPED = "torchao.prototype.moe_training.tensor"
+_COLLECTIVES = "torch.distributed._functional_collectives"
 _HELD = {
+    f"{_COLLECTIVES}.AsyncCollectiveTensor": "elem",  # what a collective returns before it is read
     f"{_FLOAT8}.WeightWithDynamicFloat8CastTensor": "_tensor",
     f"{_FLOAT8}.WeightWithDelayedFloat8CastTensor": "_tensor",
     f"{_FLOAT8}.WeightWithStaticFloat8CastTensor": "_tensor",
@@ -38,9 +40,10 @@ _HELD = {
     f"{_TRAINING}.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
     f"{_TRAINING}.bitnet.BitNetTrainingLinearWeight": "_data",
 }
-"""Classes of weights that are cast when a layer uses them -> the attribute with the weight itself.
+"""Classes of tensors that hold another -> the attribute with it.
 
-Source: torchao 0.9 to 0.18. Their other attributes are settings and scales of the next cast.
+Most are of weights that are cast when a layer uses them; their other attributes are settings and
+scales of the next cast. Sources: torchao 0.9 to 0.18, torch 2.13.
 """
 
 

@@ -57,6 +57,11 @@ class Moment:
         return self.numel * FLOAT32.itemsize
 
     @property
+    def block(self) -> int:
+        """The number of values of a block."""
+        return self.numel // self.scales.box.volume
+
+    @property
     def files(self) -> tuple[str, ...]:
         """The file that stores the codes and the scales."""
         return (self.codes.file,)
@@ -77,7 +82,7 @@ class Moment:
         out = np.frombuffer(target, "<f4")
         first = byte_offset // FLOAT32.itemsize
         table = self._read_table(pool)
-        size = self.numel // prod(self.scales.box.shape)
+        size = self.block
         for start in range(first, first + len(out), _BLOCK):
             stop = min(start + _BLOCK, first + len(out))
             block, at = out[start - first : stop - first], start // size
@@ -154,17 +159,35 @@ def describe(tensor: Any) -> Chunk | None:
     return contiguous(name, 0, FLOAT32, whole(shape))
 
 
+def _find_moment(chunk: Chunk) -> Moment | None:
+    computation = chunk.file.computation if isinstance(chunk.file, Derived) else None
+    return computation if isinstance(computation, Moment) else None
+
+
 def has_codes(chunks: Iterable[Chunk]) -> bool:
     """Return whether values of some chunks are computed from codes."""
-    return any(
-        isinstance(chunk.file, Derived) and isinstance(chunk.file.computation, Moment)
-        for chunk in chunks
-    )
+    return any(map(_find_moment, chunks))
 
 
 def is_decoded(entry: Entry) -> bool:
     """Return whether some values of an entry are computed from codes."""
     return not entry.layout.is_partition and has_codes(entry.chunks)
+
+
+def find_stored(chunk: Chunk) -> Chunk:
+    """Return where the codes of a chunk are stored; the chunk itself if it has none."""
+    moment = _find_moment(chunk)
+    return chunk if moment is None else moment.codes
+
+
+def cuts_blocks(entry: Entry, rows: Iterable[int]) -> bool:
+    """Return whether a cut before one of some rows would divide a block of codes."""
+    return any(
+        (row - chunk.box.origin[0]) * prod(entry.shape[1:]) % moment.block
+        for row in rows
+        for chunk in entry.chunks
+        if 0 < row - chunk.box.origin[0] < chunk.box.shape[0] and (moment := _find_moment(chunk))
+    )
 
 
 def choose_dtype(chunks: Iterable[Chunk], stated: DType) -> DType:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import reshard
 from reshard.containers import torch_objects, torch_reader
@@ -397,3 +398,11 @@ def test_an_element_that_is_no_plain_float_is_no_number(tmp_path, dtype):
     chunk = torch_reader.read(tmp_path / "x.pt").root.chunk
     with SourceFiles() as files:
         assert math.isnan(torch_objects.read_weight(files, chunk, 1))
+
+
+def test_the_result_of_a_collective_that_was_not_read_yet(tmp_path):
+    """``full_tensor`` of a DTensor returns one, which a script may save."""
+    want = torch.arange(6.0).view(2, 3)
+    torch.save({"w": AsyncCollectiveTensor(want)}, tmp_path / "model.pt")
+    with reshard.open(tmp_path / "model.pt") as checkpoint:
+        assert torch.equal(checkpoint["w"][...], want)

@@ -143,17 +143,22 @@ def test_torchaos_moments_are_dequantised(library, tmp_path):
     assert_moments(out, library)
 
 
-def test_a_split_of_dcp_copies_torchaos_codes(tmp_path):
-    """The optimizer continues from the codes, and would quantise values to other codes."""
-    source, out = DATA / "torchao_fp8" / "ckpt", tmp_path / "out"
-    reshard.split(source, out, world_size=3)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_split_of_dcp_copies_codes_that_torchao_can_cut(ranks, tmp_path):
+    """Two ranks have whole blocks of codes, as in the source; three would divide a block."""
+    source, out, key = (
+        DATA / "torchao_fp8" / "ckpt",
+        tmp_path / "out",
+        "optim.state.0.weight.exp_avg",
+    )
+    reshard.split(source, out, world_size=ranks)
     assert_moments(out, "torchao_fp8")
     was, is_now = (FileSystemReader(at).read_metadata() for at in (source, out))
-    key = "optim.state.0.weight.exp_avg"
-    assert is_now.state_dict_metadata[key] == was.state_dict_metadata[key]
-    values = reshard.split(source, tmp_path / "values", to="dcp", world_size=3)
-    assert not values.dropped
-    assert_moments(tmp_path / "values", "torchao_fp8")
+    assert is_now.planner_data == was.planner_data
+    stored = is_now.state_dict_metadata[key]
+    assert len(stored.chunks) == ranks
+    codes = [b"OptimStateFp8" in path.read_bytes() for path in sorted(out.glob("*.distcp"))]
+    assert any(codes) == (ranks == 2)
 
 
 @pytest.mark.parametrize("form", ["ckpt", "ranks"])

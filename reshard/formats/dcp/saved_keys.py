@@ -29,6 +29,7 @@ from reshard.formats.dcp.items import ZIP
 from reshard.formats.dcp.metadata import Block, Metadata, StoredTensor
 from reshard.formats.dcp.writer import CopiedTensor
 from reshard.formats.request import Request
+from reshard.layouts.partition import compute_equal_piece
 from reshard.quantised import moments
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.torch_state_dict import Value
@@ -106,7 +107,7 @@ def find(conversion: StateConversion) -> SavedKeys | None:
         return None
     directories = [_read_directory(parent, top) for parent in parents]
     found = [each for each in directories if each is not None]
-    owners = _find_owners(manifest, found)
+    owners = _find_owners(manifest, found, request.world_size)
     if len(found) < len(parents) or not owners or not _can_copy(found, owners, manifest):
         return None
     beside = _find_files_beside(manifest, top, several=len(parents) > 1)
@@ -142,7 +143,7 @@ def _find_files_beside(manifest: Manifest, top: PurePosixPath, *, several: bool)
 
 
 def _find_owners(
-    manifest: Manifest, directories: Sequence[SavedDirectory]
+    manifest: Manifest, directories: Sequence[SavedDirectory], ranks: int
 ) -> dict[tuple[str, str], Key]:
     """Return the entry of each key; empty if an entry is not exactly one stored tensor."""
     tensors = {(d.folder, key): each for d in directories for key, each in d.about.tensors.items()}
@@ -150,12 +151,17 @@ def _find_owners(
     items = _ItemIndex(directories)
     owners: dict[tuple[str, str], Key] = {}
     for entry in manifest.entries.values():
-        if moments.is_decoded(entry):
-            continue  # its codes are copied
-        found = {items.find(chunk) for chunk in entry.chunks}
+        is_decoded = moments.is_decoded(entry)
+        if is_decoded and not moments.cuts_blocks(entry, _list_starts(entry, ranks)):
+            continue  # its codes are copied; torchao reads no part of a block
+        found = {items.find(moments.find_stored(chunk)) for chunk in entry.chunks}
         place = found.pop() if len(found) == 1 else None
         stored = tensors.get(place) if place is not None else None
-        is_same = stored is not None and (stored.dtype, stored.shape) == (entry.dtype, entry.shape)
+        is_same = (
+            stored is not None
+            and stored.shape == entry.shape
+            and (is_decoded or stored.dtype == entry.dtype)
+        )
         if place is None or not is_same or place in owners or place not in names:
             return {}
         if entry.kind in WEIGHT_KINDS and names[place][-1] != entry.fqn:
@@ -168,6 +174,12 @@ def _find_owners(
         if alias in kept:
             owners[place] = kept[alias]
     return owners
+
+
+def _list_starts(entry: Entry, ranks: int) -> list[int]:
+    """Return the first row of each rank of the output."""
+    rows = entry.shape[0] if entry.shape else 0
+    return [compute_equal_piece(rows, ranks, rank)[0] for rank in range(ranks)]
 
 
 class _ItemIndex:
