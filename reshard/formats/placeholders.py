@@ -84,17 +84,17 @@ def _build_incomplete_error(
     manifest: Manifest, empty: Sequence[str], weights: int
 ) -> IncompleteError:
     checkpoint, have = _find_ranks(manifest), "has" if len(empty) == 1 else "have"
+    advice = "merge the checkpoint directory that contains those files"
+    if _read_shapes_beside(manifest) is None:
+        advice += (
+            ". If the model has no elements there, put its config.json beside the file, or pass"
+            " --exclude for these weights"
+        )
     return IncompleteError(
         manifest.origin.path,
         f"{len(empty)} of {weights} weights {have} size 0 ({some(empty)}): ZeRO-3 placeholders,"
         " the real weights are in the ranks' *_optim_states.pt",
-        f"merge {checkpoint}"
-        if checkpoint
-        else (
-            "merge the checkpoint directory that contains those files. If the model has no"
-            " elements there, put its config.json beside the file, or pass --exclude for these"
-            " weights"
-        ),
+        f"merge {checkpoint}" if checkpoint else advice,
     )
 
 

@@ -32,6 +32,7 @@ _HINT = (
     "pass the model and how it was wrapped: --model config.json|DIR|module:factory"
     " --wrap LlamaDecoderLayer|size=N|none"
 )
+_HINT_WRAP = "pass the wrapping of the run: --wrap LlamaDecoderLayer|size=N|none"
 _FLAT = record(names=sequence(TEXT), shapes=sequence(SHAPE), numels=sequence(COUNT))
 _FAIRSCALE = record(param_metadata=sequence(record(fsdp_path=TEXT, params=mapping(TEXT, _FLAT))))
 
@@ -257,9 +258,9 @@ def _resolve_unit(
             where,
             f"contains the flat parameter of {_describe_unit(prefix)} with {total} elements, but"
             " no file states which parameters it combines",
-            _HINT,
+            _HINT if model is None else _HINT_WRAP,
         )
-    return build_unit(prefix, members, total, where)
+    return build_unit(prefix, members, total, where, hint=_HINT if model is None else _HINT_WRAP)
 
 
 def _describe_unit(prefix: str) -> str:
@@ -288,7 +289,12 @@ def is_inside(fqn: str, prefix: str) -> bool:
 
 
 def build_unit(
-    prefix: str, members: Sequence[tuple[str, Index]], total: int, where: str
+    prefix: str,
+    members: Sequence[tuple[str, Index]],
+    total: int,
+    where: str,
+    *,
+    hint: str = _HINT,
 ) -> FlatUnit:
     """Build a flat parameter of ``total`` elements that these members fill.
 
@@ -301,7 +307,7 @@ def build_unit(
             where,
             f"the flat parameter of {_describe_unit(prefix)} has {total} elements; the"
             f" {len(members)} parameters found for it ({members[0][0]} ...) have {numel}",
-            _HINT,
+            hint,
         )
     starts, _ = flat_param.place_members(members, aligned_to=1, ranks=1)
     return FlatUnit(prefix, tuple(Member(fqn, s, starts[fqn]) for fqn, s in members), total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import re
 import shutil
 import tarfile
@@ -127,6 +128,20 @@ def test_veomni_saves_the_scheduler_in_files_of_ranks_below_dcp(tmp_path):
     assert keys[0] == keys[1]
     for file in (run / "extra_state").iterdir():
         assert (tmp_path / "out" / "extra_state" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_positions_in_the_data_that_fit_no_other_number_of_ranks_are_named(tmp_path):
+    """Save what torchtitan 0.3 saves of its data loader: a pickle of each rank, and a count."""
+    positions = {f"dp_rank_{rank}": pickle.dumps({"index": rank}) for rank in range(2)}
+    dcp.save(
+        {**state(4), "dataloader": {**positions, "world_size": 2}}, checkpoint_id=tmp_path / "a"
+    )
+    report = reshard.split(tmp_path / "a", tmp_path / "b", world_size=4)
+    (warning,) = (text for text in report.warnings if "loader" in text)
+    assert warning.startswith("dataloader has a state for each of 2 ranks (dp_rank_0, dp_rank_1)")
+    report = reshard.split(tmp_path / "a", tmp_path / "c", world_size=1, to="dcp")
+    assert not any("loader" in text for text in report.warnings)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
