@@ -19,7 +19,8 @@ Modules beside the packages of the formats:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import PLAIN_SUFFIXES, SUFFIXES
 from reshard.core.location import Location
 from reshard.core.manifest import Entry, Manifest, check
-from reshard.errors import IncompleteError, UnrecognisedError, understood
+from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, understood
 from reshard.formats import placeholders, registry, run, unclear
 from reshard.formats.base import ReadHints
 from reshard.formats.pytorch.directory import find_whole
@@ -82,11 +83,30 @@ def read(  # noqa: PLR0913 - a keyword an option
         from reshard.model.build import refuse_missing
 
         refuse_missing(model)
-    with understood(location):
+    with understood(location), _naming_others(location):
         manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules, live))
     if prove:
         check(manifest)
     return placeholders.warn(manifest, is_filled=is_filled)
+
+
+@contextmanager
+def _naming_others(location: Location) -> Iterator[None]:
+    """Add the other checkpoints of a run to the advice of an error about the one that is read.
+
+    Raises:
+        IncompleteError, CorruptError: the one that was raised, with this advice.
+    """
+    try:
+        yield
+    except (IncompleteError, CorruptError) as error:
+        tags = [] if location.chosen else run.list_tags(location)
+        parts = as_path(error.where).parts
+        others = [tag for tag in tags if tag not in parts]
+        if others and len(others) < len(tags):
+            advice = f"choose another checkpoint with --tag; there are {some(others, _LISTED)}"
+            error.remedy = "; or ".join(filter(None, (error.remedy, advice)))
+        raise
 
 
 def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifest:

@@ -427,6 +427,21 @@ def test_a_symlink_chooses_the_checkpoint_of_a_run(link, names, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("damage", [".metadata", "__0_0.distcp"])
+def test_the_error_of_an_interrupted_save_names_the_other_checkpoints(damage, tmp_path):
+    for step in (2, 4, 6):
+        dcp.save(state(step), checkpoint_id=tmp_path / f"step-{step}")
+    (tmp_path / "step-6" / damage).write_bytes(b"")
+    with pytest.raises((CorruptError, IncompleteError)) as refused:
+        reshard.open(tmp_path)
+    advice = "; or choose another checkpoint with --tag; there are step-4, step-2"
+    assert refused.value.lines[-1].endswith(advice)
+    with pytest.raises((CorruptError, IncompleteError)) as refused:
+        reshard.open(tmp_path / "step-6")
+    assert "--tag" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_symlinked_checkpoints_are_those_of_the_run(tmp_path):
     """Follow links to another disk, and refuse the newest if its target is gone."""
     run, disk = tmp_path / "run", tmp_path / "disk"

@@ -312,11 +312,12 @@ def choose_random_states(conversion: StateConversion, *, checks: bool) -> StateC
         refuse_conflicts(rng.describe_files(files))
     states, ranks = rng.read(files), request.world_size
     if policy != "derive":
-        notes.kept.append(f"random states of {ranks} ranks")
+        notes.kept.append(f"random states of {units.counted(ranks, 'rank')}")
         return replace(conversion, rng=states)
     devices = sorted({name for state in states for name in state.devices})
     left = f"; those of {', '.join(devices)} are left out" if devices else ""
-    notes.derived.append(f"random states of {ranks} ranks, seeded from rank 0's and the rank{left}")
+    of_ranks = units.counted(ranks, "rank")
+    notes.derived.append(f"random states of {of_ranks}, seeded from rank 0's and the rank{left}")
     return replace(conversion, rng=rng.derive(states[0], ranks))
 
 
@@ -340,8 +341,8 @@ def _find_obstacle_to_random_states(
     if request.rng != "derive" and not len(files) == before == ranks:
         return UsageError(
             where,
-            f"has random states of {len(files)} ranks, which do not fit the"
-            f" {ranks} ranks of the output",
+            f"has random states of {units.counted(len(files), 'rank')}, which do not fit the"
+            f" {units.counted(ranks, 'rank')} of the output",
             "create new ones with --rng derive, or leave them out with --rng drop",
         )
     return None

@@ -34,7 +34,7 @@ def choose_writer(manifest: Manifest, options: SplitOptions) -> Writer:
     if name is None:
         raise UsageError(
             manifest.origin.path,
-            f"is a {manifest.origin.format} checkpoint, and --to has no layout of that format",
+            f"is a {manifest.origin.format} checkpoint, whose layout split does not keep",
             f"name the layout to write: --to {'|'.join(registry.list_writers())}",
         )
     return registry.find_writer(name)

@@ -12,6 +12,7 @@ from reshard.formats.megatron import rank_states
 from reshard.formats.megatron.rank_states import RankStates
 from reshard.formats.megatron.write import written_states
 from reshard.formats.megatron.write.written_states import WrittenStates
+from reshard.units import counted
 
 if TYPE_CHECKING:
     from reshard.formats.base import StateConversion
@@ -108,5 +109,5 @@ def _choose_random_states(
             raise
         notes.dropped.append(f"random states: {error.where} {error.problem}")
         return {}
-    notes.kept.append(f"random states of {len(rebuilt)} ranks")
+    notes.kept.append(f"random states of {counted(len(rebuilt), 'rank')}")
     return dict(rebuilt)
