@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM and Megatron-core, in the torch and the torch_dist format.
+"""Checkpoints of Megatron-LM and Megatron-core: torch, torch_dist, and fsdp_dtensor (only read).
 
     format      the format as one object: how it is found, read and written
     directory   where checkpoints are, and which rank each folder is of
@@ -20,6 +20,7 @@
     legacy      the torch format: a folder for each rank
     dist        the torch_dist format: DCP with Megatron's keys
     dist_flat   the distributed optimizer's buffers there
+    fsdp        the fsdp_dtensor format: DCP of Megatron FSDP
     grid        the manifests of all ranks joined
     train       the training state beside the tensors
     translate   the training state in the form that other frameworks load

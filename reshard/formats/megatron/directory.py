@@ -4,6 +4,7 @@
     <save>/iter_0000003/ or release/
         mp_rank_TT[_PPP][_EEE]/                 torch: model_optim_rng.pt, distrib_optim.pt
         .metadata  *.distcp  metadata.json      torch_dist: DCP; common.pt before core 0.20
+        .metadata  *.distcp                     fsdp_dtensor: DCP
     <verl>/global_step_3/actor/                 three directories of torch_dist, see `list_parts`
 
 Source: Megatron-LM core_v0.16.1 ``megatron/training/checkpointing.py`` (get_checkpoint_name,
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from reshard.core.location import Location
 from reshard.errors import FETCH_MISSING, IncompleteError, StaleError, UnsupportedError, UsageError
-from reshard.system.files import MAX_POINTER, read_small_file
+from reshard.system.files import MAX_POINTER, SourceFiles, read_small_file
 from reshard.units import some
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODELS = (MODEL, "model_rng.pt")  # the second until 2023, beside one optimizer file a rank
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _LISTED = 4
+_FSDP, _HEAD = b"model.module.", 1 << 16  # begin of a parameter's key, among the first bytes
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,8 +63,10 @@ def detect(location: Location) -> bool:
     """Return whether a Megatron checkpoint, or a rank's part of one, is directly at a location."""
     if location.chosen:
         folder = Location(location.directories)
-        return _is_rank_folder(folder) or (_is_part(location.chosen) and is_dist(folder))
-    is_recognized = is_dist(location) or is_zarr(location) or _is_rank_folder(location)
+        is_whole = is_dist(folder) or is_fsdp(folder)
+        return _is_rank_folder(folder) or (_is_part(location.chosen) and is_whole)
+    is_recognized = is_dist(location) or is_zarr(location) or is_fsdp(location)
+    is_recognized = is_recognized or _is_rank_folder(location)
     return is_recognized or bool(list_rank_folders(location)) or bool(list_parts(location))
 
 
@@ -75,6 +79,17 @@ def is_dist(location: Location) -> bool:
     """Return whether a directory has the torch_dist format."""
     # Any DCP directory has .metadata; only Megatron's has one of the others beside it.
     return METADATA in location.files and (BACKEND in location.files or COMMON in location.files)
+
+
+def is_fsdp(location: Location) -> bool:
+    """Return whether a directory has the format of Megatron FSDP, which is plain DCP."""
+    files = location.files
+    if METADATA not in files or parse_iteration(location.name) is None or is_dist(location):
+        return False
+    # Only the names of its parameters tell it from DCP of other programs.
+    path = files[METADATA]
+    with SourceFiles() as pool:
+        return _FSDP in pool.read(str(path), 0, min(path.stat().st_size, _HEAD))
 
 
 def list_parts(location: Location) -> dict[str, Location]:

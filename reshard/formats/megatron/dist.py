@@ -62,7 +62,7 @@ from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
-_GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
+GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
 _ADVICE_RESHARDABLE = (
     "save it once with --dist-ckpt-optim-fully-reshardable (verl:"
@@ -87,7 +87,7 @@ def read(location: Location, table: Table) -> Manifest:
     """
     loaded, common = _read_files(location)
     tensors, objects = _separate(_strip_prefix(loaded.root))
-    stored = _join_segments(_join_gated(tensors), table)
+    stored = join_parts(tensors, table)
     args = arguments.parse(common.get("args"), str(location))
     of_model = {key: tensor for key, tensor in stored.items() if not CHAIN.fullmatch(key)}
     exported = None if of_model else verl.read_exported(location)
@@ -257,15 +257,24 @@ def _separate(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[st
     return stored, dict(objects)
 
 
+def join_parts(stored: Mapping[str, GlobalTensor], table: Table) -> dict[str, GlobalTensor]:
+    """Return tensors with the parts of a fused parameter joined, which some formats have apart.
+
+    Raises:
+        IncompleteError: a segment is missing.
+    """
+    return _join_segments(_join_gated(stored), table)
+
+
 def _join_gated(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
     """Return tensors with gate and up joined, which singleton_local_shards saves separately."""
     joined: dict[str, GlobalTensor] = {}
     for key, tensor in stored.items():
-        base = key[: -len(_GATE)]
-        gate, up = stored.get(base + _GATE), stored.get(base + _UP)
-        if not gate or not up or key not in (base + _GATE, base + _UP):
+        base = key[: -len(GATE)]
+        gate, up = stored.get(base + GATE), stored.get(base + _UP)
+        if not gate or not up or key not in (base + GATE, base + _UP):
             joined[key] = tensor
-        elif key.endswith(_GATE):
+        elif key.endswith(GATE):
             joined[base] = _join_rows([gate, up])
     return joined
 

@@ -1,4 +1,4 @@
-"""Megatron's checkpoints as one format: the torch and the torch_dist layout."""
+"""Megatron's checkpoints as one format: torch, torch_dist, and fsdp_dtensor, which is only read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.core.location import Location
 from reshard.core.manifest import PARAM, Entry, Manifest
 from reshard.errors import UnsupportedError
@@ -16,6 +17,7 @@ from reshard.formats.megatron.directory import (
     detect,
     find_checkpoint,
     is_dist,
+    is_fsdp,
     is_run,
     is_zarr,
     list_parts,
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from reshard.layouts.model_parallel.traits import Traits
     from reshard.training.state import WritableState
 
+_FSDP = "fsdp_dtensor"
+_OF_DCP = ("torch_dist", _FSDP)  # forms of a source that become torch_dist
+_PRECISIONS = {"bf16": BFLOAT16, "fp16": FLOAT16}  # by Megatron's arguments
 _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 
 
@@ -43,7 +48,7 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
     # Imports are inside functions, because every format is loaded to detect a directory, and only
     # one of them reads it.
     from reshard.formats import beside
-    from reshard.formats.megatron import dist, legacy
+    from reshard.formats.megatron import dist, fsdp, legacy
     from reshard.formats.megatron.write.args import PRECISION_AWARE
     from reshard.layouts.model_parallel.rules import add_user_rules, load_whole_table
     from reshard.quantised import remainders
@@ -57,7 +62,10 @@ def _read(location: Location, hints: ReadHints) -> Manifest:
             "load it with the version that saved it, and save it with --ckpt-format torch_dist"
             " (older: --dist-ckpt-format torch_dist)",
         )
-    read = dist.read if is_dist(found) or list_parts(found) else legacy.read
+    if is_fsdp(found):
+        read = fsdp.read
+    else:
+        read = dist.read if is_dist(found) or list_parts(found) else legacy.read
     table = add_user_rules(load_whole_table(NAME), hints.rules)
     manifest = read(found, table)
     args = _read_args(manifest)
@@ -143,7 +151,7 @@ class Megatron(Writer):
                 tensor=sizes.tensor, pipeline=sizes.pipeline, expert=sizes.expert, virtual=virtual
             ),
             form=options.ckpt_format
-            or ("torch_dist" if source.origin.form == "torch_dist" else "torch"),
+            or ("torch_dist" if source.origin.form in _OF_DCP else "torch"),
             data=request.world_size // sizes.model,
             stage_layers=stage_layers,
             mtp_at=mtp_at,
@@ -156,7 +164,7 @@ class Megatron(Writer):
                 or _keep_rows(source, sizes.tensor)
                 or _DIVISIBLE
             ),
-            dtype=request.dtype,
+            dtype=request.dtype or _find_dtype_of_module(source, args),
             weights_only=request.weights_only,
         )
         return replace(request, own=megatron_options)
@@ -237,6 +245,13 @@ class Megatron(Writer):
             return laid
         # Our trainer resumes from a run directory of its own, which Megatron-LM does not have.
         return laid._replace(skeleton=request.run.lay_out_directory(laid.skeleton))
+
+
+def _find_dtype_of_module(source: Manifest, args: Mapping[str, Any]) -> DType | None:
+    """Return the dtype in which a run computes, if its files have the masters alone."""
+    if source.origin.form != _FSDP:
+        return None
+    return next((dtype for name, dtype in _PRECISIONS.items() if args.get(name) is True), None)
 
 
 def _keep_rows(source: Manifest, tensor_ranks: int) -> int:

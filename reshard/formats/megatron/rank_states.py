@@ -36,7 +36,7 @@ class RankStates:
     """The states that a source has beside its tensors.
 
     Args:
-        form: ``torch`` or ``torch_dist``.
+        form: ``torch``, ``torch_dist`` or ``fsdp_dtensor``, which has random states alone.
         extra: (tensor, expert) rank -> name in the whole model -> value. The value is None for a
             module that could have a state and has none. In torch_dist (0, 0) has the states of the
             first tensor rank under the directory's keys.

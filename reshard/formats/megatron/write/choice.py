@@ -255,6 +255,8 @@ def _adapt_args(
     if places.mtp or adapted.get("mtp_num_layers"):
         adapted["mtp_num_layers"] = places.mtp or None  # transformers saves none of them
     adapted["use_distributed_optimizer"] = wanted.distributed
+    if "use_megatron_fsdp" in adapted:
+        adapted["use_megatron_fsdp"] = False  # none of the written formats is its own
     adapted["untie_embeddings_and_output_weights"] = not tied
     adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16
     adapted[arguments.REDUCES_IN_FP32] = arguments.reduces_in_fp32(args, precision)

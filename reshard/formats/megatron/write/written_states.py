@@ -168,7 +168,7 @@ def find_rng_obstacle(
     if _get_source_sizes(manifest) != _get_target_sizes(sizes):
         return "each belongs to one model-parallel rank, and the grid of ranks changes"
     if sizes.expert > 1 and states.form != form:
-        return "torch and torch_dist store them differently with expert parallelism"
+        return f"{states.form} and {form} store them differently with expert parallelism"
     # A list of several has a state for each data rank (--data-parallel-random-init).
     several = any(isinstance(value, list) and len(value) > 1 for value in states.rng.values())
     data_before = manifest.origin.mesh.get("dp", 1)

@@ -1,0 +1,186 @@
+"""The fsdp_dtensor format of Megatron FSDP: plain DCP, with names of the live model.
+
+    args, iteration, opt_param_scheduler ...       what common.pt has in torch_dist
+    model.module.<name>                            a parameter in fp32, uneven shards of a DTensor
+    model.module.<name>_w, <name>_v                gate and up of a gated linear unit
+    optimizer.state.module.module.<name>.exp_avg   a slot
+    optimizer.param_to_group_meta.module.<name>    the settings of its param group
+
+``<name>`` counts layers and experts through the whole model. Tensor-parallel ranks are a dim of the
+DTensor's mesh, so each parameter is whole, if ranks cut it in one piece.
+
+Sources: Megatron-LM core_v0.16.1 ``core/transformer/fsdp_dtensor_checkpoint.py``,
+``core/optimizer/distrib_optimizer.py`` (sharded_param_state_fsdp_dtensor); d98e8a6
+``megatron/training/checkpointing.py`` (preprocess_fsdp_dtensor_state_dict).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.containers.pickles import trust
+from reshard.core.location import Location
+from reshard.core.manifest import (
+    BUFFER,
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    ParamGroup,
+    index_entries,
+)
+from reshard.errors import CorruptError, UnsupportedError
+from reshard.formats.dcp import reader as dcp
+from reshard.formats.megatron import (
+    arguments,
+    dist,
+    grid,
+    names,
+    optimizer,
+    rank_states,
+    train,
+)
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.rank_states import RankStates
+from reshard.layouts.model_parallel.rules import Table
+from reshard.state_dict.hyper_parameters import read_counter, read_hyper
+from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict.tree import GlobalTensor, as_global
+from reshard.system.files import SourceFiles
+
+FORM = "fsdp_dtensor"
+_WRAPPER = "module."
+_STEP = "step"
+_RANKS = re.compile(r"\((\d{1,9}), ?(\d{1,9})\)")
+
+
+def read(location: Location, table: Table) -> Manifest:
+    """Return the manifest of the checkpoint in one directory.
+
+    Raises:
+        IncompleteError: a file is missing.
+        CorruptError: files contradict each other, or there is no model.
+        UnsupportedError: tensor-parallel ranks cut a parameter in several pieces.
+    """
+    loaded = dcp.read(location)
+    root = loaded.root
+    args = arguments.parse(root.get("args"), str(location))
+    stored = dist.join_parts(_get_tensors(root.get("model")), table)
+    if not stored:
+        raise CorruptError(location, "contains no model")
+    _refuse_several_pieces(location, stored, args, table)
+    weights = [
+        _make_entry(fqn, BUFFER if names.is_buffer(fqn) else PARAM, tensor)
+        for fqn, tensor in stored.items()
+    ]
+    whole = index_entries(grid.sort_entries(weights))
+    fqns = [fqn for kind, fqn in whole if kind == PARAM]
+    state = _read_optimizer(root.get("optimizer"), fqns, table)
+    trained = {entry.fqn for entry in state.entries}
+    frozen = [fqn for fqn in fqns if trained and fqn not in trained]
+    rng = _read_random_states(root.get(rank_states.RNG))
+    manifest = Manifest(
+        origin=Origin("megatron", str(location)),
+        entries=index_entries(grid.sort_entries([*whole.values(), *state.entries])),
+        files=loaded.files,
+        train=train.make_train_state(
+            {**root, rank_states.RNG: next(iter(rng.values()), None)},
+            args,
+            state,
+            range(0),
+        ),
+        tied={names.OUTPUT: names.EMBEDDING}
+        if args.tied and names.EMBEDDING in fqns and names.OUTPUT not in fqns
+        else {},
+        frozen=frozenset(frozen),
+        warnings=(*loaded.notes, *optimizer.note_frozen(frozen)),
+        unknown_globals=trust.list_unknown(loaded.globals),
+        ordered=True,  # see `grid.sort_entries`
+    )
+    manifest = rank_states.attach(manifest, RankStates(FORM, rng=rng))
+    return replace(manifest, origin=train.make_origin(location, args, FORM, manifest))
+
+
+def _read_random_states(value: Any) -> dict[tuple[int, ...], Any]:
+    """Return random states by pipeline and tensor rank, whose numbers are the text of a key."""
+    stated = {key: _RANKS.fullmatch(str(key)) for key in value} if isinstance(value, dict) else {}
+    return {(int(m[1]), int(m[2])): value[key] for key, m in stated.items() if m}
+
+
+def _get_tensors(values: Any) -> dict[str, GlobalTensor]:
+    """Return the tensors of a mapping by the names of the model."""
+    found = values.items() if isinstance(values, dict) else ()
+    named = ((_strip(name), as_global(value)) for name, value in found)
+    return {name: tensor for name, tensor in named if tensor is not None}
+
+
+def _strip(name: Any) -> str:
+    """Return a parameter's name without the wrappers of its model."""
+    text = str(name)
+    while text.startswith(_WRAPPER):
+        text = text.removeprefix(_WRAPPER)
+    return text
+
+
+def _make_entry(fqn: str, kind: str, tensor: GlobalTensor) -> Entry:
+    return Entry(fqn, kind, tensor.dtype, tensor.shape, tensor.chunks)
+
+
+def _refuse_several_pieces(
+    location: Location, fqns: Iterable[str], args: Arguments, table: Table
+) -> None:
+    """Refuse fused parameters whose parts are rank after rank, not one after the other.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    if args.tp <= 1:
+        return
+    for fqn in fqns:
+        rule = names.find_rule(table, fqn)
+        if rule is not None and rule.rule.segments:
+            raise UnsupportedError(
+                location,
+                f"has {fqn!r} of {args.tp} tensor-parallel ranks in the format {FORM}, which does"
+                " not tell its parts from each other",
+                "save it with one tensor-parallel rank, or with --ckpt-format torch_dist",
+            )
+
+
+def _read_optimizer(value: Any, fqns: Iterable[str], table: Table) -> ParsedOptimizer:
+    """Return every slot, step and group by the parameter's name."""
+    result = ParsedOptimizer()
+    if not isinstance(value, dict):
+        return result
+    states = {_strip(name): state for name, state in _list_items(value.get("state"))}
+    slots = {slot for state in states.values() for slot in state if slot != _STEP}
+    for slot in sorted(slots):
+        stored = _get_tensors({name: state.get(slot) for name, state in states.items()})
+        kind = optimizer.get_kind(slot)
+        result.entries += [
+            _make_entry(fqn, kind, tensor) for fqn, tensor in dist.join_parts(stored, table).items()
+        ]
+    metas = {_strip(name): meta for name, meta in _list_items(value.get("param_to_group_meta"))}
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    with SourceFiles() as pool:
+        for fqn in fqns:
+            meta = metas.get(fqn, {})
+            own = states.get(fqn) or states.get(fqn + dist.GATE) or {}
+            counters = (own.get(_STEP), meta.get(_STEP))
+            step = next((read_counter(c, pool) for c in counters if c is not None), None)
+            if step is not None:
+                result.steps[fqn] = float(step)
+            if meta:
+                hyper = read_hyper(meta, pool, skip=[_STEP])
+                groups.setdefault(repr(sorted(hyper.items())), (hyper, []))[1].append(fqn)
+    result.groups = [ParamGroup(hyper, tuple(members)) for hyper, members in groups.values()]
+    return result
+
+
+def _list_items(values: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Yield the items of a mapping that are mappings themselves."""
+    if isinstance(values, dict):
+        yield from ((key, value) for key, value in values.items() if isinstance(value, dict))
