@@ -62,6 +62,7 @@ RANGES = (
     DATA.parent / "megatron_core_0.15.3" / "llama_dp2" / "torch_dist"
 )  # fully_sharded_model_space
 PACKED = DATA.parent / "megatron_core_0.9.0" / "mixtral_ep2.tar.xz"
+PACKED_019 = DATA.parent / "megatron_core_0.19.2" / "llama_mtp_tp2.tar.xz"
 MUON = DATA / "muon" / "torch"
 VERL = DATA.with_name("verl") / "megatron_pp2"
 STEP = "iter_0000003"
@@ -99,6 +100,40 @@ def test_every_tensor_has_the_bytes_that_megatron_holds(place, layers):
 @pytest.mark.parametrize("form", ["torch_dist", "torch_dist_bucket"])
 def test_buckets_and_ranges_of_core_0_9_hold_the_same_bytes(old, form):
     _check_bytes(old / form, 2)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory):
+    """Return two forms of a run of core 0.19.2 with a layer of multi-token prediction."""
+    folder = tmp_path_factory.mktemp("new")
+    with tarfile.open(PACKED_019) as packed:
+        packed.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_core_0_19_holds_the_same_bytes(new, form):
+    """Both have the names of torch_dist, and torch_dist has no common.pt."""
+    _check_bytes(new / form, 2)
+
+
+@pytest.mark.parametrize(
+    ("form", "to", "inner"),
+    [
+        ("torch", "torch", "mtp_model_layer"),
+        ("torch_dist", "torch", "transformer_layer"),
+        ("torch", "torch_dist", "transformer_layer"),
+    ],
+)
+def test_the_torch_format_has_the_source_s_names_of_layers_of_mtp(new, tmp_path, form, to, inner):
+    """Only torch_dist is the same in all versions."""
+    sizes = {"tp": 1, "dp": 1, "make_vocab_size_divisible_by": 8}
+    reshard.split(new / form, tmp_path / "out", to="megatron", ckpt_format=to, **sizes)
+    stem = "mp_rank_00/model_optim_rng.pt" if to == "torch" else ".metadata"
+    written = (tmp_path / "out" / STEP / stem).read_bytes()
+    names = {"mtp_model_layer", "transformer_layer"}
+    assert {name for name in names if f"mtp.layers.0.{name}.".encode() in written} == {inner}
+    assert reshard.diff(new / "torch", tmp_path / "out", kinds=["weight", "optimizer"]).same
 
 
 def _check_bytes(place, layers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -79,7 +79,15 @@ def test_parameters_of_a_group_must_have_as_many_updates(tmp_path, options):
 def test_a_weight_decay_that_megatron_changes_is_noted(decays, noted):
     groups = make_groups(_trained(decays), frozenset(), "torch")
     assert [group.hyper["weight_decay"] for group in groups.groups] == [0.1, 0.0]
-    assert [note.rpartition(" ")[2] for note in groups.notes] == [noted] * bool(noted)
+    decay = [note for note in groups.notes if "weight decay" in note]
+    assert [note.rpartition(" ")[2] for note in decay] == [noted] * bool(noted)
+
+
+@pytest.mark.parametrize(("more", "noted"), [({}, True), ({"max_lr": 1e-3, "min_lr": 0.0}, False)])
+def test_groups_that_core_0_19_does_not_find_are_noted(more, noted):
+    """It finds a group by its rates, too, and refuses to load without them."""
+    groups = make_groups(_trained((0.1, 0.1, 0.0), more), frozenset(), "torch")
+    assert any("max_lr and min_lr" in note for note in groups.notes) == noted
 
 
 def test_two_weight_decays_of_matrices_are_refused():
@@ -87,11 +95,11 @@ def test_two_weight_decays_of_matrices_are_refused():
         make_groups(_trained((0.1, 0.01, 0.0)), frozenset(), "torch")
 
 
-def _trained(decays):
+def _trained(decays, more=MappingProxyType({})):
     """Return a state of two matrices and a vector, each in a group of its own."""
     groups = [
         TrainedGroup(
-            {"lr": 1e-3, "weight_decay": decay},
+            {"lr": 1e-3, "weight_decay": decay, **more},
             (TrainedParameter(Weight(fqn, shape, None, FLOAT32, is_buffer=False), {}, 1.0),),
         )
         for decay, fqn, shape in zip(

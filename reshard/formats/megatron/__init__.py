@@ -26,5 +26,5 @@
     translate   the training state in the form that other frameworks load
     write       the files of other ranks, in either format
 
-Facts: Megatron-LM core_v0.16.1; torch_dist of core 0.20 also.
+Facts: Megatron-LM core_v0.16.1; torch_dist of core 0.19 also.
 """

@@ -3,7 +3,7 @@
     <save>/latest_checkpointed_iteration.txt    "3" or "release"
     <save>/iter_0000003/ or release/
         mp_rank_TT[_PPP][_EEE]/                 torch: model_optim_rng.pt, distrib_optim.pt
-        .metadata  *.distcp  metadata.json      torch_dist: DCP; common.pt before core 0.20
+        .metadata  *.distcp  metadata.json      torch_dist: DCP; common.pt before core 0.19
         .metadata  *.distcp                     fsdp_dtensor: DCP
     <verl>/global_step_3/actor/                 three directories of torch_dist, see `list_parts`
 

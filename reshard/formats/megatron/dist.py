@@ -6,10 +6,10 @@
     [chained_1.]optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(...).bucket_idx_0.exp_avg
                                                      a bucket of the distributed optimizer, flat
     <key>/shard_0_4                                  an object, a list of one
-    common_state/shard_0_1                           what common.pt held before core 0.20
+    common_state/shard_0_1                           what common.pt held before core 0.19
 
 Sources: Megatron-LM core_v0.16.1 ``core/dist_checkpointing/``,
-``core/optimizer/distrib_optimizer.py`` (sharded_param_state_*); core 0.20
+``core/optimizer/distrib_optimizer.py`` (sharded_param_state_*); core 0.19
 ``core/dist_checkpointing/serialization.py``.
 """
 

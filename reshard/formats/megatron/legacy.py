@@ -82,11 +82,16 @@ def read(location: Location, table: Table) -> Manifest:
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         note = f"no rank has {directory.OPTIMIZER}: the checkpoint lacks the optimizer's state"
         whole = replace(whole, warnings=(*whole.warnings, note))
-    listed = (chunk.params for file in opened.values() for chunk in file.chunks)
-    misplaced = next(filter(None, map(order.find_misplaced, listed)), None)
-    if misplaced:
-        opaque = {**whole.train.opaque, order.MISPLACED: misplaced}
-        whole = replace(whole, train=replace(whole.train, opaque=opaque))
+    chunks = [chunk for file in opened.values() for chunk in file.chunks]
+    misplaced = next(filter(None, (order.find_misplaced(chunk.params) for chunk in chunks)), None)
+    found = {
+        order.MISPLACED: misplaced,
+        names.MTP_SINCE_017: any(chunk.mtp_since_017 for chunk in chunks),
+    }
+    opaque = {key: value for key, value in found.items() if value}
+    if opaque:
+        train_state = replace(whole.train, opaque={**whole.train.opaque, **opaque})
+        whole = replace(whole, train=train_state)
     states = rank_states.collect_from_ranks(
         _collect_extra(opened, args, table, offsets), _collect_random(opened, args)
     )

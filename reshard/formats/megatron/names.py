@@ -42,6 +42,10 @@ _DIST_EXPERT = re.compile(
 )
 _LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.weight$")
 _EXTRA = "_extra_state"
+# The layer inside of a layer of multi-token prediction (MTP) before core 0.17 and since. torch_dist
+# keeps the first name (``transformer/multi_token_prediction.py``, sharded_state_dict).
+_MTP_INNER = re.compile(r"^(mtp\.layers\.\d{1,9}\.)(transformer_layer|mtp_model_layer)\.")
+MTP_SINCE_017 = "mtp_since_017"  # in ``train.opaque``: the source has the second name
 # A state dict does not tell buffers from parameters: these are the router's and rotary ones.
 _BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
 
@@ -121,6 +125,16 @@ def is_buffer(name: str) -> bool:
 def is_extra(name: str) -> bool:
     """Return whether a value is the extra state of a Transformer Engine module, by its name."""
     return _EXTRA in name
+
+
+def spell_mtp(name: str, *, since_017: bool = False) -> str:
+    """Return a local name with the name of the layer inside of an MTP layer, before 0.17 or since.
+
+    >>> spell_mtp("mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight")
+    'mtp.layers.0.transformer_layer.mlp.linear_fc1.weight'
+    """
+    inner = "mtp_model_layer" if since_017 else "transformer_layer"
+    return _MTP_INNER.sub(rf"\1{inner}.", name)
 
 
 def find_rule(table: Table, name: str) -> RuleMatch | None:

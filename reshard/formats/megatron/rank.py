@@ -36,12 +36,14 @@ class ModelChunk:
 
     Args:
         tied: second name -> name of the parameters that the file has under two names.
+        mtp_since_017: whether the file has the names of core 0.17 and later: see `names.spell_mtp`.
     """
 
     params: dict[str, GlobalTensor] = field(default_factory=dict)
     buffers: dict[str, GlobalTensor] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    mtp_since_017: bool = False
 
     @property
     def layers(self) -> int:
@@ -108,8 +110,9 @@ def _list_chunks(root: Mapping[str, Any], path: str) -> list[ModelChunk]:
 
 def _build_chunk(root: Mapping[str, Any], key: str, path: str) -> ModelChunk:
     chunk = ModelChunk()
-    for name, value in _walk(root[key], path):
-        tensor = as_global(value)
+    for stored, value in _walk(root[key], path):
+        name, tensor = names.spell_mtp(stored), as_global(value)
+        chunk.mtp_since_017 |= name != stored
         if not names.is_extra(name):  # raises for a weight in a form that is not read
             leaves.find_opaque(path, {name: value}, prefix=f"{key}.")
         if names.is_extra(name) or tensor is None:

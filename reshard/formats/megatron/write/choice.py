@@ -213,10 +213,16 @@ def resolve(state: WritableState, wanted: MegatronOptions, described: Described)
     precision = wanted.dtype or find_main_dtype(
         (weight.dtype, weight.value.numel) for weight in state.weights if weight.is_float
     )
+    is_since_017 = state.manifest.train.opaque.get(names.MTP_SINCE_017)
     param_groups = groups.make_groups(
         state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam
     )
     _check_slots(state, wanted)
+    if places.mtp and wanted.form == "torch" and not is_since_017:
+        notes.append(
+            "layers of multi-token prediction have the names of core 0.16 and earlier; later"
+            " versions load them with --ckpt-format torch_dist"
+        )
     schedule, schedule_notes = ({}, []) if wanted.weights_only else scheduler.make_scheduler(state)
     adapted = _adapt_args(args, wanted, places, precision, padded=padded, tied=tied)
     return Resolved(

@@ -18,6 +18,7 @@ from reshard.formats.target_options import Adam
 from reshard.training.state import TrainedGroup, TrainedParameter, WritableState
 from reshard.units import some
 
+_RATES = ("max_lr", "min_lr")
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _SINCE_016 = "default_config"
 _TORCH_ONLY = ("foreach", "capturable", "differentiable", "fused", "maximize", "amsgrad")
@@ -176,6 +177,11 @@ def _group_by_shape(
         notes.append(
             "weight decay follows Megatron's rule (none for norms and biases): changed for"
             f" {some(changed, _SHOWN)}"
+        )
+    if any(rate not in decayed[0] for rate in _RATES):
+        notes.append(
+            "the param groups state no max_lr and min_lr, by which core 0.19 and later find them"
+            " (--lr, --min-lr): for these versions, add both with --param-groups"
         )
     return [decayed, plain]
 

@@ -19,7 +19,7 @@ from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.core.dtypes import FLOAT32
 from reshard.core.manifest import Entry, Skeleton
 from reshard.errors import UnsupportedError
-from reshard.formats.megatron import arguments, order
+from reshard.formats.megatron import arguments, names, order
 from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, concatenate, make_buckets
 from reshard.formats.megatron.rank_states import RNG
@@ -91,8 +91,8 @@ class _LegacyRank:
         manifest = self._choice.state.manifest
         unknown = manifest.train.opaque.get(order.MISPLACED)
         if manifest.origin.format != directories.NAME:
-            names = (local.name for chunk in self._chunks for local in chunk)
-            unknown = next((name for name in names if not order.has_place(name)), None)
+            own = (local.name for chunk in self._chunks for local in chunk)
+            unknown = next((name for name in own if not order.has_place(name)), None)
         if unknown:
             raise UnsupportedError(
                 manifest.origin.path,
@@ -160,6 +160,9 @@ class _LegacyRank:
         add_extra_state(last, expert=of_expert)
         # What is left belongs to modules without parameters, such as the core of attention.
         module_state.update(own)
+        if self._choice.state.manifest.train.opaque.get(names.MTP_SINCE_017):
+            respelt = ((names.spell_mtp(n, since_017=True), v) for n, v in module_state.items())
+            return OrderedDict(respelt)
         return module_state
 
     # The optimizer
