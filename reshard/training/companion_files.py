@@ -35,6 +35,7 @@ _EMBEDDING = re.compile(
 
 # A quantised model's weights are codes with scales; the config's dtype is that of the computation.
 QUANTISED = "quantization_config"
+ADAPTER_CONFIG = "adapter_config.json"
 CONFIG_FOLDERS = (
     *("huggingface", "model/huggingface"),  # verl's; the second with Megatron
     "model/.hf_metadata",  # NeMo Automodel's
@@ -194,7 +195,8 @@ def copy_companions(
     added: dict[str, OutputFile] = {}
     for folder, below in ((directory, beside), (directory.resolve().parent, above)):
         for path in _list_companions(folder):
-            name = f"{below}/{path.name}" if below else path.name
+            name = path.relative_to(folder).as_posix()
+            name = f"{below}/{name}" if below else name
             if name not in taken and name not in added:
                 is_progress = path.name == _PROGRESS
                 data = _read_progress(path, manifest) if is_progress else _read_copy(path, manifest)
@@ -205,8 +207,6 @@ def copy_companions(
                 name = f"{below}/{BATCH_BEFORE}" if below else BATCH_BEFORE
                 if batch and name not in taken:
                     added[name] = OutputFile.from_bytes(name, format_json(batch))
-        # If both folders of the source become one folder, the files of the checkpoint's own
-        # directory are complete, and those above it may be of another run.
         # If both folders of the source become one folder, the files of the checkpoint's own
         # directory are complete, and those above it may be of another run.
         if added and not beside:
@@ -264,9 +264,19 @@ def _read_progress(path: Path, manifest: Manifest) -> bytes:
     return format_json({**saved, **changed})
 
 
+def _list_adapter_configs(folder: Path) -> list[Path]:
+    """Return where PEFT stores configurations: one with a name is in a folder of that name."""
+    folders = [folder, *(child for child in sorted(folder.iterdir()) if child.is_dir())]
+    return [each / ADAPTER_CONFIG for each in folders]
+
+
 def _list_companions(folder: Path) -> list[Path]:
-    """Return a model's files and the run's progress; nothing if a directory has neither."""
+    """Return the files of a model and of its adapters, and the run's progress, where they are."""
+    adapters = [path for path in _list_adapter_configs(folder) if path.is_file()]
     paths = list(find_companions(None, [folder]).others)
+    if adapters and not paths:  # PEFT's directories have no config.json
+        paths = list(list_model_files(folder, {}))
+    paths += adapters
     config = folder / "config.json"
     if config.is_file() and is_model_config(config):
         paths.append(config)

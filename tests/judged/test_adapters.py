@@ -95,6 +95,20 @@ def test_the_file_is_the_one_that_peft_saves(form, factory, saved, peft_adapter,
     assert report.warnings == []
 
 
+@pytest.mark.parametrize("name", ["default", "polite"])
+def test_the_configuration_stays_with_a_split(name, saved, peft_adapter, tmp_path):
+    """A split for other ranks has it where PEFT stores it, and the tokenizer beside it."""
+    model = adapted()
+    model.add_adapter("polite", model.peft_config["default"])
+    source = saved(models.draw(model)).parent
+    (source / "tokenizer.json").write_text("{}")
+    reshard.split(source, tmp_path / "ranks", to="dcp", world_size=2, weights_only=True)
+    assert (tmp_path / "ranks" / "tokenizer.json").read_text() == "{}"
+    reshard.merge(tmp_path / "ranks", tmp_path / "out", adapter=name)
+    want = peft_adapter / name if name == "polite" else peft_adapter
+    assert_same_directory(tmp_path / "out", want)
+
+
 LAYERS = {"target_modules": ["q_proj", "o_proj"]}
 METHODS = {  # of PEFT beside LoRA, in all forms of their tensors
     "boft": ("BOFT", {"boft_block_size": 4, "bias": "boft_only"}),
