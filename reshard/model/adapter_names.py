@@ -21,10 +21,13 @@ MAGNITUDE = "lora_magnitude_vector"
 IN, OUT = ("lora_A", "lora_embedding_A"), ("lora_B", "lora_embedding_B")
 START_AT_ZERO = ("lora_B", "lora_embedding_A")  # LoraLayer.reset_lora_parameters
 LORA = "LORA"
+ADALORA = "ADALORA"
+SINGULAR = "lora_E"  # AdaLoRA's singular values
 TRAINED_TOKENS = "TRAINABLE_TOKENS"
 PROMPTS = "prompt_encoder"
 METHODS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     LORA: (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"), (MAGNITUDE,)),
+    ADALORA: (("lora_A", "lora_B", SINGULAR),),
     "BOFT": (("boft_R", "boft_s"),),
     "C3A": (("c3a_kernel",),),
     "FOURIERFT": (("fourierft_spectrum",),),
@@ -196,9 +199,18 @@ def explain_separate(fqns: Iterable[str]) -> list[str]:
 
 
 def find_methods(parts: Iterable[AdapterPart]) -> list[str]:
-    """Return the PEFT methods that have all the roles of these tensors."""
+    """Return the PEFT methods that have all the roles of these tensors.
+
+    Those of which each group is complete come alone: LoRA has no singular values.
+    """
     roles = {each.role for each in parts} & {*TRAINED}
-    return [name for name in METHODS if roles <= {*list_roles(name)}]
+    fitting = [name for name in METHODS if roles <= {*list_roles(name)}]
+    complete = [
+        name
+        for name in fitting
+        if all(roles.isdisjoint(group) or roles >= {*group} for group in METHODS[name])
+    ]
+    return complete or fitting
 
 
 def list_roles(method: str) -> list[str]:
@@ -209,7 +221,7 @@ def list_roles(method: str) -> list[str]:
 def find_unknown(fqns: Iterable[str]) -> list[str]:
     """Return the names that PEFT gives to tensors of an adapter and that are not known here.
 
-    They begin with ``lora_`` (AdaLoRA), or belong to an encoder that computes the prompts.
+    They begin with ``lora_``, or belong to an encoder that computes the prompts.
     """
     return [
         fqn

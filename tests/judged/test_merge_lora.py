@@ -170,6 +170,32 @@ def test_the_merge_equals_pefts(form, made, tmp_path):
     torch.testing.assert_close(models.compute_logits(loaded), live, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("alpha", [8, -1])
+def test_adalora_is_merged_with_the_ranks_that_it_kept(alpha, tmp_path):
+    """The file has three, two, one and no ranks of the four; PEFT divides by four all the same."""
+    base = save_base(models.build("llama_biased"), tmp_path / "base")
+    names = [f"model.layers.{n}.self_attn.{part}_proj" for n in range(2) for part in "qv"]
+    kept = {f"{name}.lora_E": [n < rank for n in range(4)] for rank, name in enumerate(names)}
+    form = peft.AdaLoraConfig(
+        init_r=4, lora_alpha=alpha, target_modules=["q_proj", "v_proj"], total_step=10
+    )
+    adapted = models.draw(peft.get_peft_model(read_model(base), form))
+    for module in adapted.modules():
+        if hasattr(module, "ranknum"):
+            module.ranknum["default"].data.fill_(4.0)
+    adapted.peft_config["default"].rank_pattern = kept
+    adapted.save_pretrained(tmp_path / "adapter")
+    got, report = merged(tmp_path / "adapter", base, tmp_path / "out")
+    loaded = peft.PeftModel.from_pretrained(read_model(base), tmp_path / "adapter")
+    want = loaded.merge_and_unload().state_dict()
+    before = load_file(base / "model.safetensors")
+    assert report.adapter["merged"] == 3
+    for name, value in got.items():
+        torch.testing.assert_close(value, want[name], rtol=0, atol=2.0**-20)
+        changed = name.removesuffix(".weight") in names[1:]
+        assert torch.equal(value, before[name]) != changed
+
+
 def test_conv1d_with_square_weights(made, tmp_path):
     base, adapter, adapted = made(gpt2(), GPT2)
     live = models.compute_logits(adapted)

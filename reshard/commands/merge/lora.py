@@ -19,7 +19,7 @@ from reshard.core.manifest import PARAM, Entry, Manifest
 from reshard.errors import DifferentError, UnsupportedError, UsageError
 from reshard.formats import placeholders, registry
 from reshard.model import library
-from reshard.model.adapter_names import LORA, TOKENS, TRAINED_TOKENS, add_root, find_parts
+from reshard.model.adapter_names import ADALORA, LORA, TOKENS, TRAINED_TOKENS, add_root, find_parts
 from reshard.naming import published
 from reshard.naming.published import ModelConfig
 from reshard.system.files import SourceFiles
@@ -37,7 +37,7 @@ from reshard.units import some
 
 _COMPARED = 8  # weights of the run that are compared with the base
 _COMPARED_ELEMENTS = 1 << 14  # of each compared weight
-_MERGED = (LORA, TRAINED_TOKENS)
+_MERGED = (LORA, ADALORA, TRAINED_TOKENS)
 _HEAD = "lm_head.weight"
 _HEAD_ROWS = f"lm_head.{TOKENS}"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -66,7 +66,7 @@ def add_adapter(merge: Merge) -> Merge:
         raise UnsupportedError(
             config_of_adapter.path,
             f"has peft_type {config_of_adapter.method!r}, but {MERGE_LORA} supports only"
-            f" {' and '.join(_MERGED)}",
+            f" {', '.join(_MERGED)}",
             f"write the adapter with --adapter {selected.adapter.name}, and add it to the base with"
             " PeftModel.from_pretrained and merge_and_unload",
         )
@@ -230,7 +230,8 @@ def _check_effect(merged: Merged, pool: SourceFiles) -> list[str]:
 
 
 def _is_zero(product: Product, pool: SourceFiles) -> bool:
-    return any(is_zero(pool, entry) for entry in (product.b, product.a) if entry is not None)
+    factors = product.b, product.a, product.singular
+    return any(is_zero(pool, entry) for entry in factors if entry is not None)
 
 
 def _find_changed(merged: Merged, pool: SourceFiles) -> Iterator[str]:

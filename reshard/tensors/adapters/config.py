@@ -26,6 +26,7 @@ from reshard.core.schema import (
 )
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError, shown
 from reshard.model.adapter_names import (
+    ADALORA,
     DEFAULT,
     EMBEDDINGS,
     IN,
@@ -56,6 +57,7 @@ _KIND = fields(
     bias=maybe(TEXT),
 )
 _LORA_KIND = fields(r=COUNT, lora_alpha=NUMBER, rank_pattern=maybe(mapping(TEXT, COUNT)))
+_ADALORA_KIND = fields(init_r=COUNT, lora_alpha=NUMBER)
 _DEEPEST = 100  # maximum components of a name
 _MOST_PROBLEMS = 3  # contradictions in one message
 SAVE_WITH_PEFT = (
@@ -109,10 +111,10 @@ def _read(path: Path) -> AdapterConfig:
     expect(path, values, _KIND)
     if kind == TRAINED_TOKENS:  # PEFT 0.21 ``tuners/trainable_tokens/config.py``
         values = {**values, "trainable_token_indices": values.get("token_indices")}
-    if kind != LORA:
+    if kind not in (LORA, ADALORA):
         return AdapterConfig(path, values)
-    expect(path, values, _LORA_KIND)
-    for key in ("r", "lora_alpha"):
+    expect(path, values, _LORA_KIND if kind == LORA else _ADALORA_KIND)
+    for key in ("r", "lora_alpha") if kind == LORA else ("init_r",):
         if not values.get(key):
             raise CorruptError(
                 path,
@@ -166,6 +168,13 @@ def check(config: AdapterConfig, parts: Sequence[AdapterPart], shapes: Mapping[s
         UnsupportedError: the adapter has prompts and whole modules.
     """
     _refuse_incomplete(config, parts)
+    if config.method == ADALORA and any(each.adapter for each in parts):
+        raise UnsupportedError(
+            config.path,
+            "is that of AdaLoRA, whose file has only the ranks that PEFT chose among those of the"
+            " trained model",
+            SAVE_WITH_PEFT,
+        )
     wrong = chain(
         _find_wrong_method(config.method, parts),
         _find_wrong_ranks(config, parts, shapes),

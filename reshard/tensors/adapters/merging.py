@@ -1,6 +1,7 @@
 """Merging of a LoRA adapter into its base: which weights change, and what is added to them.
 
-Source: PEFT 0.21 ``tuners/lora/layer.py`` (get_delta_weight and merge of every kind of layer) and
+Source: PEFT 0.21 ``tuners/lora/layer.py`` (get_delta_weight and merge of every kind of layer),
+``tuners/adalora/layer.py`` and
 ``utils/other.py`` (ModulesToSaveWrapper, TrainableTokensWrapper).
 """
 
@@ -17,7 +18,7 @@ from reshard.core.chunks import Chunk
 from reshard.core.manifest import PARAM, Entry, Manifest, find_most_common_dtype, index_entries
 from reshard.core.views import Put, Take, apply_views
 from reshard.errors import CorruptError, UnsupportedError, UsageError
-from reshard.model.adapter_names import IN, MAGNITUDE, OUT, TOKENS, parse_part
+from reshard.model.adapter_names import IN, MAGNITUDE, OUT, SINGULAR, TOKENS, parse_part
 from reshard.tensors.adapters import base_names, layouts, settings
 from reshard.tensors.adapters.config import AdapterConfig
 from reshard.tensors.adapters.layouts import Fit
@@ -240,6 +241,8 @@ class _Merger:
         others = [fit for pair, fit in found if not pair.is_embedding]
         flag = bool(self._config.values.get("fan_in_fan_out"))
         for pair, fit in found:
+            if not pair.a.numel:
+                continue  # AdaLoRA has taken all ranks from the layer
             order = layouts.choose_order(fit, others, fan_in_fan_out=flag)
             if order is None:
                 raise UnsupportedError(
@@ -295,7 +298,8 @@ class _Merger:
             )
         rank = pair.a.shape[0] // fit.experts
         scale = settings.compute_scale(self._config, self._get_pattern_name(fit), rank)
-        return Product(pair.layer, pair.a, pair.b, scale, order, fit.experts, magnitude)
+        singular = pair.roles.get(SINGULAR)
+        return Product(pair.layer, pair.a, pair.b, scale, order, fit.experts, magnitude, singular)
 
     def _get_pattern_name(self, fit: Fit) -> str:
         """Return the name that PEFT compares with patterns: a module's, or a parameter's."""

@@ -47,6 +47,7 @@ class Product:
         order: how the weight stores its dims.
         experts: number of experts that `a` and `b` contain; the first dim of the weight.
         magnitude: DoRA's length of every row, or None.
+        singular: AdaLoRA's factor of every row of `a`: (rank, 1); or None.
     """
 
     layer: str
@@ -56,11 +57,13 @@ class Product:
     order: Order = "out_in"
     experts: int = 1
     magnitude: Entry | None = None
+    singular: Entry | None = None
 
     @property
     def nbytes(self) -> int:
         """The memory that a thread needs for the factors and for two tiles, in bytes."""
-        factors = sum(entry.numel for entry in (self.a, self.b, self.magnitude) if entry)
+        read = (self.a, self.b, self.magnitude, self.singular)
+        factors = sum(entry.numel for entry in read if entry)
         return _SIZE * (2 * factors + 2 * _TILE)  # as stored, and scaled
 
 
@@ -119,7 +122,7 @@ class MergedWeight:
     def files(self) -> tuple[str, ...]:
         """The files that store the base and the adapter."""
         product = self.product
-        read = (self.base, product.a, product.b, product.magnitude)
+        read = (self.base, product.a, product.b, product.magnitude, product.singular)
         chunks = (chunk for entry in read if entry for chunk in entry.chunks)
         return tuple(dict.fromkeys(file for chunk in chunks for file in list_files(chunk.file)))
 
@@ -185,6 +188,8 @@ class MergedWeight:
         rank = product.a.shape[0] // experts
         expert = self.lead[0] if experts > 1 else 0
         a = _read(reader, product.a, expert * rank, rank).reshape(rank, -1)
+        if product.singular is not None:
+            a = a * _read(reader, product.singular)
         b = b[:, expert::experts]
         left, right = (b, a) if product.order == "out_in" else (a.T, b.T)
         return left * np.float32(product.scale), np.ascontiguousarray(right)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError, shown
+from reshard.model.adapter_names import ADALORA
 from reshard.tensors.adapters.config import AdapterConfig
 
 # They choose what is trained, how it starts, or what is saved; the tensors show the result.
@@ -26,6 +27,8 @@ _NEUTRAL = frozenset(
         *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("megatron_core", "qalora_group_size", "velora_config"),
         *("token_indices", "init_weights"),  # of TRAINABLE_TOKENS
+        *("init_r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2"),  # of ADALORA
+        *("orth_reg_weight", "total_step"),
     )
 )
 _WHY = {
@@ -69,6 +72,9 @@ def check_settings(config: AdapterConfig) -> None:
 def compute_scale(config: AdapterConfig, key: str, rank: int) -> float:
     """Return the factor of a layer's product: alpha / rank, or alpha / sqrt(rank).
 
+    AdaLoRA divides by the rank at the start, to which it adds 1e-5 (PEFT 0.21
+    ``tuners/adalora/layer.py``, SVDLinear), and knows neither patterns nor the square root.
+
     Args:
         key: name of the layer in the base model; of a parameter, its full name.
 
@@ -76,6 +82,9 @@ def compute_scale(config: AdapterConfig, key: str, rank: int) -> float:
         UnsupportedError: a pattern is not one that reshard runs.
     """
     values = config.values
+    if config.method == ADALORA:
+        alpha = values.get("lora_alpha") or 0
+        return float((alpha if alpha > 0 else rank) / (values["init_r"] + 1e-5))
     alpha = _find_alpha(config, key)
     return float(alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank)
 
