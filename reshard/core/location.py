@@ -226,5 +226,8 @@ def _refuse_different(kept: Path, other: Path) -> None:
         raise CorruptError(
             other,
             f"differs from {kept}, which has the same name",
-            "pass only directories of one checkpoint",
+            f"if they are the folders of ranks (rank_0, rank_1 ...), pass {kept.parent.parent};"
+            " otherwise pass only directories of one checkpoint"
+            if kept.parent.parent == other.parent.parent
+            else "pass only directories of one checkpoint",
         )

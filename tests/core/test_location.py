@@ -52,8 +52,9 @@ def test_a_file_in_both_directories_must_be_the_same(tmp_path):
     write(tmp_path / "b" / "train.log", b"of the other")
     assert len(Location.from_paths([tmp_path / "a", tmp_path / "b"]).files) == 2
     write(tmp_path / "b" / "model.pt", b"two")
-    with pytest.raises(CorruptError, match="which has the same name"):
+    with pytest.raises(CorruptError, match="which has the same name") as refused:
         _ = Location.from_paths([tmp_path / "a", tmp_path / "b"]).files
+    assert f"(rank_0, rank_1 ...), pass {tmp_path}; otherwise" in str(refused.value)
 
 
 def test_several_files_are_refused(tmp_path):

@@ -167,6 +167,13 @@ def test_the_last_rank_is_missing(copied, refused):
     refused(source, IncompleteError, "model_rank0.pt of a run of 4 ranks", "rank 3")
 
 
+def test_one_rank_alone_is_named_whatever_its_file_is_called(copied, refused):
+    source = copied("fsdp2_ranks_one_file")
+    (source / "rank0.pt").unlink()
+    (source / "rank1.pt").rename(source / "checkpoint.pt")
+    refused(source, IncompleteError, "checkpoint.pt of a run of 2 ranks", "tensors of rank 0")
+
+
 def test_a_file_of_another_rank_is_named(copied, refused):
     source = copied("fsdp2_ranks_ws4")
     shutil.copy(source / "model_rank1.pt", source / "model_rank2.pt")

@@ -32,8 +32,11 @@ class OpenedRanks:
     trees: Mapping[int, Any]
 
     @classmethod
-    def open(cls, files: Mapping[int, Path]) -> OpenedRanks:
+    def open(cls, files: Mapping[int, Path], *, alone: bool = False) -> OpenedRanks:
         """Read the headers, in rank order.
+
+        Args:
+            alone: whether no other files are part of the checkpoint.
 
         Raises:
             CorruptError: a file is damaged.
@@ -43,7 +46,7 @@ class OpenedRanks:
         ranks = sorted(files)
         read = map_files([files[rank] for rank in ranks], torch_reader.read)
         opened = dict(zip(ranks, read, strict=True))
-        _check_savers(opened)
+        _check_savers(opened, alone=alone)
         return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
     def select(self, ranks: Container[int]) -> OpenedRanks:
@@ -152,7 +155,7 @@ def _find_common_part(match: re.Match[str]) -> str:
     return common.strip("_-.") or "rank"
 
 
-def _check_savers(files: Mapping[int, TorchFile]) -> None:
+def _check_savers(files: Mapping[int, TorchFile], *, alone: bool) -> None:
     """Check that files are of different ranks of one run, by what their tensors state."""
     found = {rank: tree.find_saver(file) for rank, file in files.items()}
     savers = {rank: saver for rank, saver in found.items() if saver is not None}
@@ -176,9 +179,14 @@ def _check_savers(files: Mapping[int, TorchFile]) -> None:
                 "one of them is a copy, or of another run: fetch both again from their ranks",
             )
     path = as_path(next(iter(files.values())).path)
-    are_ranks = len(savers) == len(files) and (len(files) > 1 or is_of_rank(path.name))
+    are_ranks = alone or len(files) > 1 or is_of_rank(path.name)
     missing = list_missing_ranks(by_rank, usual)
-    if missing and are_ranks and all(saver.needed for saver in savers.values()):
+    if (
+        missing
+        and are_ranks
+        and len(savers) == len(files)
+        and all(saver.needed for saver in savers.values())
+    ):
         raise IncompleteError(
             path.parent,
             f"contains {path.name} of a run of {usual} ranks, but no such file with the"

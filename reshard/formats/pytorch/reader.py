@@ -69,7 +69,7 @@ def read(
     folders: dict[int, Location] = {}
     trainer: dict[str, Any] = {}
     if location.chosen and not is_rank_file(location.chosen):
-        saved = [(OpenedRanks.open({0: location.path}).join(location), [])]
+        saved = [(OpenedRanks.open({0: location.path}, alone=True).join(location), [])]
     else:
         chosen, location = location.chosen, Location(location.directories)
         folders = {} if chosen else directory.find_stage_folders(location)
@@ -179,7 +179,8 @@ def _read_stages(
         if not copied_files.is_accelerates_own(item[0])
     )
     grouped = group_by_family(dict(parts_of_model))
-    families = {stem: OpenedRanks.open(files) for stem, files in grouped.items()}
+    alone = len(grouped) == 1
+    families = {stem: OpenedRanks.open(files, alone=alone) for stem, files in grouped.items()}
     refuse_copies(families)
     keyed = f"{key or ''}."
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)
