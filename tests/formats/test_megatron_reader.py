@@ -49,6 +49,7 @@ from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import covers_experts, find_ranks, list_saving_ranks
+from reshard.formats.megatron.groups import is_of_muon
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from tests.support.digests import compute_digests
@@ -721,6 +722,19 @@ def test_verl_s_migration_links_one_directory_to_three(tmp_path):
     for part in ("model", "optimizer", "extra"):
         shutil.copytree(RANGES / STEP, tmp_path / "actor" / part / "dist_ckpt")
     assert reshard.diff(RANGES, tmp_path / "actor").same
+
+
+@pytest.mark.parametrize(
+    ("group", "is_muon"),
+    [
+        ({"momentum_beta": 0.95, "use_nesterov": False, "weight_decay": 0.01}, True),
+        ({"momentum": 0.95, "weight_decay": 0.01}, True),  # of emerging_optimizers 0.3
+        ({"momentum": 0.9, "dampening": 0, "nesterov": False}, False),  # torch's SGD
+        ({"betas": (0.9, 0.999), "optimizer": "adam"}, False),
+    ],
+)
+def test_the_settings_of_a_group_tell_muon_from_other_optimizers(group, is_muon):
+    assert is_of_muon([group]) == is_muon
 
 
 def test_muon_has_the_matrices_and_adam_the_rest(tmp_path):

@@ -70,9 +70,14 @@ def is_matrix(fqn: str, shape: Index) -> bool:
 def is_of_muon(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the groups of one optimizer are Muon's.
 
-    The package ``emerging_optimizers`` names the setting ``momentum_beta``, later ``momentum``.
+    The package ``emerging_optimizers`` names the setting ``momentum_beta``, 0.3 ``momentum``,
+    as torch's SGD does, which has ``dampening`` besides.
     """
-    return any("betas" not in group and not _MUONS.isdisjoint(group) for group in groups)
+    return any(
+        "betas" not in group
+        and (not _MUONS.isdisjoint(group) or ("momentum" in group and "dampening" not in group))
+        for group in groups
+    )
 
 
 def classify_group(group: Mapping[str, Any]) -> GroupKind:
