@@ -207,7 +207,13 @@ def _suggest_path(missing: Path) -> str:
         return f"did you mean {', '.join(str(wrong.parent / name) for name in close)}?"
     if missing.is_absolute():
         return f"{wrong.parent} contains no {wrong.name}"
-    return f"the path is relative to {Path.cwd()}; pass an absolute path or change the directory"
+    way_out = (
+        f"if it names a model of the Hugging Face Hub, download it (hf download {missing}) and pass"
+        " its directory"
+        if len(missing.parts) == 2 and wrong != missing
+        else "pass an absolute path or change the directory"
+    )
+    return f"the path is relative to {Path.cwd()}; {way_out}"
 
 
 def list_missing_ranks(present: Container[int], world: int) -> list[int]:

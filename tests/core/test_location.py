@@ -145,6 +145,13 @@ def test_a_relative_path_that_does_not_exist_is_told_to_what(tmp_path, monkeypat
     assert str(tmp_path) in caught.value.remedy
 
 
+def test_a_name_of_the_hub_is_told_from_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnrecognisedError) as caught:
+        Location.from_paths([Path("org/model-7B")])
+    assert "download it (hf download org/model-7B)" in caught.value.remedy
+
+
 def test_no_path_at_all():
     with pytest.raises(UsageError, match="the list of paths is empty"):
         Location.from_paths([])
