@@ -305,7 +305,7 @@ UNKNOWN = {
         peft.VBLoRAConfig(
             r=2, num_vectors=10, vector_length=4, target_modules=["q_proj"], task_type="CAUSAL_LM"
         ),
-        "contains no adapter of LORA",
+        "has peft_type 'VBLORA'; --adapter supports LORA",
     ),
 }
 

@@ -83,6 +83,8 @@ def select_adapter(merge: Merge) -> Merge:
         raise UnsupportedError(
             where, f"{some(unknown)}: not known parts of a PEFT adapter", configs.SAVE_WITH_PEFT
         )
+    if not parts:
+        configs.find(name, merge.options.hf_dir, near)  # it may name a method that is not known
     in_names = _find_name_in_tensors(where, name, parts, shapes)
     own = [each for each in parts if each.adapter == in_names]
     config = configs.find(name, merge.options.hf_dir, near)
