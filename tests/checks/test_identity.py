@@ -45,6 +45,15 @@ def test_a_sound_checkpoint_raises_no_alarm(source, trust):
     assert not find_counter_conflicts(manifest)
 
 
+def test_an_engine_that_counted_nothing_has_no_opinion():
+    """A Fabric program calls ``step`` of the optimizer, not of DeepSpeed's engine."""
+    manifest = formats.read(ZERO)
+    manifest = replace(manifest, origin=replace(manifest.origin, path="run/checkpoint"))
+    for samples, fits in ((0, True), (8, False)):
+        train = replace(manifest.train, step=0, skipped_steps=0, samples=samples)
+        assert (not find_counter_conflicts(replace(manifest, train=train))) == fits
+
+
 def test_a_word_that_is_no_level_of_trust_is_refused(tmp_path):
     with pytest.raises(UsageError, match="full, sampled, none"):
         reshard.merge(ZERO, tmp_path / "out", trust="some")

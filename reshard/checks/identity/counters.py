@@ -44,6 +44,10 @@ def _fits(train: TrainState, applied: float, expected: int) -> bool:
     """Return whether the run's count of updates fits the largest count of its parameters."""
     if applied - expected in train.updates_at_start:
         return True
+    # Lightning's Fabric (2.6.6 ``fabric/wrappers.py``) calls ``step`` of DeepSpeed's optimizer, so
+    # that the engine counts neither updates nor samples.
+    if (train.step, train.samples) == (0, 0):
+        return True
     # Which param groups are of one optimizer is not known.
     counts = [
         max((train.optimizer_step.get(fqn, 0) for fqn in group.fqns), default=0)
