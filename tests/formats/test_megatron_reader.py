@@ -344,7 +344,7 @@ def test_a_flat_buffer_of_torch_dist_that_no_parameter_fills_is_refused(monkeypa
 
 
 def test_flat_buffers_of_a_longer_chain_are_left_out(monkeypatch):
-    monkeypatch.setattr(dist_flat.FlatBuffers, "_count", 3)
+    monkeypatch.setattr(dist_flat.FlatBuffers, "_numbers", range(3))
     manifest = formats.read(DIST)
     assert any("left out: it is a chain of 3 optimizers" in text for text in manifest.warnings)
 
@@ -722,6 +722,22 @@ def test_verl_s_migration_links_one_directory_to_three(tmp_path):
     for part in ("model", "optimizer", "extra"):
         shutil.copytree(RANGES / STEP, tmp_path / "actor" / part / "dist_ckpt")
     assert reshard.diff(RANGES, tmp_path / "actor").same
+
+
+def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(tmp_path):
+    """Muon's states have names; in the other form of the same run, Adam's have them, too."""
+    with tarfile.open(PACKED_019.with_name("muon_dp2.tar.xz")) as packed:
+        packed.extractall(tmp_path, filter="data")
+    expected = json.loads((tmp_path / "expected.json").read_text())["tensors"]
+    flat, named = tmp_path / "dp_reshardable", tmp_path / "fully_reshardable"
+    with reshard.open(flat) as checkpoint:
+        found = compute_digests(checkpoint)
+        muons, *adams = checkpoint.manifest.train.param_groups
+    assert {fqn: held | found[fqn] for fqn, held in expected.items()} == {
+        fqn: found[fqn] for fqn in expected
+    }
+    assert (set(muons.fqns), [len(adam.fqns) for adam in adams]) == (set(expected), [2, 5])
+    assert reshard.diff(flat, named, kinds=["weight", "optimizer"]).same
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,9 @@ def read(location: Location, table: Table) -> Manifest:
     slots = [replace(slot, fqn=second.get(slot.fqn, slot.fqn)) for slot in slots]
     # The optimizer's groups are filled in the order of ``named_parameters``, which DCP keys lack.
     whole = index_entries(grid.sort_entries(weights))
-    chained = dist_flat.find_group_states(objects)
-    buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location))
+    states = dist_flat.find_group_states(objects, common.get("optimizer"))
+    named = {slot.fqn for slot in slots}
+    buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location), named)
     problem = buffers.find_problem()
     advice = _ADVICE_RESHARDABLE
     try:
@@ -150,7 +151,7 @@ def read(location: Location, table: Table) -> Manifest:
     frozen = [fqn for kind, fqn in whole if kind == PARAM and trained and fqn not in trained]
     # Forms that only the same grid can load keep the groups as objects of each model-parallel
     # group.
-    state = optimizer.read(chained or common.get("optimizer"), params, args, table, str(location))
+    state = optimizer.read(states, params, args, table, str(location))
     if exported:
         _check_shapes(location, whole, [*slots, *flat])
     form = _describe_form(common, flat, slots)

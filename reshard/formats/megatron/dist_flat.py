@@ -7,7 +7,7 @@ Sources: Megatron-LM core_v0.16.1 ``core/optimizer/distrib_optimizer.py`` (shard
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from operator import le
@@ -38,8 +38,12 @@ _UNPADDED = "per_bucket_numel_unpadded"
 _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 
 
-def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
-    """Return the state of each optimizer, as its first model-parallel group saved it."""
+def find_group_states(objects: Mapping[str, list[Any]], common: Any) -> list[Any]:
+    """Return the state of each optimizer, as its first model-parallel group saved it.
+
+    Args:
+        common: the states that all groups share; a chain may have some of both kinds.
+    """
     states: dict[int, dict[str, Any]] = {}
     # Any group will do, because all ranks have the same param groups (``_get_param_groups``).
     # Sorting makes the choice independent of the order in the file.
@@ -48,7 +52,9 @@ def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
         match = _GROUP.fullmatch(chain[2]) if chain else None
         if chain and match and match[2] in ("optimizer", "grad_scaler"):
             states.setdefault(int(chain[1] or 0), {}).setdefault(match[2], objects[key][0])
-    return [states[number] for number in sorted(states)]
+    shared = dict(enumerate(optimizer.list_states(common))) if common is not None else {}
+    known = {**shared, **states}
+    return [known[number] for number in sorted(known)]
 
 
 class FlatBuffers:
@@ -62,11 +68,19 @@ class FlatBuffers:
         args: Arguments,
         table: Table,
         path: str,
+        named: Collection[str],
     ) -> None:
+        """Find the buffers.
+
+        Args:
+            named: the parameters whose states are stored by name, outside of buffers: those of
+                Muon, which begins a chain.
+        """
         self._args = args
         self._table = table
         self._path = path
         self._whole = {fqn: entry for (kind, fqn), entry in whole.items() if kind == PARAM}
+        self._named = frozenset(named)
         self._model = model.index_parameters(self._whole, table)
         # (optimizer, group) -> buffer -> slot -> buckets. The form dp_zero_gather_scatter has whole
         # states instead.
@@ -92,9 +106,11 @@ class FlatBuffers:
                 self._unpadded[group] = values[0]
 
     @property
-    def _count(self) -> int:
-        """Number of optimizers that have buffers or states."""
-        return 1 + max(number for number, _ in (*self._buckets, *self._states))
+    def _numbers(self) -> range:
+        """The numbers in the chain of the optimizers that have buffers or states."""
+        numbers = [number for number, _ in (*self._buckets, *self._states)]
+        first = min(numbers) if self._named else 0
+        return range(first, 1 + max(numbers))
 
     def find_problem(self) -> str:
         """Return why the buffers cannot be divided among the parameters; empty if they can be."""
@@ -110,8 +126,9 @@ class FlatBuffers:
                 "the checkpoint does not have the arguments of the run, by which the flat buffers"
                 " of the distributed optimizer are divided"
             )
-        known = len(optimizer.divide_params(self._count, (), self._args, self._table))
-        return optimizer.describe_long_chain(self._count, known) if self._count > known else ""
+        count = len(self._numbers)
+        known = len(optimizer.divide_params(count, (), self._args, self._table))
+        return optimizer.describe_long_chain(count, known) if count > known else ""
 
     def read_entries(self) -> list[Entry]:
         """Return every slot of the whole model.
@@ -132,11 +149,14 @@ class FlatBuffers:
 
     def _read_rank(self, rank: GridPosition) -> Manifest:
         params = model.list_params(rank, self._model, self._whole, self._args, self._table)
-        shared = optimizer.divide_params(self._count, params, self._args, self._table)
+        params = [param for param in params if param.fqn not in self._named]
+        numbers = self._numbers
+        shared = optimizer.divide_params(len(numbers), params, self._args, self._table)
         entries: list[Entry] = []
         for number, own in enumerate(shared):
             # A chain of optimizers ends with the experts'; a single one has all parameters.
-            group = number, self._get_group(rank, experts=number > 0 and number == len(shared) - 1)
+            experts = number > 0 and number == len(shared) - 1
+            group = numbers.start + number, self._get_group(rank, experts=experts)
             if group in self._buckets and self._saves(rank, number):
                 entries += self._unpack(group, own, self._make_sample(rank))
             elif group in self._states and self._saves(rank, number):
