@@ -48,6 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # -> its config, and what is
     "cohere2": ({}, "logit_scale is 0.0625"),
     "ernie4_5": ({}, "model_type is 'ernie4_5'"),  # rotates neighbours: no key says so
     "helium": ({}, "model_type is 'helium'"),
+    "diffllama": ({}, "model_type is 'diffllama'"),
     "gemma": ({}, "model_type is 'gemma'"),
     "llama": ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
     "llama_partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
@@ -55,7 +56,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # -> its config, and what is
 }
 
 
-KNOWN = ("smollm3", "ernie4_5", "gemma")  # families of their own, which are no llama
+KNOWN = ("smollm3", "ernie4_5", "gemma", "helium")  # families of their own, which are no llama
 
 
 def family_of(path, config: dict[str, Any], name: str | None = None):
@@ -86,8 +87,8 @@ def test_a_key_that_changes_the_model_is_refused_by_name(name, given, tmp_path):
     config = {**TINY, **keys, "model_type": model_type}
     if model_type == "gpt2":
         config = {"model_type": "gpt2", **keys}
-    if given is None and model_type == "helium":
-        problem = "describes a helium model, for which reshard has no table"
+    if given is None and model_type == "diffllama":
+        problem = "describes a diffllama model, for which reshard has no table"
     if given is None and model_type == "cohere2":
         problem = f"describes a {model_type} model, and Megatron-core has no arguments for"
     with pytest.raises(UnsupportedError, match=problem) as refused:

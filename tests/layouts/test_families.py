@@ -119,10 +119,13 @@ def test_every_setting_of_megatron_is_refused_where_no_family_knows_it(name):
         ("gpt_oss", {"experts_per_token": 4, "initial_context_length": 4096}),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
         ("nemotron_h", {"norm_eps": 1e-5, "rope_theta": 10000}),
+        ("dots1", {"scoring_func": "noaux_tc", "moe_layer_freq": 1, "max_window_layers": 62}),
+        ("exaone_moe", {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1}),
+        ("glm4_moe_lite", {"first_k_dense_replace": 1, "partial_rotary_factor": 1.0}),
     ],
 )
 def test_settings_of_released_models_that_transformers_ignores_are_accepted(family, released):
-    """Phi-4, GPT-OSS and Nemotron 3 state them."""
+    """Phi-4, GPT-OSS, Nemotron 3, dots.llm1 and others state them."""
     own = families.load_families()[family]
     assert not [*config_keys.find_changing_keys(released, own.config, own.neutral, {})]
 
