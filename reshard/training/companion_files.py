@@ -39,6 +39,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 CONFIG_FOLDERS = (
     *("huggingface", "model/huggingface"),  # verl's; the second with Megatron
     "model/.hf_metadata",  # NeMo Automodel's
+    "model",  # LLaMA-Factory's
 )
 
 

@@ -167,7 +167,7 @@ def test_nemo_rl_saves_weights_and_optimizer_beside_each_other(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_llama_factory_resumes_from_a_split_of_its_two_directories(tmp_path):
-    """LLaMA-Factory 1.0 loads the keys of both, the scheduler, and the step of metadata.json.
+    """LLaMA-Factory's v1 loads the keys of both, the scheduler, and the step of metadata.json.
 
     Source: LLaMA-Factory 0.9.5 ``v1/core/utils/checkpoint.py``, ``distributed/fsdp2.py``.
     """
@@ -196,7 +196,7 @@ def test_llama_factory_resumes_from_a_split_of_its_two_directories(tmp_path):
 
 
 def test_weights_and_their_optimizer_can_be_in_two_directories(tmp_path):
-    """LLaMA-Factory 1.0 saves one process so, beside the config.json that names the numbers."""
+    """LLaMA-Factory's v1 saves one process so, beside the config.json that names the numbers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -206,10 +206,14 @@ def test_weights_and_their_optimizer_can_be_in_two_directories(tmp_path):
         (tmp_path / name).mkdir()
     save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer" / "state_dict.pt")
-    with reshard.open([tmp_path / "model", tmp_path / "optimizer"]) as checkpoint:
-        held = checkpoint.optimizer("exp_avg")
-        for name, value in model.named_parameters():
-            assert torch.equal(held[name][...], optimizer.state[value]["exp_avg"])
+    torch.save({"last_epoch": 1}, tmp_path / "scheduler.pt")
+    both = [tmp_path / "model", tmp_path / "optimizer"]
+    for source in (both, both[::-1], tmp_path):
+        with reshard.open(source) as checkpoint:
+            held = checkpoint.optimizer("exp_avg")
+            for name, value in model.named_parameters():
+                assert torch.equal(held[name][...], optimizer.state[value]["exp_avg"])
+    assert reshard.inspect(tmp_path).manifest.train.scheduler == {"last_epoch": 1}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

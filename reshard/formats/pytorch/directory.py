@@ -48,14 +48,23 @@ def detect(location: Location) -> bool:
         or bool(find_dcp_parts(location))
         or bool(find_stage_folders(location))
         or bool(find_rank_folders(location))
-        or _has_optimizer_apart(location)
+        or _has_optimizer_apart(add_folders(location))
     )
+
+
+def add_folders(location: Location) -> Location:
+    """Return a location with its folders ``model`` and ``optimizer``, if they belong together."""
+    below = [location.folders.get(name) for name in ("model", _OPTIMIZER)]
+    added = [folder for each in below if each is not None for folder in each.directories]
+    joined = Location([*location.directories, *added])
+    is_checkpoint = None not in below and not find_dcp_parts(location)
+    return joined if is_checkpoint and _has_optimizer_apart(joined) else location
 
 
 def _has_optimizer_apart(location: Location) -> bool:
     """Return whether some of several directories have safetensors, and others torch's files.
 
-    LLaMA-Factory 1.0 keeps the weights of one process in ``model`` and their optimizer in
+    LLaMA-Factory 0.9.5 (v1) keeps the weights of one process in ``model`` and their optimizer in
     ``optimizer``.
     """
     if len(location.directories) == 1:

@@ -71,7 +71,7 @@ def read(
     if location.chosen and not is_rank_file(location.chosen):
         saved = [(OpenedRanks.open({0: location.path}, alone=True).join(location), [])]
     else:
-        chosen, location = location.chosen, Location(location.directories)
+        chosen, location = location.chosen, directory.add_folders(Location(location.directories))
         folders = {} if chosen else directory.find_stage_folders(location)
         if folders:
             saved = _read_stage_folders(location, folders, key)
@@ -352,7 +352,8 @@ def _find_safetensors(location: Location) -> dict[str, Path]:
 
 
 def _read_safetensors(location: Location, path: Path) -> ParsedTree:
-    manifest = of_huggingface.read(Location(location.directories, path.name))
+    others = (each for each in location.directories if each != path.parent)
+    manifest = of_huggingface.read(Location([path.parent, *others], path.name))
     state = {
         e.fqn: GlobalTensor(e.dtype, e.shape, tuple(e.chunks)) for e in manifest.entries.values()
     }
