@@ -287,6 +287,16 @@ def test_accelerate_loads_what_it_would_have_saved(libraries, tmp_path, case, la
         assert found == {"differing": [], "step": 3}
 
 
+@pytest.mark.parametrize("to", ["fsdp", "fsdp2"])
+def test_no_parameter_of_no_shard_is_taken_for_an_ignored_one(torch_made, tmp_path, to):
+    """Check a source whose ranks all have every flat parameter as a whole."""
+    source = torch_made / "fsdp1_local_flat_no_shard" / "ckpt"
+    told = {"model": "tests.judges.torch_models:menagerie", "wrap": "LlamaDecoderLayer"}
+    form = {"state_dict_type": "local"} if to == "fsdp" else {}
+    report = reshard.split(source, tmp_path / "out", to=to, world_size=3, **form, **told)
+    assert not any("plain tensors" in note for note in report.notes)
+
+
 # The same state
 
 

@@ -230,13 +230,17 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
     marks_buffers = marks_buffers or state.manifest.origin.format.startswith("deepspeed")
     # Computed once, and only for the few sources that leave the question open.
     by_fsdp = cache(lambda: _is_sharded_by_fsdp(state))
+    ranks = _count_ranks_of_stage(state)
+
+    def is_whole(weight: Weight) -> bool:
+        return _is_stored_whole(weight, ranks)
 
     def divided(weight: Weight) -> bool:
         if not weight.shape or weight.is_buffer:
             return False
         # As a parameter of an FSDP unit, several ranks would have blocks of it.
         is_dtensor = weight.fqn in state.manifest.placements
-        if weight.shape[0] > 1 and not is_dtensor and _is_stored_whole(weight) and by_fsdp():
+        if weight.shape[0] > 1 and not is_dtensor and is_whole(weight) and by_fsdp():
             return False
         if model is not None:
             return _is_parameter(model, weight.fqn)
@@ -257,14 +261,20 @@ def build_is_divided(state: WritableState, model: ModelShapes | None) -> Callabl
     return divided
 
 
-def _is_stored_whole(weight: Weight) -> bool:
-    """Return whether rank files have a copy on each rank, or DCP has one block.
+def _count_ranks_of_stage(state: WritableState) -> int:
+    origin = state.manifest.origin
+    return origin.world // origin.mesh.get("pp", 1)
+
+
+def _is_stored_whole(weight: Weight, ranks: int) -> bool:
+    """Return whether rank files have a copy on each of the ranks, or DCP has one block.
 
     One block in one rank file may be the part of a flat parameter that this rank has.
     """
     chunks = [chunk for chunk in weight.value.chunks if chunk.box.volume]
     one_box = len({chunk.box for chunk in chunks}) == 1
-    return one_box and (len(chunks) > 1 or chunks[0].file.endswith(".distcp"))
+    is_copied = 1 < len(chunks) >= ranks  # under HYBRID_SHARD, some ranks have copies of a block
+    return one_box and (is_copied or chunks[0].file.endswith(".distcp"))
 
 
 def _is_sharded_by_fsdp(state: WritableState) -> bool:
@@ -279,7 +289,8 @@ def _is_sharded_by_fsdp(state: WritableState) -> bool:
     if placements:
         return any(mesh.ROLES.get(axis) != "tensor" for each in placements for axis, _ in each)
     if torch_state_dict.has_flat_storage(state.manifest):
-        return True
+        ranks = _count_ranks_of_stage(state)  # under NO_SHARD, each has every weight
+        return not all(_is_stored_whole(weight, ranks) for weight in state.weights)
     cut = [
         (weight, boxes)
         for weight in state.weights
