@@ -25,7 +25,8 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.layouts import flat_param
 from reshard.layouts.partition import Member, build_flat_chunks, run_chunks
 from reshard.model import ModelShapes
-from reshard.state_dict.tree import GlobalTensor, LocalTensors
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import LocalTensors
 
 KEY = "_flat_param"
 _HINT = (

@@ -12,8 +12,9 @@ from reshard.containers.torch_writer import Slot, Storage
 from reshard.core.box import Index
 from reshard.core.dtypes import DType
 from reshard.errors import UnsupportedError
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.plain_values import restore_sets, to_plain
-from reshard.state_dict.tree import GlobalTensor, as_global, is_tensor
+from reshard.state_dict.tree import as_global, is_tensor
 from reshard.system.files import SourceFiles
 
 _MEMBERS = ("params", "param_names")

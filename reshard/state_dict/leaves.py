@@ -13,7 +13,8 @@ from reshard.containers import numpy_arrays
 from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import StoredBuffer, Tensor, is_wrapped
 from reshard.errors import IncompleteError, UnsupportedError
-from reshard.state_dict.tree import GlobalTensor, LocalTensors, is_tensor
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import LocalTensors, is_tensor
 from reshard.units import counted, some
 
 _CONTAINERS = (dict, list, tuple)

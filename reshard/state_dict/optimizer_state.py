@@ -18,6 +18,7 @@ from reshard.core.manifest import Entry, Keyed, ParamGroup, UnnamedOptimizer
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.quantised import moments
 from reshard.state_dict import nested_slots
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_layouts import (
     KnownParameters,
@@ -29,7 +30,7 @@ from reshard.state_dict.optimizer_layouts import (
 )
 from reshard.state_dict.optimizer_names import AmbiguousError, may_be_divided_by_decay
 from reshard.state_dict.plain_values import to_plain
-from reshard.state_dict.tree import GlobalTensor, LocalTensors, as_list, is_tensor
+from reshard.state_dict.tree import LocalTensors, as_list, is_tensor
 from reshard.system.files import SourceFiles
 from reshard.training import optimizers
 from reshard.units import counted

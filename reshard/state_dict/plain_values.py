@@ -7,7 +7,8 @@ from typing import Any
 
 from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_objects import Tensor
-from reshard.state_dict.tree import GlobalTensor, LocalTensors
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import LocalTensors
 
 _MAX_DEPTH = 100
 _LONG = 64  # characters; a longer text counts as several parts if it is repeated

@@ -7,7 +7,8 @@ from typing import Any
 
 from reshard.core.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.model import ModelShapes
-from reshard.state_dict.tree import GlobalTensor, as_global
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import as_global
 
 
 def has_published_names(names: Iterable[str], model: ModelShapes) -> bool:

@@ -16,9 +16,9 @@ from reshard.containers.pickles.values import Call
 from reshard.errors import UnrecognisedError, UsageError
 from reshard.state_dict import leaves
 from reshard.state_dict import tree as trees
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.optimizer_state import is_optimizer
 from reshard.state_dict.tree import (
-    GlobalTensor,
     as_list,
     collect_tensors,
     format_path,

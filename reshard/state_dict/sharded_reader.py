@@ -21,19 +21,15 @@ from reshard.core.manifest import Placement
 from reshard.errors import ALTERED, CorruptError, UnsupportedError, shown
 from reshard.layouts.partition import Cut, compute_mesh_box
 from reshard.quantised import moments
+from reshard.state_dict.global_tensor import GlobalTensor
 
 _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"
 _NEWER = "a newer torch than reshard supports saved it: save it with DCP instead"
 
-Described = tuple[DType, Index, tuple[Chunk, ...], str, Placement, str]
 
-
-def describe_shards(file: TorchFile, call: Call) -> Described | None:
-    """Return dtype, global shape, this rank's chunks, and the mesh's device type and placement.
-
-    The last two are empty for a ShardedTensor. The description of the division over ranks follows.
-    None: the call is not a sharded tensor.
+def describe_shards(file: TorchFile, call: Call) -> GlobalTensor | None:
+    """Return a sharded tensor with this rank's chunks; None if the call is not a sharded tensor.
 
     A tensor whose class computes its elements from others is not described either.
 
@@ -60,16 +56,11 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
             device = _get_of_mesh(spec.get("mesh"), "device_type")
             placement = _read_placement(file, spec)
             device = device if isinstance(device, str) else ""
-            return dtype, shape, chunks, device, placement, _describe_division(file, spec)
+            division = _describe_division(file, spec)
+            return GlobalTensor(dtype, shape, chunks, device, placement, division)
         shards = tuple(_read_sharded_tensor(file, call, shape, dtype))
-        return (
-            dtype,
-            shape,
-            shards,
-            "",
-            (),
-            f"in {len(call.state[1].get('shards_metadata'))} shards",
-        )
+        division = f"in {len(call.state[1].get('shards_metadata'))} shards"
+        return GlobalTensor(dtype, shape, shards, division=division)
     except (  # pickled objects of another form raise these where the code below reads them
         IndexError,
         KeyError,

@@ -11,32 +11,14 @@ from reshard.containers.pickles.values import Call
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.core.box import Index
 from reshard.core.chunks import Chunk
-from reshard.core.dtypes import DType
-from reshard.core.manifest import Placement, SourceFile
+from reshard.core.manifest import SourceFile
 from reshard.errors import MIXED, TWO_RUNS, CorruptError, StaleError, shown
 from reshard.quantised import moments
 from reshard.state_dict import sharded_reader
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.system.paths import as_path
 
 _SAVER_DEPTH = 6  # of the containers in which a file's sharded tensors are looked for
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalTensor:
-    """A tensor of known global shape, and the chunks of it that the files hold.
-
-    Args:
-        device: device type of a DTensor's mesh; empty if none is stated.
-        placement: how the axes of that mesh cut the tensor; empty if it is not stated.
-        division: how the ranks divided the tensor, as text; empty if it is not stated.
-    """
-
-    dtype: DType
-    shape: Index
-    chunks: tuple[Chunk, ...]
-    device: str = ""
-    placement: Placement = ()
-    division: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +124,7 @@ def _convert_leaf(file: TorchFile, rank: int, value: Any) -> Any:
         if values is not None:
             return LocalTensors({rank: values})
         described = sharded_reader.describe_shards(file, value)
-        return GlobalTensor(*described) if described else value
+        return value if described is None else described
     return value
 
 

@@ -12,7 +12,7 @@ from reshard.core.chunks import Chunk
 from reshard.core.dtypes import FLOAT32
 from reshard.errors import CorruptError
 from reshard.formats.dcp.flattened import restore
-from reshard.state_dict.tree import GlobalTensor
+from reshard.state_dict.global_tensor import GlobalTensor
 
 SHAPE, PARTS = (4, 6), (2, 2)
 CUTS = (0, 1, 5, 6)  # of the 6 elements of a part

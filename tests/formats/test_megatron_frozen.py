@@ -17,7 +17,7 @@ from reshard.formats.megatron.frozen import (
     sample_block,
     sample_tensor,
 )
-from reshard.state_dict.tree import GlobalTensor
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.system.files import SourceFiles
 
 SHAPES = {f"layers.{i}.{n}": s for i in range(4) for n, s in (("norm", (9,)), ("fc", (9, 7)))}

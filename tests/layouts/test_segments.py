@@ -11,7 +11,7 @@ from reshard.errors import CorruptError, UsageError
 from reshard.formats.megatron import dist
 from reshard.layouts.model_parallel import segments, shards
 from reshard.layouts.model_parallel.rules import load_whole_table
-from reshard.state_dict.tree import GlobalTensor
+from reshard.state_dict.global_tensor import GlobalTensor
 
 ARGS = {"mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_num_groups": 4, "mamba_state_dim": 3}
 DELTA = {

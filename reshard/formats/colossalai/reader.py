@@ -26,7 +26,8 @@ from reshard.formats.colossalai.directory import (
 from reshard.formats.huggingface import reader as huggingface
 from reshard.model import ModelHint
 from reshard.state_dict import assemble, tree
-from reshard.state_dict.tree import GlobalTensor, ParsedTree
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import ParsedTree
 
 _STAGE = re.compile(r"-stage-(\d+)-")
 _SHARD = mapping(COUNT, mapping())

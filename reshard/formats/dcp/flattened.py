@@ -20,7 +20,7 @@ from reshard.core.box import Index
 from reshard.core.chunks import Chunk
 from reshard.errors import CorruptError
 from reshard.layouts.partition import run_chunks
-from reshard.state_dict.tree import GlobalTensor
+from reshard.state_dict.global_tensor import GlobalTensor
 
 
 def restore(where: object, key: str, stored: GlobalTensor, shape: Index) -> GlobalTensor:

@@ -24,7 +24,8 @@ from reshard.core.location import Location, list_missing_ranks
 from reshard.core.manifest import SourceFile
 from reshard.errors import FETCH_MISSING, CorruptError, IncompleteError
 from reshard.formats.dcp.directory import HF_SHARD, is_hf_shard
-from reshard.state_dict.tree import GlobalTensor, ParsedTree
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import ParsedTree
 from reshard.system.threads import map_files
 
 _INFO = "DCP_SHARDING_INFO"

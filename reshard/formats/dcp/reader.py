@@ -20,7 +20,8 @@ from reshard.formats.dcp.items import ItemReader
 from reshard.formats.dcp.metadata import Metadata
 from reshard.quantised import moments
 from reshard.state_dict import tree
-from reshard.state_dict.tree import GlobalTensor, ParsedTree
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import ParsedTree
 from reshard.system.files import SourceFiles
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")

@@ -58,7 +58,8 @@ from reshard.formats.megatron.optimizer import RankParam
 from reshard.layouts.model_parallel.moves import take_slice
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict import tree
-from reshard.state_dict.tree import GlobalTensor, ParsedTree
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import ParsedTree
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")

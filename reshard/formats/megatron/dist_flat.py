@@ -26,7 +26,7 @@ from reshard.formats.megatron.optimizer import RankParam
 from reshard.formats.megatron.share import list_experts
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.partition import Member
-from reshard.state_dict.tree import GlobalTensor
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.system.files import SourceFiles
 
 CHAIN = re.compile(r"(?:chained_(\d{1,9})\.)?(optimizer\..+)")

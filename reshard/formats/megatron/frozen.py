@@ -17,7 +17,7 @@ from reshard.containers.torch_objects import read_weight
 from reshard.core.box import Box, Index, index_of, whole
 from reshard.core.chunks import Chunk
 from reshard.formats.megatron.buckets import ALIGNMENT, Param
-from reshard.state_dict.tree import GlobalTensor
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.system.files import SourceFiles
 from reshard.units import round_up
 

@@ -46,9 +46,10 @@ from reshard.formats.megatron import (
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.rank_states import RankStates
 from reshard.layouts.model_parallel.rules import Table
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_state import ParsedOptimizer
-from reshard.state_dict.tree import GlobalTensor, as_global
+from reshard.state_dict.tree import as_global
 from reshard.system.files import SourceFiles
 
 FORM = "fsdp_dtensor"

@@ -35,10 +35,11 @@ from reshard.formats.megatron.frozen import (
 )
 from reshard.layouts.model_parallel.rules import Table
 from reshard.layouts.partition import Member, build_flat_chunks
+from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.hyper_parameters import read_counter, read_hyper
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
 from reshard.state_dict.optimizer_state import ParsedOptimizer
-from reshard.state_dict.tree import GlobalTensor, as_global, as_list
+from reshard.state_dict.tree import as_global, as_list
 from reshard.system.files import SourceFiles
 from reshard.units import counted
 

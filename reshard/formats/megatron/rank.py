@@ -22,7 +22,8 @@ from reshard.formats.megatron import arguments, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import OPTIMIZER, find_model_file
 from reshard.state_dict import leaves, tree
-from reshard.state_dict.tree import GlobalTensor, as_global
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import as_global
 
 # ``save_checkpoint`` with an optimizer whose name begins with ``dist_``
 _LAYER_WISE = re.compile(r"layer_wise_optimizer_\d+\.pt")

@@ -30,7 +30,8 @@ from reshard.formats.pytorch.stages import (
 from reshard.model import ModelHint, ModelShapes
 from reshard.model.adapter_names import name_in_model
 from reshard.state_dict import assemble, sections
-from reshard.state_dict.tree import GlobalTensor, ParsedTree
+from reshard.state_dict.global_tensor import GlobalTensor
+from reshard.state_dict.tree import ParsedTree
 from reshard.training import copied_files, trainer_run
 from reshard.training.trainer_run import TrainerRun
 
