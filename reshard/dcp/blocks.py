@@ -20,6 +20,7 @@ from reshard.engine.planning.copies import Copy, plan_block
 from reshard.errors import DifferentError
 from reshard.system.files import SourceFiles
 from reshard.tensors.lazy import view_bytes
+from reshard.units import counted
 
 _STAGED_BYTES = 4 << 20  # read at a time if a target is on another device, or not contiguous
 # The size of the targets that are filled at a time: a planner may create a tensor for each of them.
@@ -115,7 +116,7 @@ def _refuse_overflow(
         if lost and _find_target_dtype(job, target) != job.entry.dtype:
             raise DifferentError(
                 job.item.dest_index.fqn,
-                f"{lost} finite values of {job.entry.dtype} would become infinite in"
+                f"{counted(lost, 'finite value')} of {job.entry.dtype} would become infinite in"
                 f" {target.dtype}",
                 "load into a wider dtype",
             )

@@ -88,9 +88,9 @@ def test_a_key_that_changes_the_model_is_refused_by_name(name, given, tmp_path):
     if model_type == "gpt2":
         config = {"model_type": "gpt2", **keys}
     if given is None and model_type == "diffllama":
-        problem = "describes a diffllama model, for which reshard has no table"
+        problem = "describes a model of type diffllama, for which reshard has no table"
     if given is None and model_type == "cohere2":
-        problem = f"describes a {model_type} model, and Megatron-core has no arguments for"
+        problem = f"describes a model of type {model_type}, and Megatron-core has no arguments for"
     with pytest.raises(UnsupportedError, match=problem) as refused:
         family_of(tmp_path / "config.json", config, given)
     assert "--family" not in str(refused.value)
@@ -169,7 +169,7 @@ def test_a_config_that_holds_an_infinity_is_read(tmp_path):
     transformers.Mamba2Config().save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     with pytest.raises(
-        UnsupportedError, match="describes a mamba2 model, for which reshard has no table"
+        UnsupportedError, match="describes a model of type mamba2, for which reshard has no table"
     ):
         family_of_file(tmp_path / "config.json")
 

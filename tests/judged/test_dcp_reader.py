@@ -230,7 +230,7 @@ def test_casts(tmp_path):
     assert found["same"] == whole.tolist()
     assert found["fp16"]["raised"] == {0: "DifferentError"}
     assert (
-        "1 finite values of float32 would become infinite in torch.float16" in found["fp16"]["text"]
+        "1 finite value of float32 would become infinite in torch.float16" in found["fp16"]["text"]
     )
     assert found["int32"]["raised"] == {0: "DifferentError"}
 

@@ -417,11 +417,11 @@ def describe_unknown(model_type: str, path: Path | None) -> str:
     lacking = config_keys.load_settings().lacking.get(model_type)
     if lacking:
         return (
-            f"describes a {model_type} model, and Megatron-core has no arguments for"
+            f"describes a model of type {model_type}, and Megatron-core has no arguments for"
             f" {'; '.join(lacking)}"
         )
     return (
-        f"describes a {model_type} model, for which reshard has no table; it has tables for"
+        f"describes a model of type {model_type}, for which reshard has no table; it has tables for"
         f" {', '.join(load_families(path))}"
     )
 
