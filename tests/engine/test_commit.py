@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from reshard.engine.output import commit
 from reshard.engine.output.destination import check_destination
-from reshard.errors import ExistsError, UsageError
+from reshard.errors import ExistsError, ReshardError, UsageError
 from reshard.system.ranks.heartbeat import build_connection_error
 from reshard.system.ranks.team import Team
 from reshard.system.ranks.torchrun import Ranks
@@ -194,6 +194,13 @@ def test_a_mount_point_is_refused_before_anything_is_written():
 def test_a_missing_parent_is_named(tmp_path):
     with pytest.raises(UsageError, match="no directory"):
         check_destination(tmp_path / "no" / "x", [], is_directory=False, overwrite=False)
+
+
+def test_a_directory_without_write_permission_is_an_error_before_any_work(tmp_path, monkeypatch):
+    """Pages and manifests, too, are written when the work is done. Root has every permission."""
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)
+    with pytest.raises(ReshardError, match=f"you may not write to {tmp_path}"):
+        check_destination(tmp_path / "x.html", [], is_directory=False, overwrite=False)
 
 
 STUCK = """

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from reshard.errors import ExistsError, ResourceError, UsageError
+from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 from reshard.system.paths import explain_tilde, is_remote
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def check_destination(
         ExistsError: the destination exists (and ``overwrite`` is off or would delete other files),
             is a file instead of a directory or the reverse, or is inside a source.
         UsageError: its parent directory does not exist.
+        ReshardError: its parent directory cannot be written to.
     """
     real = destination.resolve()
     _check_apart(destination, sources, overwrite=overwrite)
@@ -95,6 +96,12 @@ def check_destination(
             destination,
             f"there is no directory {parent}",
             explain_tilde(destination) or "create it first",
+        )
+    elif not os.access(destination.parent, os.W_OK | os.X_OK):
+        raise ReshardError(
+            destination,
+            f"cannot be written: you may not write to {destination.parent.resolve()}",
+            "choose another path, or request write permission",
         )
     elif is_directory and os.path.ismount(real):
         raise ExistsError(
