@@ -27,7 +27,7 @@ from reshard.core.manifest import SourceFile
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
-from reshard.system.threads import map_files
+from reshard.system.threads import map_files, map_files_by_key
 
 _WORDS = 624  # of 32 bits; Python stores a Mersenne Twister's position behind them
 _MAX_BYTES = 1 << 20  # of one generator's state; torch's on the CPU has 5056
@@ -98,8 +98,7 @@ def describe_files(paths: Iterable[str]) -> dict[str, SourceFile]:
     Raises:
         CorruptError: a file is damaged.
     """
-    named = list(paths)
-    return dict(zip(named, map_files(named, lambda path: _open(path).source()), strict=True))
+    return map_files_by_key({path: path for path in paths}, lambda path: _open(path).source())
 
 
 def has_states(path: str) -> bool:

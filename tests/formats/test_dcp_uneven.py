@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,14 @@ import torch
 
 import reshard
 from reshard.tensors.lazy import LazyTensor
+from tests.support.directories import unpack
 
 PACKED = Path(__file__).parents[1] / "data" / "megatron_fsdp_0.6.1" / "ws3.tar.xz"
 
 
 @pytest.fixture
 def saved(tmp_path):
-    with tarfile.open(PACKED) as packed:
-        packed.extractall(tmp_path, filter="data")
+    unpack(PACKED, tmp_path)
     return tmp_path / "ckpt"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from tests.support.directories import unpack
 
 PACKED = Path(__file__).parents[1] / "data" / "autoep_0.19.8" / "qwen2_ep2.tar.xz"
 
@@ -18,8 +18,7 @@ PACKED = Path(__file__).parents[1] / "data" / "autoep_0.19.8" / "qwen2_ep2.tar.x
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     place = tmp_path_factory.mktemp("autoep")
-    with tarfile.open(PACKED) as archive:
-        archive.extractall(place, filter="data")
+    unpack(PACKED, place)
     return place / "qwen2_ep2"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.megatron import run_config
 from reshard.layouts.model_parallel.megatron_traits import parse_args
 from tests.support.digests import compute_digests
+from tests.support.directories import unpack
 
 PACKED = Path(__file__).parents[1] / "data" / "megatron_bridge_0.3.1" / "llama_tp2.tar.xz"
 STEP = "iter_0000003"
@@ -23,8 +23,7 @@ STEP = "iter_0000003"
 
 @pytest.fixture
 def run(tmp_path):
-    with tarfile.open(PACKED) as packed:
-        packed.extractall(tmp_path, filter="data")
+    unpack(PACKED, tmp_path)
     return tmp_path / "bridge"
 
 

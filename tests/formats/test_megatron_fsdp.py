@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.megatron import arguments, directory, fsdp
 from reshard.layouts.model_parallel.rules import load_whole_table
 from tests.support.digests import compute_digests
+from tests.support.directories import unpack
 
 DATA = Path(__file__).parents[1] / "data" / "megatron_fsdp_core_0.16.1"
 STEP = "iter_0000003"
@@ -25,8 +25,7 @@ STEP = "iter_0000003"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     place = tmp_path_factory.mktemp("fsdp")
-    with tarfile.open(DATA / "mixtral_tp2ep2.tar.xz") as packed:
-        packed.extractall(place, filter="data")
+    unpack(DATA / "mixtral_tp2ep2.tar.xz", place)
     return place / "run"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +52,7 @@ from reshard.formats.megatron.groups import is_of_muon
 from reshard.layouts.model_parallel.rules import load_table
 from reshard.state_dict.optimizer_state import ParsedOptimizer
 from tests.support.digests import compute_digests
+from tests.support.directories import unpack
 from tests.support.megatron_values import change
 from tests.support.sample_tensors import built
 
@@ -84,9 +84,7 @@ def dist(tmp_path):
 def old(tmp_path_factory):
     """Return two forms of a run of core 0.9.0."""
     folder = tmp_path_factory.mktemp("old")
-    with tarfile.open(PACKED) as packed:
-        packed.extractall(folder, filter="data")
-    return folder
+    return unpack(PACKED, folder)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +105,7 @@ def test_buckets_and_ranges_of_core_0_9_hold_the_same_bytes(old, form):
 def new(tmp_path_factory):
     """Return two forms of a run of core 0.19.2 with a layer of multi-token prediction."""
     folder = tmp_path_factory.mktemp("new")
-    with tarfile.open(PACKED_019) as packed:
-        packed.extractall(folder, filter="data")
-    return folder
+    return unpack(PACKED_019, folder)
 
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
@@ -727,8 +723,7 @@ def test_verl_s_migration_links_one_directory_to_three(tmp_path):
 
 def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(tmp_path):
     """Muon's states have names; in the other form of the same run, Adam's have them, too."""
-    with tarfile.open(PACKED_019.with_name("muon_dp2.tar.xz")) as packed:
-        packed.extractall(tmp_path, filter="data")
+    unpack(PACKED_019.with_name("muon_dp2.tar.xz"), tmp_path)
     expected = json.loads((tmp_path / "expected.json").read_text())["tensors"]
     flat, named = tmp_path / "dp_reshardable", tmp_path / "fully_reshardable"
     with reshard.open(flat) as checkpoint:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tarfile
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -17,6 +16,7 @@ from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.write.groups import make_groups
 from reshard.training.state import TrainedGroup, TrainedParameter, Weight
+from tests.support.directories import unpack
 from tests.support.megatron_values import change, read_root
 
 DATA = Path(__file__).parents[1] / "data"
@@ -85,7 +85,7 @@ def test_a_weight_decay_that_megatron_changes_is_noted(decays, noted):
 
 @pytest.mark.parametrize(("more", "noted"), [({}, True), ({"max_lr": 1e-3, "min_lr": 0.0}, False)])
 def test_groups_that_core_0_19_does_not_find_are_noted(more, noted):
-    """It finds a group by its rates, too, and refuses to load without them."""
+    """Expect a note without the rates by which core 0.19 finds a group, or refuses to load."""
     groups = make_groups(_trained((0.1, 0.1, 0.0), more), frozenset(), "torch")
     assert any("max_lr and min_lr" in note for note in groups.notes) == noted
 
@@ -159,8 +159,7 @@ def test_frozen_parameters_stay_without_optimizer_state(tmp_path):
 
 def test_each_optimizer_of_a_chain_keeps_its_loss_scaler(tmp_path):
     """Where the gradients of dense parameters overflowed, the experts keep their scale."""
-    with tarfile.open(PACKED) as packed:
-        packed.extractall(tmp_path, filter="data")
+    unpack(PACKED, tmp_path)
     source = tmp_path / "torch_dist"
     common = source / STEP / "common.pt"
     optimizers = read_root(common)["optimizer"]
@@ -197,8 +196,7 @@ def test_masters_are_those_of_every_param_group(tmp_path):
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_third_optimizer_of_a_chain_is_not_dropped_unseen(tmp_path, distributed):
-    with tarfile.open(PACKED) as packed:
-        packed.extractall(tmp_path, filter="data")
+    unpack(PACKED, tmp_path)
     run = tmp_path / "run"
     options = {"ckpt_format": "torch", "distributed_optimizer": distributed}
     reshard.split(tmp_path / "torch_dist", run, ep=2, dp=2, **options)
@@ -271,9 +269,7 @@ def test_the_arguments_state_the_layers_of_each_stage(tmp_path, grid, counts):
 def heterogeneous(tmp_path_factory):
     """Return a run whose layers have linear layers, or nothing, for attention and MLP."""
     folder = tmp_path_factory.mktemp("heterogeneous")
-    with tarfile.open(HETEROGENEOUS) as packed:
-        packed.extractall(folder, filter="data")
-    return folder
+    return unpack(HETEROGENEOUS, folder)
 
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])

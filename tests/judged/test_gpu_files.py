@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import reshard
 from tests.judged.conftest import KEPT
 from tests.judges import deepspeed_judge
 from tests.support.digests import compute_digest
+from tests.support.directories import unpack
 
 CASES = sorted(path.name.removesuffix(".tar.xz") for path in (KEPT / "h100").iterdir())
 RESUMED = [  # what is resumed, on how many ranks, at which stage
@@ -27,8 +27,7 @@ def unpacked(tmp_path_factory):
     """Return a directory with ``<case>/run`` and ``<case>/expected.json``."""
     place = tmp_path_factory.mktemp("h100")
     for case in CASES:
-        with tarfile.open(KEPT / "h100" / f"{case}.tar.xz") as packed:
-            packed.extractall(place, filter="data")
+        unpack(KEPT / "h100" / f"{case}.tar.xz", place)
     return place
 
 

@@ -29,7 +29,7 @@ from reshard.formats.deepspeed.directory import TagFiles
 from reshard.formats.deepspeed.expert_layout import has_experts
 from reshard.formats.deepspeed.schemas import AUTOEP_LAYERS, AUTOEP_PLACEMENTS
 from reshard.formats.deepspeed.states import ModelStates, make_whole_entry
-from reshard.system.threads import map_files
+from reshard.system.threads import map_files_by_key
 
 _PARTS = ("w1", "w2", "w3")
 _OWN_NAMES = (  # settings that replace the names of DeepSpeed's presets
@@ -215,7 +215,7 @@ def _open_experts(
                     FETCH_MISSING,
                 )
             paths[layer.number, number] = path
-    return dict(zip(paths, map_files(paths.values(), torch_reader.read), strict=True))
+    return map_files_by_key(paths, torch_reader.read)
 
 
 def _place_experts(

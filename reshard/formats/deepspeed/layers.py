@@ -18,7 +18,7 @@ from reshard.core.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.deepspeed.directory import LAYER_FILE, TagFiles
 from reshard.state_dict import leaves
-from reshard.system.threads import map_files
+from reshard.system.threads import map_files_by_key
 
 TIED = "tied_modules."
 Names = Mapping[str, Index | None]  # name -> shape, if it is known
@@ -77,9 +77,8 @@ def read_stages(
 
 def _open_files(files: TagFiles, tensor_rank: int) -> dict[int, TorchFile]:
     """Open the file of each layer; return layer -> file, in order."""
-    layers = sorted(files.layers)
-    for layer in layers:
-        ranks = files.layers[layer]
+    paths: dict[int, Path] = {}
+    for layer, ranks in sorted(files.layers.items()):
         if tensor_rank not in ranks:
             raise IncompleteError(
                 files.location,
@@ -87,8 +86,8 @@ def _open_files(files: TagFiles, tensor_rank: int) -> dict[int, TorchFile]:
                 f" {tensor_rank}",
                 "copy the missing file here",
             )
-    paths = [files.layers[layer][tensor_rank] for layer in layers]
-    return dict(zip(layers, map_files(paths, torch_reader.read), strict=True))
+        paths[layer] = ranks[tensor_rank]
+    return map_files_by_key(paths, torch_reader.read)
 
 
 def _is_full(module: StageModule, stage: DeclaredStage) -> bool:

@@ -40,6 +40,7 @@ VERL_PARTS = ("model", "optimizer", "extra")  # folders of verl, each with a DIS
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODELS = (MODEL, "model_rng.pt")  # the second until 2023, beside one optimizer file a rank
 _ITERATION = re.compile(r"iter_(\d{7,18})")
+FSDP_DTENSOR = "fsdp_dtensor"  # a form, see above
 _LISTED = 4
 _FSDP, _HEAD = b"model.module.", 1 << 16  # begin of a parameter's key, among the first bytes
 

@@ -13,6 +13,7 @@ from reshard.core.manifest import PARAM, Entry, Manifest
 from reshard.errors import UnsupportedError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.formats.megatron.directory import (
+    FSDP_DTENSOR,
     NAME,
     detect,
     find_checkpoint,
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     from reshard.layouts.model_parallel.traits import Traits
     from reshard.training.state import WritableState
 
-_FSDP = "fsdp_dtensor"
-_OF_DCP = ("torch_dist", _FSDP)  # forms of a source that become torch_dist
+_OF_DCP = ("torch_dist", FSDP_DTENSOR)  # forms of a source that become torch_dist
 _PRECISIONS = {"bf16": BFLOAT16, "fp16": FLOAT16}  # by Megatron's arguments
 _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 
@@ -249,7 +249,7 @@ class Megatron(Writer):
 
 def _find_dtype_of_module(source: Manifest, args: Mapping[str, Any]) -> DType | None:
     """Return the dtype in which a run computes, if its files have the masters alone."""
-    if source.origin.form != _FSDP:
+    if source.origin.form != FSDP_DTENSOR:
         return None
     return next((dtype for name, dtype in _PRECISIONS.items() if args.get(name) is True), None)
 

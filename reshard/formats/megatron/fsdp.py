@@ -44,6 +44,7 @@ from reshard.formats.megatron import (
     train,
 )
 from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.directory import FSDP_DTENSOR
 from reshard.formats.megatron.rank_states import RankStates
 from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.global_tensor import GlobalTensor
@@ -52,7 +53,6 @@ from reshard.state_dict.optimizer_state import ParsedOptimizer
 from reshard.state_dict.tree import as_global
 from reshard.system.files import SourceFiles
 
-FORM = "fsdp_dtensor"
 _WRAPPER = "module."
 _STEP = "step"
 _RANKS = re.compile(r"\((\d{1,9}), ?(\d{1,9})\)")
@@ -101,8 +101,8 @@ def read(location: Location, table: Table) -> Manifest:
         unknown_globals=trust.list_unknown(loaded.globals),
         ordered=True,  # see `grid.sort_entries`
     )
-    manifest = rank_states.attach(manifest, RankStates(FORM, rng=rng))
-    return replace(manifest, origin=train.make_origin(location, args, FORM, manifest))
+    manifest = rank_states.attach(manifest, RankStates(FSDP_DTENSOR, rng=rng))
+    return replace(manifest, origin=train.make_origin(location, args, FSDP_DTENSOR, manifest))
 
 
 def _read_random_states(value: Any) -> dict[tuple[int, ...], Any]:
@@ -145,8 +145,8 @@ def _refuse_several_pieces(
         if rule is not None and rule.rule.segments:
             raise UnsupportedError(
                 location,
-                f"has {fqn!r} of {args.tp} tensor-parallel ranks in the format {FORM}, which does"
-                " not tell its parts from each other",
+                f"has {fqn!r} of {args.tp} tensor-parallel ranks in the format {FSDP_DTENSOR},"
+                " which does not tell its parts from each other",
                 "save it with one tensor-parallel rank, or with --ckpt-format torch_dist",
             )
 

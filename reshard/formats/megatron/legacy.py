@@ -46,7 +46,7 @@ from reshard.layouts.model_parallel.rules import Table
 from reshard.state_dict.tree import as_global
 from reshard.system.files import SourceFiles
 from reshard.system.paths import as_path
-from reshard.system.threads import map_files
+from reshard.system.threads import map_files_by_key
 
 _FINAL_NORM = re.compile(r"(?!mtp\.)(.*\.)?final_(layer)?norm\.")
 _EMBEDDING = re.compile(r"(^|\.)word_embeddings\.")
@@ -67,8 +67,7 @@ def read(location: Location, table: Table) -> Manifest:
     """
     first = next(iter(directory.list_rank_folders(location).values()))
     args = _complete_sizes(open_args(directory.find_model_file(first)), location)
-    folders = directory.find_ranks(location, args)
-    opened = dict(zip(folders, map_files(folders.values(), open_rank), strict=True))
+    opened = map_files_by_key(directory.find_ranks(location, args), open_rank)
     _check_ranks(opened, args)
     offsets = _compute_offsets(opened, args)
     ranks = {

@@ -17,7 +17,7 @@ from reshard.formats.pytorch.directory import OF_WORLD, is_of_rank, match_rank
 from reshard.state_dict import tree
 from reshard.state_dict.tree import ParsedTree
 from reshard.system.paths import as_path
-from reshard.system.threads import map_files
+from reshard.system.threads import map_files_by_key
 
 _NUMBERED = re.compile(rf"^(.*?)[-_.]?(\d+){OF_WORLD}((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"(?:world_size|(?<=\d)[-_.]?of)[-_.]?(\d+)")
@@ -43,9 +43,7 @@ class OpenedRanks:
             StaleError: a file is a copy of another rank's, or of a run with other ranks.
             IncompleteError: the tensors of some rank are missing.
         """
-        ranks = sorted(files)
-        read = map_files([files[rank] for rank in ranks], torch_reader.read)
-        opened = dict(zip(ranks, read, strict=True))
+        opened = map_files_by_key(dict(sorted(files.items())), torch_reader.read)
         _check_savers(opened, alone=alone)
         return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
