@@ -1,4 +1,4 @@
-"""The values of a model's weights, where its files store codes of them."""
+"""The values of weights and of optimizer state, where files store codes of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 from reshard.core.manifest import PARAM, Entry, Manifest, index_entries
 from reshard.errors import UnsupportedError
 from reshard.formats import registry
-from reshard.units import some
+from reshard.formats.base import StateConversion
+from reshard.quantised import moments
+from reshard.units import counted, some
 
 
 def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
@@ -76,3 +78,19 @@ def _refuse_unstated(manifest: Manifest) -> None:
             " a quantization_config states how to read it",
             "put the config.json of the model beside its weights",
         )
+
+
+def decode_moments(conversion: StateConversion) -> StateConversion:
+    """Return the conversion with values for bitsandbytes' codes, for a target that cuts moments.
+
+    Raises:
+        CorruptError: codes, scales and tables do not fit together.
+    """
+    entries, count = moments.decode_entries(conversion.manifest.entries.values())
+    if not count:
+        return conversion
+    conversion.notes.derived.append(
+        f"{counted(count, 'slot')} of bitsandbytes' 8-bit optimizer in float32: it continues with"
+        " them in 32 bits"
+    )
+    return conversion.with_manifest(conversion.manifest.with_entries(entries))

@@ -6,7 +6,7 @@ scaled       the geometry: where codes and scales are, and which belong together
 decode       the arithmetic of dequantisation, with numpy
 encode       the arithmetic of quantisation
 loops        the loops of both over the values, compiled or with numpy
-moments      optimizer state that torchao stores as codes
+moments      optimizer state that torchao and bitsandbytes store as codes
 remainders   fp32 masters from 16-bit weights and remainders (Transformer Engine's Adam)
 
 Known methods are ``fp8`` (DeepSeek V3 and others: blocks of 128 x 128, or one scale for a tensor)

@@ -1,22 +1,25 @@
-"""Optimizer state that torchao stores as 8- or 4-bit codes with a scale for each block.
+"""Optimizer state that torchao or bitsandbytes stores as codes with a scale for each block.
 
 The value of an element is the code's value times the scale of its block, in float32, which is what
-torchao's optimizers compute with. A code stands for a value of a table stored beside the codes, or
-is a float8 number. Blocks are equal parts of the flattened tensor.
+the optimizers compute with. A code of 8 or 4 bits stands for a value of a table stored beside the
+codes, or is a float8 number. Blocks are equal parts of the flattened tensor; bitsandbytes' last one
+may be shorter.
 
-Source: torchao 0.4 to 0.18, ``optim/subclass_8bit.py``, ``subclass_4bit.py``, ``subclass_fp8.py``
-(before 0.9 in ``prototype/low_bit_optim``): ``dequantize``.
+Sources: torchao 0.4 to 0.18, ``optim/subclass_8bit.py``, ``subclass_4bit.py``, ``subclass_fp8.py``
+(before 0.9 in ``prototype/low_bit_optim``): ``dequantize``; bitsandbytes 0.50
+``optim/optimizer.py`` (``Optimizer1State``, ``Optimizer2State``), ``functional.py``
+(``dequantize_blockwise``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard.containers.torch_objects import Tensor, is_wrapped
-from reshard.core.box import as_index, whole
+from reshard.containers.torch_objects import StoredBuffer, Tensor, is_wrapped
+from reshard.core.box import Box, Index, as_index, whole
 from reshard.core.chunks import Chunk, contiguous
 from reshard.core.dtypes import E4M3, FLOAT32, UINT8, DType
 from reshard.core.manifest import Entry
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 
 _MODULES = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
 _BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
+BITSANDBYTES = "__bnb_optimizer_quant_state__/"
+"""Prefix of bitsandbytes' slots, which are in a dict of their own since 0.49."""
+
+_PARTS = ("state", "absmax", "qmap")  # the codes of a slot, their scales and their table
+_BLOCKS = (256, 2048)  # elements of a block; 2048 in bitsandbytes before 0.44
 _BLOCK = 1 << 17  # elements; what is computed at a time stays in a core's cache
 
 
@@ -40,16 +48,20 @@ class Moment:
     Args:
         numel: the number of values.
         bits: the size of a code. Of two codes of 4 bits in a byte, the upper ones come first.
+        block: the number of values of a block.
         codes: the codes, one after the other.
         scales: the scale of each block, in float32.
         table: the value of each code, in float32; None for codes that are float8 numbers.
+        first: the element of the scaled tensor to which the first code belongs.
     """
 
     numel: int
     bits: int
+    block: int
     codes: Chunk
     scales: Chunk
     table: Chunk | None
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -57,14 +69,10 @@ class Moment:
         return self.numel * FLOAT32.itemsize
 
     @property
-    def block(self) -> int:
-        """The number of values of a block."""
-        return self.numel // self.scales.box.volume
-
-    @property
     def files(self) -> tuple[str, ...]:
-        """The file that stores the codes and the scales."""
-        return (self.codes.file,)
+        """The files that store the codes, the scales and the table."""
+        stored = filter(None, (self.codes, self.scales, self.table))
+        return tuple(dict.fromkeys(chunk.file for chunk in stored))
 
     @property
     def tile_nbytes(self) -> int:
@@ -85,11 +93,13 @@ class Moment:
         size = self.block
         for start in range(first, first + len(out), _BLOCK):
             stop = min(start + _BLOCK, first + len(out))
-            block, at = out[start - first : stop - first], start // size
-            scales = _read(pool, self.scales, at, (stop - 1) // size + 1, "<f4")
+            block = out[start - first : stop - first]
             np.take(table, self._read_codes(pool, start, stop), out=block)
+            begin, end = start + self.first, stop + self.first  # as the scales count
+            at = begin // size
+            scales = _read(pool, self.scales, at, (end - 1) // size + 1, "<f4")
             with np.errstate(over="ignore", invalid="ignore"):
-                block *= np.repeat(scales, size)[start - at * size :][: len(block)]
+                block *= np.repeat(scales, size)[begin - at * size :][: len(block)]
 
     def _read_table(self, pool: Reader) -> Array:
         """Return the value of each code."""
@@ -152,11 +162,119 @@ def describe(tensor: Any) -> Chunk | None:
             f" {scales.dtype} scales of {scales.shape}, which do not fit together",
             ALTERED,
         )
-    values = Moment(numel, bits, codes.chunk, scales.chunk, None if is_float8 else table.chunk)
-    name = Derived(
-        codes.chunk.file, f"values of the codes at byte {codes.chunk.byte_offset}", values
-    )
-    return contiguous(name, 0, FLOAT32, whole(shape))
+    held = (codes.chunk, scales.chunk, None if is_float8 else table.chunk)
+    return _name_values(Moment(numel, bits, numel // scales.numel, *held), whole(shape))
+
+
+def _name_values(values: Moment, box: Box) -> Chunk:
+    """Return the chunk of the values of some codes."""
+    codes = values.codes
+    name = Derived(codes.file, f"values of the codes at byte {codes.byte_offset}", values)
+    return contiguous(name, 0, FLOAT32, box)
+
+
+def decode_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with values for the codes that bitsandbytes keeps in it.
+
+    Args:
+        state: by name; names of nested dicts are joined (`nested_slots.flatten`).
+
+    Raises:
+        CorruptError: codes, scales and table do not fit together.
+    """
+    decoded = dict(state)
+    for names in _list_coded(state):
+        codes, scales, table = (state[name] for name in names)
+        if not all(isinstance(part, Tensor) for part in (codes, scales, table)):
+            continue
+        values = _describe_blocks(codes.chunk, scales.chunk, table.chunk, codes.shape)
+        if values is None:
+            continue
+        size = codes.numel * FLOAT32.itemsize
+        storage = StoredBuffer(values.file, codes.storage.key, FLOAT32, size, 0)
+        strides = tuple(stride // FLOAT32.itemsize for stride in values.byte_strides)
+        decoded[names[0]] = Tensor(storage, 0, codes.shape, strides, FLOAT32)
+        for name in names[1:]:
+            del decoded[name]
+    return decoded
+
+
+def decode_entries(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
+    """Return entries with values for the codes of bitsandbytes, and the number of such entries.
+
+    Raises:
+        CorruptError: codes, scales and table do not fit together.
+    """
+    slots: dict[str, dict[str, Entry]] = {}
+    for entry in entries:
+        slots.setdefault(entry.fqn, {})[entry.kind] = entry
+    count = 0
+    for own in slots.values():
+        for names in _list_coded(own):
+            codes, scales, table = (own[name] for name in names)
+            if any(each.layout.is_partition for each in (codes, scales, table)):
+                continue
+            if not _is_whole(scales) or not _is_whole(table):
+                continue
+            values = [
+                _describe_blocks(chunk, scales.chunks[0], table.chunks[0], codes.shape)
+                for chunk in codes.chunks
+            ]
+            chunks = tuple(chunk for chunk in values if chunk is not None)
+            if chunks and len(chunks) == len(values):
+                own[names[0]] = replace(codes, dtype=FLOAT32, chunks=chunks)
+                for name in names[1:]:
+                    del own[name]
+                count += 1
+    return [entry for own in slots.values() for entry in own.values()], count
+
+
+def _list_coded(state: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the names of the codes, scales and table of each slot that bitsandbytes quantised."""
+    for prefix in (BITSANDBYTES, ""):
+        for number in (1, 2):
+            names = [f"{prefix}{part}{number}" for part in _PARTS]
+            if all(name in state for name in names):
+                yield names
+
+
+def _is_whole(entry: Entry) -> bool:
+    """Return whether a file holds the whole tensor in one place."""
+    return bool(entry.chunks) and entry.chunks[0].box == whole(entry.shape)
+
+
+def _describe_blocks(codes: Chunk, scales: Chunk, table: Chunk, shape: Index) -> Chunk | None:
+    """Return the values of codes that bitsandbytes scaled by blocks.
+
+    It stacks two moments of AdEMAMix in one tensor, with a row of scales for each: of these, None.
+    So it does of codes that are not whole rows of the tensor.
+
+    Args:
+        shape: the shape of the whole tensor.
+
+    Raises:
+        CorruptError: codes, scales and table do not fit together.
+    """
+    are_rows = codes.box.shape[1:] == shape[1:]
+    if codes.dtype != UINT8 or len(scales.box.shape) != 1 or not are_rows:
+        return None
+    numel, blocks = prod(shape), scales.box.volume
+    sizes = [size for size in _BLOCKS if -(-numel // size) == blocks]
+    if (
+        not sizes
+        or table.box.volume != 1 << UINT8.itemsize * 8
+        or any(part.dtype != FLOAT32 for part in (scales, table))
+        or not all(part.is_dense for part in (codes, scales, table))
+    ):
+        raise CorruptError(
+            codes.file,
+            f"contains {numel} codes of bitsandbytes, {scales.dtype} scales of {blocks} blocks and"
+            f" a {table.dtype} table of {table.box.volume} values, which do not fit together",
+            ALTERED,
+        )
+    first = codes.box.origin[0] * prod(shape[1:]) if shape else 0
+    held = (codes, scales, table)
+    return _name_values(Moment(codes.box.volume, 8, sizes[0], *held, first), codes.box)
 
 
 def _find_moment(chunk: Chunk) -> Moment | None:
@@ -187,6 +305,13 @@ def cuts_blocks(entry: Entry, rows: Iterable[int]) -> bool:
         for row in rows
         for chunk in entry.chunks
         if 0 < row - chunk.box.origin[0] < chunk.box.shape[0] and (moment := _find_moment(chunk))
+    )
+
+
+def describe_decoded(what: str, library: str) -> str:
+    """Return a note on optimizer state that is read as the values of its codes."""
+    return (
+        f"{what} is stored in codes of 8 or 4 bits ({library}): its values are computed in float32"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from reshard.containers.torch_objects import read_number
@@ -135,6 +136,7 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
         known = replace(known, ordered=False)
     parsed = ParsedOptimizer()
     unread = _JOINT if any(map(optimizers.has_joint_state, groups)) else _find_odd_state(value)
+    unread = unread or _find_partial_codes(state, known.shapes)
     if unread is not None:
         parsed.why_unnamed = unread
         parsed.notes.append(f"the optimizer is left out: {unread.reason}")
@@ -149,10 +151,8 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
         owned = _add_numbered(parsed, state, groups, known, pool)
     decoded = {entry.fqn for entry in parsed.entries if moments.is_decoded(entry)}
     if decoded:
-        parsed.notes.append(
-            f"the state of {counted(len(decoded), 'parameter')} is stored in codes of 8 or 4 bits"
-            " (torchao): its values are computed in float32"
-        )
+        what = f"the state of {counted(len(decoded), 'parameter')}"
+        parsed.notes.append(moments.describe_decoded(what, "torchao"))
     unnamed = 0
     listed = set(keys)
     if len(groups) == 1 and (lost := [key for key in owned if key not in listed]):
@@ -198,6 +198,26 @@ def _find_odd_state(value: Mapping[str, Any]) -> UnnamedOptimizer | None:
         return None
     reason = f"it keeps the state of parameter {odd[0]} as {shown(odd[1])}, not as a dict of slots"
     return UnnamedOptimizer(reason, advice="resume from the source itself")
+
+
+def _find_partial_codes(
+    state: Mapping[Any, Slots], shapes: Mapping[str, Index]
+) -> UnnamedOptimizer | None:
+    """Return why an optimizer of bitsandbytes is not read if FSDP 1 saved a part of it.
+
+    bitsandbytes 0.49 hides its tensors from FSDP in a dict, which ``FSDP.optim_state_dict`` copies
+    from the first rank's part of a unit to each parameter of the unit.
+    """
+    for key, slots in state.items():
+        held = infer_shape(slots) if optimizers.is_of_bitsandbytes(slots) else None
+        shape = shapes.get(key) if isinstance(key, str) else None
+        if held is not None and shape is not None and prod(held) != prod(shape):
+            reason = (
+                f"it has bitsandbytes' state of {prod(held)} elements for {key!r}, which has"
+                f" {prod(shape)}: FSDP 1 saves such state of the first rank alone"
+            )
+            return UnnamedOptimizer(reason, advice="start a new Adam: --init-optimizer zeros")
+    return None
 
 
 def _parse_key(key: Any) -> Any:

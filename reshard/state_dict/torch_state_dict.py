@@ -79,9 +79,13 @@ class Value:
 def build_counter(step: float, slots: Collection[str]) -> Value | int:
     """Return a step as torch's optimizers count it; other optimizers' Python number stays one.
 
+    bitsandbytes' kernels take a Python number alone.
+
     Args:
         slots: the parameter's slots; those of an Adam are treated as torch's, whatever wrote them.
     """
+    if optimizers.is_of_bitsandbytes(slots):
+        return int(step)
     if isinstance(step, int) and not optimizers.has_moments(slots):
         return step
     return Value(dtypes.FLOAT32, (), data=pack_fp32(step))

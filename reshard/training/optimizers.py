@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from reshard.core.box import Index
+from reshard.quantised.moments import BITSANDBYTES
 
 Counter = Literal["state", "group", "none"]
 
@@ -61,7 +62,6 @@ class OptimizerTraits:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of every Adam
 AMSGRAD = "max_exp_avg_sq"
-_BITSANDBYTES = "__bnb_optimizer_quant_state__/"  # prefix of its slots, which are in a dict
 _OF_ADAM = {"betas", "eps"}  # hyper-parameters
 # Groups of torch's Adam and AdamW have "amsgrad"; those of DeepSpeed's and apex's FusedAdam have
 # "bias_correction", and those of FusedLamb, which scales updates, "max_coeff" as well (DeepSpeed
@@ -182,10 +182,11 @@ def infer_shape(shapes: Mapping[str, Index]) -> Index | None:
     row, column = shapes.get("exp_avg_sq_row"), shapes.get("exp_avg_sq_col")
     if row and column:
         return (*row, column[-1])
-    # AdEMAMix of bitsandbytes 0.50 stacks two moments in state1.
-    second = shapes.get(f"{_BITSANDBYTES}state2")
-    if second and shapes.get(f"{_BITSANDBYTES}state1") == (2, *second):
-        return second
+    # bitsandbytes has scales and tables beside them; its AdEMAMix stacks two moments in state1.
+    for prefix in (BITSANDBYTES, ""):
+        for name in (f"{prefix}state2", f"{prefix}state1"):
+            if name in shapes:
+                return shapes[name]
     most = max(map(len, shapes.values()), default=None)
     dims = zip(*(shape for shape in shapes.values() if len(shape) == most), strict=True)
     return None if most is None else tuple(max(extents) for extents in dims)
@@ -212,6 +213,11 @@ def is_adam(hyper: Mapping[str, Any]) -> bool:
     """Return whether a param group is that of an Adam or AdamW, and of none of their relatives."""
     named = any(name in hyper for name in _ADAM_ALONE)
     return named and not any(name in hyper for name in _RELATIVES)
+
+
+def is_of_bitsandbytes(slots: Collection[str]) -> bool:
+    """Return whether these are the slots of an optimizer of bitsandbytes, whatever its kind."""
+    return any(f"{prefix}state1" in slots for prefix in (BITSANDBYTES, ""))
 
 
 def has_joint_state(hyper: Collection[str]) -> bool:

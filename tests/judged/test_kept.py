@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import reshard
+from reshard.errors import UnsupportedError
 from tests.judged.expected import read_expected
 
 DATA = Path(__file__).parents[1] / "data"
@@ -141,6 +142,33 @@ def test_torchaos_moments_are_dequantised(library, tmp_path):
     assert_moments(source, library)
     reshard.split(source, out, to="deepspeed", zero_stage=2, world_size=3)
     assert_moments(out, library)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_moments_of_bitsandbytes_under_zero_are_dequantised(stage, tmp_path):
+    """By its own ``dequantize_blockwise``; blocks begin with the ranks' partitions."""
+    source, want = DATA / "bitsandbytes" / "ckpt", read_expected(DATA / "bitsandbytes")["state"]
+    split = reshard.split(source, tmp_path / "out", zero_stage=stage, world_size=3)
+    assert any("8 or 4 bits (bitsandbytes)" in note for note in split.warnings)
+    key = "__bnb_optimizer_quant_state__"
+    for path in (source, tmp_path / "out"):
+        with reshard.open(path) as checkpoint:
+            for slot in ("state1", "state2"):
+                held = checkpoint.optimizer(f"{key}/{slot}")
+                assert held.keys() == want.keys()
+                for name, state in want.items():
+                    assert torch.equal(torch.as_tensor(held[name][...]), state[slot])
+            assert set(checkpoint.manifest.train.optimizer_step.values()) == {3}
+    first = next((tmp_path / "out").rglob("*zero_pp_rank_0*optim_states.pt"))
+    held = torch.load(first, weights_only=False)["optimizer_state_dict"]
+    state = held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"][0]
+    assert type(state["step"]) is int  # a kernel of bitsandbytes takes no tensor
+    assert state[key].keys() == {"state1", "state2"}
+
+
+def test_universal_has_no_moments_of_bitsandbytes(tmp_path):
+    with pytest.raises(UnsupportedError, match="optimizer of bitsandbytes, which keeps codes"):
+        reshard.split(DATA / "bitsandbytes" / "ckpt", tmp_path / "out", to="ds-universal")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

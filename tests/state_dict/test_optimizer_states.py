@@ -249,6 +249,38 @@ def test_all_its_tensors_can_be_opened(tmp_path):
     )
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_deepspeed_has_the_values_of_codes_unless_it_keeps_whole_states(stage, tmp_path):
+    model, optimizer = fresh(EightBit)
+    train(model, optimizer)
+    want = optimizer.state_dict()
+    torch.save({"model": model.state_dict(), "optimizer": want, "step": 1}, tmp_path / "a.pt")
+    shares = SplitOptions(to="deepspeed", zero_stage=stage, dtype="fp32", world_size=2)
+    report = split(tmp_path / "a.pt", tmp_path / "shares", shares)
+    assert any("in float32" in note for note in report.derived) == bool(stage)
+    split(tmp_path / "shares", tmp_path / "out", SplitOptions(to="torch"))
+    got = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=False)["optimizer"]
+    for state in want["state"].values() if stage else ():
+        held = state[EightBit.KEY]
+        if "qmap1" in held:
+            values = optimizer.map[held["state1"].int()] * held["absmax1"]
+            state[EightBit.KEY] = {"state1": values}
+    assert without_names(got) == without_names(want)
+
+
+def test_fsdp_1_saves_a_part_of_the_state_of_bitsandbytes(tmp_path):
+    """``optim_state_dict`` copies the first rank's part of a unit to each of its parameters."""
+    model, optimizer = fresh(EightBit)
+    train(model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    codes = states["state"]["0.weight"][EightBit.KEY]
+    codes["state1"] = codes["state1"].flatten()[:10]
+    torch.save({"model": weights, "optimizer": states}, tmp_path / "a.pt")
+    with pytest.raises(IncompleteError, match=r"10 elements for '0.weight', which has 15"):
+        split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="torch"))
+    split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="torch", weights_only=True))
+
+
 def test_a_parameter_whose_state_is_an_object_is_not_frozen(tmp_path):
     """Only the moments of large parameters are objects of a class of torchao."""
     model, optimizer = fresh(torch.optim.AdamW)

@@ -25,7 +25,7 @@ from reshard.naming.options import ModelNames
 
 if TYPE_CHECKING:
     from reshard.containers.skeletons import LaidOut
-    from reshard.formats.base import RandomStates
+    from reshard.formats.base import RandomStates, StateConversion
     from reshard.formats.request import Request
     from reshard.formats.target_options import TargetOptions
     from reshard.layouts.model_parallel.traits import Traits
@@ -146,6 +146,12 @@ class _DeepSpeedWriter(Writer):
             tag=name if is_fixed else None,
             program=_find_program(source) if request.keeps_layout else None,
         )
+
+    def adapt(self, conversion: StateConversion) -> StateConversion:
+        """Return the conversion with values for codes of moments, unless it is of stage 0."""
+        from reshard.formats.values import decode_moments
+
+        return decode_moments(conversion) if conversion.request.zero_stage else conversion
 
     @staticmethod
     def _describe_grid(request: Request) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.containers.pickles import trust
-from reshard.containers.torch_objects import TorchFile
+from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_reader import PickleCache
 from reshard.core import counts
 from reshard.core.location import Location
@@ -52,6 +52,7 @@ from reshard.formats.deepspeed.train_state import (
     warn_per_rank,
 )
 from reshard.model.weight_decay import FindDivisions, find_no_divisions
+from reshard.quantised import moments
 from reshard.state_dict.plain_values import to_plain
 from reshard.system.files import get_size
 from reshard.system.threads import map_files
@@ -327,6 +328,8 @@ def _read_optimizer(
     train = replace(train, non_tensor_state=describe_lost_state(unread))
     warnings = stage0.warn_unread({name for _, _, names in unread for name in names})
     warnings += warn_per_rank(param_groups)
+    if any(_has_codes(rank, len(shapes)) for rank in ranks):
+        warnings.append(moments.describe_decoded("the optimizer's state", "bitsandbytes"))
     if _excludes_frozen(first, stage):
         warnings.append(
             "saved with exclude_frozen_parameters: frozen weights are not in this checkpoint (merge"
@@ -340,6 +343,14 @@ def _read_optimizer(
         )
         unnamed = UnnamedOptimizer(reason, advice="save after the first update")
     return OptimizerContent(stage, entries, train, warnings, claims, unnamed)
+
+
+def _has_codes(rank: OptimizerStates, groups: int) -> bool:
+    """Return whether a rank's optimizer state is computed from codes."""
+    states = (rank.get_group_state(index) for index in range(groups))
+    return moments.has_codes(
+        value.chunk for state in states for value in state.values() if isinstance(value, Tensor)
+    )
 
 
 def _list_sharing_ranks(

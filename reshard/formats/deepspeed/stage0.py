@@ -32,6 +32,7 @@ from reshard.formats.deepspeed.order import find_shape_sorted_groups
 from reshard.formats.deepspeed.states import (
     ModelStates,
     describe_lost_state,
+    flatten_state,
     make_whole_entry,
     select_common_state,
     select_flat_slots,
@@ -43,6 +44,7 @@ from reshard.formats.deepspeed.train_state import (
     read_train_state,
 )
 from reshard.model.weight_decay import Division, FindDivisions, find_no_divisions
+from reshard.state_dict import nested_slots
 from reshard.state_dict.hyper_parameters import read_hyper
 from reshard.state_dict.optimizer_names import (
     AmbiguousError,
@@ -219,9 +221,13 @@ def _infer_member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
 
 def _infer_shape(state: Mapping[str, Any]) -> Signature:
     """Return the shape of a state's parameter, as its slots show it."""
-    return optimizers.infer_shape(
-        {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}
-    )
+    tensors = {
+        name: value.shape
+        for name, value in flatten_state(state).items()
+        if isinstance(value, Tensor)
+    }
+    own = {name: shape for name, shape in tensors.items() if not nested_slots.is_nested(name)}
+    return optimizers.infer_shape(own or tensors)
 
 
 def _name_expert_groups(
@@ -249,7 +255,7 @@ def _pair_states(wrapper: Mapping[str, Any], names: _Names) -> _States:
     """Return pairs of names and their state: one for each flat group, or for each parameter."""
     owners = names if wrapper.get("fp32_groups_flat") else [[fqn] for own in names for fqn in own]
     state = unwrap_optimizer(wrapper).get("state", {})
-    return [(fqns, state.get(index, {})) for index, fqns in enumerate(owners)]
+    return [(fqns, flatten_state(state.get(index, {}))) for index, fqns in enumerate(owners)]
 
 
 def _find_unread(

@@ -17,7 +17,8 @@ from reshard.core.manifest import BUFFER, PARAM, Entry
 from reshard.core.schema import expect
 from reshard.errors import MIXED, CorruptError, UnsupportedError, shown
 from reshard.formats.deepspeed import schemas
-from reshard.state_dict import leaves
+from reshard.quantised import moments
+from reshard.state_dict import leaves, nested_slots
 from reshard.state_dict.plain_values import is_plain, to_plain
 from reshard.training import optimizers
 
@@ -177,14 +178,17 @@ class OptimizerStates:
         return inner if isinstance(inner, dict) else {}
 
     def get_group_state(self, index: int) -> dict[str, Any]:
-        """Return the optimizer's state of one flat tensor.
+        """Return the optimizer's state of one flat tensor, with values for bitsandbytes' codes.
 
         Raises:
-            CorruptError: the list that ``elastic_checkpoint`` writes is too short.
+            CorruptError: the list that ``elastic_checkpoint`` writes is too short, or codes and
+                scales do not fit together.
         """
         states = self.root.get("base_optimizer_state")
         if self.is_stage_3 or not isinstance(states, (list, tuple)):
-            return self.optimizer.get("state", {}).get(index) or {}
+            return moments.decode_state(
+                flatten_state(self.optimizer.get("state", {}).get(index) or {})
+            )
         if index >= len(states):
             raise CorruptError(
                 self.file.path,
@@ -208,6 +212,11 @@ class OptimizerStates:
         if values is None:
             raise CorruptError(self.file.path, f"has no {key}, but other ranks have it", MIXED)
         return list(values)
+
+
+def flatten_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without nested dicts and lists of tensors (`nested_slots.flatten`)."""
+    return nested_slots.flatten(state, lambda value: isinstance(value, Tensor))
 
 
 def select_common_state(optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,12 +289,12 @@ def locate_piece(file: TorchFile, tensor: Tensor) -> FlatPiece:
     Raises:
         UnsupportedError: it is a numpy array, whose bytes are not raw in the file.
     """
-    if tensor.storage.file != file.path:
+    if tensor.storage.file != file.path and not moments.has_codes([tensor.chunk]):
         raise UnsupportedError(
             file.path,
             "contains a flat partition that is a numpy array, which reshard does not read",
         )
-    return FlatPiece(file.path, tensor.chunk.byte_offset, tensor.numel, tensor.dtype)
+    return FlatPiece(tensor.storage.file, tensor.chunk.byte_offset, tensor.numel, tensor.dtype)
 
 
 def make_whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:

@@ -142,6 +142,12 @@ class _OrDeepSpeed(_StateDicts):
         """Return the ZeRO stage or the state dict type."""
         return request.describe_zero() if request.separate_masters else request.state_dict_type
 
+    def adapt(self, conversion: StateConversion) -> StateConversion:
+        """Return the conversion as DeepSpeed's writer changes it, if that writes the state."""
+        engine = registry.find_writer("deepspeed")
+        has_engine = conversion.request.separate_masters
+        return engine.adapt(conversion) if has_engine else super().adapt(conversion)
+
     @staticmethod
     def _keeps_in_engine(name: str, request: Request) -> bool:
         return registry.find_writer("deepspeed").keeps_value(name, request)

@@ -9,13 +9,14 @@ whatever the file holds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from reshard.containers.pickles.values import Call, Global
 from reshard.containers.torch_writer import Slot, build_number
 from reshard.core.box import Index
 from reshard.errors import UsageError, shown
+from reshard.training import optimizers
 
 WRITTEN_AS = "0.19.8"  # the DeepSpeed version whose layout is written
 UNIVERSAL_VERSION = 0.4  # of its universal_checkpoint_info (``checkpoint/constants.py``)
@@ -41,13 +42,14 @@ def make_fragment_address(numel: int, start: int) -> Call:
     return Call(name, (), {"numel": numel, "start": start})
 
 
-def make_step_counter(count: float, hyper: Mapping[str, Any]) -> Slot | int:
+def make_step_counter(count: float, hyper: Mapping[str, Any], slots: Collection[str]) -> Slot | int:
     """Return a step counter as the group's optimizer keeps it.
 
     torch's optimizers count in a 0-d tensor. DeepSpeed's own (FusedAdam, CPUAdam), known by their
-    hyper-parameters, count in an integer.
+    hyper-parameters, and bitsandbytes', known by their slots, count in an integer.
     """
-    return int(count) if is_deepspeed_optimizer(hyper) else build_number(count)
+    is_integer = is_deepspeed_optimizer(hyper) or optimizers.is_of_bitsandbytes(slots)
+    return int(count) if is_integer else build_number(count)
 
 
 def is_deepspeed_optimizer(hyper: Mapping[str, Any]) -> bool:

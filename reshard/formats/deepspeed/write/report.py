@@ -276,5 +276,5 @@ def _note_other_framework(spec: OutputSpec) -> Iterator[str]:
             "there is no scheduler state: if the run has a scheduler, load with"
             " load_lr_scheduler_states=False"
         )
-    if not _uses_deepspeed_optimizer(spec):
+    if not _uses_deepspeed_optimizer(spec) and not optimizers.is_of_bitsandbytes(spec.state.slots):
         yield 'the optimizer must be torch\'s own in DeepSpeed too (for Adam: "torch_adam": true)'

@@ -21,7 +21,7 @@ from reshard.state_dict.hyper_parameters import build_tensors
 from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import is_plain
 from reshard.state_dict.torch_state_dict import refuse_lost_state
-from reshard.training import loss_scale
+from reshard.training import loss_scale, optimizers
 from reshard.training.batch import BATCH_BEFORE
 from reshard.training.state import (
     TrainedGroup,
@@ -223,6 +223,13 @@ def _refuse_slots(state: WritableState, stage: int, *, universal: bool) -> None:
             "DeepSpeed's universal loader restores only state that has a value for each element",
             f"write native rank files: --to deepspeed --zero-stage {stage}",
         )
+        if optimizers.is_of_bitsandbytes(state.slots):
+            raise UnsupportedError(
+                state.manifest.origin.path,
+                "was trained with an optimizer of bitsandbytes, which keeps codes: DeepSpeed's"
+                " universal loader would copy values into them",
+                f"write native rank files: --to deepspeed --zero-stage {stage}",
+            )
         if any(group.hyper.get("use_muon") is True for group in state.groups):
             raise UnsupportedError(
                 state.manifest.origin.path,

@@ -29,7 +29,7 @@ from reshard.formats.deepspeed.write.objects import (
     make_step_counter,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
-from reshard.state_dict import optimizer_names, torch_state_dict
+from reshard.state_dict import nested_slots, optimizer_names, torch_state_dict
 from reshard.state_dict.hyper_parameters import build_tensors
 from reshard.training.state import TrainedGroup, TrainedParameter
 
@@ -76,10 +76,12 @@ def _build_by_parameter(spec: OutputSpec) -> dict[str, Any]:
 def _build_state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any]:
     if not member.slots:
         return {}
-    counter = {} if member.step is None else {"step": make_step_counter(member.step, group.hyper)}
-    return counter | {
-        name: build_whole_tensor(slot, slot.dtype) for name, slot in member.slots.items()
-    }
+    state: dict[str, Any] = {}
+    if member.step is not None:
+        state["step"] = make_step_counter(member.step, group.hyper, member.slots)
+    return nested_slots.unflatten(
+        state | {name: build_whole_tensor(slot, slot.dtype) for name, slot in member.slots.items()}
+    )
 
 
 def _build_by_group(spec: OutputSpec) -> dict[str, Any]:
@@ -88,14 +90,15 @@ def _build_by_group(spec: OutputSpec) -> dict[str, Any]:
     states: dict[int, dict[str, Any]] = {}
     for number, group in enumerate(spec.groups):
         count = find_common_step(group.members, group.hyper, path)
-        state: dict[str, Any] = (
-            {} if count is None else {"step": make_step_counter(count, group.hyper)}
-        )
+        dtypes = collect_slot_dtypes(group.members)
+        state: dict[str, Any] = {}
+        if count is not None:
+            state["step"] = make_step_counter(count, group.hyper, dtypes)
         runs, numel = concatenate(group.members)
-        for name, dtype in collect_slot_dtypes(group.members).items():
+        for name, dtype in dtypes.items():
             state[name] = build_flat_tensor(dtype, numel, runs, pick_slot(name))
         if state:
-            states[number] = state
+            states[number] = nested_slots.unflatten(state)
     param_groups = spec.build_param_groups()
     if not _is_order_recoverable(spec):
         listed = zip(param_groups, spec.groups, strict=True)

@@ -39,6 +39,7 @@ from reshard.formats.deepspeed.write.objects import (
     make_step_counter,
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
+from reshard.state_dict import nested_slots
 from reshard.training.state import TrainedGroup, TrainedParameter
 
 ALIGNMENT = 2  # nccl_start_alignment_factor
@@ -121,13 +122,13 @@ class _WrittenGroup:
         padding = min(max((position + 1) * self._numel - self._end, 0), self._numel)
         state: dict[str, Any] = {}
         if self._step is not None:
-            state["step"] = make_step_counter(self._step, self._group.hyper)
+            state["step"] = make_step_counter(self._step, self._group.hyper, self._dtypes)
         inside, numel = runs, self._numel
         if _keeps_whole_momenta(self._spec, self._group):
             inside, numel = concatenate(run.member for run in runs)
         for name, dtype in self._dtypes.items() if numel else ():
             state[name] = build_flat_tensor(dtype, numel, inside, pick_slot(name))
-        state.update(self._scalars)
+        state = nested_slots.unflatten({**state, **self._scalars})
         stored = self._numel - padding
         master = build_flat_tensor(self._master, stored, runs, get_master, grad=True)
         return _WrittenPartition(master, state, padding, self._list_addresses(runs))

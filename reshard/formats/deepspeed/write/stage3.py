@@ -32,6 +32,7 @@ from reshard.formats.deepspeed.write.objects import (
 )
 from reshard.formats.deepspeed.write.spec import OutputSpec
 from reshard.layouts.partition import compute_equal_piece
+from reshard.state_dict import nested_slots
 from reshard.training.shared_scalars import copy_scalars
 from reshard.training.state import TrainedGroup, TrainedParameter
 
@@ -75,11 +76,15 @@ def _make_state(
     A sub-group that alone was never stepped has the slots of its group, because all share one step.
     """
     inside, numel = runs
-    state: dict[str, Any] = {} if count is None else {"step": make_step_counter(count, group.hyper)}
-    for name, dtype in collect_slot_dtypes(group.members).items():
+    dtypes = collect_slot_dtypes(group.members)
+    state: dict[str, Any] = {}
+    if count is not None:
+        state["step"] = make_step_counter(count, group.hyper, dtypes)
+    for name, dtype in dtypes.items():
         state[name] = build_flat_tensor(dtype, numel, inside, pick_slot(name))
     has_state = any(member.slots for member in members)
-    return state | (make_scalars(members) if has_state else copy_scalars(group.members))
+    state |= make_scalars(members) if has_state else copy_scalars(group.members)
+    return nested_slots.unflatten(state)
 
 
 def make_fragment(entry: Entry, dtype: DType, ranks: int, rank: int) -> Slot:

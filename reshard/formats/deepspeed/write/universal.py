@@ -141,7 +141,9 @@ def _lay_out_zero(spec: OutputSpec, metadata: SplitMetadata | None) -> Iterator[
         dtypes = own_dtypes or dict.fromkeys(all_dtypes, FLOAT32)  # never updated: zeros
         counter = None
         if dtypes and is_counted:
-            counter = torch_writer.lay_out_object(_STEP, make_step_counter(count or 0, group.hyper))
+            counter = torch_writer.lay_out_object(
+                _STEP, make_step_counter(count or 0, group.hyper, dtypes)
+            )
         for member in group.members:
             name = spec.get_listed_name(member.fqn)
             for part in (name, *dtypes):
@@ -213,7 +215,8 @@ def _make_optimizer_state(spec: OutputSpec, counts: Sequence[float | None]) -> d
     state: dict[str, Any] = {}
     for group, count in zip(spec.groups, counts, strict=True):
         if count is not None and not state:
-            state["step"] = make_step_counter(count, group.hyper)
+            slots = collect_slot_dtypes(group.members)
+            state["step"] = make_step_counter(count, group.hyper, slots)
     scaler = {
         "loss_scaler": make_scaler_object(spec.scaler),
         "dynamic_loss_scale": spec.scaler["dynamic"],
