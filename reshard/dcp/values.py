@@ -12,10 +12,10 @@ import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from reshard.core.manifest import Entry, ParamGroup
+from reshard.core.manifest import WEIGHT_KINDS, Entry, ParamGroup
 from reshard.dcp.target import STATE, STEP, Hyper, Keys, Resolved, Step, iterate_splits
 from reshard.errors import DifferentError, IncompleteError, UsageError
-from reshard.units import some
+from reshard.units import counted, some
 
 _NAMED = 5  # missing names spelled out in a message
 
@@ -56,6 +56,7 @@ class PlainItems:
         """
         loaded = [(item, self._read_hyper(item, hyper)) for item, hyper in self.hypers]
         self._refuse_missing()
+        self._refuse_empty_optimizer()
         for item, step in self.steps:
             self._put(item, self._convert_step(item, step.value))
         for item, value in loaded:
@@ -187,6 +188,27 @@ class PlainItems:
             " planner=DefaultLoadPlanner(allow_partial_load=True)",
         )
 
+    def _refuse_empty_optimizer(self) -> None:
+        """Refuse a target with the param groups of an optimizer that has not created its state yet.
+
+        DCP loads only keys of the target, so it would leave out the moments without an error.
+
+        Raises:
+            UsageError: the checkpoint has optimizer state, and the target has none.
+        """
+        state = self.keys.state
+        if not self.hypers or not state.slots:
+            return
+        if not any(_is_optimizer_state(value) for value in self.keys.resolved.values()):
+            raise UsageError(
+                state.path,
+                f"has {counted(len(state.slots), 'tensor')} of optimizer state, but the target's"
+                " optimizer has param groups and no state, so training would continue without it",
+                "take the state dict with"
+                " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which creates"
+                " the state, or leave out the optimizer",
+            )
+
     def _is_harmless(self, key: str) -> bool:
         """Return whether a missing key is an empty tensor or an alias of a tensor that is loaded.
 
@@ -215,6 +237,11 @@ class PlainItems:
             for name, t in self._iterate_tensors()
             if isinstance(resolved.get(name), Entry)
         }
+
+
+def _is_optimizer_state(value: Resolved) -> bool:
+    """Return whether a value is the optimizer's state of one parameter."""
+    return isinstance(value, Step) or (isinstance(value, Entry) and value.kind not in WEIGHT_KINDS)
 
 
 def identify_memory(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -28,6 +28,7 @@ WRONG = {
     "optimizer prefix": ("UsageError", "is in ", 'StorageReader(..., optimizer="adam")'),
     "two prefixes": ("UsageError", "'model' and 'teacher.model'", 'StorageReader(..., model="'),
     "numbers": ("UsageError", "by its number", "get_optimizer_state_dict"),
+    "fresh": ("UsageError", "has param groups and no state", "get_optimizer_state_dict"),
     "integers": ("DifferentError", "float32 in the checkpoint", "torch.int32 in the target"),
 }
 

@@ -286,6 +286,7 @@ CHANGES = {
     "ema": lambda state: state | {"ema": {n: v.clone() for n, v in state["model"].items()}},
     "two prefixes": lambda state: state | {"teacher": {"model": state["model"]}},
     "numbers": lambda _: {"optim": {"state": {0: {"exp_avg": torch.zeros(211, 32)}}}},
+    "fresh": lambda state: state | {"optim": torch.optim.AdamW([torch.zeros(1)]).state_dict()},
 }
 
 
