@@ -234,9 +234,22 @@ def test_a_head_that_save_pretrained_leaves_out_is_left_out(name, config, asked,
     (tmp_path / "run").mkdir()
     torch.save(model.state_dict(), tmp_path / "run" / "pytorch_model.bin")
     (tmp_path / "run" / "config.json").write_text(json.dumps(content))
-    reshard.merge(tmp_path / "run", tmp_path / "got")
+    report = reshard.merge(tmp_path / "run", tmp_path / "got")
+    assert report.warnings == []
     got, want = (load_file(tmp_path / at / "model.safetensors") for at in ("got", "want"))
     assert got.keys() == want.keys()
+
+
+def test_weights_that_only_the_model_has_are_named(tmp_path):
+    model = make_model("MixtralForCausalLM")
+    model.save_pretrained(tmp_path / "base")
+    state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.experts" not in k}
+    torch.save(state, tmp_path / "run.bin")
+    report = reshard.merge(tmp_path / "run.bin", tmp_path / "out", hf_dir=tmp_path / "base")
+    (warning,) = report.warnings
+    kept, whole = (load_file(tmp_path / at / "model.safetensors") for at in ("out", "base"))
+    assert f"has {len(whole.keys() - kept.keys())} tensors that the checkpoint lacks" in warning
+    assert "layers.1.block_sparse_moe.experts." in warning
 
 
 def test_every_model_that_transformers_converts_is_found_in_its_source():

@@ -28,6 +28,7 @@ from reshard.tensors import replicas, weights
 from reshard.tensors.weights import Tied, Weights
 from reshard.training import companion_files, sentence_modules
 from reshard.training.companion_files import Companions, is_of_diffusers, match_config
+from reshard.units import counted, some
 
 if TYPE_CHECKING:
     from reshard.tensors.adapters.config import AdapterConfig
@@ -271,6 +272,26 @@ def compare_copies(merge: Merge) -> Merge:
         differing = replicas.check(entries, manifest.files, pool, options.replicas)
     merge.notes.warnings += [*chosen.notes, *differing]
     return replace(merge, untied=untied)
+
+
+def note_missing(merge: Merge) -> Merge:
+    """Warn about weights that the model has, and the output lacks.
+
+    The model is known only if its names were compared (`choose_form`), because building it takes
+    seconds. ``verify --model`` compares any model.
+    """
+    edits, chosen = merge.options.edits, merge.weights
+    if edits.rename or edits.include or edits.exclude:
+        return merge  # the names or the selection are the user's
+    named = {entry.fqn for entry, _ in chosen.tensors} | chosen.dropped_aliases.keys()
+    missing = [fqn for fqn in merge.shapes if fqn not in named.union(merge.manifest.absent)]
+    if missing:
+        merge.notes.warnings.append(
+            f"the model of config.json has {counted(len(missing), 'tensor')} that the checkpoint"
+            f" lacks, and transformers gives them random values: {some(missing)}."
+            f" {FILL} MODEL takes them from another model"
+        )
+    return merge
 
 
 def lay_out(merge: Merge) -> Merge:
