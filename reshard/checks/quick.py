@@ -308,8 +308,12 @@ def check_model(manifest: Manifest, shapes: ModelShapes | None) -> Check:
     known = expected.keys() | tied.keys()
     extra = [fqn for fqn in stored if not {fqn, *aliases[fqn]} & known]
     check = Check(names.MODEL, f"{shapes.source}: {counted(len(expected), 'tensor')}")
-    check.failures += [f"missing: {fqn}{_suggest(fqn, extra)}" for fqn in missing]
-    check.failures += [f"unexpected: {fqn}{_suggest(fqn, missing)}" for fqn in extra]
+    for fqn in missing:
+        alike = [other for other in extra if stored[other] == expected[fqn]]
+        check.failures.append(f"missing: {fqn}{_suggest(fqn, alike)}")
+    for fqn in extra:
+        alike = [other for other in missing if stored[fqn] == expected[other]]
+        check.failures.append(f"unexpected: {fqn}{_suggest(fqn, alike)}")
     check.failures += [
         f"{fqn} has shape {list(stored[fqn])}, but {list(expected[fqn])} in the model"
         for fqn in expected

@@ -107,6 +107,7 @@ class Writer(ABC):
             decides itself what becomes of them, in `adapt`.
         weights_alone: whether weights without an optimizer are complete: nothing that loads the
             layout expects more.
+        starts_optimizer: whether a new Adam can be written (``--init-optimizer zeros``).
         is_tagged: whether the state files are in a directory named by the step.
         writes_file: whether the layout can be one file.
         needs_order: whether optimizer states refer to parameters by their position in the model.
@@ -130,6 +131,7 @@ class Writer(ABC):
     options: tuple[str, ...] = ()
     random_states: RandomStates = "none"
     weights_alone = False
+    starts_optimizer = True
     is_tagged = False
     writes_file = False
     needs_order = False

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from reshard.core.location import Location, refuse_broken_link
 from reshard.errors import UnrecognisedError
 from reshard.system.files import MAX_POINTER, read_small_file
+from reshard.system.paths import as_path
 from reshard.units import some
 
 _NUMBERED = re.compile(
@@ -98,6 +99,20 @@ def list_tags(location: Location) -> list[str]:
     """Return the names of the numbered checkpoints of a run, highest first."""
     numbers = list_numbered(location)
     return [numbers[number].path.name for number in sorted(numbers, reverse=True)]
+
+
+def list_others(path: str) -> list[str]:
+    """Return the names of the run's other numbered checkpoints, highest first.
+
+    Args:
+        path: a checkpoint of the run, or a part or file of it.
+    """
+    below = as_path(path)
+    for directory in (below, *below.parents)[:_DEPTH]:
+        if parse_number(directory.name) is not None:
+            tags = list_tags(Location([directory.parent]))
+            return [tag for tag in tags if tag != directory.name]
+    return []
 
 
 def _find_tagged(location: Location, tag: str) -> Location | None:

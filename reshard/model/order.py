@@ -51,7 +51,9 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
         kind = BUFFER if first in model.buffers else PARAM
         stored[first] = replace(entry, fqn=first, kind=kind)
     ordered = manifest.with_entries(stored[fqn] for fqn in (*model.parameters, *model.buffers))
-    return replace(ordered, tied=model.tied, trained_dtypes=dtypes, ordered=True)
+    return replace(
+        ordered, tied=model.tied, trained_dtypes=dtypes, ordered=True, ordered_by_model=True
+    )
 
 
 def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:

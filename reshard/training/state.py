@@ -274,8 +274,14 @@ _TRY_ANOTHER = (
 )
 
 
-def refuse_without_optimizer(state: WritableState) -> None:
+def refuse_without_optimizer(
+    state: WritableState, *, can_start: bool = True, others: Sequence[str] = ()
+) -> None:
     """Refuse to drop an optimizer silently.
+
+    Args:
+        can_start: whether a new Adam can be written instead.
+        others: names of other checkpoints of the run, which may have an optimizer.
 
     Raises:
         IncompleteError: the source has none.
@@ -292,8 +298,13 @@ def refuse_without_optimizer(state: WritableState) -> None:
         state.manifest.origin.path,
         "has no optimizer state of known parameters",
         (f"pass {below}, which is a checkpoint of the run; else " if below else "")
-        + "pass --init-optimizer none to write only the weights, or start a new Adam:"
-        " --init-optimizer zeros --param-groups FILE",
+        + "pass --init-optimizer none to write only the weights"
+        + (", or start a new Adam: --init-optimizer zeros --param-groups FILE" if can_start else "")
+        + (
+            f"; or pass another checkpoint of the run, if that has it: {some(others)}"
+            if others
+            else ""
+        ),
     )
 
 

@@ -445,6 +445,19 @@ def test_the_error_of_an_interrupted_save_names_the_other_checkpoints(damage, tm
     assert "--tag" not in str(refused.value)
 
 
+def test_a_checkpoint_without_an_optimizer_names_the_others_of_the_run(tmp_path):
+    """Programs delete the optimizers of older checkpoints, or save the last one without."""
+    for step in (1, 2):
+        place = tmp_path / "run" / f"checkpoint-{step}"
+        place.mkdir(parents=True)
+        save_file({"w": torch.ones(3)}, place / "model.safetensors")
+    for source in (tmp_path / "run", place):
+        with pytest.raises(IncompleteError, match=r"if that has it: checkpoint-1$"):
+            reshard.split(source, tmp_path / "out", to="deepspeed")
+    report = reshard.split(tmp_path / "run", tmp_path / "out", to="dcp")
+    assert any("which may have it: checkpoint-1" in text for text in report.warnings)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_symlinked_checkpoints_are_those_of_the_run(tmp_path):
     """Follow links to another disk, and refuse the newest if its target is gone."""

@@ -165,6 +165,8 @@ def test_weights_alone_and_another_dtype(tmp_path):
     }
     with reshard.open(tmp_path / "out") as checkpoint:
         assert all(torch.equal(torch.as_tensor(checkpoint[n][...]), t) for n, t in expected.items())
+    with pytest.raises(IncompleteError, match=r"write only the weights$"):  # no new Adam to advise
+        reshard.split(tmp_path / "out", tmp_path / "again", tp=2)
 
 
 @pytest.mark.parametrize(

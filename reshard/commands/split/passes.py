@@ -19,7 +19,7 @@ from reshard.core.location import get_directory
 from reshard.core.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.core.stamps import Save
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import placeholders
+from reshard.formats import placeholders, run
 from reshard.formats.base import Conversion, StateConversion, Writer
 from reshard.formats.request import Request
 from reshard.layouts.mesh import MeshGrid
@@ -90,9 +90,11 @@ def choose_optimizer(conversion: Conversion, writer: Writer, options: SplitOptio
     has_optimizer = manifest.has_optimizer or manifest.unnamed_optimizers or train.param_groups
     if is_decided or has_optimizer or not writer.weights_alone:
         return options
-    conversion.notes.warnings.append(
-        "weights only: the source has no optimizer state (--init-optimizer zeros starts an Adam)"
-    )
+    advice = " (--init-optimizer zeros starts an Adam)" if writer.starts_optimizer else ""
+    others = run.list_others(manifest.origin.path)
+    if others:
+        advice += f"; other checkpoints of the run, which may have it: {units.some(others)}"
+    conversion.notes.warnings.append(f"weights only: the source has no optimizer state{advice}")
     return replace(options, init_optimizer="none")
 
 
@@ -379,7 +381,8 @@ def build_state(conversion: StateConversion, options: SplitOptions) -> WritableS
     if is_new and groups is None and not state.groups:
         groups = param_groups.ONE
     if not is_new and not request.weights_only:
-        refuse_without_optimizer(state)
+        others = [] if state.members else run.list_others(conversion.manifest.origin.path)
+        refuse_without_optimizer(state, can_start=conversion.writer.starts_optimizer, others=others)
     if groups:
         state, derived = param_groups.regroup(state, groups)
         notes.derived += derived

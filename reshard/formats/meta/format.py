@@ -46,6 +46,7 @@ class Meta(Writer):
     name = NAME
     options = ("tp",)
     weights_alone = True
+    starts_optimizer = False
     has_fixed_names = True
     has_data_parallel_ranks = False
     keeps_grid_of = (NAME,)

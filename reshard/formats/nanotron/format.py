@@ -29,6 +29,7 @@ class Nanotron(Writer):
 
     name = NAME
     options = ("tp", "pp", "ep", "dp", "zero_stage")
+    starts_optimizer = False
     keeps_grid_of = (NAME,)
     has_fixed_names = True
 
