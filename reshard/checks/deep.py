@@ -228,9 +228,11 @@ def _describe_mismatch(each: Mismatch, what: str) -> str:
     difference, entry = each.difference, each.entry
     left, right = (f"{value:.9g}" for value in difference.first_values)
     at = list(index_of(difference.first, entry.shape))
+    # It is 0 if the values differ in NaN, infinities or the sign of 0 alone.
+    apart = f", up to {difference.max_abs:.3g} apart" if difference.max_abs else ""
     return (
         f"{entry.fqn}: {what}: {difference.count} of {entry.numel} elements, first at {at}:"
-        f" {left} and {right}, up to {difference.max_abs:.3g} apart"
+        f" {left} and {right}{apart}"
     )
 
 

@@ -115,7 +115,7 @@ def test_models_that_hooks_saved_are_copied(saved, tmp_path):
 
 def test_the_report_states_what_was_copied_and_what_to_set(resumed):
     report = resumed[1]["fsdp2", 4]
-    assert "custom_checkpoint_0.pkl: copied as they are" in report.kept
+    assert "custom_checkpoint_0.pkl: copied byte for byte" in report.kept
     assert any(text.startswith("scheduler.bin: last_epoch 6 -> 12") for text in report.notes)
     assert any("multiply constants by 2" in text for text in report.notes)
 

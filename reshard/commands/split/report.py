@@ -98,7 +98,7 @@ def describe_split(
         )
     copied = [e.fqn for e in skeleton.entries if e.kind == copied_files.KIND]
     if copied:
-        report.kept.append(f"{', '.join(copied)}: copied as they are")
+        report.kept.append(f"{', '.join(copied)}: copied byte for byte")
     report.notes += copied_files.describe_lost_models(manifest.train.hook_files, copied)
     masters = sum(1 for _ in manifest.of_kind(MASTER))
     if masters:

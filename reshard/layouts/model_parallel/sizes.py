@@ -79,7 +79,7 @@ def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before:
             f"{ranks} ranks",
             f"are not a multiple of {sizes.model}, the number of ranks of one copy of the model"
             f" ({sizes})",
-            "pass --dp N, or another --world-size",
+            f"pass --dp N, or --world-size {-(-ranks // sizes.model) * sizes.model}",
         )
     if (ranks // sizes.model) % sizes.expert:
         raise UsageError(
