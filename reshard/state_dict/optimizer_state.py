@@ -42,6 +42,11 @@ _JOINT = UnnamedOptimizer(
     "LBFGS keeps one state for all parameters together, which reshard does not convert",
     advice="resume from the source itself",
 )
+_GROUPS_BY_NAMES = UnnamedOptimizer(
+    "its param_groups are a dict and not a list, as in the distributed_state_dict of Distributed"
+    " Shampoo, which reshard does not convert",
+    advice="resume from the source itself",
+)
 _FAIRSCALE = "param_id_map"  # FairScale's consolidated form numbers parameters by unit
 
 
@@ -65,11 +70,25 @@ def is_optimizer(value: Any) -> bool:
     if not isinstance(value, dict) or not value:
         return False
     if _GROUPS in value and isinstance(value.get(_STATE, {}), dict):
-        groups = as_list(value[_GROUPS])
+        groups = _list_groups(value)
         return groups is not None and all(isinstance(group, dict) for group in groups)
     return all(
         isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in value
     )
+
+
+def _has_groups_by_names(value: Mapping[str, Any]) -> bool:
+    """Return whether the param groups of an optimizer are in a dict, whose keys join their names.
+
+    Source: facebookresearch/optimizers ``distributed_shampoo.py`` (``distributed_state_dict``).
+    """
+    return bool(value.get(_STATE)) and isinstance(value.get(_GROUPS), dict)
+
+
+def _list_groups(value: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Return the param groups of an optimizer; None if they have another form."""
+    groups = value[_GROUPS]
+    return list(groups.values()) if _has_groups_by_names(value) else as_list(groups)
 
 
 def collect_shapes(value: Any) -> dict[str, Index]:
@@ -135,7 +154,7 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
     if _FAIRSCALE in value:
         known = replace(known, ordered=False)
     parsed = ParsedOptimizer()
-    unread = _JOINT if any(map(optimizers.has_joint_state, groups)) else _find_odd_state(value)
+    unread = _JOINT if any(map(optimizers.has_joint_state, groups)) else _find_odd_form(value)
     unread = unread or _find_partial_codes(state, known.shapes)
     if unread is not None:
         parsed.why_unnamed = unread
@@ -184,14 +203,16 @@ def _normalize(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[st
         }
         groups = [
             {**group, "params": [_parse_key(key) for key in as_list(group.get("params")) or ()]}
-            for group in as_list(value.get(_GROUPS)) or ()
+            for group in _list_groups(value) or ()
         ]
         return state, groups
     return _unflatten(value)
 
 
-def _find_odd_state(value: Mapping[str, Any]) -> UnnamedOptimizer | None:
-    """Return why an optimizer is not read if a parameter's state is not a dict; else None."""
+def _find_odd_form(value: Mapping[str, Any]) -> UnnamedOptimizer | None:
+    """Return why the form of an optimizer's state dict is not read; None if it is."""
+    if _has_groups_by_names(value):
+        return _GROUPS_BY_NAMES
     states = value.get(_STATE, {}).items()
     odd = next((item for item in states if item[1] and not isinstance(item[1], dict)), None)
     if odd is None:

@@ -528,6 +528,18 @@ def test_the_joint_state_of_lbfgs_is_refused_and_freezes_nothing(named, tmp_path
     reshard.split(tmp_path / "source.pt", tmp_path / "out.pt", to="torch", init_optimizer="none")
 
 
+def test_param_groups_in_a_dict_are_those_of_an_optimizer_that_is_refused(tmp_path):
+    """Distributed Shampoo saves them so; its states looked like further models."""
+    slots = {'["step"]': torch.tensor(1), '["block_0", "factor_matrices", 0]': torch.eye(3)}
+    optimizer = {"state": {"weight": slots}, "param_groups": {"weight": {"lr": 0.1}}}
+    path = tmp_path / "source.pt"
+    torch.save({"model": {"weight": torch.ones(3, 2)}, "optimizer": optimizer}, path)
+    with reshard.open(path) as checkpoint:
+        assert list(checkpoint) == ["weight"]
+    with pytest.raises(IncompleteError, match="distributed_state_dict of Distributed Shampoo"):
+        reshard.split(path, tmp_path / "out", to="dcp")
+
+
 def save_with_buffer(path, **also):
     """Save a numbered optimizer and a model with a buffer that has the shape of parameters."""
     model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
