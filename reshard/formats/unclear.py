@@ -26,6 +26,7 @@ _MODEL = re.compile(
 _LEVELS = 3  # of directories below the given one, in which a run is looked for
 _SEARCHED = 100  # directories of one level: more of them are not runs
 _OF_RANKS = ("dataloader", "rng_state")  # a file of each rank: prime-rl's, LLaMA-Factory's
+_COPY = "hf_model"  # the folder of LLaMA-Factory's second copy of the weights (``save_ckpt_as_hf``)
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
     ".onnx": "ONNX",
@@ -149,7 +150,7 @@ def find_checkpoint_below(location: Location, read: Iterable[str]) -> str:
 
 
 def describe_unread(location: Location) -> list[str]:
-    """Return a note on the loose files in and beside the folder of a checkpoint."""
+    """Return a note on the loose files in and beside the folder of a checkpoint, and on a copy."""
     if location.chosen:
         return []
     paths = []
@@ -159,6 +160,8 @@ def describe_unread(location: Location) -> list[str]:
     for name in _OF_RANKS:
         if name in location.folders:
             paths += find_torch_files(location.folders[name]).values()
+    if _COPY in location.folders:
+        paths.append(location.folders[_COPY].path)
     files = some([str(path) for path in paths])
     return [f"{files}: not read, and not part of the output"] if paths else []
 

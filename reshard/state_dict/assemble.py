@@ -487,7 +487,9 @@ def _collect_notes(
     unknown = sorted({entry.fqn for one in read for entry in one.entries} - names)
     if unknown:
         shown = some(unknown, _LISTED)
-        yield f"optimizer state of parameters that are not among the weights: {shown}"
+        held = any(entry.fqn in names for one in read for entry in one.entries)
+        why = "" if held else f" (the weights have other names: {some(sorted(names), 2)})"
+        yield f"optimizer state of parameters that are not among the weights: {shown}{why}"
     if parts.other_models:
         shown = some([*parts.other_models], _LISTED)
         yield f"the checkpoint has other state dicts, which --key NAME selects: {shown}"

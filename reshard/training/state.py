@@ -229,6 +229,15 @@ def _build_groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Tr
     )
     owned = {member.fqn for group in groups for member in group.members}
     lost = sorted(slots.keys() - owned)
+    unknown = [fqn for fqn in lost if fqn not in weights]
+    if unknown:
+        raise IncompleteError(
+            manifest.origin.path,
+            f"has optimizer state of {some([repr(fqn) for fqn in unknown], 1)}, but no weights of"
+            f" these names, only {some([repr(fqn) for fqn in weights], 1)}",
+            "pass weights that have the names of the optimizer (torchtune's Hugging Face"
+            " checkpointer renames the weights alone), or write only the weights: --weights-only",
+        )
     if lost:
         raise IncompleteError(
             manifest.origin.path,

@@ -263,8 +263,10 @@ def test_the_state_of_a_data_loader_in_a_folder_is_reported(tmp_path):
     dcp.save({"app": state(2)}, checkpoint_id=run / "step_2" / "trainer")
     (run / "step_2" / "trainer" / "dataloader").mkdir()
     torch.save({"x": 1}, run / "step_2" / "trainer" / "dataloader" / "rank_0.pt")
+    (run / "step_2" / "trainer" / "hf_model").mkdir()  # LLaMA-Factory's
     warnings = reshard.inspect(run).manifest.warnings
-    assert any("rank_0.pt: not read" in warning for warning in warnings)
+    note = r"rank_0.pt, \S*/hf_model: not read, and not part of the output"
+    assert any(re.search(note, warning) for warning in warnings)
 
 
 def test_torchtune_names_a_whole_model_like_a_shard(tmp_path):
@@ -284,6 +286,12 @@ def test_torchtune_names_a_whole_model_like_a_shard(tmp_path):
     with reshard.open([tmp_path / "epoch_0", tmp_path / "recipe_state"]) as checkpoint:
         assert torch.equal(checkpoint.optimizer("exp_avg")["norm.weight"][...], weight + 10)
         assert not checkpoint.manifest.warnings
+    # Its Hugging Face checkpointer has other names of the weights, and the same of the optimizer.
+    torch.save({"model.norm.weight": weight}, tmp_path / "epoch_0" / "model-00001-of-00001.bin")
+    both = [tmp_path / "epoch_0", tmp_path / "recipe_state"]
+    assert "have other names: model.norm.weight" in reshard.inspect(both).manifest.warnings[0]
+    with pytest.raises(IncompleteError, match=r"of 'norm.weight', but no weights of these names"):
+        reshard.split(both, tmp_path / "out", to="dcp")
     shard = tmp_path / "epoch_0" / "model-00001-of-00002.bin"
     (tmp_path / "epoch_0" / "model-00001-of-00001.bin").rename(shard)
     with pytest.raises(IncompleteError, match="shard 1 of 2"):
