@@ -48,10 +48,16 @@ def test_a_sound_checkpoint_raises_no_alarm(source, trust):
 def test_an_engine_that_counted_nothing_has_no_opinion():
     """A Fabric program calls ``step`` of the optimizer, not of DeepSpeed's engine."""
     manifest = formats.read(ZERO)
-    manifest = replace(manifest, origin=replace(manifest.origin, path="run/checkpoint"))
-    for samples, fits in ((0, True), (8, False)):
-        train = replace(manifest.train, step=0, skipped_steps=0, samples=samples)
-        assert (not find_counter_conflicts(replace(manifest, train=train))) == fits
+    for path, samples, client, fits in (
+        ("run/checkpoint", 0, {}, True),
+        ("run/checkpoint", 8, {}, False),
+        ("run/checkpoint", 0, {"pytorch-lightning_version": "2.6.6"}, False),
+        ("run/tag", 0, {}, False),
+    ):
+        origin = replace(manifest.origin, path=path)
+        train = replace(manifest.train, step=0, skipped_steps=0, samples=samples, client=client)
+        changed = replace(manifest, origin=origin, train=train)
+        assert (not find_counter_conflicts(changed)) == fits
 
 
 def test_a_word_that_is_no_level_of_trust_is_refused(tmp_path):

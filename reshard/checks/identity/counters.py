@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from reshard.core.manifest import Manifest, TrainState
 
+_LIGHTNING_TAG = "checkpoint"
 _NAMED_STEP = re.compile(r"(?:global_step|checkpoint-|iter_)(\d+)")
 
 
@@ -23,6 +24,8 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
         return []
     problems = []
     applied = max(train.optimizer_step.values(), default=None)
+    if _is_of_fabric(manifest):
+        applied = None
     if applied is not None and not _fits(train, applied, expected):
         problems.append(
             f"the optimizer was updated {applied:g} times, but the run counts {expected} updates"
@@ -40,13 +43,25 @@ def find_counter_conflicts(manifest: Manifest) -> list[str]:
     return problems
 
 
+def _is_of_fabric(manifest: Manifest) -> bool:
+    """Return whether Lightning's Fabric saved an engine of DeepSpeed that has counted nothing.
+
+    Fabric (2.6.6 ``fabric/wrappers.py``, ``fabric/strategies/deepspeed.py``) calls ``step`` of the
+    optimizer, so that the engine counts neither updates nor samples, and always saves under the
+    tag ``checkpoint``. So does Lightning's Trainer, which calls the engine and adds its version.
+    """
+    train = manifest.train
+    is_tagged = PurePath(manifest.origin.path).name == _LIGHTNING_TAG
+    return (
+        (train.step, train.samples) == (0, 0)
+        and is_tagged
+        and "pytorch-lightning_version" not in train.client
+    )
+
+
 def _fits(train: TrainState, applied: float, expected: int) -> bool:
     """Return whether the run's count of updates fits the largest count of its parameters."""
     if applied - expected in train.updates_at_start:
-        return True
-    # Lightning's Fabric (2.6.6 ``fabric/wrappers.py``) calls ``step`` of DeepSpeed's optimizer, so
-    # that the engine counts neither updates nor samples.
-    if (train.step, train.samples) == (0, 0):
         return True
     # Which param groups are of one optimizer is not known.
     counts = [
