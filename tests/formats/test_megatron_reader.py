@@ -736,6 +736,30 @@ def test_buffers_of_adam_beside_a_layer_wise_muon_have_its_parameters_alone(tmp_
     assert reshard.diff(flat, named, kinds=["weight", "optimizer"]).same
 
 
+def test_mup_and_decoupled_rates_give_parameters_other_groups(tmp_path):
+    """Only the form torch lists the members of its groups, and only torch_dist names the states."""
+    unpack(PACKED_019.with_name("llama_mup_tp2.tar.xz"), tmp_path)
+    torch, dist = tmp_path / "torch", tmp_path / "torch_dist"
+    out = tmp_path / "out"
+    sizes = {"tp": 1, "pp": 2, "dp": 1, "make_vocab_size_divisible_by": 8}
+    report = reshard.split(dist, out, to="megatron", ckpt_format="torch", **sizes)
+    assert "core 0.16 to 0.18" in " ".join(report.notes)
+    found = []
+    for path in (torch, dist, out):
+        with reshard.open(path) as checkpoint:
+            groups = checkpoint.manifest.train.param_groups
+        found.append({frozenset(group.fqns): group.hyper["max_lr"] for group in groups})
+    ends, scaled = {"embedding.word_embeddings.weight", "output_layer.weight"}, 0.01 * 4 / 8
+    assert found == [found[0]] * 3
+    assert found[0][frozenset(ends)] == 0.03
+    (matrices,) = (fqns for fqns, rate in found[0].items() if rate == scaled)
+    assert len(matrices) == 8
+    assert sorted(found[0].values()) == [scaled, 0.01, 0.03]
+    kinds = ["weight", "optimizer"]
+    assert reshard.diff(torch, dist, kinds=kinds).same
+    assert reshard.diff(out, dist, kinds=kinds).same
+
+
 @pytest.mark.parametrize(
     ("group", "is_muon"),
     [

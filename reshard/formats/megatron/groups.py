@@ -1,13 +1,13 @@
 """Megatron's param groups: which parameters are in which, and in what order the optimizer has them.
 
 Groups differ in how they update their members: no weight decay for vectors (biases, norms), another
-learning rate for the embedding and the output layer, separate groups for experts. Within a group
-parameters are in the order of ``named_parameters``, chunk after chunk; the optimizer numbers them
-through all groups.
+learning rate for the embedding and the output layer or, with muP, for the matrices of layers,
+separate groups for experts. Within a group parameters are in the order of ``named_parameters``,
+chunk after chunk; the optimizer numbers them through all groups.
 
 Source: Megatron-LM core_v0.16.1 ``core/optimizer/__init__.py`` (_get_param_groups,
-get_standard_config_overrides). Before core 0.9 a group has no ``is_expert_parallel``, and before
-Megatron-LM 2.3 no ``wd_mult``; its ``weight_decay`` is 0 then.
+get_standard_config_overrides), core_v0.19.2 (get_mup_config_overrides). Before core 0.9 a group has
+no ``is_expert_parallel``, and before Megatron-LM 2.3 no ``wd_mult``: ``weight_decay`` is 0 then.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _ENDS = (
     "language_model.output_layer.weight",
     names.LEGACY_OUTPUT,
 )
+_DEFAULT, _DECOUPLED, _SCALED = "default", "decoupled", "scaled by muP"  # schedules
 _MUONS = frozenset(("momentum_beta", "use_nesterov", "num_ns_steps"))
 
 
@@ -38,7 +39,7 @@ class GroupKind:
 
     decays: bool
     expert: bool
-    decoupled: bool
+    schedule: str = _DEFAULT
 
 
 def classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> GroupKind:
@@ -47,8 +48,26 @@ def classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> Gro
     return GroupKind(
         decays=(len(shape) != 1 and not fqn.endswith(".bias")) or is_exempt,
         expert=is_expert(fqn, args, table),
-        decoupled=args.values.get("decoupled_lr") is not None and fqn in _ENDS,
+        schedule=_find_schedule(fqn, shape, args),
     )
+
+
+def _find_schedule(fqn: str, shape: Index, args: Arguments) -> str:
+    """Return which learning rates a parameter has."""
+    if args.values.get("decoupled_lr") is not None and fqn in _ENDS:
+        return _DECOUPLED
+    optimizer = str(args.values.get("optimizer"))
+    if not _has_mup(args) or ("muon" in optimizer and is_matrix(fqn, shape)):
+        return _DEFAULT
+    is_matrix_of_layer = len(shape) > 1 and fqn not in _ENDS and not fqn.startswith("embedding.")
+    # Adam scales the rates of the layers' matrices, SGD those of all other parameters.
+    return _SCALED if is_matrix_of_layer != (optimizer == "sgd") else _DEFAULT
+
+
+def _has_mup(args: Arguments) -> bool:
+    """Return whether the run scales learning rates by the width of the model."""
+    width = args.number("hidden_size")
+    return args.flag("use_mup") and args.number("mup_base_hidden_size", default=width) != width
 
 
 def is_expert(fqn: str, args: Arguments, table: Table) -> bool:
@@ -80,15 +99,16 @@ def is_of_muon(groups: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def classify_group(group: Mapping[str, Any]) -> GroupKind:
+def classify_group(group: Mapping[str, Any], args: Arguments) -> GroupKind:
     """Return the kind of a group by its hyperparameters."""
     scale = group.get("wd_mult", group.get("pre_wd_mult", group.get("weight_decay", 1.0)))
-    return GroupKind(
-        decays=scale != 0,
-        expert=group.get("is_expert_parallel") is True,
-        # ``default_config`` is False for a group that overrides the learning rate's schedule.
-        decoupled=group.get("is_decoupled_lr") is True or group.get("default_config") is False,
-    )
+    schedule = _DEFAULT
+    # ``default_config`` is False for a group that overrides the learning rate's schedule.
+    if group.get("is_decoupled_lr") is True or group.get("default_config") is False:
+        decoupled = args.values.get("decoupled_lr")
+        is_scaled = _has_mup(args) and (decoupled is None or group.get("max_lr") != decoupled)
+        schedule = _SCALED if is_scaled else _DECOUPLED
+    return GroupKind(scale != 0, group.get("is_expert_parallel") is True, schedule)
 
 
 def assign_members(
@@ -103,10 +123,28 @@ def assign_members(
         groups: the stored groups; of two of the same kind the first has all members.
         params: name -> shape, in the order of ``named_parameters``.
     """
-    kinds = [classify_group(group) for group in groups]
+    kinds = [classify_group(group, args) for group in groups]
     members: list[list[str]] = [[] for _ in groups]
     for fqn, shape in params.items():
         kind = classify_param(fqn, shape, args, table)
         if kind in kinds:
             members[kinds.index(kind)].append(fqn)
     return members
+
+
+def explain_unassigned(
+    groups: Sequence[Mapping[str, Any]], params: Mapping[str, Index], args: Arguments, table: Table
+) -> str:
+    """Return why the rules do not tell which group each parameter is in; empty if they do.
+
+    Args:
+        groups: the stored groups, which do not list their members; without any there is no reason.
+    """
+    kinds = [classify_group(group, args) for group in groups]
+    if not kinds:
+        return ""
+    wanted = {classify_param(fqn, shape, args, table) for fqn, shape in params.items()}
+    is_strange = any(k.schedule != _DEFAULT and k not in wanted for k in kinds)
+    if len(set(kinds)) == len(kinds) and wanted <= set(kinds) and not is_strange:
+        return ""
+    return "they are not those that Megatron makes of this model, and do not list their members"

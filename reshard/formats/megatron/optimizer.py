@@ -244,6 +244,9 @@ def _read_groups(
     if counts and counts != list(map(len, listed)):
         by_value = _match_by_value(assigned, counts, shapes, masters, sample)
         listed = by_value or _match_by_shape(result, inner, stored, shapes, assigned)
+    if not counts and (reason := groups.explain_unassigned(stored, shapes, args, table)):
+        result.notes.append(f"the param groups are left out: {reason}")
+        return listed
     for group, fqns in zip(stored, listed, strict=False):
         own = tuple(fqn for fqn in fqns if fqn is not None)
         result.groups.append(ParamGroup(read_hyper(group, skip=["step"]), own))

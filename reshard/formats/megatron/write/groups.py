@@ -20,6 +20,7 @@ from reshard.units import some
 
 _RATES = ("max_lr", "min_lr")
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_SINCE_019 = (*_RATES, "start_wd", "end_wd", "optimizer")  # further keys of a group's identity
 _SINCE_016 = "default_config"
 _TORCH_ONLY = ("foreach", "capturable", "differentiable", "fused", "maximize", "amsgrad")
 _SHOWN = 3
@@ -103,7 +104,7 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
             }
             identity = (
                 is_of_muon([hyper]),
-                *(_get_setting(completed, key, state) for key in _IDENTITY),
+                *(_get_setting(completed, key, state) for key in (*_IDENTITY, *_SINCE_019)),
             )
             known = merged.setdefault(identity, (completed, []))
             if known[0] != completed:
@@ -127,6 +128,12 @@ def make_groups(state: WritableState, experts: frozenset[str], adam: Adam | None
         for hyper, fqns in merged.values()
         if fqns or not hyper["is_expert_parallel"]
     )
+    if is_megatron and len({identity[: 1 + len(_IDENTITY)] for identity in merged}) < len(merged):
+        notes.append(
+            "some param groups differ only in their learning rates: core 0.16 to 0.18, which do not"
+            " tell such groups apart, load the settings of one for both; load it with core 0.19 or"
+            " later"
+        )
     apart = frozenset(fqn for group in groups if group.is_expert for fqn in group.fqns)
     before_016 = is_megatron and not any(_SINCE_016 in g.hyper for g in state.groups)
     return Groups(groups, members, apart, tuple(notes), before_016)
