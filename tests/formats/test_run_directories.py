@@ -373,6 +373,30 @@ def test_indexes_of_other_names(tmp_path):
         assert set(checkpoint) == {"a", "b"}
 
 
+@pytest.mark.parametrize("model", ["model", "adapter_model"])
+def test_heads_beside_the_weights_are_named(model, tmp_path):
+    """LLaMA-Factory's reward models and ms-swift's heads have a second file of weights."""
+    save_file({"a": torch.ones(2)}, tmp_path / f"{model}.safetensors")
+    save_file({"v_head.summary.weight": torch.ones(2)}, tmp_path / "value_head.safetensors")
+    torch.save({"b": torch.ones(2)}, tmp_path / "non_lora_trainables.bin")  # LLaVA's
+    torch.save({"x": 1}, tmp_path / "training_args.bin")
+    for trained in (False, True):
+        if trained:  # a checkpoint of HF Trainer
+            (tmp_path / "non_lora_trainables.bin").unlink()
+            (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], momentum=0.9)
+            torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        with reshard.open(tmp_path) as checkpoint:
+            assert set(checkpoint) == {"a"}
+            (warning,) = checkpoint.manifest.warnings
+        others = (
+            "value_head.safetensors"
+            if trained
+            else "non_lora_trainables.bin, value_head.safetensors"
+        )
+        assert warning == f"also contains other weights, which were not read: {others}"
+
+
 def test_other_weights_beside_are_named(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")

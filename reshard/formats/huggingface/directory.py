@@ -12,7 +12,7 @@ from reshard.core.location import Location
 NAME = "huggingface"
 _INDEXES = (INDEX, "pytorch_model.bin.index.json")
 _INDEX = re.compile(r"[\w.-]+\.(safetensors|bin)\.index(\.\w+)?\.json")
-_WEIGHTS = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
+_WEIGHTS = re.compile(r".+\.safetensors|(?!training_args).+\.(bin|pth?)")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<of>\d+)\.safetensors")
 
 
@@ -47,6 +47,11 @@ def is_whole_set(location: Location) -> bool:
         and len({(match["stem"], match["of"]) for match in shards}) == 1
         and numbers == list(range(1, int(shards[0]["of"]) + 1))
     )
+
+
+def is_shard(name: str) -> bool:
+    """Return whether a name is that of one of several safetensors files."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def list_other_weights(location: Location, read: Container[str]) -> list[str]:

@@ -40,6 +40,8 @@ from reshard.system.files import read_small_file
 from reshard.system.threads import map_files
 from reshard.units import some
 
+OTHERS = "also contains other weights, which were not read: {}"
+
 
 def read(location: Location) -> Manifest:
     """Read a directory through its index, a directory of one file, or one file.
@@ -55,7 +57,7 @@ def read(location: Location) -> Manifest:
     manifest = replace(manifest, warnings=(*manifest.warnings, *notes))
     others = list_other_weights(location, {Path(path).name for path in manifest.files})
     if others and not location.chosen:
-        text = f"also contains other weights, which were not read: {some(others)}"
+        text = OTHERS.format(some(others))
         manifest = replace(manifest, warnings=(*manifest.warnings, text))
     return manifest
 
@@ -63,9 +65,12 @@ def read(location: Location) -> Manifest:
 def _read(location: Location) -> Manifest:
     if location.chosen and not is_index(location.chosen):
         return _read_file(location.path)
-    if not location.chosen and "model.safetensors" in location.files:
-        # transformers, too, prefers it to any .bin index.
-        return _read_file(location.files["model.safetensors"])
+    # transformers, too, prefers it to any .bin index. Others (``value_head.safetensors`` of
+    # LLaMA-Factory, ``vit.safetensors`` of ms-swift) may be beside either.
+    usual = ("model.safetensors", "adapter_model.safetensors")
+    known = next((name for name in usual if name in location.files), None)
+    if known and not location.chosen:
+        return _read_file(location.files[known])
     index = location.chosen or find_index(location)
     if index is not None:
         return _read_indexed(location, location.files[index])

@@ -34,6 +34,7 @@ from reshard.state_dict.global_tensor import GlobalTensor
 from reshard.state_dict.tree import ParsedTree
 from reshard.training import copied_files, trainer_run
 from reshard.training.trainer_run import TrainerRun
+from reshard.units import some
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
@@ -260,6 +261,7 @@ def _collect_parts(
     if _EXTRA_STATE in location.folders and dcp.detect(location):
         _add_extra_state(whole, location.folders[_EXTRA_STATE])
     weights = _find_safetensors(location)
+    warnings += _describe_others(location, weights)
     # Two copies of a model would need a --key to choose between them, so only one is read.
     if "model" in weights and "pytorch_model" in families:
         del families["pytorch_model"]
@@ -350,6 +352,19 @@ def _find_safetensors(location: Location) -> dict[str, Path]:
     if "model" not in weights and index:
         weights["model"] = location.files[index]
     return weights
+
+
+def _describe_others(location: Location, read: Mapping[str, Path]) -> list[str]:
+    """Return a warning if there are weights beside the model's, as LLaMA-Factory's value head."""
+    others = [
+        name
+        for name, path in location.files.items()
+        if path.suffix == ".safetensors"
+        and path not in read.values()
+        and not huggingface.is_shard(name)
+        and not dcp.is_hf_shard(name)
+    ]
+    return [of_huggingface.OTHERS.format(some(sorted(others)))] if others else []
 
 
 def _read_safetensors(location: Location, path: Path) -> ParsedTree:
