@@ -83,11 +83,10 @@ def select_adapter(merge: Merge) -> Merge:
         raise UnsupportedError(
             where, f"{some(unknown)}: not known parts of a PEFT adapter", configs.SAVE_WITH_PEFT
         )
-    if not parts:
-        configs.find(name, merge.options.hf_dir, near)  # it may name a method that is not known
+    # First, because it may name a method that is not known, of which the tensors show nothing.
+    config = configs.find(name, merge.options.hf_dir, near)
     in_names = _find_name_in_tensors(where, name, parts, shapes)
     own = [each for each in parts if each.adapter == in_names]
-    config = configs.find(name, merge.options.hf_dir, near)
     if config is None:
         raise configs.build_missing_error(where, own, shapes)
     configs.check(config, own, shapes)

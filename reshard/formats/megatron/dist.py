@@ -169,13 +169,7 @@ def read(location: Location, table: Table) -> Manifest:
             state,
             range(0),
         ),
-        # Megatron saves the last stage's copy under the embedding's key, so its name is not here.
-        tied=second
-        | (
-            {names.OUTPUT: names.EMBEDDING}
-            if args.tied and (PARAM, names.EMBEDDING) in whole
-            else {}
-        ),
+        tied=second | names.find_tied_output({fqn for _, fqn in whole}, args),
         tied_copies=tuple(copies),
         frozen=frozenset(frozen),
         warnings=(

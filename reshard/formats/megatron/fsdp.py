@@ -93,9 +93,7 @@ def read(location: Location, table: Table) -> Manifest:
             state,
             range(0),
         ),
-        tied={names.OUTPUT: names.EMBEDDING}
-        if args.tied and names.EMBEDDING in fqns and names.OUTPUT not in fqns
-        else {},
+        tied=names.find_tied_output(fqns, args),
         frozen=frozenset(frozen),
         warnings=(*loaded.notes, *optimizer.note_frozen(frozen)),
         unknown_globals=trust.list_unknown(loaded.globals),

@@ -57,6 +57,15 @@ def find_second_names(fqns: Container[str]) -> dict[str, str]:
     }
 
 
+def find_tied_output(fqns: Container[str], args: Arguments) -> dict[str, str]:
+    """Return the name of the output layer -> that of the embedding, if only the embedding is saved.
+
+    Megatron saves the last stage's copy of a tied embedding under the key of the embedding.
+    """
+    is_tied = args.tied and EMBEDDING in fqns and OUTPUT not in fqns
+    return {OUTPUT: EMBEDDING} if is_tied else {}
+
+
 def find_latent_width(name: str, args: Arguments) -> int:
     """Return the rows of a down projection of latent attention (MLA); 0 for other parameters.
 

@@ -83,11 +83,14 @@ class _StateDicts(_TorchWriter):
         return request.state_dict_type
 
 
+_LOAD_DCP = "torch.distributed.checkpoint.load(state, checkpoint_id={})"
+
+
 class Dcp(_TorchWriter):
     """A DCP directory, which any number of ranks reads."""
 
     name = "dcp"
-    load_line = 'torch.distributed.checkpoint.load(state, checkpoint_id="{path}")'
+    load_line = _LOAD_DCP.format('"{path}"')
     live_line = (
         "torch.distributed.checkpoint.load(state,"
         ' storage_reader=reshard.dcp.StorageReader("{path}"))'
@@ -102,8 +105,8 @@ class Dcp(_TorchWriter):
         """Return the line with the directories that the source has, if there are several."""
         own = request.own.directories if request.own is not None else ()
         paths = [f'"{{path}}/{each.folder}"' for each in own if each.folder]
-        line = self.load_line.replace('"{path}"', paths[0] if paths else '"{path}"')
-        return ", and ".join([line, *paths[1:]])
+        first, *others = paths or ['"{path}"']
+        return ", and ".join([_LOAD_DCP.format(first), *others])
 
     def keeps_value(self, _name: str, _request: Request) -> bool:
         """Return True: values of any name are items of the directory."""
