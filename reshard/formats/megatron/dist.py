@@ -89,73 +89,37 @@ def read(location: Location, table: Table) -> Manifest:
     loaded, common = _read_files(location)
     tensors, objects = _separate(_strip_prefix(loaded.root))
     stored = join_parts(tensors, table)
-    args = arguments.parse(common.get("args"), str(location))
     of_model = {key: tensor for key, tensor in stored.items() if not CHAIN.fullmatch(key)}
     exported = None if of_model else verl.read_exported(location)
     if exported is None and not of_model:
         raise CorruptError(location, "contains no model")
-    saved_args = args
-    if not args.values:
-        # verl states how ranks divide the model. That does not describe the model, so it is not
-        # among the arguments.
-        fqns = {entry.fqn for entry in exported.entries.values()} if exported else of_model.keys()
-        is_tied = names.OUTPUT not in fqns
-        stated = verl.read_grid(verl.find_root(location), is_tied=is_tied)
-        args = arguments.parse(stated, str(location))
+    saved_args = arguments.parse(common.get("args"), str(location))
+    args = saved_args if saved_args.values else _read_verl_args(location, of_model, exported)
     keys = _KeyReader(table, args)
-    weights = [*keys.respell(exported.entries.values())] if exported else []
-    weights += [
-        replace(entry, kind=BUFFER if names.is_buffer(entry.fqn) else PARAM)
-        for key, tensor in of_model.items()
-        for entry in keys.read_entries(key, PARAM, tensor)
-    ]
-    slots = [
-        entry
-        for key, tensor in stored.items()
-        if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
-        for entry in keys.read_entries(slot[2], optimizer.get_kind(slot[1]), tensor)
-    ]
+    weights = _read_weights(keys, of_model, exported)
     # A parameter with two names is stored twice, and its states under one of these names.
     second = names.find_second_names({entry.fqn for entry in weights})
     copies = [entry for entry in weights if entry.fqn in second]
-    weights = [entry for entry in weights if entry.fqn not in second]
-    slots = [replace(slot, fqn=second.get(slot.fqn, slot.fqn)) for slot in slots]
     # The optimizer's groups are filled in the order of ``named_parameters``, which DCP keys lack.
-    whole = index_entries(grid.sort_entries(weights))
-    states = dist_flat.find_group_states(objects, common.get("optimizer"))
+    whole = index_entries(grid.sort_entries(e for e in weights if e.fqn not in second))
+    slots = [replace(e, fqn=second.get(e.fqn, e.fqn)) for e in _read_slots(keys, stored)]
     named = {slot.fqn for slot in slots}
     buffers = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location), named)
-    problem = buffers.find_problem()
-    advice = _ADVICE_RESHARDABLE
-    try:
-        flat = [] if problem else buffers.read_entries()
-    except CorruptError as error:
-        if exported is None and isinstance(error, optimizer.SmallBufferError):
-            # The weights are stored apart from the buffers, so they are complete without them.
-            flat, problem, advice = [], error.problem, error.remedy
-        elif exported is None:
-            raise
-        else:
-            raise UnsupportedError(
-                location,
-                f"has an optimizer that does not fit the Hugging Face model ({error.problem}): it"
-                " is that of another model, or Megatron padded the vocabulary",
-                _ADVICE_EXPORTED,
-            ) from error
-    # A parameter without a state that others have is frozen: no optimizer has it.
-    trained = {slot.fqn for slot in (*slots, *flat)}
-    params = [
-        RankParam(e.fqn, e.shape, e.dtype.name, 0)
-        for e in whole.values()
-        if e.kind == PARAM and (not trained or e.fqn in trained)
-    ]
-    frozen = [fqn for kind, fqn in whole if kind == PARAM and trained and fqn not in trained]
-    # Forms that only the same grid can load keep the groups as objects of each model-parallel
-    # group.
-    state = optimizer.read(states, params, args, table, str(location))
+    flat, unnamed = _read_buffers(location, buffers, is_exported=exported is not None)
     if exported:
         _check_shapes(location, whole, [*slots, *flat])
-    form = _describe_form(common, flat, slots)
+    # A parameter without a state that others have is frozen: no optimizer has it.
+    trained = {slot.fqn for slot in (*slots, *flat)}
+    frozen = [fqn for kind, fqn in whole if kind == PARAM and trained and fqn not in trained]
+    params = [
+        RankParam(entry.fqn, entry.shape, entry.dtype.name, 0)
+        for entry in whole.values()
+        if entry.kind == PARAM and (not trained or entry.fqn in trained)
+    ]
+    # Forms that only the same grid can load keep the groups as objects of each model-parallel
+    # group.
+    states = dist_flat.find_group_states(objects, common.get("optimizer"))
+    state = optimizer.read(states, params, args, table, str(location))
     manifest = Manifest(
         origin=Origin("megatron", str(location)),
         entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
@@ -176,15 +140,82 @@ def read(location: Location, table: Table) -> Manifest:
             *loaded.notes,
             *state.notes,
             *optimizer.note_frozen(frozen),
-            *([f"the optimizer is left out: {problem}"] if problem else []),
+            *([f"the optimizer is left out: {unnamed.reason}"] if unnamed else []),
         ),
-        unnamed_optimizers=("optimizer",) if problem else (),
-        unnamed=UnnamedOptimizer(problem, advice=advice) if problem else None,
+        unnamed_optimizers=("optimizer",) if unnamed else (),
+        unnamed=unnamed,
         unknown_globals=trust.list_unknown(loaded.globals),
         ordered=True,  # see `grid.sort_entries`
     )
     manifest = rank_states.attach(manifest, rank_states.collect_from_dist(loaded.root))
+    form = _describe_form(common, flat, slots)
     return replace(manifest, origin=train.make_origin(location, args, form, manifest))
+
+
+def _read_verl_args(
+    location: Location, of_model: Collection[str], exported: Manifest | None
+) -> Arguments:
+    """Return how verl's ranks divide the model, as arguments.
+
+    They do not describe the model, so they are not among the arguments that the source states.
+    """
+    fqns = {entry.fqn for entry in exported.entries.values()} if exported else of_model
+    stated = verl.read_grid(verl.find_root(location), is_tied=names.OUTPUT not in fqns)
+    return arguments.parse(stated, str(location))
+
+
+def _read_weights(
+    keys: _KeyReader, of_model: Mapping[str, GlobalTensor], exported: Manifest | None
+) -> list[Entry]:
+    """Return the weights: those under Megatron's keys, or of the model that verl exported."""
+    weights = [*keys.respell(exported.entries.values())] if exported else []
+    weights += [
+        replace(entry, kind=BUFFER if names.is_buffer(entry.fqn) else PARAM)
+        for key, tensor in of_model.items()
+        for entry in keys.read_entries(key, PARAM, tensor)
+    ]
+    return weights
+
+
+def _read_slots(keys: _KeyReader, stored: Mapping[str, GlobalTensor]) -> list[Entry]:
+    """Return the optimizer states that have the form of their parameters."""
+    return [
+        entry
+        for key, tensor in stored.items()
+        if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
+        for entry in keys.read_entries(slot[2], optimizer.get_kind(slot[1]), tensor)
+    ]
+
+
+def _read_buffers(
+    location: Location, buffers: dist_flat.FlatBuffers, *, is_exported: bool
+) -> tuple[list[Entry], UnnamedOptimizer | None]:
+    """Return the states in flat buffers; or none, and why they are left out.
+
+    Args:
+        is_exported: whether verl saved the weights as a Hugging Face model.
+
+    Raises:
+        CorruptError: files contradict each other.
+        UnsupportedError: the optimizer does not fit the Hugging Face model.
+    """
+    problem = buffers.find_problem()
+    if problem:
+        return [], UnnamedOptimizer(problem, advice=_ADVICE_RESHARDABLE)
+    try:
+        return buffers.read_entries(), None
+    except CorruptError as error:
+        if is_exported:
+            raise UnsupportedError(
+                location,
+                f"has an optimizer that does not fit the Hugging Face model ({error.problem}): it"
+                " is that of another model, or Megatron padded the vocabulary",
+                _ADVICE_EXPORTED,
+            ) from error
+        if not isinstance(error, optimizer.SmallBufferError):
+            raise
+        # The weights are stored apart from the buffers, so they are complete without them.
+        return [], UnnamedOptimizer(error.problem, advice=error.remedy)
 
 
 def _add_claims(
