@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
     from reshard.model.published import Published
 
+    _Owners = Mapping[nn.Module, nn.Module]
+    # By unit as well, because a parameter of two units has a first name in each of them.
+    _Firsts = dict[tuple[nn.Module, nn.Parameter], str]
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -90,60 +94,87 @@ def describe_module(
     """
     from torch import nn
 
+    units, owners, firsts = _find_units(root, policy, mixed_precision=mixed_precision)
+    tensors = _name_tensors(root, owners, firsts)
+    source = f"{source} ({type(root).__name__})"
+    return ModelShapes(
+        source,
+        tensors.parameters,
+        tensors.buffers,
+        tensors.tied,
+        units,
+        _collect_tensor_plans(root),
+        _collect_parameters_of(nn.Embedding, root),
+        _collect_parameters_of(nn.LayerNorm, root),
+        frozenset(fqn for (_, each), fqn in firsts.items() if not each.requires_grad),
+        tuple(tensors.names),
+        _plan_trace(root, source),
+    )
+
+
+def _find_units(
+    root: nn.Module, policy: Policy | None, *, mixed_precision: bool
+) -> tuple[tuple[Unit, ...], _Owners, _Firsts]:
+    """Return the units of FSDP 1, the unit that owns each module, and the names in the units.
+
+    Raises:
+        UsageError, UnsupportedError: as `describe_module`.
+    """
     wrapped = find_wrapped(root, policy or Policy(), mixed_precision=mixed_precision)
     owners = _find_owners(root, wrapped)
-    names = {module: fqn for fqn, module in root.named_modules()}
+    prefixes = {module: fqn for fqn, module in root.named_modules()}
     excluded = get_batch_norm() if mixed_precision else ()
-    units = []
-    # By unit as well, because a parameter of two units has a first name in each of them.
-    firsts: dict[tuple[nn.Module, nn.Parameter], str] = {}
+    units: list[Unit] = []
+    firsts: _Firsts = {}
     for unit in root.modules():
         if unit is not root and unit not in wrapped:
             continue
-        members = _collect_members(unit, names[unit], owners)
+        members = _collect_members(unit, prefixes[unit], owners)
         firsts.update({(unit, parameter): fqn for parameter, fqn in members.items()})
         if policy is not None and members:
             _refuse_unflattenable(members)
             full = unit is not root and isinstance(unit, excluded)
-            units.append(Unit(names[unit], tuple(members.values()), full))
-    parameters: dict[str, Index] = {}
-    buffers: dict[str, Index] = {}
-    tied: dict[str, str] = {}
+            units.append(Unit(prefixes[unit], tuple(members.values()), full))
+    return tuple(units), owners, firsts
+
+
+@dataclass(slots=True)
+class _NamedTensors:
+    """The tensors of a module by name; see `ModelShapes`."""
+
+    parameters: dict[str, Index] = field(default_factory=dict)
+    buffers: dict[str, Index] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+
+
+def _name_tensors(root: nn.Module, owners: _Owners, firsts: _Firsts) -> _NamedTensors:
+    """Return the tensors of a module under all of their names.
+
+    A file may have any name of a tied tensor.
+    """
+    result = _NamedTensors()
     saved: dict[Any, str] = {}
-    every_name: list[str] = []
-    # Under all of its names, because a file may have any name of a tied tensor.
     for path, module in root.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = _join(path, name)
-            every_name.append(fqn)
+            result.names.append(fqn)
             first = firsts[owners[module], parameter]
             if fqn == first:
                 # ZeRO 3 leaves an empty tensor in the module, with the full shape beside it.
-                parameters[fqn] = tuple(getattr(parameter, "ds_shape", parameter.shape))
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                result.parameters[fqn] = tuple(shape)
             else:
-                tied[fqn] = first
+                result.tied[fqn] = first
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name in module._non_persistent_buffers_set:  # noqa: SLF001 - no public name
                 continue
             fqn = _join(path, name)
             if saved.setdefault(buffer, fqn) == fqn:
-                buffers[fqn] = tuple(buffer.shape)
+                result.buffers[fqn] = tuple(buffer.shape)
             else:
-                tied[fqn] = saved[buffer]
-    source = f"{source} ({type(root).__name__})"
-    return ModelShapes(
-        source,
-        parameters,
-        buffers,
-        tied,
-        tuple(units),
-        _collect_tensor_plans(root),
-        _collect_parameters_of(nn.Embedding, root),
-        _collect_parameters_of(nn.LayerNorm, root),
-        frozenset(fqn for (_, each), fqn in firsts.items() if not each.requires_grad),
-        tuple(every_name),
-        _plan_trace(root, source),
-    )
+                result.tied[fqn] = saved[buffer]
+    return result
 
 
 def _collect_tensor_plans(root: nn.Module) -> dict[str, str]:
