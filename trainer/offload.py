@@ -1,4 +1,4 @@
-"""Where a flat tensor is kept between uses: on the device, in host memory, or on disk."""
+"""Places to keep a flat tensor between uses: the device, host memory, and the disk."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def _classify_slots(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Return all slots of a parameter, and those that have a value for each of its elements.
 
-    Shampoo's matrices are no such slots, although those of a square parameter have its shape.
+    Shampoo's matrices do not count as such slots, even if the parameter is square, like them.
     """
     full = (k for k, entry in own.items() if entry.shape == shape and k not in optimizers.MATRICES)
     return frozenset(own), frozenset(full)

@@ -16,7 +16,7 @@ from reshard.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(Options):
-    """Which checkpoint is read, and what its files do not state."""
+    """Options that choose the checkpoint to read, and state what its files do not."""
 
     source_format: str | None = option(
         None,

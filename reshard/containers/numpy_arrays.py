@@ -69,8 +69,9 @@ def find_obstacle(value: Any) -> str:
 def convert(root: Any, file: str, start: int) -> Any:
     """Return a saved object in which every array and bare storage is a `Tensor`.
 
-    What cannot be read as a tensor stays as it is; `find_obstacle` says why. So do numpy's random
-    states, which are known by their form. A numpy scalar is a tensor among tensors, else a number.
+    Arrays that cannot be read as a tensor, and numpy's random states (recognized by their form),
+    stay as they are; `find_obstacle` returns why. A numpy scalar becomes a tensor among tensors,
+    else a number.
 
     Args:
         start: byte of the file at which its pickle begins.

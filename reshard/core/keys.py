@@ -65,7 +65,7 @@ def _strip(fqn: str, is_alone: Callable[[int], bool]) -> str:
     """Return a name without wrapper components.
 
     DDP wraps a whole model or one of its named parts (the networks of a GAN). A ``module`` further
-    down or in a list is a part of the model: transformers 5.23 has such a one in LeViT
+    down or in a list is a part of the model: transformers 5.23 has one in LeViT
     (``LevitResidualLayer.module``).
 
     Args:

@@ -95,7 +95,7 @@ def either(*kinds: Kind) -> Kind:
         faults = [kind.fault(value) for kind in kinds]
         if not all(faults):
             return None
-        # A fault inside the value tells more than that the whole value is of no such kind.
+        # A fault inside the value is more specific than that the whole value is of another kind.
         within = next((each for each in faults if each and each[0]), None)
         return within or ("", f"is {shown(value)}, expected {name}")
 

@@ -15,9 +15,9 @@ from reshard.units import counted, some
 def dequantise(manifest: Manifest) -> tuple[Manifest, list[str]]:
     """Return a model's manifest with dequantised weights in place of codes and scales, and notes.
 
-    The weights are computed as they are read. A model that is not quantised is returned unchanged.
-    So are training checkpoints: the program that saved quantised weights in them expects them as
-    they are.
+    The weights are computed as they are read. A model that is not quantised is returned unchanged,
+    and so is a training checkpoint: the program that saved quantised weights in it loads them in
+    this form.
 
     Raises:
         UnsupportedError: the method is not known, or nothing states it.

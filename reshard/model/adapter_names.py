@@ -201,7 +201,8 @@ def explain_separate(fqns: Iterable[str]) -> list[str]:
 def find_methods(parts: Iterable[AdapterPart]) -> list[str]:
     """Return the PEFT methods that have all the roles of these tensors.
 
-    Those of which each group is complete come alone: LoRA has no singular values.
+    If the tensors are complete for some of these methods, the others are left out: AdaLoRA needs
+    singular values, which LoRA does not have.
     """
     roles = {each.role for each in parts} & {*TRAINED}
     fitting = [name for name in METHODS if roles <= {*list_roles(name)}]

@@ -246,8 +246,8 @@ def _is_whole(entry: Entry) -> bool:
 def _describe_blocks(codes: Chunk, scales: Chunk, table: Chunk, shape: Index) -> Chunk | None:
     """Return the values of codes that bitsandbytes scaled by blocks.
 
-    It stacks two moments of AdEMAMix in one tensor, with a row of scales for each: of these, None.
-    So it does of codes that are not whole rows of the tensor.
+    The result is None for two moments of AdEMAMix, which bitsandbytes stacks in one tensor with a
+    row of scales for each, and for codes that are not whole rows of the tensor.
 
     Args:
         shape: the shape of the whole tensor.

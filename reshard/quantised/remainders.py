@@ -250,8 +250,8 @@ def _complete(weight: Entry, remainder: Entry) -> Entry:
 def _are_remainders(pairs: Sequence[tuple[Entry, Entry]]) -> bool:
     """Return whether float32 masters are remainders, from values of the largest ones.
 
-    Remainders are whole numbers of 16 bits. So are some masters (norms of 1, biases of 0), but the
-    weights beside them are then equal.
+    Remainders are whole numbers of 16 bits. Some masters are such numbers, too (norms of 1, biases
+    of 0), but then they equal the weights beside them.
     """
     largest = sorted(pairs, key=lambda pair: -pair[0].numel)[:_SAMPLED_TENSORS]
     differ = False

@@ -1,4 +1,4 @@
-"""Which rank owns which elements: DeepSpeed's two ways to cut parameters into flat tensors.
+"""DeepSpeed's two ways to cut parameters into flat tensors, of which each rank owns a part.
 
 Stages 1 and 2 lay the parameters of a param group end to end and cut the whole into equal pieces
 (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8)::

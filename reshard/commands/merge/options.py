@@ -22,7 +22,7 @@ _OF_OTHER_MODELS = ("fill_missing_from", "family", "vocab_size", "keep_padding")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsOptions(Options):
-    """Which weights are written, in which dtype and in which files."""
+    """Options that choose the weights to write, their dtype and their files."""
 
     dtype: str | None = option(
         None,

@@ -20,7 +20,7 @@ _run = partial(option, group="Runs", is_common=True)
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeCheckOptions(LayoutOptions, ValueOptions):
-    """Which runs are compared, and what they must show."""
+    """Options that choose the runs to compare, and what they must show."""
 
     world_sizes: Sequence[int] = _run(
         (),

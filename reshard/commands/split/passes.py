@@ -407,8 +407,8 @@ def identify_save(state: WritableState, request: Request, writer: Writer) -> Sav
     The id is a digest of the source and of what is written, so that the same command writes the
     same bytes: names, sizes and stored checksums of the source's files, the tensors and the layout.
     Files without checksums (safetensors) of two runs have the same names and sizes; a sample of
-    their bytes tells them apart. Of computed values, it includes how they are computed: the means
-    of the same files by other factors are another save.
+    their bytes distinguishes them. For computed values, it includes how they are computed: means of
+    the same files with other factors are another save.
     """
     manifest, digest = state.manifest, hashlib.sha256()
 

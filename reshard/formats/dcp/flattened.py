@@ -1,6 +1,6 @@
 """Restore the shape of tensors that Megatron-core 0.6 to 0.15 saved as flat ranges.
 
-There, each rank of a distributed optimizer has a run of its part of a parameter
+In that form, each rank of a distributed optimizer has a run of its part of a parameter
 (``fully_sharded_model_space``). A tensor of shape ``(X, Y)`` in parts of ``(x, y)`` is stored as
 one of shape ``(X / x, Y / y, x * y)``, whose last dim is cut anywhere; ``.metadata`` has the
 first shape.

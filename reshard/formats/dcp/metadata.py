@@ -57,7 +57,7 @@ class Metadata:
     shapes: dict[str, Index] = field(default_factory=dict)  # of tensors stored in another shape
     globals: set[str] = field(default_factory=set)
     version: str = ""
-    directory: str = ""  # that the program saved to, where the file states it
+    directory: str = ""  # the one that the program saved to; empty if no file states it
 
 
 def read(files: Sequence[Path]) -> Metadata:
@@ -196,7 +196,7 @@ def _add_item(
     kind = about.name.rsplit(".", 1)[-1]
     if kind == "BytesStorageMetadata":
         location = stored.get((key, None))
-        # Of several ranks' files, only one may state the location of an object that all announce.
+        # All ranks' files list an object, and one of them may state its location.
         found.objects[key] = found.objects.get(key) or (location and Block(key, None, *location))
         return
     if kind != "TensorStorageMetadata":

@@ -69,7 +69,7 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
             if (path := paths[block.file])
         ]
         found = iter(items.read_chunks(places))
-        # Only now: if the files that exist belong to another save, none of its files is missing.
+        # Checked after the items, which show whether the existing files belong to another save.
         present = _require_all(location, paths)
         for key, stored in about.tensors.items():
             blocks = list(islice(found, len(stored.blocks)))
@@ -184,7 +184,7 @@ def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dic
 def _restore_list(items: dict[Any, Any]) -> dict[Any, Any] | list[Any]:
     """Return the list that DCP flattened to these items; the items if they are of a dict.
 
-    DCP makes a text of each key of a dict, so numbers are positions (torch 2.13 ``_traverse.py``).
+    DCP converts each key of a dict to a str, so ints are positions (torch 2.13 ``_traverse.py``).
     """
     is_list = all(type(key) is int for key in items) and sorted(items) == list(range(len(items)))
     return [items[n] for n in range(len(items))] if is_list else items

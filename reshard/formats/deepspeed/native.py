@@ -135,8 +135,8 @@ def _with_shapes(first: ModelStates, ranks: Sequence[OptimizerStates]) -> ModelS
 def _mics_shard_size(first: ModelStates) -> int:
     """Return the number of ranks in a MiCS group (DeepSpeed 0.9.2 to 0.17); 0 without MiCS.
 
-    The ranks of a group share every parameter. Only the first group saves; the others hold the
-    same.
+    The ranks of a group share every parameter. Only the first group saves; the others have the
+    same values.
     """
     declared = get_zero_section(first.config).get("mics_shard_size")
     is_on = type(declared) is int and declared > 0  # -1: off

@@ -366,7 +366,7 @@ def _may_be(tensor: Tensor, shape: Index | None) -> bool:
 def unwrap_names(models: Sequence[ModelStates]) -> list[ModelStates]:
     """Return the ranks' model states with all lists under the module's names.
 
-    Of the ranks after the first, only the fragments of frozen parameters are used.
+    Only the fragments of frozen parameters are used from the ranks after the first.
     """
     first = models[0]
     module, root = first.module, first.root

@@ -253,7 +253,7 @@ class FlatBuffers:
             [(piece.box.origin[0], piece) for piece in masters[index].chunks]
             for index in sorted(masters)
         ]
-        # Padding that is stored behind a bucket is none of its elements.
+        # Padding may be stored behind a bucket, and does not count as elements of it.
         inside = [
             [(start, piece) for start, piece in bucket if start + piece.box.volume <= numel]
             for bucket, numel in zip(pieces, numels, strict=False)

@@ -59,7 +59,7 @@ def _choose_extra_states(states: RankStates, conversion: StateConversion) -> Wri
                 "leave them out: --extra-state drop",
             )
         notes.dropped += [f"{what}: {reason}"] if what else []
-        # Also dropped states keep their keys: the files list with None which modules have a state.
+        # The files list every module that has a state, also with None as a dropped state.
         return written_states.make_blank(states, manifest, wanted.impl)
     extra, entries = written_states.lay_out_states(states, wanted.form)
     if what and (states.form, wanted.form) == ("torch", "torch_dist") and len(states.extra) > 1:

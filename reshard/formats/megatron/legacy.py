@@ -167,7 +167,7 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
                 MIXED,
             )
         _check_position(rank, file, args)
-    # Of the ranks with the same dense layers only the first must have the file; the others have
+    # Among ranks with the same dense layers, only the first always has the file; the others have
     # one only if their experts are in buffers.
     first_ep: dict[tuple[int, int], int] = {}
     for rank in opened:

@@ -102,7 +102,7 @@ def _count_skipped(root: Mapping[str, Any], args: Arguments, state: ParsedOptimi
     scheduled = scheduler.get("num_steps") if isinstance(scheduler, dict) else None
     if state.scaler is None or not batch or type(step) is not int or type(scheduled) is not int:
         return None
-    # Only with one batch size in the whole run does the number of samples tell that of steps.
+    # The number of samples gives that of steps only if the batch size never changed.
     is_constant = args.number("consumed_train_samples") == step * batch
     updates, rest = divmod(scheduled, batch)
     return step - updates if is_constant and not rest and 0 <= updates <= step else None

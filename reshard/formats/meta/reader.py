@@ -155,7 +155,7 @@ def _check_vocabulary(manifest: Manifest, params: Mapping[str, Any], location: L
 def find_traits(manifest: Manifest) -> Traits:
     """Return the properties of the model that params.json and the tensors state.
 
-    Neither has the maximum number of positions; no computed value depends on it.
+    Neither states the maximum number of positions, but no computed value depends on it.
     """
     params: Mapping[str, Any] = manifest.train.config
     heads, hidden = params.get("n_heads"), params.get("dim")

@@ -204,8 +204,8 @@ def lay_out_torch(state: WritableState, request: Request) -> LaidOut:
     weights = torch_state_dict.build_weights(state, dtype=request.dtype)
     root: dict[str, Any] = {"model": OrderedDict(weights)}
     if not request.weights_only:
-        # With several groups, the numbers do not show which of two like parameters is in which.
-        # Nor does a file of whole tensors show which of two like tensors is a buffer.
+        # With several groups, numbers do not show which of two parameters of equal shape is in
+        # which group, and a file of whole tensors does not show which of two is a buffer.
         shapes = {weight.fqn: weight.shape for weight in state.weights}
         named = len(state.groups) > 1 or not can_name_groups(shapes, state.groups)
         root["optimizer"] = torch_state_dict.build_optimizer(

@@ -48,8 +48,8 @@ def detect_framework(location: Location, parsed: ParsedTree, run: TrainerRun | N
     parts = [] if location.chosen else directory.find_dcp_parts(location).values()
     # NeMo Automodel keeps the weights in shards for Hugging Face, beside DCP's optimizer.
     is_dcp = any(map(dcp.is_part, present)) or (bool(parts) and all(map(dcp.detect, parts)))
-    # In order: a library is tested before the one whose files it uses as well (HF Trainer writes
-    # Accelerate's names, torchtitan DCP's).
+    # The order matters: a library comes before the one whose file names it also uses (HF Trainer
+    # uses Accelerate's, torchtitan DCP's).
     signs = {
         trainer_run.NAME: run is not None,
         "hf-trainer": TRAINER_STATE in present,

@@ -103,7 +103,8 @@ def read(
             first, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
         )
     train = _complete_train_state(manifest.train, location, trainer, run_of_trainer)
-    # Of all optimizers of a module: 2.6.6 ``loops/progress.py``, ``training_epoch_loop.py``.
+    # Lightning counts the updates of all optimizers of a module together (2.6.6
+    # ``loops/progress.py``, ``training_epoch_loop.py``).
     train = replace(train, sums_optimizers=origin.format == "lightning")
     if location.chosen:
         return replace(manifest, train=train)

@@ -41,8 +41,8 @@ def find_stages(families: Iterable[OpenedRanks], key: str | None) -> list[set[in
 def divide_stages(whole: ParsedTree, warnings: list[str]) -> list[Collected]:
     """Return each pipeline stage of a tree that has all of them under numbered keys.
 
-    Those are ``model_0``, ``model_1`` ... and ``optim_0`` ..., where every stage has other layers
-    of one list (``layers.3``). Models of which this is not true are not stages.
+    The keys are ``model_0``, ``model_1`` ... and ``optim_0`` ... Models are stages only if each has
+    other layers of one list (``layers.3``).
     """
     numbered: dict[str, dict[int, str]] = {}
     root = whole.root if isinstance(whole.root, dict) else {}

@@ -70,7 +70,7 @@ def _find(word: str, numbers: Numbers, args: Mapping[str, Any]) -> int | None:
     if type(value) is int:
         return value
     for text in numbers.get(word, ()):
-        # Without the word itself: numbers that refer to one another must not recurse forever.
+        # The word itself is left out, so that numbers that refer to one another end.
         found = _evaluate(text, {k: v for k, v in numbers.items() if k != word}, args)
         if found is not None and not found[1]:
             return found[0]

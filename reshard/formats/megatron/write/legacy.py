@@ -220,13 +220,13 @@ class _LegacyRank:
         buffers = [self._build_buffers(own) if own else None for own in members]
         if not buffers[1]:
             return buffers[0]
-        # Of the ranks with the same dense layers the first saves their buffers.
+        # Among ranks with the same dense layers, the first saves the buffers of these layers.
         return [buffers[0] if self._rank.is_first else None, buffers[1]]
 
     def _build_buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
         """Return a buffer for each model chunk and dtype.
 
-        Its key is the dtype of its parameters and that of their gradients (core_v0.16.1
+        The key of a buffer is the dtypes of its parameters and of their gradients (core_v0.16.1
         ``distributed_data_parallel.py``, ``_allocate_buffers_for_parameters``).
         """
         state: dict[Any, Any] = {"buckets_coalesced": True}  # a buffer is one tensor, not a list
