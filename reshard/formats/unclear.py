@@ -26,6 +26,8 @@ _MODEL = re.compile(
 _LEVELS = 3  # of directories below the given one, in which a run is looked for
 _SEARCHED = 100  # directories of one level: more of them are not runs
 _OF_RANKS = ("dataloader", "rng_state")  # a file of each rank: prime-rl's, LLaMA-Factory's
+# XTuner keeps these beside the folder of the weights, the first as files of torch without a suffix.
+_OF_XTUNER = re.compile(r"lr_scheduler|dataloader|train_state\.json|trainer_config\.(json|bin)")
 _COPY = "hf_model"  # the folder of LLaMA-Factory's second copy of the weights (``save_ckpt_as_hf``)
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
@@ -157,6 +159,7 @@ def describe_unread(location: Location) -> list[str]:
     if location.name in run.PARTS:
         above = location.get_parent()
         paths += [above.files[name] for name in _find_parts_beside(above)]
+        paths += [path for name, path in above.files.items() if _OF_XTUNER.fullmatch(name)]
     for name in _OF_RANKS:
         if name in location.folders:
             paths += find_torch_files(location.folders[name]).values()

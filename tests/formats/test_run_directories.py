@@ -258,6 +258,18 @@ def test_a_model_beside_the_checkpoints_of_its_run_is_not_the_whole_run(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_files_that_xtuner_keeps_beside_its_weights_are_reported(tmp_path):
+    """Its ``v1`` saves them without a suffix, in the folder above the tensors."""
+    run = tmp_path / "20261127" / "checkpoints" / "ckpt-step-2"
+    dcp.save(state(2), checkpoint_id=run / "weights")
+    torch.save({"last_epoch": 2}, run / "lr_scheduler")
+    (run / "train_state.json").write_text('{"cur_step": 2}')
+    for place in (tmp_path, run, run / "weights"):
+        warnings = reshard.inspect(place).manifest.warnings
+        assert any(re.search(r"lr_scheduler, \S+/train_state.json: not", w) for w in warnings)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_the_state_of_a_data_loader_in_a_folder_is_reported(tmp_path):
     run = tmp_path / "run"
     dcp.save({"app": state(2)}, checkpoint_id=run / "step_2" / "trainer")
